@@ -1,0 +1,74 @@
+"""kdist: `tf.distribute` for Keras 3, on TensorFlow, JAX and PyTorch.
+
+This module is a contents page. Names are loaded when they are first used, so that `import kdist` imports
+neither Keras nor a framework: a launcher must not hold a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_CONTENTS = {
+    "kdist.context": (
+        "ReplicaContext",
+        "experimental_set_strategy",
+        "get_replica_context",
+        "get_strategy",
+        "has_strategy",
+        "in_cross_replica_context",
+    ),
+    "kdist.strategies.strategy": ("Strategy",),
+    "kdist.strategies.mirrored": ("MirroredStrategy",),
+    "kdist.strategies.multi_worker_mirrored": ("MultiWorkerMirroredStrategy",),
+    "kdist.strategies.one_device": ("OneDeviceStrategy",),
+    "kdist.strategies.cross_device_ops": (
+        "CrossDeviceOps",
+        "HierarchicalCopyAllReduce",
+        "NcclAllReduce",
+        "ReductionToOneDevice",
+    ),
+}
+_MODULES = ("cluster_resolver", "errors", "experimental", "launch")
+_HOME = {name: module for module, names in _CONTENTS.items() for name in names}
+
+__all__ = sorted(["__version__", *_HOME, *_MODULES])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"kdist.{name}")
+    else:
+        raise AttributeError(f"module 'kdist' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if TYPE_CHECKING:
+    from kdist import cluster_resolver, errors, experimental, launch
+    from kdist.context import (
+        ReplicaContext,
+        experimental_set_strategy,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+    )
+    from kdist.strategies.cross_device_ops import (
+        CrossDeviceOps,
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReductionToOneDevice,
+    )
+    from kdist.strategies.mirrored import MirroredStrategy
+    from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+    from kdist.strategies.one_device import OneDeviceStrategy
+    from kdist.strategies.strategy import Strategy

@@ -1,0 +1,50 @@
+"""The one place where kdist asks which backend Keras runs on."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+
+from kdist.backends.contract import Backend
+from kdist.errors import BackendError
+
+# Keras's name of a backend -> the module to import to see whether it is installed.
+BACKENDS = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
+
+
+def check_installed(name: str) -> None:
+    """Raises a `BackendError` unless `name` is a backend of kdist and is installed, with Keras."""
+    if name not in BACKENDS:
+        raise BackendError(
+            f"KERAS_BACKEND must be one of {', '.join(sorted(BACKENDS))}.",
+            received={"KERAS_BACKEND": name},
+            hint="For example: export KERAS_BACKEND=jax",
+        )
+    for module in ("keras", BACKENDS[name]):
+        if importlib.util.find_spec(module) is None:
+            raise BackendError(
+                f"The backend {name!r} needs the package {module!r}, which is not installed.",
+                received={"KERAS_BACKEND": name},
+                hint=f"Install it: pip install 'kdist[{name}]'",
+            )
+
+
+def get_backend() -> Backend:
+    """Returns the backend that Keras uses in this process.
+
+    Raises:
+        BackendError: The backend is unknown to kdist or not installed.
+    """
+    from kdist.cluster.environment import keras_backend_name
+
+    check_installed(keras_backend_name())
+    import keras
+
+    return _create(keras.backend.backend())
+
+
+@functools.cache
+def _create(name: str) -> Backend:
+    check_installed(name)
+    return importlib.import_module(f"kdist.backends.{name}").create_backend()

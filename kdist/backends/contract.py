@@ -1,0 +1,139 @@
+"""What a backend must do: the abstract classes that the folders of the three backends fill in.
+
+A strategy decides *which* devices and workers take part; a backend knows *how*. `Backend` creates devices and
+joins workers, `Runtime` is what one strategy holds of it, and a `StepFunction` runs the steps of one model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kdist.cluster import Cluster
+    from kdist.strategies.communication import CommunicationOptions
+
+# A step takes the global batches of one execution (one, or `steps_per_execution`) in Keras's data form:
+# `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each a structure of NumPy arrays or backend tensors with the
+# rows of *all* replicas. Every worker passes the same batches; the backend takes its share.
+GlobalBatch = Any
+
+
+class Backend(ABC):
+    """One Keras backend. Created once a process, by `kdist.backends.get_backend`."""
+
+    name: str
+
+    @abstractmethod
+    def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
+        """Returns the devices of this process, e.g. `("cpu:0",)` or `("gpu:0", "gpu:1")`.
+
+        Args:
+            kind: `"cpu"`, `"gpu"` or `"tpu"`; `None` for the accelerators, or the CPU where there are none.
+        """
+
+    @abstractmethod
+    def require_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
+        """Makes sure that the devices exist, creating logical CPU devices where needed.
+
+        Args:
+            devices: Names in any spelling of the field: `"cpu:1"`, `"/gpu:0"`, `"GPU:0"`,
+                `"/job:localhost/device:CPU:0"`.
+
+        Returns:
+            The same devices in the short form, `"cpu:1"`.
+
+        Raises:
+            DeviceError: A device is not there, or it is too late to create it.
+        """
+
+    @abstractmethod
+    def create_runtime(
+        self, devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions
+    ) -> Runtime:
+        """Joins the workers of `cluster` (if any) and returns the runtime of one strategy.
+
+        Blocks until all workers are there.
+
+        Args:
+            devices: The devices of this worker, one a replica; `()` for those that the backend prefers.
+            cluster: Who takes part; `None` for this process alone.
+            options: What the user wishes of the collectives; what cannot be chosen is a logged hint.
+
+        Raises:
+            WorkerTimeoutError: A worker did not come in time; names it.
+            DeviceError: NCCL was asked for and there is no GPU.
+        """
+
+    @abstractmethod
+    def random_state(self) -> bytes:
+        """Returns the state of the generator that shuffles arrays in Keras's data adapter."""
+
+    @abstractmethod
+    def set_random_state(self, state: bytes) -> None:
+        """Sets what `random_state` returned on another worker."""
+
+
+class Runtime(ABC):
+    """The devices and workers of one strategy, as a backend drives them."""
+
+    devices: tuple[str, ...]
+    """The local devices, one a replica."""
+    num_workers: int
+    worker_index: int
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas over all workers; every worker has the same number of devices."""
+        return len(self.devices) * self.num_workers
+
+    @property
+    def replica_ids(self) -> range:
+        """The ids, over all workers, of the replicas of this worker."""
+        first = self.worker_index * len(self.devices)
+        return range(first, first + len(self.devices))
+
+    @abstractmethod
+    def scope(self) -> AbstractContextManager[Any]:
+        """Entered with the strategy's scope: variables created inside belong to the replicas."""
+
+    @abstractmethod
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Gathers a message from every worker, in the order of their indices. Blocks; all must call it."""
+
+    @abstractmethod
+    def train_function(self, model: Any) -> StepFunction:
+        """Returns the function that runs `model.train_step` on global batches; returns logs."""
+
+    @abstractmethod
+    def test_function(self, model: Any) -> StepFunction:
+        """Returns the function that runs `model.test_step` on global batches; returns logs."""
+
+    @abstractmethod
+    def predict_function(self, model: Any) -> StepFunction:
+        """Returns the function that runs `model.predict_step`; returns all rows, on every worker."""
+
+    @abstractmethod
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        """Gives every worker the values that the chief has, for Keras variables in the same order."""
+
+    def explain_failure(self, error: BaseException) -> BaseException:
+        """Turns an engine's error into one that names the worker, where it comes from a lost worker."""
+        return error
+
+
+class StepFunction(ABC):
+    """Runs the steps of one model. Kept by the training loop for as long as the model's `compile` stands."""
+
+    @abstractmethod
+    def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
+        """Runs one step a batch. Returns the logs of the last (train, test) or the rows of all (predict)."""
+
+    def sync(self) -> None:
+        """Makes the state visible in the model's variables. Called before anybody may look at them."""
+        return None
+
+
+MakeStep = Callable[[Any], StepFunction]

@@ -1,0 +1,210 @@
+"""The current strategy of this thread: the only module state of kdist."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kdist.errors import StrategyScopeError
+
+if TYPE_CHECKING:
+    from kdist.strategies.strategy import Strategy
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.scopes: list[Scope] = []
+        self.global_scope: Scope | None = None
+        self.replica: ReplicaContext | None = None
+
+
+_state = _ThreadState()
+
+
+class ReplicaContext:
+    """What a function learns about the replica that runs it, inside `Strategy.run` or a training step.
+
+    Source: `tf.distribute.ReplicaContext`,
+    https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
+
+    Args:
+        strategy: The strategy that runs the replica.
+        replica_id_in_sync_group: Index of the replica over all workers, from 0.
+    """
+
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
+        self._strategy = strategy
+        self._replica_id_in_sync_group = replica_id_in_sync_group
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Index of this replica over all workers, from 0."""
+        return self._replica_id_in_sync_group
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas over all workers."""
+        return self._strategy.num_replicas_in_sync
+
+    def __enter__(self) -> ReplicaContext:
+        self._outer = _state.replica
+        _state.replica = self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _state.replica = self._outer
+
+
+class Scope:
+    """The context manager that `Strategy.scope` returns: makes a strategy the current one of this thread."""
+
+    def __init__(self, strategy: Strategy, resources: Any) -> None:
+        self._strategy = strategy
+        self._resources = resources
+        self._entered: list[Any] = []
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose scope this is."""
+        return self._strategy
+
+    def __enter__(self) -> Strategy:
+        if _state.replica is not None:
+            raise StrategyScopeError(
+                "A strategy's scope can only be entered in cross-replica context, not inside a replica.",
+                received={"replica_id_in_sync_group": _state.replica.replica_id_in_sync_group},
+                hint="Enter `strategy.scope()` before `strategy.run` or `model.fit`.",
+            )
+        if _state.scopes and _state.scopes[-1].strategy is not self._strategy:
+            raise StrategyScopeError(
+                "Strategies cannot be mixed: inside the scope of one, no other may be entered.",
+                received={"current": _state.scopes[-1].strategy, "entered": self._strategy},
+                hint="Leave the current scope first, or create one strategy and use it everywhere.",
+            )
+        resource = self._resources()
+        resource.__enter__()
+        self._entered.append(resource)
+        _state.scopes.append(self)
+        return self._strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not _state.scopes or _state.scopes[-1] is not self:
+            raise StrategyScopeError(
+                "Strategy scopes must be left in the reverse order of entering, by the thread that entered them.",
+                received={"left": self._strategy},
+                hint="Use `with strategy.scope():` instead of calling __enter__ and __exit__.",
+            )
+        _state.scopes.pop()
+        self._entered.pop().__exit__(kind, value, trace)
+
+
+def get_strategy() -> Strategy:
+    """Returns the current strategy of this thread, or the default strategy where there is none.
+
+    Returns:
+        The strategy whose scope is the innermost one; else the default strategy, which does nothing.
+
+    Example:
+
+    >>> import kdist
+    >>> kdist.get_strategy().num_replicas_in_sync
+    1
+    """
+    if _state.replica is not None:
+        return _state.replica.strategy
+    if _state.scopes:
+        return _state.scopes[-1].strategy
+    from kdist.strategies.default import default_strategy
+
+    return default_strategy()
+
+
+def has_strategy() -> bool:
+    """Says whether this thread is in the scope of a strategy other than the default one.
+
+    Returns:
+        `True` inside `strategy.scope()` and inside a replica of a strategy.
+
+    Example:
+
+    >>> import kdist
+    >>> kdist.has_strategy()
+    False
+    """
+    return _state.replica is not None or bool(_state.scopes)
+
+
+def in_cross_replica_context() -> bool:
+    """Says whether this thread speaks for all replicas at once.
+
+    Returns:
+        `True` inside `strategy.scope()` and outside `strategy.run`; `False` in a replica, and where no
+        strategy is in scope, since the default strategy has only a replica context.
+
+    Example:
+
+    >>> import kdist
+    >>> kdist.in_cross_replica_context()
+    False
+    """
+    return _state.replica is None and bool(_state.scopes)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Returns the context of the replica that this thread runs.
+
+    Returns:
+        The replica context; `None` in cross-replica context. Where no strategy is in scope, the only replica
+        of the default strategy.
+    """
+    if _state.replica is not None:
+        return _state.replica
+    if _state.scopes:
+        return None
+    return ReplicaContext(get_strategy(), 0)
+
+
+def current_replica() -> ReplicaContext | None:
+    """Returns the context of the replica that a strategy runs in this thread, or `None` outside of one."""
+    return _state.replica
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Makes a strategy the current one of this thread without a `with` block.
+
+    Meant for notebooks, where a scope cannot span cells.
+
+    Args:
+        strategy: The strategy to set, or `None` to go back to the default strategy.
+
+    Raises:
+        StrategyScopeError: Inside `with strategy.scope():` (a `RuntimeError`).
+
+    Example:
+
+    >>> import kdist
+    >>> kdist.experimental_set_strategy(None)
+    >>> kdist.has_strategy()
+    False
+    """
+    if _state.global_scope is not None and _state.scopes and _state.scopes[-1] is _state.global_scope:
+        _state.global_scope.__exit__(None, None, None)
+        _state.global_scope = None
+    if has_strategy():
+        raise StrategyScopeError(
+            "experimental_set_strategy must not be called inside a strategy's scope.",
+            received={"current": get_strategy()},
+            hint="Leave the `with strategy.scope():` block first.",
+        )
+    if strategy is not None:
+        scope = strategy.scope()
+        scope.__enter__()
+        _state.global_scope = scope

@@ -1,0 +1,16 @@
+"""`kdist.experimental`: the names that `tf.distribute` keeps in its `experimental` module."""
+
+from kdist.strategies.communication import CommunicationImplementation, CommunicationOptions
+from kdist.strategies.multi_worker_mirrored import (
+    ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+
+# The older name of the same class.
+CollectiveCommunication = CommunicationImplementation
+
+__all__ = [
+    "CollectiveCommunication",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+]

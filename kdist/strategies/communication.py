@@ -1,0 +1,78 @@
+"""What a user may wish of the collectives, in the words of `tf.distribute`."""
+
+from __future__ import annotations
+
+import enum
+import logging
+
+from kdist.errors import InvalidArgumentError
+
+_log = logging.getLogger("kdist")
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which collectives a multi-worker strategy should use.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationImplementation
+    """
+
+    AUTO = "AUTO"
+    """The engine decides: NCCL between GPUs; gloo (JAX, PyTorch) or gRPC (TensorFlow) between CPUs."""
+    RING = "RING"
+    """A ring over the network that needs no GPU. JAX and PyTorch take gloo, whose rings are the same idea."""
+    NCCL = "NCCL"
+    """NVIDIA's collectives; an error where there is no GPU."""
+
+
+class CommunicationOptions:
+    """Options of the collectives of a multi-worker strategy.
+
+    Args:
+        bytes_per_pack: Size in bytes of the packs into which gradients are grouped; 0 lets kdist decide (it
+            packs all gradients of a dtype into one). A hint.
+        timeout_seconds: How long a collective may wait for the other workers, in seconds; `None` for the
+            default of the engine.
+        implementation: A `CommunicationImplementation` or its name.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions
+
+    Example:
+
+    >>> import kdist
+    >>> options = kdist.experimental.CommunicationOptions(implementation="RING", timeout_seconds=60)
+    >>> options.implementation.name
+    'RING'
+    """
+
+    def __init__(
+        self,
+        bytes_per_pack: int = 0,
+        timeout_seconds: float | None = None,
+        implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+    ) -> None:
+        if bytes_per_pack < 0:
+            raise InvalidArgumentError(
+                "bytes_per_pack must be 0 (decided by kdist) or a positive number of bytes.",
+                received={"bytes_per_pack": bytes_per_pack},
+            )
+        if timeout_seconds is not None and timeout_seconds <= 0:
+            raise InvalidArgumentError(
+                "timeout_seconds must be positive, or None for the engine's default.",
+                received={"timeout_seconds": timeout_seconds},
+            )
+        if isinstance(implementation, str):
+            names = CommunicationImplementation.__members__
+            if implementation not in names:
+                raise InvalidArgumentError(
+                    f"implementation must be one of {', '.join(names)}.",
+                    received={"implementation": implementation},
+                )
+            implementation = names[implementation]
+        self.bytes_per_pack = bytes_per_pack
+        self.timeout_seconds = timeout_seconds
+        self.implementation = implementation
+
+
+def hint_ignored(what: str, why: str) -> None:
+    """Logs that a wish cannot be followed; never an error, since the numbers do not depend on it."""
+    _log.info("%s is a hint that has no effect here: %s", what, why)

@@ -1,0 +1,35 @@
+"""The strategy that is current where no other one is: it does nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+from kdist.context import Scope
+from kdist.strategies.strategy import Strategy
+
+
+class DefaultStrategy(Strategy):
+    """Passes everything through: one replica, no distribution, and neither Keras nor a framework touched.
+
+    A singleton; obtained by `kdist.get_strategy()` outside any scope.
+    """
+
+    def __init__(self) -> None:
+        # Deliberately without a runtime: models created under it behave as without kdist.
+        pass
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Always 1."""
+        return 1
+
+    def scope(self) -> Scope:
+        """Returns a context manager that does nothing but refuse to be entered under another strategy."""
+        return Scope(self, contextlib.nullcontext)
+
+
+@functools.cache
+def default_strategy() -> DefaultStrategy:
+    """Returns the only default strategy."""
+    return DefaultStrategy()

@@ -1,0 +1,83 @@
+"""Synchronous training on several devices of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kdist.backends import get_backend
+from kdist.errors import DeviceError, InvalidArgumentError
+from kdist.strategies.communication import CommunicationImplementation, CommunicationOptions, hint_ignored
+from kdist.strategies.cross_device_ops import CrossDeviceOps, NcclAllReduce
+from kdist.strategies.strategy import Strategy
+
+
+class MirroredStrategy(Strategy):
+    """Trains one model on several devices of one machine, in one process.
+
+    Every device holds a replica of the variables; each global batch is split over the replicas and their
+    gradients are summed, so that the result is the one that a single device would give.
+
+    Args:
+        devices: Names of the devices, e.g. `["gpu:0", "gpu:1"]`. `None` for all GPUs (or TPU cores), or the
+            CPU where there are none. `["cpu:0", "cpu:1"]` makes the backend show two logical CPU devices.
+        cross_device_ops: How to add up over the devices; a hint outside TensorFlow.
+
+    Raises:
+        DeviceError: A device is not there, or NCCL was asked for without GPUs.
+        InvalidArgumentError: `devices` is empty or names a device twice.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MirroredStrategy
+
+    Example:
+
+    ```python
+    strategy = kdist.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile(loss="mse", optimizer="sgd")
+    model.fit(x, y, batch_size=128)   # 64 rows a replica
+    ```
+    """
+
+    def __init__(
+        self, devices: Sequence[str] | None = None, cross_device_ops: CrossDeviceOps | None = None
+    ) -> None:
+        backend = get_backend()
+        names = _check_devices(devices) if devices is not None else backend.list_devices()
+        names = backend.require_devices(names)
+        if len(set(names)) != len(names):
+            raise InvalidArgumentError("A device may be named only once.", received={"devices": devices})
+        _check_cross_device_ops(cross_device_ops, names, backend.name)
+        options = CommunicationOptions()
+        if isinstance(cross_device_ops, NcclAllReduce):
+            options = CommunicationOptions(implementation=CommunicationImplementation.NCCL)
+        super().__init__(backend.create_runtime(names, None, options))
+        self.cross_device_ops = cross_device_ops
+
+
+def _check_devices(devices: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(devices, str) or not devices or not all(isinstance(name, str) for name in devices):
+        raise InvalidArgumentError(
+            "devices must be a list with at least one device name, or None for all devices.",
+            received={"devices": devices},
+            hint='For example: kdist.MirroredStrategy(["cpu:0", "cpu:1"])',
+        )
+    return tuple(devices)
+
+
+def _check_cross_device_ops(ops: CrossDeviceOps | None, devices: Sequence[str], backend: str) -> None:
+    if ops is None:
+        return
+    if not isinstance(ops, CrossDeviceOps):
+        raise InvalidArgumentError(
+            "cross_device_ops must be a kdist.CrossDeviceOps or None.",
+            received={"cross_device_ops": ops},
+            hint="For example: kdist.ReductionToOneDevice()",
+        )
+    if isinstance(ops, NcclAllReduce) and not all(name.startswith("gpu:") for name in devices):
+        raise DeviceError(
+            "NcclAllReduce needs GPUs: NCCL runs on NVIDIA GPUs only.",
+            received={"devices": tuple(devices)},
+            hint="Leave cross_device_ops out, or use kdist.ReductionToOneDevice().",
+        )
+    hint_ignored(f"cross_device_ops={ops!r}", f"the {backend} backend of kdist packs and reduces by itself.")

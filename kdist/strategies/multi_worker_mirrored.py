@@ -1,0 +1,79 @@
+"""Synchronous training on several worker processes, on one machine or many."""
+
+from __future__ import annotations
+
+from kdist.backends import get_backend
+from kdist.cluster import ClusterResolver, discover
+from kdist.errors import InvalidArgumentError
+from kdist.strategies.communication import CommunicationImplementation, CommunicationOptions
+from kdist.strategies.strategy import Strategy
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Trains one model on several worker processes, each with one or more devices.
+
+    Every worker runs the same script. Who the workers are comes from `cluster_resolver`, else from `TF_CONFIG`,
+    torchrun's variables, Slurm, MPI, or `KERAS_DISTRIBUTION_*`, in this order; where none of them says
+    anything, there is one worker. Construction blocks until all workers have come.
+
+    Args:
+        cluster_resolver: Says who the workers are; `None` to look at the environment.
+        communication_options: A `kdist.experimental.CommunicationOptions`.
+
+    Raises:
+        ClusterConfigError: The description of the cluster is wrong.
+        WorkerTimeoutError: A worker did not come in time.
+        DeviceError: NCCL was asked for without GPUs.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MultiWorkerMirroredStrategy
+
+    Example:
+
+    ```python
+    strategy = kdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile(loss="mse", optimizer="sgd")
+    model.fit(x, y, batch_size=128)   # the global batch, over all workers
+    ```
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        options = communication_options or CommunicationOptions()
+        if not isinstance(options, CommunicationOptions):
+            raise InvalidArgumentError(
+                "communication_options must be a kdist.experimental.CommunicationOptions.",
+                received={"communication_options": communication_options},
+            )
+        cluster = discover(cluster_resolver)
+        self._cluster_resolver = cluster.resolver
+        backend = get_backend()
+        super().__init__(backend.create_runtime((), cluster if cluster.num_workers > 1 else None, options))
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver given at construction, or the one that the environment led to."""
+        return self._cluster_resolver
+
+
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
+    """`MultiWorkerMirroredStrategy` with the older signature of `tf.distribute.experimental`.
+
+    Args:
+        communication: A `CommunicationImplementation` or its name.
+        cluster_resolver: As in `MultiWorkerMirroredStrategy`.
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+    ) -> None:
+        super().__init__(cluster_resolver, CommunicationOptions(implementation=communication))
+
+
+ExperimentalMultiWorkerMirroredStrategy.__name__ = "MultiWorkerMirroredStrategy"

@@ -1,0 +1,40 @@
+"""All variables and all computation on one device."""
+
+from __future__ import annotations
+
+from kdist.backends import get_backend
+from kdist.errors import InvalidArgumentError
+from kdist.strategies.communication import CommunicationOptions
+from kdist.strategies.strategy import Strategy
+
+
+class OneDeviceStrategy(Strategy):
+    """Places variables and computation on a single device.
+
+    Useful to test a script before it is distributed.
+
+    Args:
+        device: Name of the device, e.g. `"cpu:0"` or `"/gpu:0"`.
+
+    Raises:
+        DeviceError: The device is not there.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/OneDeviceStrategy
+
+    Example:
+
+    ```python
+    strategy = kdist.OneDeviceStrategy("cpu:0")
+    ```
+    """
+
+    def __init__(self, device: str) -> None:
+        if not isinstance(device, str) or not device:
+            raise InvalidArgumentError(
+                "OneDeviceStrategy needs the name of one device.",
+                received={"device": device},
+                hint='For example: kdist.OneDeviceStrategy("cpu:0")',
+            )
+        backend = get_backend()
+        devices = backend.require_devices([device])
+        super().__init__(backend.create_runtime(devices, None, CommunicationOptions()))
