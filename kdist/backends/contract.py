@@ -7,7 +7,7 @@ joins workers, `Runtime` is what one strategy holds of it, and a `StepFunction` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +125,17 @@ class Runtime(ABC):
 
 
 class StepFunction(ABC):
-    """Runs the steps of one model. Kept by the training loop for as long as the model's `compile` stands."""
+    """Runs the steps of one model. Kept by the training loop for as long as the model's `compile` stands.
+
+    A context manager: steps run inside it, and on leaving the state is in the model's variables, whatever
+    happened.
+    """
+
+    def __enter__(self) -> StepFunction:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.sync()
 
     @abstractmethod
     def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
@@ -134,6 +144,3 @@ class StepFunction(ABC):
     def sync(self) -> None:
         """Makes the state visible in the model's variables. Called before anybody may look at them."""
         return None
-
-
-MakeStep = Callable[[Any], StepFunction]

@@ -43,7 +43,7 @@ class MirroredStrategy(Strategy):
         self, devices: Sequence[str] | None = None, cross_device_ops: CrossDeviceOps | None = None
     ) -> None:
         backend = get_backend()
-        names = _check_devices(devices) if devices is not None else backend.list_devices()
+        names = check_device_names(devices) if devices is not None else backend.list_devices()
         names = backend.require_devices(names)
         if len(set(names)) != len(names):
             raise InvalidArgumentError("A device may be named only once.", received={"devices": devices})
@@ -55,7 +55,8 @@ class MirroredStrategy(Strategy):
         self.cross_device_ops = cross_device_ops
 
 
-def _check_devices(devices: Sequence[str]) -> tuple[str, ...]:
+def check_device_names(devices: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names as a tuple; raises unless there is at least one name."""
     if isinstance(devices, str) or not devices or not all(isinstance(name, str) for name in devices):
         raise InvalidArgumentError(
             "devices must be a list with at least one device name, or None for all devices.",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kdist.backends import get_backend
 from kdist.cluster import ClusterResolver, discover
 from kdist.errors import InvalidArgumentError
 from kdist.strategies.communication import CommunicationImplementation, CommunicationOptions
+from kdist.strategies.mirrored import check_device_names
 from kdist.strategies.strategy import Strategy
 
 
@@ -19,6 +22,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         cluster_resolver: Says who the workers are; `None` to look at the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.
+        devices: Beyond `tf.distribute`: names of the devices of this worker, one a replica, as many on every
+            worker. `None` for all GPUs that the worker sees, or one CPU.
 
     Raises:
         ClusterConfigError: The description of the cluster is wrong.
@@ -42,6 +47,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
+        *,
+        devices: Sequence[str] | None = None,
     ) -> None:
         options = communication_options or CommunicationOptions()
         if not isinstance(options, CommunicationOptions):
@@ -52,7 +59,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster = discover(cluster_resolver)
         self._cluster_resolver = cluster.resolver
         backend = get_backend()
-        super().__init__(backend.create_runtime((), cluster if cluster.num_workers > 1 else None, options))
+        names = check_device_names(devices) if devices is not None else ()
+        super().__init__(backend.create_runtime(names, cluster if cluster.num_workers > 1 else None, options))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

@@ -1,0 +1,290 @@
+"""One replica's view of a training step, shared by the backends that run replicas one by one.
+
+TensorFlow and PyTorch run the user's step once a replica, each on its own rows. Two things make the result
+the one that a single device would give on all rows:
+
+- a `RowShare` says how much a replica's rows count, and
+- a `ReplicaScope` notes which variables the step writes, and aggregates them over the replicas in one packed
+  collective.
+
+The convention: a replica's loss is what the loss would be if its rows were all there are, and the global loss
+is the mean of these, weighted by `share`. A custom loss that returns a scalar mean, a regulariser and a
+per-row mean need no correction then; `keras_hooks` corrects the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from kdist.context import ReplicaContext, current_replica
+
+if TYPE_CHECKING:
+    from kdist.strategies.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """How much the rows of one replica count in a step. The values may be numbers or backend scalars.
+
+    A batch with fewer rows than replicas is given whole to every replica: then each has `share` 1/R, and the
+    sums of replica 0 alone count.
+
+    Args:
+        share: Weight of this replica in a mean over all rows; the shares of all replicas add up to 1.
+        counts: 1 if this replica's sums count in a sum over all rows, 0 if another replica has the same rows.
+        scalar_weight: Weight of a scalar, already a mean over this replica's rows, in a running sum.
+    """
+
+    share: Any
+    counts: Any
+    scalar_weight: Any
+
+
+def split_rows(num_rows: int, num_replicas: int) -> list[tuple[slice, RowShare]]:
+    """Splits the rows of a global batch over the replicas.
+
+    As even as possible, the larger parts first: 32 rows over 3 replicas are 11, 11 and 10.
+
+    Args:
+        num_rows: Rows of the global batch, at least 1.
+        num_replicas: Number of replicas over all workers.
+
+    Returns:
+        One pair of row slice and share for each replica, in their order.
+
+    Example:
+
+    >>> from kdist.backends.replica import split_rows
+    >>> [(rows.start, rows.stop) for rows, _ in split_rows(32, 3)]
+    [(0, 11), (11, 22), (22, 32)]
+    """
+    if num_rows < num_replicas:
+        whole = slice(0, num_rows)
+        return [(whole, RowShare(1.0 / num_replicas, float(i == 0), 1.0)) for i in range(num_replicas)]
+    size, larger = divmod(num_rows, num_replicas)
+    parts = []
+    start = 0
+    for i in range(num_replicas):
+        stop = start + size + (i < larger)
+        share = (stop - start) / num_rows
+        parts.append((slice(start, stop), RowShare(share, 1.0, share)))
+        start = stop
+    return parts
+
+
+class Replica(ReplicaContext):
+    """A replica while it runs one step: its share, its variables, and the sum over all replicas."""
+
+    def __init__(self, strategy: Strategy | None, replica_id: int, num_replicas: int, rows: RowShare) -> None:
+        super().__init__(strategy, replica_id)
+        self.rows = rows
+        self.scope: ReplicaScope | None = None
+        self.global_values: dict[int, Any] = {}
+        self._num_replicas = num_replicas
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas over all workers."""
+        return self._num_replicas
+
+    @abstractmethod
+    def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums each tensor over all replicas. Not differentiable. All replicas must call it."""
+
+    def all_reduce_packed(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums each tensor over all replicas with one collective a dtype."""
+        return packed(self.all_reduce_sum, tensors)
+
+    def mean_over_rows(self, tensors: Sequence[Any]) -> list[Any]:
+        """Means over all rows, of tensors that are means over the rows of each replica."""
+        return self.all_reduce_packed([t * keras.ops.cast(self.rows.share, t.dtype) for t in tensors])
+
+
+def packed(reduce: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any]) -> list[Any]:
+    """Applies an elementwise reduction to many tensors as one flat tensor a dtype.
+
+    One collective for all gradients is what makes small models scale: each has a latency of its own.
+    """
+    ops = keras.ops
+    groups: dict[str, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(keras.backend.standardize_dtype(tensor.dtype), []).append(i)
+    flats = []
+    for members in groups.values():
+        parts = [ops.reshape(tensors[i], (-1,)) for i in members]
+        flats.append(parts[0] if len(parts) == 1 else ops.concatenate(parts))
+    results: list[Any] = [None] * len(tensors)
+    for flat, members in zip(reduce(flats), groups.values(), strict=True):
+        start = 0
+        for i in members:
+            shape = tuple(tensors[i].shape)
+            size = 1
+            for dim in shape:
+                size *= dim
+            results[i] = ops.reshape(flat[start : start + size], shape)
+            start += size
+    return results
+
+
+class ReplicaScope(keras.StatelessScope):
+    """Shows each replica its own copy of every Keras variable, and notes what a step writes.
+
+    A public `keras.StatelessScope` intercepts all reads and writes of Keras variables in a thread; this one
+    lets them through to the replica's native variable. At the end of a step (or when a metric's result is
+    asked for), `aggregate` makes the written variables equal on all replicas again.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        # Losses that layers add are kept by the scope, since the layers' own lists are shared by the replicas.
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self._replica = replica
+        self._written: dict[int, tuple[Any, Any]] = {}
+        self._untracked = 0
+        replica.scope = self
+
+    @abstractmethod
+    def local(self, variable: Any) -> Any:
+        """Returns the replica's native variable or tensor for a Keras variable."""
+
+    @abstractmethod
+    def write(self, variable: Any, value: Any) -> None:
+        """Assigns to the replica's native variable, in place."""
+
+    @abstractmethod
+    def snapshot(self, variable: Any) -> Any:
+        """Returns the present value as a tensor that later writes do not change."""
+
+    def get_current_value(self, variable: Any) -> Any:
+        """Overrides the lookup of `keras.StatelessScope`."""
+        return self.local(variable)
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Overrides the recording of `keras.StatelessScope`: writes through, and remembers the old value."""
+        variable, value = update
+        if not self._untracked and id(variable) not in self._written:
+            self._written[id(variable)] = (variable, self.snapshot(variable))
+        self.write(variable, value)
+
+    def untracked(self) -> _Untracked:
+        """Within this, writes are known to be equal on all replicas and need no aggregation."""
+        return _Untracked(self)
+
+    def aggregate(self) -> None:
+        """Makes all variables written since the last call equal on all replicas: one collective a dtype."""
+        written = list(self._written.values())
+        self._written.clear()
+        if not written:
+            return
+        contributions = [self._contribution(variable, old) for variable, old in written]
+        totals = self._replica.all_reduce_packed(contributions)
+        for (variable, old), total in zip(written, totals, strict=True):
+            is_sum = aggregation_of(variable) == "sum"
+            self.write(variable, old + total if is_sum else total)
+
+    def _contribution(self, variable: Any, old: Any) -> Any:
+        rows = self._replica.rows
+        value = self.snapshot(variable)
+        how = aggregation_of(variable)
+        if how == "sum":
+            return (value - old) * keras.ops.cast(rows.counts, value.dtype)
+        if how == "mean":
+            return value * keras.ops.cast(rows.share, value.dtype)
+        first = self._replica.replica_id_in_sync_group == 0
+        return value if first else keras.ops.zeros_like(value)
+
+
+def aggregation_of(variable: Any) -> str:
+    """Says how writes to a Keras variable in a replica are aggregated: "sum", "mean" or "only_first_replica".
+
+    `none` means the mean for floating-point variables (moving statistics) and the first replica for others
+    (counters), so that replicas never drift apart silently.
+    """
+    how = variable.aggregation
+    if how in ("sum", "mean", "only_first_replica"):
+        return how
+    return "mean" if keras.backend.is_float_dtype(variable.dtype) else "only_first_replica"
+
+
+class _Untracked:
+    def __init__(self, scope: ReplicaScope) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> None:
+        self._scope._untracked += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._scope._untracked -= 1
+
+
+def run_step(replica: Replica, model: Any, method: str, data: Any) -> Any:
+    """Runs `model.train_step` or `model.test_step` in a replica and returns logs that are equal on all replicas.
+
+    Call it inside the replica's context and scope, within `global_metric_results(model)`.
+
+    Args:
+        replica: The replica that runs.
+        model: A compiled Keras model.
+        method: `"train_step"` or `"test_step"`.
+        data: This replica's rows.
+
+    Returns:
+        The logs of the global batch. Results of metrics are exact; other scalars are means weighted by rows.
+    """
+    assert replica.scope is not None
+    logs = getattr(model, method)(data)
+    replica.scope.aggregate()
+    leaves = keras.tree.flatten(logs)
+    others = [i for i, leaf in enumerate(leaves) if leaf is not None and id(leaf) not in replica.global_values]
+    if others:
+        values = [keras.ops.convert_to_tensor(leaves[i], dtype=keras.config.floatx()) for i in others]
+        for i, mean in zip(others, replica.mean_over_rows(values), strict=True):
+            leaves[i] = mean
+    return keras.tree.pack_sequence_as(logs, leaves)
+
+
+@contextlib.contextmanager
+def global_metric_results(model: Any) -> Iterator[None]:
+    """For the time of a step, lets `metric.result()` in a replica answer for all replicas.
+
+    An attribute of the instance that is gone afterwards, not a change of a class: Keras's metrics each
+    override `result`, so no method of a base class sees every call. Enter it outside the replicas.
+    """
+    metrics = _metrics_of(model)
+    for metric in metrics:
+        metric.__dict__["result"] = _global_result(type(metric).result.__get__(metric))
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            metric.__dict__.pop("result", None)
+
+
+def _global_result(result: Callable[[], Any]) -> Callable[[], Any]:
+    def wrapper() -> Any:
+        replica = current_replica()
+        if not isinstance(replica, Replica) or replica.scope is None:
+            return result()
+        replica.scope.aggregate()
+        value = result()
+        # Kept in the replica, not only its id: an id is unique among living objects only.
+        replica.global_values.update((id(leaf), leaf) for leaf in keras.tree.flatten(value))
+        return value
+
+    return wrapper
+
+
+def _metrics_of(model: Any) -> list[Any]:
+    found: dict[int, Any] = {}
+    stack = list(model.metrics)
+    while stack:
+        metric = stack.pop()
+        if id(metric) not in found:
+            found[id(metric)] = metric
+            stack.extend(getattr(metric, "metrics", ()) or ())
+    return list(found.values())

@@ -1,0 +1,207 @@
+"""Addresses and ports: reading `host:port`, finding free ports, saying which port is taken."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+
+from kdist.errors import ClusterConfigError
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+# Ports above these are handed out by the system to outgoing connections, at any moment.
+_LOWEST, _HIGHEST = 15000, 32000
+
+
+def split_address(address: object, field: str = "address") -> tuple[str, int]:
+    """Splits `host:port` and checks both halves.
+
+    Args:
+        address: The text to split; an IPv6 host stands in square brackets.
+        field: What to call the text in an error message.
+
+    Returns:
+        The host (without brackets) and the port.
+
+    Raises:
+        ClusterConfigError: If it is not of the form `host:port` or the port is not in 1..65535.
+
+    Example:
+
+    >>> from kdist.cluster import split_address
+    >>> split_address("host0:2222")
+    ('host0', 2222)
+    >>> split_address("[::1]:2222")
+    ('::1', 2222)
+    """
+    if not isinstance(address, str):
+        raise _address_error(field, address, "must be a string of the form host:port")
+    if "://" in address or "/" in address:
+        raise _address_error(field, address, "must be host:port, without a protocol or a path")
+    host, colon, port_text = address.rpartition(":")
+    if not colon or not host:
+        raise _address_error(field, address, "must have the form host:port")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    if not host or any(c.isspace() or c in "[]," for c in host) or (":" in host and not bracketed):
+        raise _address_error(field, address, "must have the form host:port (an IPv6 host in square brackets)")
+    if not (port_text.isascii() and port_text.isdigit()):
+        raise _address_error(field, address, "must end with a port number")
+    if len(port_text) > 5 or not 1 <= int(port_text) <= 65535:
+        raise _address_error(field, address, "must have a port between 1 and 65535")
+    return host, int(port_text)
+
+
+def _address_error(field: str, address: object, rule: str) -> ClusterConfigError:
+    return ClusterConfigError(f"`{field}` {rule}.", received={field: address}, hint='For example: "host0:2222".')
+
+
+def join_address(host: str, port: int) -> str:
+    """Joins a host and a port; an IPv6 host gets its square brackets.
+
+    Args:
+        host: The host's name or number.
+        port: The port.
+
+    Returns:
+        The address.
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Says whether a host's name can only mean the machine it is used on.
+
+    Args:
+        host: A host's name or number, without a port.
+
+    Returns:
+        `True` for `localhost` and the numbers of the loopback interface.
+    """
+    return host in _LOOPBACK or host.startswith("127.")
+
+
+def hold_free_ports(count: int, host: str = "127.0.0.1") -> list[socket.socket]:
+    """Finds free ports and keeps them, so that nobody else gets them before they are needed.
+
+    Ports are taken from below the range that the system gives to outgoing connections: one of these could be
+    given away between closing the returned socket and the worker's own `bind`.
+
+    Args:
+        count: How many ports.
+        host: The host's number on which the ports must be free.
+
+    Returns:
+        Bound sockets; read the port with `getsockname()[1]` and close them just before the ports are used.
+
+    Raises:
+        ClusterConfigError: If there are not so many free ports.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held: list[socket.socket] = []
+    chooser = random.SystemRandom()
+    candidates = chooser.sample(range(_LOWEST, _HIGHEST), min(200 + 20 * count, _HIGHEST - _LOWEST))
+    try:
+        for port in [*candidates, *[0] * count]:  # 0, the system's choice, is the last resort
+            if len(held) == count:
+                break
+            candidate = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                candidate.bind((host, port))
+                held.append(candidate)
+            except OSError as error:
+                candidate.close()
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+    except OSError as error:
+        _close(held)
+        raise ClusterConfigError(
+            "The host's number must belong to this machine.",
+            received={"host": host, "error": str(error)},
+            hint='Use "127.0.0.1" for a job on one machine.',
+        ) from error
+    if len(held) < count:
+        _close(held)
+        raise ClusterConfigError(
+            "There must be a free port for each worker.",
+            received={"wanted": count, "free": len(held)},
+            hint="End other jobs on this machine, or start fewer workers.",
+        )
+    return held
+
+
+def _close(sockets: list[socket.socket]) -> None:
+    for held in sockets:
+        held.close()
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Returns the numbers of ports that are free at this moment.
+
+    Args:
+        count: How many ports.
+        host: The host's number on which they must be free.
+
+    Returns:
+        Different port numbers.
+
+    Raises:
+        ClusterConfigError: If there are not so many free ports.
+
+    Example:
+
+    >>> from kdist.cluster import free_ports
+    >>> len(set(free_ports(3)))
+    3
+    """
+    held = hold_free_ports(count, host)
+    ports = [kept.getsockname()[1] for kept in held]
+    _close(held)
+    return ports
+
+
+def check_port_free(address: str) -> None:
+    """Checks that this machine can listen at an address.
+
+    Args:
+        address: `host:port` of this machine.
+
+    Raises:
+        ClusterConfigError: If the port is in use, or the host is not this machine.
+
+    Example:
+
+    >>> from kdist.cluster import check_port_free, free_ports
+    >>> check_port_free(f"127.0.0.1:{free_ports(1)[0]}")
+    """
+    host, port = split_address(address)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ClusterConfigError(
+            "A worker's host must have a name that can be resolved.",
+            received={"address": address, "error": str(error)},
+            hint=f"Check the name with: getent hosts {host}",
+        ) from error
+    with socket.socket(family, kind, protocol) as probe:
+        # As servers do: a port whose last connection is only just closed (TIME_WAIT) counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(where)
+        except OSError as error:
+            raise _not_free(address, port, error) from error
+
+
+def _not_free(address: str, port: int, error: OSError) -> ClusterConfigError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ClusterConfigError(
+            "A worker can only listen at an address of its own machine.",
+            received={"address": address},
+            hint="Check the task's index and the order of the hosts.",
+        )
+    return ClusterConfigError(
+        f"Port {port} must be free for this worker, but it cannot be used ({error.strerror}).",
+        received={"address": address},
+        hint=f"See who has it with `ss -ltnp 'sport = :{port}'`, end that process, or choose another port.",
+    )

@@ -1,0 +1,207 @@
+"""`ClusterSpec`: which tasks make up a cluster, and where each of them listens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kdist.cluster.errors import ClusterTypeError
+from kdist.errors import ClusterConfigError
+
+_EXAMPLE = 'For example: ClusterSpec({"worker": ["host0:2222", "host1:2222"]}).'
+
+
+class ClusterSpec:
+    """The tasks of a cluster, grouped into jobs, with the address of each.
+
+    It has the methods of `tf.train.ClusterSpec` and needs no TensorFlow. A job is a list of addresses, or a
+    dictionary from task index to address when only some of the addresses are known.
+
+    Args:
+        cluster: A dictionary from job name to a list of addresses or to a dictionary of index and address;
+            or another `ClusterSpec` (a `tf.train.ClusterSpec` is taken too).
+
+    Raises:
+        ClusterTypeError: If `cluster`, a job or an address has the wrong type. It is a `TypeError`.
+        ClusterConfigError: If a task index is not a non-negative integer. It is a `ValueError`.
+
+    Example:
+
+    >>> from kdist.cluster import ClusterSpec
+    >>> spec = ClusterSpec({"chief": ["host0:2222"], "worker": {1: "host2:2222"}})
+    >>> spec.jobs
+    ['chief', 'worker']
+    >>> spec.task_address("worker", 1)
+    'host2:2222'
+    >>> spec.job_tasks("worker")
+    [None, 'host2:2222']
+    """
+
+    def __init__(self, cluster: Any) -> None:
+        self._jobs: dict[str, dict[int, str]] = _normalise(cluster)
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ClusterSpec):
+            return self._jobs == other._jobs
+        try:
+            return self._jobs == _normalise(other)
+        except ClusterConfigError:
+            return False
+
+    __hash__ = None  # type: ignore[assignment]  # as tf.train.ClusterSpec: equal to dictionaries, so unhashable
+
+    def __repr__(self) -> str:
+        jobs = self.as_dict()
+        inside = ", ".join(f"{job!r}: {jobs[job]!r}" for job in sorted(jobs))
+        return f"ClusterSpec({{{inside}}})"
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Returns the cluster as a plain dictionary.
+
+        Returns:
+            A dictionary from job name to a list of addresses if the job's indices have no gap, else to a
+            dictionary from index to address.
+        """
+        described: dict[str, list[str] | dict[int, str]] = {}
+        for job, tasks in self._jobs.items():
+            indices = sorted(tasks)
+            dense = bool(indices) and indices[-1] + 1 == len(indices)
+            described[job] = [tasks[i] for i in indices] if dense else {i: tasks[i] for i in indices}
+        return described
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs, in the order in which they were given."""
+        return list(self._jobs)
+
+    def num_tasks(self, job_name: str) -> int:
+        """Returns how many tasks of a job are known.
+
+        Args:
+            job_name: The job's name.
+
+        Returns:
+            The number of tasks.
+
+        Raises:
+            ClusterConfigError: If there is no such job.
+        """
+        return len(self._job(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """Returns the indices of a job's tasks, in ascending order.
+
+        Args:
+            job_name: The job's name.
+
+        Returns:
+            A list of integers.
+
+        Raises:
+            ClusterConfigError: If there is no such job.
+        """
+        return sorted(self._job(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """Returns the address of one task.
+
+        Args:
+            job_name: The job's name.
+            task_index: The task's index within the job.
+
+        Returns:
+            The address, as it was given.
+
+        Raises:
+            ClusterConfigError: If there is no such job, or no such task in it.
+        """
+        tasks = self._job(job_name)
+        if task_index not in tasks:
+            raise ClusterConfigError(
+                f"Job {job_name!r} has no task {task_index!r}; its tasks are {sorted(tasks)}.",
+                received={"job_name": job_name, "task_index": task_index},
+                hint="Pass one of these indices, or add the task's address to the cluster.",
+            )
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """Returns the addresses of a job in the order of the tasks' indices.
+
+        Args:
+            job_name: The job's name.
+
+        Returns:
+            A list in which position `i` holds the address of task `i`, or `None` where it is unknown.
+
+        Raises:
+            ClusterConfigError: If there is no such job.
+        """
+        tasks = self._job(job_name)
+        return [tasks.get(i) for i in range(max(tasks, default=-1) + 1)]
+
+    def _job(self, name: str) -> dict[int, str]:
+        try:
+            return self._jobs[name]
+        except (KeyError, TypeError):
+            raise ClusterConfigError(
+                f"The cluster has no such job; its jobs are {self.jobs}.",
+                received={"job_name": name},
+                hint="Pass one of these names, or add the job to the cluster.",
+            ) from None
+
+
+def _normalise(cluster: Any) -> dict[str, dict[int, str]]:
+    if isinstance(cluster, ClusterSpec):
+        return {job: dict(tasks) for job, tasks in cluster._jobs.items()}
+    if not isinstance(cluster, Mapping) and callable(getattr(cluster, "as_dict", None)):
+        cluster = cluster.as_dict()  # tf.train.ClusterSpec, without importing TensorFlow to recognise it
+    if not isinstance(cluster, Mapping):
+        raise ClusterTypeError(
+            "A cluster must be a dictionary from job name to addresses, or a ClusterSpec.",
+            received={"cluster": cluster},
+            hint=_EXAMPLE,
+        )
+    jobs: dict[str, dict[int, str]] = {}
+    for job, tasks in cluster.items():
+        if not isinstance(job, str):
+            raise ClusterTypeError("A job's name must be a string.", received={"job_name": job}, hint=_EXAMPLE)
+        jobs[job] = _tasks_of(job, tasks)
+    return jobs
+
+
+def _tasks_of(job: str, tasks: Any) -> dict[int, str]:
+    if isinstance(tasks, (list, tuple)):
+        pairs = list(enumerate(tasks))
+    elif isinstance(tasks, Mapping):
+        pairs = [(_task_index(job, key), address) for key, address in tasks.items()]
+    else:
+        raise ClusterTypeError(
+            f"The tasks of job {job!r} must be a list of addresses or a dictionary from index to address.",
+            received={job: tasks},
+            hint=_EXAMPLE,
+        )
+    for index, address in pairs:
+        if not isinstance(address, str):
+            raise ClusterTypeError(
+                f"The address of task {index} of job {job!r} must be a string.",
+                received={"address": address},
+                hint=_EXAMPLE,
+            )
+    return dict(pairs)
+
+
+def _task_index(job: str, key: Any) -> int:
+    try:
+        index = int(key)
+    except (TypeError, ValueError, OverflowError):
+        index = -1
+    if index < 0 or isinstance(key, (bool, float)):
+        raise ClusterConfigError(
+            f"The task indices of job {job!r} must be integers that are not negative.",
+            received={"index": key},
+            hint='For example: {"worker": {0: "host0:2222", 1: "host1:2222"}}.',
+        )
+    return index

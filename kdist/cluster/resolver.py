@@ -1,0 +1,364 @@
+"""`ClusterResolver`, the question "which cluster, and which task of it am I?", and its two general answers."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+from kdist.cluster import environment as _environment
+from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.errors import ClusterKeyError, ClusterTypeError
+from kdist.errors import ClusterConfigError, InvalidArgumentError
+
+
+def format_master(address: str | None, rpc_layer: str | None = None) -> str:
+    """Returns an address with its protocol in front, where there is one."""
+    return f"{rpc_layer}://{address}" if rpc_layer else (address or "")
+
+
+class ClusterResolver(abc.ABC):
+    """Tells a process which cluster it belongs to and which task of it it is.
+
+    Derive from it to describe a cluster that kdist does not know: implement `cluster_spec` and `master`, and
+    set `task_type` and `task_id` in the constructor. Strategies ask for the cluster once, when they are made.
+
+    Example:
+
+    >>> from kdist.cluster import ClusterResolver, ClusterSpec
+    >>> class Fixed(ClusterResolver):
+    ...     def cluster_spec(self):
+    ...         return ClusterSpec({"worker": ["host0:2222", "host1:2222"]})
+    ...     def master(self, task_type=None, task_id=None, rpc_layer=None):
+    ...         return ""
+    >>> resolver = Fixed()
+    >>> resolver.task_type, resolver.task_id = "worker", 1
+    >>> resolver.task_id
+    1
+    """
+
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
+    _environ: Mapping[str, str] | None = None
+
+    @abc.abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the cluster as it is now.
+
+        Returns:
+            A `ClusterSpec`, resolved anew at each call.
+        """
+
+    @abc.abstractmethod
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of the task that leads, or of the task that is named.
+
+        Args:
+            task_type: The job of the task that is asked for.
+            task_id: Its index.
+            rpc_layer: The protocol to put in front.
+
+        Returns:
+            An address, or an empty string where there is no remote one.
+        """
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns how many accelerators a worker has, without asking a framework.
+
+        Args:
+            task_type: Unused: only this process's own machine can be looked at.
+            task_id: Unused, likewise.
+            config_proto: Unused; accepted as `tf.distribute` does.
+
+        Returns:
+            A dictionary such as `{"GPU": 2}`, empty where no accelerator was found.
+        """
+        count = len(_environment.visible_gpus(self._environ))
+        return {"GPU": count} if count else {}
+
+    @property
+    def environment(self) -> str:
+        """The environment's name; an empty string unless a resolver was told otherwise."""
+        return ""
+
+    @property
+    def task_type(self) -> str | None:
+        """The job this process belongs to ("chief", "worker", "ps", "evaluator"), or `None`."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """This process's index within its job, or `None`."""
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol that the cluster's tasks speak, or `None`. Only TensorFlow uses it."""
+        return self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """A resolver that is told everything.
+
+    Args:
+        cluster_spec: The cluster, as a `ClusterSpec`.
+        master: The address that `master()` returns.
+        task_type: The job this process belongs to.
+        task_id: Its index within the job.
+        environment: What `environment` returns.
+        num_accelerators: What `num_accelerators()` returns, such as `{"GPU": 2}`.
+        rpc_layer: The protocol that TensorFlow's tasks speak, such as "grpc".
+
+    Raises:
+        ClusterTypeError: If `cluster_spec` or `master` has the wrong type. It is a `TypeError`.
+
+    Example:
+
+    >>> from kdist.cluster import ClusterSpec, SimpleClusterResolver
+    >>> spec = ClusterSpec({"worker": ["host0:2222", "host1:2222"]})
+    >>> resolver = SimpleClusterResolver(spec, task_type="worker", task_id=1, rpc_layer="grpc")
+    >>> resolver.master("worker", 0)
+    'grpc://host0:2222'
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if isinstance(cluster_spec, Mapping) or not callable(getattr(cluster_spec, "as_dict", None)):
+            raise ClusterTypeError(
+                "`cluster_spec` must be a ClusterSpec.",
+                received={"cluster_spec": cluster_spec},
+                hint='For example: ClusterSpec({"worker": ["host0:2222", "host1:2222"]}).',
+            )
+        if not isinstance(master, str):
+            raise ClusterTypeError("`master` must be a string.", received={"master": master})
+        self._cluster_spec = ClusterSpec(cluster_spec)
+        self._master = master
+        self._task_type = task_type
+        self._task_id = task_id
+        self._environment = environment
+        self._num_accelerators = dict(num_accelerators or {})
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the cluster that the constructor was given."""
+        return self._cluster_spec
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the constructor's `master`, or the address of the task that is named.
+
+        Args:
+            task_type: The job of the task that is asked for.
+            task_id: Its index; both must be given to name a task.
+            rpc_layer: The protocol to put in front.
+
+        Returns:
+            An address.
+        """
+        address = self._master
+        if task_type is not None and task_id is not None:
+            address = self._cluster_spec.task_address(task_type, task_id)
+        return format_master(address, rpc_layer or self._rpc_layer)
+
+    @property
+    def environment(self) -> str:
+        """The constructor's `environment`."""
+        return self._environment
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns the constructor's `num_accelerators`; nothing is detected.
+
+        Args:
+            task_type: Unused.
+            task_id: Unused.
+            config_proto: Unused.
+
+        Returns:
+            A dictionary such as `{"GPU": 2}`.
+        """
+        return dict(self._num_accelerators)
+
+
+class UnionResolver(ClusterResolver):
+    """Joins the clusters of several resolvers into one.
+
+    Everything but the cluster itself (task, protocol, accelerators) is taken from the first resolver, unless
+    it is overridden here.
+
+    Args:
+        *args: The resolvers.
+        **kwargs: `task_type`, `task_id` and `rpc_layer` override those of the first resolver.
+
+    Raises:
+        ClusterTypeError: If an argument is not a `ClusterResolver`. It is a `TypeError`.
+        InvalidArgumentError: If there is no resolver, or another keyword. It is a `ValueError`.
+
+    Example:
+
+    >>> from kdist.cluster import ClusterSpec, SimpleClusterResolver, UnionResolver
+    >>> workers = SimpleClusterResolver(ClusterSpec({"worker": ["host0:2222"]}), task_type="worker", task_id=0)
+    >>> servers = SimpleClusterResolver(ClusterSpec({"ps": ["host1:2222"]}))
+    >>> UnionResolver(workers, servers).cluster_spec()
+    ClusterSpec({'ps': ['host1:2222'], 'worker': ['host0:2222']})
+    """
+
+    def __init__(self, *args: ClusterResolver, **kwargs: Any) -> None:
+        self._rpc_layer = kwargs.pop("rpc_layer", None)
+        self._task_type = kwargs.pop("task_type", None)
+        self._task_id = kwargs.pop("task_id", None)
+        if kwargs:
+            raise InvalidArgumentError(
+                "UnionResolver takes resolvers and the keywords `task_type`, `task_id` and `rpc_layer`.",
+                received=kwargs,
+            )
+        if not args:
+            raise InvalidArgumentError(
+                "UnionResolver needs at least one resolver.", hint="UnionResolver(first, second)"
+            )
+        for resolver in args:
+            if not isinstance(resolver, ClusterResolver):
+                raise ClusterTypeError(
+                    "Every argument of UnionResolver must be a ClusterResolver.",
+                    received={"argument": resolver},
+                    hint="Wrap a ClusterSpec in SimpleClusterResolver(...).",
+                )
+        self._cluster_resolvers = args
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the union of the clusters.
+
+        Jobs that are lists everywhere are concatenated in the order of the resolvers. A job that is sparse
+        anywhere is merged by task index.
+
+        Returns:
+            A `ClusterSpec`.
+
+        Raises:
+            ClusterKeyError: If two resolvers claim the same index of a sparse job. It is a `KeyError`.
+        """
+        described = [resolver.cluster_spec().as_dict() for resolver in self._cluster_resolvers]
+        merged: dict[str, Any] = {}
+        for job in dict.fromkeys(name for cluster in described for name in cluster):
+            parts = [cluster[job] for cluster in described if job in cluster]
+            if all(isinstance(part, list) for part in parts):
+                merged[job] = [address for part in parts for address in part]
+            else:
+                merged[job] = _merge_sparse(job, parts)
+        return ClusterSpec(merged)
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the first resolver's master, or the address of the task that is named.
+
+        Args:
+            task_type: The job of the task that is asked for.
+            task_id: Its index; both must be given to name a task.
+            rpc_layer: The protocol to put in front.
+
+        Returns:
+            An address.
+        """
+        if task_type is not None and task_id is not None:
+            address = self.cluster_spec().task_address(task_type, task_id)
+            return format_master(address, rpc_layer or self._rpc_layer)
+        return self._cluster_resolvers[0].master(rpc_layer=rpc_layer)
+
+    @property
+    def environment(self) -> str:
+        """The first resolver's environment."""
+        return self._cluster_resolvers[0].environment
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns the first resolver's accelerators.
+
+        Args:
+            task_type: Passed on.
+            task_id: Passed on.
+            config_proto: Passed on.
+
+        Returns:
+            A dictionary such as `{"GPU": 2}`.
+        """
+        return self._cluster_resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    @property
+    def task_type(self) -> str | None:
+        """The task's job: the override, or the first resolver's."""
+        return self._cluster_resolvers[0].task_type if self._task_type is None else self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The task's index: the override (0 counts as one), or the first resolver's."""
+        return self._cluster_resolvers[0].task_id if self._task_id is None else self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol: the override, or the first resolver's."""
+        return self._cluster_resolvers[0].rpc_layer if self._rpc_layer is None else self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+
+UnionClusterResolver = UnionResolver
+
+
+def _merge_sparse(job: str, parts: list[list[str] | dict[int, str]]) -> dict[int, str]:
+    merged: dict[int, str] = {}
+    for part in parts:
+        tasks = dict(enumerate(part)) if isinstance(part, list) else part
+        twice = sorted(set(tasks) & set(merged))
+        if twice:
+            raise ClusterKeyError(
+                f"A task of the sparse job {job!r} must be described by one resolver only.",
+                received={"indices described twice": twice},
+                hint="Remove the task from one of the resolvers.",
+            )
+        merged.update(tasks)
+    return merged
+
+
+def require(condition: bool, rule: str, hint: str = "", **received: object) -> None:
+    """Raises `ClusterConfigError` unless a condition holds."""
+    if not condition:
+        raise ClusterConfigError(rule, received=received, hint=hint)

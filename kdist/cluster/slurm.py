@@ -1,0 +1,316 @@
+"""`SlurmClusterResolver`: the cluster of a Slurm job step, from the variables that `srun` sets."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kdist.cluster import environment as _environment
+from kdist.cluster.addresses import join_address
+from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.errors import ClusterRuntimeError
+from kdist.cluster.resolver import ClusterResolver, format_master
+from kdist.errors import ClusterConfigError
+
+_MOST_HOSTS = 100_000  # a range such as n[0-9999999999] is a mistake, not a cluster
+_PART = re.compile(r"(?:[^,\[\]\s]|\[[0-9,\-]+\])+")
+
+
+def expand_hostlist(hostlist: str) -> list[str]:
+    """Writes out Slurm's short form of a list of hosts.
+
+    Args:
+        hostlist: For example `"n[1-2],m5"`; leading zeros count, and a name may hold several ranges.
+
+    Returns:
+        The hosts in the order of the list.
+
+    Raises:
+        ClusterConfigError: If the text is not a host list.
+
+    Example:
+
+    >>> from kdist.cluster.slurm import expand_hostlist
+    >>> expand_hostlist("n[1-2],m5,o[08-10,12]")
+    ['n1', 'n2', 'm5', 'o08', 'o09', 'o10', 'o12']
+    """
+    hosts: list[str] = []
+    position = 0
+    while True:
+        match = _PART.match(hostlist, position)
+        if match is None:
+            raise _bad_list(hostlist)
+        hosts.extend(_expand(match.group(), hostlist))
+        position = match.end()
+        if len(hosts) > _MOST_HOSTS:
+            raise _bad_list(hostlist)
+        if position == len(hostlist):
+            return hosts
+        if hostlist[position] != ",":
+            raise _bad_list(hostlist)
+        position += 1
+
+
+def _bad_list(hostlist: str) -> ClusterConfigError:
+    shown = hostlist if len(hostlist) < 200 else f"{hostlist[:190]}…"
+    return ClusterConfigError(
+        "A Slurm host list must have a form such as n[1-3,7],m5.",
+        received={"hostlist": shown},
+        hint="Compare with: scontrol show hostnames",
+    )
+
+
+def _expand(part: str, hostlist: str) -> list[str]:
+    """Expands the first range of one name, and the others in turn."""
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    ranges, _, after = rest.partition("]")
+    tails = _expand(after, hostlist) if after else [""]
+    hosts: list[str] = []
+    for piece in ranges.split(","):
+        first, dash, last = piece.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or len(first) > 9 or len(last) > 9:
+            raise _bad_list(hostlist)
+        low, high = int(first), int(last) if dash else int(first)
+        if high < low or (high - low + 1) * len(tails) + len(hosts) > _MOST_HOSTS:
+            raise _bad_list(hostlist)
+        hosts += [before + str(n).zfill(len(first)) + tail for n in range(low, high + 1) for tail in tails]
+    return hosts
+
+
+def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
+    """Writes out Slurm's short form of the number of tasks on each node.
+
+    Args:
+        tasks_per_node: For example `"2(x3),1"`.
+
+    Returns:
+        One number a node.
+
+    Raises:
+        ClusterConfigError: If the text has another form.
+
+    Example:
+
+    >>> from kdist.cluster.slurm import expand_tasks_per_node
+    >>> expand_tasks_per_node("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+        if match is None or int(match.group(2) or 1) + len(counts) > _MOST_HOSTS:
+            raise ClusterConfigError(
+                "Slurm's tasks per node must have a form such as 2(x3),1.",
+                received={"tasks_per_node": tasks_per_node[:200]},
+                hint="Pass tasks_per_node=2 to SlurmClusterResolver.",
+            )
+        counts += [int(match.group(1))] * int(match.group(2) or 1)
+    return counts
+
+
+class SlurmClusterResolver(ClusterResolver):
+    """Reads the cluster from the variables of a Slurm job step.
+
+    `SLURM_PROCID` says which task this process is; `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST` and
+    `SLURM_STEP_TASKS_PER_NODE` say what is not passed here. Tasks are numbered node by node, in the order of
+    the node list, which is `srun`'s block distribution.
+
+    Args:
+        jobs: A dictionary from job name to number of tasks; by default every task is a worker.
+        port_base: The port of the first task on each node; the next task on that node has the next port.
+        gpus_per_node: How many GPUs a node has; by default those that this process sees.
+        gpus_per_task: How many GPUs a task gets; by default an equal share of the node's.
+        tasks_per_node: The number of tasks on each node, or a dictionary from host to number.
+        auto_set_gpu: Whether `cluster_spec()` narrows `CUDA_VISIBLE_DEVICES` to this task's share. It happens
+            only with the process's own environment.
+        rpc_layer: The protocol that TensorFlow's tasks speak.
+        environ: The environment to read; by default the process's own.
+
+    Raises:
+        ClusterRuntimeError: If a variable is missing, or there are fewer tasks or GPUs than asked for. It is
+            a `RuntimeError`.
+        ClusterConfigError: If a variable cannot be read.
+
+    Example:
+
+    >>> from kdist.cluster import SlurmClusterResolver
+    >>> step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]",
+    ...         "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    >>> resolver = SlurmClusterResolver(environ=step)
+    >>> resolver.cluster_spec()
+    ClusterSpec({'worker': ['n1:8888', 'n2:8888']})
+    >>> resolver.get_task_info()
+    ('worker', 1)
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._environ = environ
+        self._process = self._number("PROCID")
+        self._jobs = {"worker": self._number("STEP_NUM_TASKS", "NTASKS")} if jobs is None else dict(jobs)
+        self._port_base = port_base
+        self._tasks_on = self._tasks_on_hosts(tasks_per_node)
+        self._auto_set_gpu = auto_set_gpu and environ is None
+        self._rpc_layer = rpc_layer
+        self._check_tasks()
+        self._visible = _environment.visible_gpus(environ)
+        most = max(self._tasks_on.values())
+        self._gpus_per_node = len(self._visible) if gpus_per_node is None else gpus_per_node
+        self._gpus_per_task = self._gpus_per_node // most if gpus_per_task is None else gpus_per_task
+        if most * self._gpus_per_task > self._gpus_per_node:
+            raise ClusterRuntimeError(
+                "A node must have the GPUs that its tasks ask for.",
+                received={"gpus_per_node": self._gpus_per_node, "gpus_per_task": self._gpus_per_task, "tasks": most},
+                hint="Lower gpus_per_task, or ask Slurm for more GPUs: srun --gpus-per-task=1",
+            )
+        self._task_type, self._task_id = self._own_task()
+
+    def _text(self, *names: str) -> str:
+        environ = os.environ if self._environ is None else self._environ
+        for name in names:
+            if f"SLURM_{name}" in environ:
+                return environ[f"SLURM_{name}"]
+        raise ClusterRuntimeError(
+            f"`SLURM_{names[0]}` must be set, as it is inside a job step.",
+            received={f"SLURM_{names[0]}": None},
+            hint="Start the script with srun: srun --ntasks=2 python train.py",
+        )
+
+    def _number(self, *names: str) -> int:
+        text = self._text(*names)
+        if not (text.isascii() and text.isdigit()):
+            raise ClusterConfigError(
+                f"`SLURM_{names[0]}` must be a non-negative integer.",
+                received={f"SLURM_{names[0]}": text},
+                hint="Unset Slurm's variables outside a job step.",
+            )
+        return int(text)
+
+    def _tasks_on_hosts(self, tasks_per_node: int | Mapping[str, int] | None) -> dict[str, int]:
+        if isinstance(tasks_per_node, Mapping):
+            return dict(tasks_per_node)
+        hosts = expand_hostlist(self._text("STEP_NODELIST", "JOB_NODELIST", "NODELIST"))
+        if tasks_per_node is not None:
+            return {host: int(tasks_per_node) for host in hosts}
+        counts = expand_tasks_per_node(self._text("STEP_TASKS_PER_NODE", "TASKS_PER_NODE"))
+        if len(counts) != len(hosts):
+            raise ClusterConfigError(
+                "`SLURM_STEP_TASKS_PER_NODE` must have one number for each host of `SLURM_STEP_NODELIST`.",
+                received={"hosts": len(hosts), "numbers": len(counts)},
+                hint="Pass tasks_per_node=2 to SlurmClusterResolver.",
+            )
+        return dict(zip(hosts, counts, strict=True))
+
+    def _check_tasks(self) -> None:
+        wanted, assigned = sum(self._jobs.values()), sum(self._tasks_on.values())
+        if wanted != assigned or not assigned:
+            raise ClusterRuntimeError(
+                "The jobs must have as many tasks as Slurm has assigned.",
+                received={"jobs": self._jobs, "assigned": assigned},
+                hint=f"Start the step with: srun --ntasks={wanted}",
+            )
+        if self._process >= assigned:
+            raise ClusterConfigError(
+                "`SLURM_PROCID` must be smaller than the number of tasks.",
+                received={"SLURM_PROCID": self._process, "tasks": assigned},
+                hint="Unset Slurm's variables outside a job step.",
+            )
+        self._check_distribution()
+
+    def _check_distribution(self) -> None:
+        # Under a cyclic distribution task 1 is on the second node, and the addresses below would be wrong.
+        environ = os.environ if self._environ is None else self._environ
+        node = environ.get("SLURM_NODEID", "")
+        owner = [index for index, count in enumerate(self._tasks_on.values()) for _ in range(count)]
+        if node.isdigit() and int(node) != owner[self._process]:
+            raise ClusterConfigError(
+                "Slurm's tasks must be numbered node by node.",
+                received={"SLURM_PROCID": self._process, "SLURM_NODEID": int(node), "expected": owner[self._process]},
+                hint="Start the step with: srun --distribution=block",
+            )
+
+    def _own_task(self) -> tuple[str | None, int | None]:
+        start = 0
+        for job, count in sorted(self._jobs.items()):
+            if self._process < start + count:
+                return job, self._process - start
+            start += count
+        return None, None
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the cluster, and gives this task its GPUs where the constructor was told to.
+
+        Returns:
+            A `ClusterSpec` with a host and port for each task.
+        """
+        addresses: list[str] = []
+        places: list[int] = []
+        for host, count in self._tasks_on.items():
+            addresses += [join_address(host, self._port_base + place) for place in range(count)]
+            places += range(count)
+        if self._auto_set_gpu and self._gpus_per_task and len(self._visible) == self._gpus_per_node:
+            first = places[self._process] * self._gpus_per_task
+            mine = self._visible[first : first + self._gpus_per_task]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        cluster: dict[str, list[str]] = {}
+        for job, count in sorted(self._jobs.items()):
+            cluster[job], addresses = addresses[:count], addresses[count:]
+        return ClusterSpec(cluster)
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Returns the job and the index of this process.
+
+        Returns:
+            A pair such as `("worker", 1)`.
+        """
+        return self.task_type, self.task_id
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of this task or of the task that is named.
+
+        Args:
+            task_type: The job of the task that is asked for.
+            task_id: Its index.
+            rpc_layer: The protocol to put in front.
+
+        Returns:
+            An address.
+        """
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        return format_master(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns how many GPUs each task gets.
+
+        Args:
+            task_type: Unused.
+            task_id: Unused.
+            config_proto: Unused.
+
+        Returns:
+            A dictionary such as `{"GPU": 1}`.
+        """
+        if not self._gpus_per_task and self._visible:
+            return {"GPU": len(self._visible)}  # Slurm has bound each task to its own GPUs already
+        return {"GPU": self._gpus_per_task}

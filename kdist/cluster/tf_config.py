@@ -1,0 +1,259 @@
+"""`TF_CONFIG`, the description of a cluster that kdist understands on every backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from kdist.cluster.addresses import split_address
+from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.resolver import ClusterResolver, format_master
+from kdist.errors import ClusterConfigError
+
+KNOWN_JOBS = ("chief", "worker", "ps", "evaluator")
+_EXAMPLE = (
+    """For example: TF_CONFIG='{"cluster": {"worker": ["host0:2222", "host1:2222"]}, """
+    """"task": {"type": "worker", "index": 0}}'"""
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TFConfig:
+    """`TF_CONFIG` once it has been read and checked."""
+
+    cluster: ClusterSpec
+    task_type: str | None
+    task_id: int | None
+    rpc_layer: str | None
+    session_master: str | None
+
+
+def parse_tf_config(text: str | None) -> TFConfig:
+    """Reads the text of `TF_CONFIG` and checks each of its fields.
+
+    Args:
+        text: The variable's value; `None`, blank text and `{}` describe no cluster.
+
+    Returns:
+        The cluster and the task. A missing task is no error here: a resolver may be told it otherwise.
+
+    Raises:
+        ClusterConfigError: If a field is wrong; the message names the field.
+
+    Example:
+
+    >>> from kdist.cluster.tf_config import parse_tf_config
+    >>> text = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+    >>> parse_tf_config(text).task_id
+    1
+    """
+    config = _load(text)
+    cluster = _read_cluster(config.get("cluster"))
+    task_type, task_id = _read_task(config.get("task"), cluster)
+    return TFConfig(
+        cluster=cluster,
+        task_type=task_type,
+        task_id=task_id,
+        rpc_layer=_read_text(config, "rpc_layer"),
+        session_master=_read_text(config, "session_master"),
+    )
+
+
+def _wrong(field: str, rule: str, value: object, hint: str = _EXAMPLE) -> ClusterConfigError:
+    shown = repr(value)
+    if len(shown) > 200:
+        value = f"{str(value)[:190]}…"
+    return ClusterConfigError(f"`TF_CONFIG`: {field} {rule}.", received={field: value}, hint=hint)
+
+
+def _load(text: str | None) -> dict[str, Any]:
+    if text is None or not text.strip():
+        return {}
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _wrong("the value", f"must be JSON ({error})", text) from None
+    if not isinstance(config, dict):
+        raise _wrong("the value", "must be a JSON object", config)
+    return config
+
+
+def _read_text(config: Mapping[str, Any], name: str) -> str | None:
+    value = config.get(name)
+    if value is not None and not isinstance(value, str):
+        raise _wrong(f'["{name}"]', "must be a string", value)
+    return value
+
+
+def _read_cluster(cluster: Any) -> ClusterSpec:
+    if cluster is None or cluster == {}:
+        return ClusterSpec({})
+    if not isinstance(cluster, dict):
+        raise _wrong('["cluster"]', "must be an object from job name to addresses", cluster)
+    seen: dict[str, str] = {}
+    for job, tasks in cluster.items():
+        _check_job(job, tasks)
+        pairs = enumerate(tasks) if isinstance(tasks, list) else tasks.items()
+        for index, address in pairs:
+            field = f'["cluster"]["{job}"][{index}]'
+            if isinstance(tasks, dict) and not (index.isascii() and index.isdigit()):
+                raise _wrong(field, "must have an index that is a non-negative integer", index)
+            host, port = split_address(address, f"TF_CONFIG{field}")
+            if f"{host}:{port}" in seen:
+                raise _wrong(field, f"must differ from {seen[f'{host}:{port}']}: one port serves one task", address)
+            seen[f"{host}:{port}"] = field
+    if not cluster.get("chief") and not cluster.get("worker"):
+        raise _wrong('["cluster"]', 'must have a task of the job "chief" or "worker"', cluster)
+    return ClusterSpec(cluster)
+
+
+def _check_job(job: str, tasks: Any) -> None:
+    field = f'["cluster"]["{job}"]'
+    if job not in KNOWN_JOBS:
+        raise _wrong(field, f"must be one of the jobs {', '.join(KNOWN_JOBS)}", job)
+    if not isinstance(tasks, (list, dict)):
+        raise _wrong(field, "must be a list of addresses (or an object from index to address)", tasks)
+    if job in ("chief", "evaluator") and len(tasks) > 1:
+        raise _wrong(field, "must have at most one task", tasks)
+
+
+def _read_task(task: Any, cluster: ClusterSpec) -> tuple[str | None, int | None]:
+    if task is None:
+        return None, None
+    if not isinstance(task, dict):
+        raise _wrong('["task"]', 'must be an object with "type" and "index"', task)
+    task_type = task.get("type")
+    if task_type is not None and task_type not in KNOWN_JOBS:
+        raise _wrong('["task"]["type"]', f"must be one of {', '.join(KNOWN_JOBS)}", task_type)
+    task_id = _read_index(task.get("index"))
+    if cluster and task_type is not None and task_type != "evaluator":
+        if task_type not in cluster.jobs:
+            raise _wrong('["task"]["type"]', f"must be a job of the cluster, which has {cluster.jobs}", task_type)
+        if task_id is not None and task_id not in cluster.task_indices(task_type):
+            known = cluster.task_indices(task_type)
+            raise _wrong(
+                '["task"]["index"]', f'must be the index of a task of ["cluster"]["{task_type}"]: {known}', task_id
+            )
+    return task_type, task_id
+
+
+def _read_index(index: Any) -> int | None:
+    if index is None:
+        return None
+    if isinstance(index, str) and index.isascii() and index.isdigit() and len(index) < 10:
+        index = int(index)  # some operators write the index as text, and TensorFlow reads it
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise _wrong('["task"]["index"]', "must be an integer", index)
+    if index < 0:
+        raise _wrong('["task"]["index"]', "must not be negative", index)
+    return index
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads the cluster from the environment variable `TF_CONFIG`.
+
+    The variable is read anew at each question, and checked field by field.
+
+    Args:
+        task_type: Overrides the variable's `task.type`.
+        task_id: Overrides the variable's `task.index`.
+        rpc_layer: Overrides the variable's `rpc_layer`.
+        environment: What `environment` returns.
+        environ: The environment to read; by default the process's own.
+
+    Example:
+
+    >>> import json
+    >>> from kdist.cluster import TFConfigClusterResolver
+    >>> config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
+    >>> resolver = TFConfigClusterResolver(environ={"TF_CONFIG": json.dumps(config)})
+    >>> resolver.task_type, resolver.task_id, resolver.master()
+    ('worker', 1, 'b:1')
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self._environment = environment
+        self._environ = environ
+
+    def _read(self) -> TFConfig:
+        environ = os.environ if self._environ is None else self._environ
+        return parse_tf_config(environ.get("TF_CONFIG"))
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the cluster that `TF_CONFIG` describes; an empty one where it describes none.
+
+        Raises:
+            ClusterConfigError: If a field of `TF_CONFIG` is wrong.
+        """
+        return self._read().cluster
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of this task or of the task that is named.
+
+        Args:
+            task_type: The job of the task that is asked for.
+            task_id: Its index.
+            rpc_layer: The protocol to put in front.
+
+        Returns:
+            `session_master` where `TF_CONFIG` has it; an empty string in a cluster of one task; else the
+            task's address.
+        """
+        config = self._read()
+        if config.session_master is not None:
+            return config.session_master
+        if sum(config.cluster.num_tasks(job) for job in config.cluster.jobs) <= 1:
+            return ""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            raise _wrong('["task"]', 'must have "type" and "index"', None)
+        return format_master(config.cluster.task_address(task_type, task_id), rpc_layer or self.rpc_layer)
+
+    @property
+    def environment(self) -> str | None:  # type: ignore[override]  # TensorFlow's returns what it was given
+        """The constructor's `environment`."""
+        return self._environment
+
+    @property
+    def task_type(self) -> str | None:
+        """The task's job: the override, or `task.type`."""
+        return self._read().task_type if self._task_type is None else str(self._task_type)
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The task's index: the override, or `task.index`."""
+        return self._read().task_id if self._task_id is None else int(self._task_id)
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol: the override, or `rpc_layer` of the variable."""
+        return self._read().rpc_layer if self._rpc_layer is None else self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer

@@ -1,0 +1,430 @@
+"""The one file that touches `keras.src` or changes anything in Keras.
+
+Every hook does nothing outside a kdist strategy: models created elsewhere behave exactly as without kdist.
+`install` is idempotent and runs when the first strategy is created. The hooks and why each is needed:
+
+- `Trainer.__init__` remembers the strategy a model is created under; `fit` and its relatives dispatch on it.
+- `reduce_values`, `apply_mask`, `reduce_weighted_values` (keras.src.losses.loss): denominators of losses that
+  are not a plain mean over rows must be counted over all replicas. There is no public place between a loss's
+  per-row values and its reduction.
+- `Mean.update_state`, `Sum.update_state`: a scalar counts as much as the rows it stands for.
+- `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after.
+- TensorFlow's optimiser: its own `tf.distribute` branches reduce a second time, or fail in a `cond`; inside a
+  replica of kdist, the backend-neutral methods of the base class are right.
+- `SeedGenerator.next`: replicas must draw different random numbers.
+- `BatchNormalization(synchronized=True)` and `moments`: refused by Keras outside TensorFlow.
+
+`tests/keras_hooks_test.py` says which name is gone when a new Keras breaks one of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kdist import context
+
+if TYPE_CHECKING:
+    from kdist.strategies.strategy import Strategy
+
+# The strategy of each model. Kept outside the models, so that saved files contain nothing of kdist.
+_strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_installed = False
+
+MODEL_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
+
+def install() -> None:
+    """Puts the hooks into Keras, once a process."""
+    global _installed
+    with _lock:
+        if _installed:
+            return
+        _hook_models()
+        _hook_losses()
+        _hook_scalars()
+        _hook_optimizers()
+        _hook_seeds()
+        _hook_batch_normalization()
+        _installed = True
+
+
+def strategy_of(model: Any) -> Strategy | None:
+    """Returns the strategy that a model was created under, or `None`."""
+    return _strategies.get(model)
+
+
+def _replica() -> Any:
+    """The replica that this thread runs on behalf of a step, or `None`."""
+    replica = context.current_replica()
+    return replica if getattr(replica, "scope", None) is not None else None
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(make(original)))
+
+
+# Models ------------------------------------------------------------------------------------------------------
+
+
+def _hook_models() -> None:
+    import keras
+    from keras.src.trainers.trainer import Trainer
+
+    def remember(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if context.in_cross_replica_context() and hasattr(context.get_strategy(), "runtime"):
+                _strategies[self] = context.get_strategy()
+
+        return __init__
+
+    _wrap(Trainer, "__init__", remember)
+
+    for name in MODEL_METHODS:
+        _wrap(keras.Model, name, functools.partial(_dispatch, name))
+
+
+def _dispatch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(self)
+        if strategy is None:
+            return original(self, *args, **kwargs)
+        from kdist.training import methods
+
+        return getattr(methods, name)(strategy, self, *args, **kwargs)
+
+    return method
+
+
+def epoch_iterator(backend: str, **arguments: Any) -> Any:
+    """Returns Keras's `EpochIterator` over *global* batches, in the order that plain Keras would give.
+
+    Args:
+        backend: `"tensorflow"`, `"jax"` or `"torch"`: whose native iterator to take, since each shuffles
+            differently.
+        **arguments: Those of Keras's `EpochIterator`.
+    """
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    native = {"tensorflow": "get_tf_dataset", "jax": "get_jax_iterator", "torch": "get_torch_dataloader"}
+
+    class GlobalBatchIterator(EpochIterator):
+        def _get_iterator(self) -> Any:
+            return getattr(self.data_adapter, native[backend])()
+
+    return GlobalBatchIterator(**arguments)
+
+
+def shuffles_arrays(iterator: Any) -> bool:
+    """Says whether the order of an `epoch_iterator` comes from the backend's global random state."""
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    return isinstance(iterator.data_adapter, ArrayDataAdapter) and bool(iterator.data_adapter._shuffle)
+
+
+def train_validation_split(arrays: Any, validation_split: float) -> Any:
+    """Keras's own split of arrays into a training and a validation part."""
+    from keras.src.trainers.data_adapters import array_slicing
+
+    return array_slicing.train_validation_split(arrays, validation_split=validation_split)
+
+
+def class_weight_to_sample_weights(y: Any, class_weight: Any) -> Any:
+    """Keras's own translation of `class_weight` into one weight a row."""
+    from keras.src.trainers.data_adapters import data_adapter_utils
+
+    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+
+
+def pythonify_logs(logs: Any) -> dict[str, Any]:
+    """Keras's own translation of logs into Python floats, flattened and sorted."""
+    from keras.src.utils.python_utils import pythonify_logs as keras_pythonify_logs
+
+    return keras_pythonify_logs(logs)
+
+
+def callback_list(callbacks: Any, **arguments: Any) -> Any:
+    """Wraps callbacks in Keras's `CallbackList`, unless they are in one."""
+    import keras
+
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    return keras.callbacks.CallbackList(callbacks, **arguments)
+
+
+def build(model: Any, data_batch: Any) -> None:
+    """Creates the variables of model, metrics, loss and optimiser from the shapes of one global batch."""
+    model._symbolic_build(data_batch=data_batch)
+
+
+def build_layers(model: Any, data_batch: Any) -> None:
+    """Creates the variables of the layers alone, for a model that was not compiled."""
+    import keras
+    from keras.src import backend
+
+    if all(layer.built for layer in model._flatten_layers()):
+        return
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
+    symbolic = keras.tree.map_structure(
+        lambda v: None if v is None else keras.KerasTensor(v.shape, keras.backend.standardize_dtype(v.dtype)), x
+    )
+    backend.compute_output_spec(model, symbolic, training=False)
+
+
+def all_variables(model: Any) -> list[Any]:
+    """All Keras variables of a model, its seeds, metrics and optimiser included, in one order on all workers."""
+    found = list(model.variables)
+    seen = {id(v) for v in found}
+    parts = [*model.metrics_variables] if getattr(model, "compiled", False) else []
+    optimizer = getattr(model, "optimizer", None)
+    parts += list(optimizer.variables) if optimizer is not None and hasattr(optimizer, "variables") else []
+    parts += [v for v in model.non_trainable_variables if id(v) not in seen]
+    for v in parts:
+        if id(v) not in seen:
+            seen.add(id(v))
+            found.append(v)
+    return found
+
+
+# Losses and metrics ------------------------------------------------------------------------------------------
+
+
+def _hook_losses() -> None:
+    from keras.src.losses import loss as losses
+
+    def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
+            replica = _replica()
+            if replica is None or reduction in (None, "none") or len(values.shape) == 0:
+                return original(values, sample_weight, reduction)
+            return _reduce_rows(replica, original, values, sample_weight, reduction)
+
+        return wrapper
+
+    def apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+            replica = _replica()
+            if replica is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+                return original(sample_weight, mask, dtype, reduction)
+            # With reduction="sum" Keras leaves the mask as zeros and ones; what is missing is the factor.
+            weights = original(sample_weight, mask, dtype, "sum")
+            return weights * _total_over_valid(replica, mask, dtype)
+
+        return wrapper
+
+    def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(values: Any, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+            replica = _replica()
+            if replica is None or sample_weight is None or len(values.shape) > 0:
+                return original(values, sample_weight, *args, **kwargs)
+            # A scalar loss with weights: Keras multiplies it with the mean weight, of all rows.
+            import keras
+
+            factor = original(keras.ops.ones_like(values), sample_weight, *args, **kwargs)
+            return values * replica.mean_over_rows([factor])[0]
+
+        return wrapper
+
+    def unless_replica(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda value: original(value) if _replica() is None else value
+
+    _wrap(losses, "reduce_values", reduce_values)
+    _wrap(losses, "apply_mask", apply_mask)
+    _wrap(losses, "reduce_weighted_values", reduce_weighted_values)
+    # On TensorFlow Keras divides by the number of replicas, for a sum to follow; kdist takes a mean.
+    _wrap(losses, "scale_loss_for_distribution", unless_replica)
+    _wrap(losses, "unscale_loss_for_distribution", unless_replica)
+
+
+def _reduce_rows(replica: Any, original: Any, values: Any, sample_weight: Any, reduction: str) -> Any:
+    from keras import ops
+
+    if reduction == "sum":
+        return original(values, None, "sum") * _cast(replica.rows.counts / replica.rows.share, values)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        counts = _cast(replica.rows.counts, values)
+        local_weight = ops.cast(ops.sum(sample_weight), values.dtype) * counts
+        (weight,) = replica.all_reduce_packed([local_weight])
+        total = original(values, None, "sum") * _cast(replica.rows.counts / replica.rows.share, values)
+        return ops.divide_no_nan(total, weight)
+    return original(values, sample_weight, reduction)
+
+
+def _total_over_valid(replica: Any, mask: Any, dtype: Any) -> Any:
+    from keras import ops
+
+    counts = ops.cast(replica.rows.counts, dtype)
+    valid = ops.sum(ops.cast(mask, dtype))
+    total = ops.sum(ops.ones_like(mask, dtype=dtype))
+    total, valid = replica.all_reduce_packed([total * counts, valid * counts])
+    return ops.divide_no_nan(total, valid)
+
+
+def _cast(number: Any, like: Any) -> Any:
+    from keras import ops
+
+    return ops.cast(number, like.dtype)
+
+
+def _hook_scalars() -> None:
+    import keras
+
+    def update_state(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, values: Any, sample_weight: Any = None) -> Any:
+            replica = _replica()
+            if replica is not None and sample_weight is None and len(keras.ops.shape(values)) == 0:
+                sample_weight = keras.ops.cast(replica.rows.scalar_weight, self.dtype)
+            return original(self, values, sample_weight)
+
+        return wrapper
+
+    _wrap(keras.metrics.Mean, "update_state", update_state)
+    _wrap(keras.metrics.Sum, "update_state", update_state)
+
+
+# Optimisers --------------------------------------------------------------------------------------------------
+
+
+def _hook_optimizers() -> None:
+    import keras
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+    from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+    def apply(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            replica = _replica()
+            if replica is None or getattr(replica, "applying", False):
+                return original(self, grads, trainable_variables)
+            replica.applying = True  # the optimiser inside a LossScaleOptimizer must not sum again
+            try:
+                grads = _mean_gradients(replica, list(grads))
+                return replica.apply_gradients(lambda: original(self, grads, trainable_variables))
+            finally:
+                replica.applying = False
+
+        return wrapper
+
+    _wrap(BaseOptimizer, "apply", apply)
+    _wrap(LossScaleOptimizer, "apply", apply)
+    if keras.backend.backend() == "tensorflow":
+        _hook_tensorflow_optimizer(BaseOptimizer, LossScaleOptimizer)
+
+
+def _mean_gradients(replica: Any, grads: list[Any]) -> list[Any]:
+    from keras import ops
+
+    # IndexedSlices (TensorFlow's gradients of embeddings) are made dense: rows differ between replicas.
+    present = [(i, ops.convert_to_tensor(g)) for i, g in enumerate(grads) if g is not None]
+    for (i, _), mean in zip(present, replica.mean_over_rows([g for _, g in present]), strict=True):
+        grads[i] = mean
+    return grads
+
+
+def _hook_tensorflow_optimizer(base: Any, loss_scale: Any) -> None:
+    from keras.src.backend.tensorflow.optimizer import TFOptimizer
+
+    def neutral(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            chosen = original if _replica() is None else getattr(base, name)
+            return chosen(self, *args, **kwargs)
+
+        return method
+
+    for name in (
+        "_apply_weight_decay",
+        "_backend_update_step",
+        "_backend_increment_gradient_accumulators",
+        "_overwrite_model_variables_with_average_value",
+    ):
+        _wrap(TFOptimizer, name, functools.partial(neutral, name))
+
+    def tf_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            chosen = original if _replica() is None else loss_scale._common_apply
+            return chosen(self, grads, trainable_variables)
+
+        return method
+
+    _wrap(loss_scale, "_tf_apply", tf_apply)
+
+
+# Random numbers and batch normalisation ----------------------------------------------------------------------
+
+# Odd, and far above the number of draws between two replicas' seeds in any run; small enough that the seeds of
+# many replicas stay within int32. PyTorch's generator takes the sum of both words of a seed, so replicas must
+# not only differ in one of them.
+_SEED_STRIDE = 7_368_787
+
+
+def _hook_seeds() -> None:
+    import keras
+
+    def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, ordered: bool = True) -> Any:
+            replica = _replica()
+            if replica is None:
+                return original(self, ordered)
+            with replica.scope.untracked():  # all replicas draw equally often
+                seed = original(self, ordered)
+            offset = [replica.replica_id_in_sync_group * _SEED_STRIDE, 0]
+            return seed + keras.ops.cast(keras.ops.convert_to_tensor(offset), seed.dtype)
+
+        return wrapper
+
+    _wrap(keras.random.SeedGenerator, "next", next_seed)
+
+
+def _hook_batch_normalization() -> None:
+    import keras
+    from keras.src import backend
+
+    if keras.backend.backend() == "tensorflow":
+        return
+
+    def init(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
+            wanted = synchronized and context.has_strategy()
+            original(self, *args, synchronized=synchronized and not wanted, **kwargs)
+            self.synchronized = synchronized
+
+        return __init__
+
+    def moments(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False) -> Any:
+            replica = _replica()
+            if synchronized and replica is not None:
+                return replica.moments(x, axes, keepdims)
+            # One program over all replicas (JAX), or no replicas at all: the moments are global anyway.
+            return original(x, axes, keepdims)
+
+        return wrapper
+
+    _wrap(keras.layers.BatchNormalization, "__init__", init)
+    _wrap(backend.nn, "moments", moments)
+
+
+# State of JAX ------------------------------------------------------------------------------------------------
+
+
+def show_state(model: Any, write: Callable[[], None]) -> None:
+    """Lets callbacks that look at `self.model` in the middle of an epoch see the present weights.
+
+    Keras's `Callback.model` calls `model.jax_state_sync()` before it hands out the model; on JAX the state
+    lives outside the variables during an epoch.
+
+    Args:
+        model: The model that trains.
+        write: Writes the state into the variables; may be called at any time between steps.
+    """
+    model.__dict__["jax_state_sync"] = write
+
+
+def hide_state(model: Any) -> None:
+    """Undoes `show_state`."""
+    model.__dict__.pop("jax_state_sync", None)

@@ -1,0 +1,336 @@
+"""`fit`, `evaluate`, `predict` and their `…_on_batch` forms, for models created under a strategy.
+
+The signatures and meanings are those of `keras.Model` (https://keras.io/api/models/model_training_apis/), with
+one loop for the three backends. Every argument speaks of global batches, and every worker passes the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from kdist import keras_hooks
+from kdist.errors import InvalidArgumentError
+from kdist.training import agreement
+from kdist.training.session import GlobalBatches, Session, session_of
+from kdist.training.voting import Ballot
+
+if TYPE_CHECKING:
+    from kdist.strategies.strategy import Strategy
+
+_SAME_CALL = "Call it with the same arguments on every worker; kdist shards the data."
+
+
+def fit(
+    strategy: Strategy,
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: Any = True,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+) -> Any:
+    """Trains the model for a fixed number of epochs. Arguments and result are those of `keras.Model.fit`."""
+    session = session_of(strategy, model)
+    model._assert_compile_called("fit")
+    if validation_split and validation_data is None:
+        (x, y, sample_weight), validation_data = keras_hooks.train_validation_split(
+            (x, y, sample_weight), validation_split
+        )
+    with session.engine_errors():
+        batches = session.iterator(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            steps_per_execution=model.steps_per_execution,
+        )
+        validation = _Validation(
+            session,
+            validation_data,
+            validation_freq,
+            batch_size=validation_batch_size or batch_size,
+            steps_per_epoch=validation_steps,
+        )
+        facts = {"epochs": epochs, "initial_epoch": initial_epoch, "steps_per_execution": model.steps_per_execution}
+        facts |= batches.facts() | validation.facts()
+        agreement.check_equal(session.runtime, "arguments of fit", facts, _SAME_CALL)
+        session.prepare(batches)
+        batches.reset()
+        verbose = session.verbose(verbose)
+        callbacks = keras_hooks.callback_list(
+            callbacks,
+            add_history=True,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=batches.num_batches,
+            model=model,
+        )
+        _train(session, batches, validation, callbacks, model._initial_epoch or initial_epoch, epochs)
+    return model.history
+
+
+def _train(
+    session: Session, batches: GlobalBatches, validation: _Validation, callbacks: Any, initial_epoch: int, epochs: int
+) -> None:
+    model = session.model
+    ballot = Ballot(session.runtime, callbacks)
+    function = session.function("train")
+    model.stop_training = False
+    logs: dict[str, Any] = {}
+    with function:
+        callbacks.on_train_begin()
+        for epoch in range(initial_epoch, epochs):
+            model.reset_metrics()
+            callbacks.on_epoch_begin(epoch)
+            step_logs: dict[str, Any] = {}
+            for begin, end, data in batches:
+                callbacks.on_train_batch_begin(begin)
+                step_logs = function(data)
+                callbacks.on_train_batch_end(end, step_logs)
+                model.stop_training = ballot.after_batch(model.stop_training)
+                if model.stop_training:
+                    break
+            function.sync()
+            logs = dict(model._get_metrics_result_or_logs(step_logs))
+            logs.update(validation.run(epoch, callbacks))
+            callbacks.on_epoch_end(epoch, logs)
+            model.stop_training = ballot.after_epoch(model.stop_training)
+            if model.stop_training:
+                break
+    _finalize(session, epochs)
+    callbacks.on_train_end(logs=logs)
+
+
+def _finalize(session: Session, epochs: int) -> None:
+    model = session.model
+    if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+        with session.strategy.scope():
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+
+
+class _Validation:
+    """The validation part of `fit`: which epochs, which data."""
+
+    def __init__(self, session: Session, data: Any, freq: Any, **arguments: Any) -> None:
+        self._session = session
+        self._freq = freq
+        self._batches: GlobalBatches | None = None
+        if data is not None:
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            self._batches = session.iterator(
+                x=x,
+                y=y,
+                sample_weight=sample_weight,
+                shuffle=False,
+                steps_per_execution=session.model.steps_per_execution,
+                **arguments,
+            )
+
+    def facts(self) -> dict[str, Any]:
+        if self._batches is None:
+            return {"validation data": None}
+        return {f"validation {name}": value for name, value in self._batches.facts().items()}
+
+    def run(self, epoch: int, callbacks: Any) -> dict[str, Any]:
+        if self._batches is None or not self._session.model._should_eval(epoch, self._freq):
+            return {}
+        logs = _evaluate(self._session, self._batches, callbacks)
+        return {f"val_{name}": value for name, value in logs.items()}
+
+
+def evaluate(
+    strategy: Strategy,
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """Returns the loss and the metrics. Arguments and result are those of `keras.Model.evaluate`."""
+    session = session_of(strategy, model)
+    model._assert_compile_called("evaluate")
+    with session.engine_errors():
+        batches = session.iterator(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=False,
+            steps_per_execution=model.steps_per_execution,
+        )
+        agreement.check_equal(session.runtime, "arguments of evaluate", batches.facts(), _SAME_CALL)
+        verbose = session.verbose(verbose)
+        callbacks = keras_hooks.callback_list(
+            callbacks,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=1,
+            steps=batches.num_batches,
+            model=model,
+        )
+        logs = _evaluate(session, batches, callbacks)
+    return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+
+def _evaluate(session: Session, batches: GlobalBatches, callbacks: Any) -> dict[str, Any]:
+    model = session.model
+    session.prepare(batches)
+    batches.reset()
+    function = session.function("test")
+    model.stop_evaluating = False
+    logs: dict[str, Any] = {}
+    with function:
+        callbacks.on_test_begin()
+        model.reset_metrics()
+        for begin, end, data in batches:
+            callbacks.on_test_batch_begin(begin)
+            logs = function(data)
+            callbacks.on_test_batch_end(end, logs)
+            if model.stop_evaluating:
+                break
+    logs = keras_hooks.pythonify_logs(model._get_metrics_result_or_logs(logs))
+    callbacks.on_test_end(logs)
+    return logs
+
+
+def predict(
+    strategy: Strategy,
+    model: Any,
+    x: Any,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+) -> Any:
+    """Returns all rows, in order, on every worker. Arguments are those of `keras.Model.predict`."""
+    session = session_of(strategy, model)
+    with session.engine_errors():
+        batches = session.iterator(
+            x=x,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=False,
+            steps_per_execution=model.steps_per_execution,
+        )
+        agreement.check_equal(session.runtime, "arguments of predict", batches.facts(), _SAME_CALL)
+        _build_for_prediction(session, batches)
+        verbose = session.verbose(verbose)
+        callbacks = keras_hooks.callback_list(
+            callbacks,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=1,
+            steps=batches.num_batches,
+            model=model,
+        )
+        return _predict(session, batches, callbacks)
+
+
+def _build_for_prediction(session: Session, batches: GlobalBatches) -> None:
+    first = None
+    if not all(layer.built for layer in session.model._flatten_layers()):
+        _, _, data = next(iter(batches))
+        first = data[0]
+        batches.reset()
+    session.prepare(data_batch=first, layers_only=True)
+
+
+def _predict(session: Session, batches: GlobalBatches, callbacks: Any) -> Any:
+    model = session.model
+    function = session.function("predict")
+    model.stop_predicting = False
+    parts: list[Any] = []
+    with function:
+        callbacks.on_predict_begin()
+        for begin, end, data in batches:
+            callbacks.on_predict_batch_begin(begin)
+            outputs = function(data)
+            parts.append(keras.tree.map_structure(keras.ops.convert_to_numpy, outputs))
+            callbacks.on_predict_batch_end(end, {"outputs": outputs})
+            if model.stop_predicting:
+                break
+        callbacks.on_predict_end()
+    if not parts:
+        raise InvalidArgumentError("predict needs at least one batch of data.", received={"batches": 0})
+    return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def train_on_batch(
+    strategy: Strategy,
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    class_weight: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """Runs a single update on one global batch. As `keras.Model.train_on_batch`."""
+    model._assert_compile_called("train_on_batch")
+    if class_weight is not None:
+        if sample_weight is not None:
+            raise InvalidArgumentError(
+                "sample_weight and class_weight cannot be given at the same time.",
+                received={"class_weight": class_weight},
+            )
+        sample_weight = keras_hooks.class_weight_to_sample_weights(y, class_weight)
+    return _on_batch(session_of(strategy, model), "train", (x, y, sample_weight), return_dict)
+
+
+def test_on_batch(
+    strategy: Strategy, model: Any, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+) -> Any:
+    """Tests the model on one global batch. As `keras.Model.test_on_batch`."""
+    model._assert_compile_called("test_on_batch")
+    return _on_batch(session_of(strategy, model), "test", (x, y, sample_weight), return_dict)
+
+
+def _on_batch(session: Session, kind: str, data: Any, return_dict: bool) -> Any:
+    model = session.model
+    with session.engine_errors():
+        data = keras.tree.map_structure(_as_array, data)
+        session.prepare(data_batch=data)
+        model.reset_metrics()
+        with session.function(kind) as function:
+            logs = function([data])
+    logs = keras_hooks.pythonify_logs(logs)
+    return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+
+def predict_on_batch(strategy: Strategy, model: Any, x: Any) -> Any:
+    """Returns the predictions for one global batch. As `keras.Model.predict_on_batch`."""
+    session = session_of(strategy, model)
+    with session.engine_errors():
+        data = (keras.tree.map_structure(_as_array, x),)
+        session.prepare(data_batch=data, layers_only=True)
+        with session.function("predict") as function:
+            outputs = function([data])
+    return keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
+
+
+def _as_array(value: Any) -> Any:
+    return np.asarray(value) if isinstance(value, (int, float, Sequence)) else value
+

@@ -1,0 +1,42 @@
+"""How workers decide together to stop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kdist.training import agreement
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+
+
+class Ballot:
+    """Lets `model.stop_training`, set on any worker, stop all at the same step.
+
+    Keras's own callbacks decide from logs, which are equal on all workers: they need no vote after each batch.
+    A callback of the user's may decide from anything (a clock, a file, a signal), and then every batch ends
+    with a vote. Every epoch ends with one in any case.
+
+    Args:
+        runtime: The workers.
+        callbacks: The `CallbackList` of `fit`.
+    """
+
+    def __init__(self, runtime: Runtime, callbacks: Any) -> None:
+        self._runtime = runtime
+        self._votes_after_batch = runtime.num_workers > 1 and any(
+            not _decides_from_logs(callback) for callback in callbacks.callbacks
+        )
+
+    def after_batch(self, stop: bool) -> bool:
+        """Says whether training stops after this batch."""
+        return agreement.agree_to_stop(self._runtime, stop) if self._votes_after_batch else stop
+
+    def after_epoch(self, stop: bool) -> bool:
+        """Says whether training stops after this epoch."""
+        return agreement.agree_to_stop(self._runtime, stop)
+
+
+def _decides_from_logs(callback: Any) -> bool:
+    kind = type(callback)
+    return kind.__module__.startswith("keras.") and kind.__name__ != "LambdaCallback"
