@@ -54,7 +54,9 @@ def split_address(address: object, field: str = "address") -> tuple[str, int]:
 
 
 def _address_error(field: str, address: object, rule: str) -> ClusterConfigError:
-    return ClusterConfigError(f"`{field}` {rule}.", received={field: address}, hint='For example: "host0:2222".')
+    return ClusterConfigError(
+        f"`{field}` {rule}.", received={field: address}, hint='For example: "host0:2222".'
+    )
 
 
 def join_address(host: str, port: int) -> str:

@@ -167,7 +167,9 @@ def _normalise(cluster: Any) -> dict[str, dict[int, str]]:
     jobs: dict[str, dict[int, str]] = {}
     for job, tasks in cluster.items():
         if not isinstance(job, str):
-            raise ClusterTypeError("A job's name must be a string.", received={"job_name": job}, hint=_EXAMPLE)
+            raise ClusterTypeError(
+                "A job's name must be a string.", received={"job_name": job}, hint=_EXAMPLE
+            )
         jobs[job] = _tasks_of(job, tasks)
     return jobs
 

@@ -174,7 +174,11 @@ class SlurmClusterResolver(ClusterResolver):
         if most * self._gpus_per_task > self._gpus_per_node:
             raise ClusterRuntimeError(
                 "A node must have the GPUs that its tasks ask for.",
-                received={"gpus_per_node": self._gpus_per_node, "gpus_per_task": self._gpus_per_task, "tasks": most},
+                received={
+                    "gpus_per_node": self._gpus_per_node,
+                    "gpus_per_task": self._gpus_per_task,
+                    "tasks": most,
+                },
                 hint="Lower gpus_per_task, or ask Slurm for more GPUs: srun --gpus-per-task=1",
             )
         self._task_type, self._task_id = self._own_task()
@@ -239,7 +243,11 @@ class SlurmClusterResolver(ClusterResolver):
         if node.isdigit() and int(node) != owner[self._process]:
             raise ClusterConfigError(
                 "Slurm's tasks must be numbered node by node.",
-                received={"SLURM_PROCID": self._process, "SLURM_NODEID": int(node), "expected": owner[self._process]},
+                received={
+                    "SLURM_PROCID": self._process,
+                    "SLURM_NODEID": int(node),
+                    "expected": owner[self._process],
+                },
                 hint="Start the step with: srun --distribution=block",
             )
 
@@ -296,7 +304,9 @@ class SlurmClusterResolver(ClusterResolver):
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
             return ""
-        return format_master(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer)
+        return format_master(
+            self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer
+        )
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None

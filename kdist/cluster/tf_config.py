@@ -103,7 +103,9 @@ def _read_cluster(cluster: Any) -> ClusterSpec:
                 raise _wrong(field, "must have an index that is a non-negative integer", index)
             host, port = split_address(address, f"TF_CONFIG{field}")
             if f"{host}:{port}" in seen:
-                raise _wrong(field, f"must differ from {seen[f'{host}:{port}']}: one port serves one task", address)
+                raise _wrong(
+                    field, f"must differ from {seen[f'{host}:{port}']}: one port serves one task", address
+                )
             seen[f"{host}:{port}"] = field
     if not cluster.get("chief") and not cluster.get("worker"):
         raise _wrong('["cluster"]', 'must have a task of the job "chief" or "worker"', cluster)
@@ -131,11 +133,15 @@ def _read_task(task: Any, cluster: ClusterSpec) -> tuple[str | None, int | None]
     task_id = _read_index(task.get("index"))
     if cluster and task_type is not None and task_type != "evaluator":
         if task_type not in cluster.jobs:
-            raise _wrong('["task"]["type"]', f"must be a job of the cluster, which has {cluster.jobs}", task_type)
+            raise _wrong(
+                '["task"]["type"]', f"must be a job of the cluster, which has {cluster.jobs}", task_type
+            )
         if task_id is not None and task_id not in cluster.task_indices(task_type):
             known = cluster.task_indices(task_type)
             raise _wrong(
-                '["task"]["index"]', f'must be the index of a task of ["cluster"]["{task_type}"]: {known}', task_id
+                '["task"]["index"]',
+                f'must be the index of a task of ["cluster"]["{task_type}"]: {known}',
+                task_id,
             )
     return task_type, task_id
 

@@ -1,0 +1,68 @@
+"""Which cluster a process belongs to: `ClusterSpec`, the resolvers, and `discover`.
+
+Standard library only. Nothing here imports Keras or a framework, so nothing here can hold a device.
+"""
+
+from __future__ import annotations
+
+from kdist.cluster import environment
+from kdist.cluster.addresses import (
+    check_port_free,
+    free_ports,
+    hold_free_ports,
+    is_loopback,
+    join_address,
+    split_address,
+)
+from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.discovery import Cluster, SourceReport, discover, survey, tf_config_of, with_addresses
+from kdist.cluster.environment import keras_backend_choice, keras_backend_name, visible_gpus
+from kdist.cluster.errors import ClusterKeyError, ClusterRuntimeError, ClusterTypeError
+from kdist.cluster.exchange import complete_addresses
+from kdist.cluster.process_variables import (
+    KerasClusterResolver,
+    MPIClusterResolver,
+    ProcessClusterResolver,
+    ProcessLayout,
+    TorchrunClusterResolver,
+)
+from kdist.cluster.resolver import ClusterResolver, SimpleClusterResolver, UnionClusterResolver, UnionResolver
+from kdist.cluster.slurm import SlurmClusterResolver, expand_hostlist, expand_tasks_per_node
+from kdist.cluster.tf_config import TFConfigClusterResolver
+
+__all__ = [
+    "Cluster",
+    "ClusterKeyError",
+    "ClusterResolver",
+    "ClusterRuntimeError",
+    "ClusterSpec",
+    "ClusterTypeError",
+    "KerasClusterResolver",
+    "MPIClusterResolver",
+    "ProcessClusterResolver",
+    "ProcessLayout",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "SourceReport",
+    "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
+    "UnionClusterResolver",
+    "UnionResolver",
+    "check_port_free",
+    "complete_addresses",
+    "discover",
+    "environment",
+    "expand_hostlist",
+    "expand_tasks_per_node",
+    "free_ports",
+    "hold_free_ports",
+    "is_loopback",
+    "join_address",
+    "keras_backend_choice",
+    "keras_backend_name",
+    "split_address",
+    "survey",
+    "tf_config_of",
+    "visible_gpus",
+    "with_addresses",
+]

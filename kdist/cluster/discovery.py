@@ -1,0 +1,407 @@
+"""`discover`: which cluster this process belongs to, whatever started it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kdist.cluster import slurm as _slurm
+from kdist.cluster.addresses import is_loopback, split_address
+from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.process_variables import (
+    KerasClusterResolver,
+    MPIClusterResolver,
+    ProcessClusterResolver,
+    TorchrunClusterResolver,
+    stable_port,
+)
+from kdist.cluster.resolver import ClusterResolver, SimpleClusterResolver, require
+from kdist.cluster.tf_config import KNOWN_JOBS, TFConfigClusterResolver
+from kdist.errors import ClusterConfigError
+
+_TASK_HINT = 'For example: "task": {"type": "worker", "index": 0}.'
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The cluster that was found, and this process's place in it.
+
+    Args:
+        resolver: The resolver that described it; `None` where nothing describes a cluster.
+        spec: The tasks and addresses as far as they are known.
+        task_type: The job this process belongs to.
+        task_id: Its index within the job.
+        num_workers: How many processes train (the chief and the workers).
+        worker_index: This one's number among them; 0 is the chief.
+        addresses: The workers' addresses in the order of `worker_index`, `None` where the source is silent.
+        coordinator: The address of worker 0, `None` for a single worker.
+        local_rank: This worker's number among those of its machine.
+        local_workers: How many workers its machine has.
+        rpc_layer: The protocol that TensorFlow's tasks speak, where it is given.
+        source: Where the description came from, such as "TF_CONFIG".
+        coordinator_taken: Whether the launcher itself listens at `coordinator` (torchrun's agent does), so
+            that no worker can.
+    """
+
+    resolver: Any
+    spec: ClusterSpec
+    task_type: str
+    task_id: int
+    num_workers: int
+    worker_index: int
+    addresses: tuple[str | None, ...]
+    coordinator: str | None
+    local_rank: int
+    local_workers: int
+    rpc_layer: str | None
+    source: str
+    coordinator_taken: bool = False
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, the one that prints and writes shared files."""
+        return self.worker_index == 0
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """How messages name the workers, such as "worker 1 (host1:2222)"."""
+        return tuple(
+            f"worker {index} ({address})" if address else f"worker {index}"
+            for index, address in enumerate(self.addresses)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceReport:
+    """What one source says, for `kdist info`."""
+
+    source: str
+    variables: dict[str, str]
+    says: str
+    won: bool
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    name: str
+    variables: tuple[str, ...]
+    # Returns whether the source describes a cluster, and the reason in words.
+    applies: Callable[[Mapping[str, str]], tuple[bool, str]]
+    make: Callable[[Mapping[str, str] | None], ClusterResolver]
+
+
+def discover(resolver: Any = None, environ: Mapping[str, str] | None = None) -> Cluster:
+    """Finds the cluster that this process belongs to.
+
+    The first of these that describes one wins: the resolver passed here, `TF_CONFIG`, torchrun's variables,
+    Slurm's, MPI's (Open MPI, PMI), `KERAS_DISTRIBUTION_*`. Without any, the process is a single worker. The
+    environment is only read.
+
+    Args:
+        resolver: A resolver of kdist or of `tf.distribute.cluster_resolver`, which wins over everything.
+        environ: The environment to read; by default the process's own.
+
+    Returns:
+        A `Cluster`.
+
+    Raises:
+        ClusterConfigError: If the winning description is wrong; the message names the field or variable.
+
+    Example:
+
+    >>> from kdist.cluster import discover
+    >>> cluster = discover(environ={
+    ...     "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"})
+    >>> cluster.source, cluster.worker_index, cluster.num_workers, cluster.coordinator
+    ('torchrun', 1, 2, 'host0:29500')
+    >>> discover(environ={}).num_workers
+    1
+    """
+    if resolver is not None:
+        return _from_resolver(resolver, type(resolver).__name__)
+    seen = os.environ if environ is None else environ
+    for source in _SOURCES:
+        if source.applies(seen)[0]:
+            return _from_resolver(source.make(seen), source.name)
+    return _single(None, ClusterSpec({}), "worker", 0, None, "default")
+
+
+def survey(environ: Mapping[str, str] | None = None) -> list[SourceReport]:
+    """Lists every source that is present, what it says, which one wins and why.
+
+    Args:
+        environ: The environment to read; by default the process's own.
+
+    Returns:
+        One report for each source of which a variable is set, in the order in which `discover` asks them.
+
+    Example:
+
+    >>> from kdist.cluster import survey
+    >>> [(report.source, report.won) for report in survey({"TF_CONFIG": "{}", "RANK": "0", "WORLD_SIZE": "1"})]
+    [('TF_CONFIG', True), ('torchrun', False)]
+    """
+    environ = os.environ if environ is None else environ
+    reports: list[SourceReport] = []
+    winner: str | None = None
+    for source in _SOURCES:
+        variables = {name: environ[name] for name in source.variables if name in environ}
+        if not variables:
+            continue
+        applies, why = source.applies(environ)
+        won = applies and winner is None
+        if applies and not won:
+            why = f"{winner} comes first"
+        winner = source.name if won else winner
+        says = _summary(source, environ) if applies else "nothing that describes a cluster"
+        reports.append(SourceReport(source.name, variables, says, won, why))
+    return reports
+
+
+def _summary(source: _Source, environ: Mapping[str, str]) -> str:
+    try:
+        cluster = _from_resolver(source.make(environ), source.name)
+    except ClusterConfigError as error:
+        return f"wrong: {error}"
+    return f"{cluster.worker_names[cluster.worker_index]} of {cluster.num_workers}"
+
+
+def _from_resolver(resolver: Any, source: str) -> Cluster:
+    if isinstance(resolver, ProcessClusterResolver) and resolver.task_type == "worker":
+        return _from_layout(resolver, source)
+    spec = ClusterSpec(resolver.cluster_spec())
+    # Asked after cluster_spec(): TensorFlow's Slurm resolver knows its task only then.
+    task_type, task_id, rpc_layer = resolver.task_type, resolver.task_id, getattr(resolver, "rpc_layer", None)
+    if not spec:
+        return _single(resolver, spec, task_type or "worker", task_id or 0, rpc_layer, source)
+    _check_task(spec, task_type, task_id, source)
+    if task_type == "evaluator":
+        return _single(resolver, spec, task_type, task_id, rpc_layer, source)
+    tasks = [
+        (job, index) for job in ("chief", "worker") if job in spec.jobs for index in spec.task_indices(job)
+    ]
+    addresses = tuple(spec.task_address(job, index) for job, index in tasks)
+    for (job, index), address in zip(tasks, addresses, strict=True):
+        split_address(address, f"{source}: address of {job} {index}")
+    worker_index = tasks.index((task_type, task_id))
+    hosts = ["loopback" if is_loopback(host) else host for host in (split_address(a)[0] for a in addresses)]
+    return Cluster(
+        resolver=resolver,
+        spec=spec,
+        task_type=task_type,
+        task_id=task_id,
+        num_workers=len(tasks),
+        worker_index=worker_index,
+        addresses=addresses,
+        coordinator=addresses[0] if len(tasks) > 1 else None,
+        local_rank=hosts[:worker_index].count(hosts[worker_index]),
+        local_workers=hosts.count(hosts[worker_index]),
+        rpc_layer=rpc_layer,
+        source=source,
+    )
+
+
+def _check_task(spec: ClusterSpec, task_type: Any, task_id: Any, source: str) -> None:
+    described = {"cluster": spec.as_dict(), "type": task_type, "index": task_id}
+    for job in spec.jobs:
+        require(job in KNOWN_JOBS, f"{source}: a job must be one of {', '.join(KNOWN_JOBS)}.", job=job)
+    require(
+        task_type is not None and task_id is not None,
+        f"{source}: a process of a cluster must know its task; task.type or task.index is missing.",
+        _TASK_HINT,
+        **described,
+    )
+    require(
+        task_type in KNOWN_JOBS, f"{source}: task.type must be one of {', '.join(KNOWN_JOBS)}.", **described
+    )
+    require(
+        task_type != "ps",
+        f"{source}: a parameter server does not train, so this strategy cannot run in it.",
+        "Start this script only in the tasks of the jobs chief and worker.",
+        **described,
+    )
+    if task_type == "evaluator":
+        return  # it may be missing from the cluster: nobody connects to it
+    require(
+        task_type in spec.jobs, f"{source}: task.type must be a job of the cluster.", _TASK_HINT, **described
+    )
+    indices = spec.task_indices(task_type)
+    in_range = isinstance(task_id, int) and not isinstance(task_id, bool) and task_id in indices
+    require(in_range, f"{source}: task.index must be one of {indices}.", _TASK_HINT, **described)
+    chiefs = spec.num_tasks("chief") if "chief" in spec.jobs else 0
+    require(chiefs <= 1, f"{source}: a cluster must have at most one chief.", **described)
+    if "worker" in spec.jobs:
+        known = spec.task_indices("worker")
+        missing = sorted(set(range(max(known, default=-1) + 1)) - set(known))
+        # Kubeflow numbers the workers behind a chief from 1 on, or from 0; both name every worker.
+        require(
+            not missing or (missing == [0] and chiefs == 1),
+            f"{source}: the address of every worker must be known; worker {missing} is missing.",
+            "List all workers without a gap.",
+            **described,
+        )
+
+
+def _single(
+    resolver: Any, spec: ClusterSpec, task_type: str, task_id: int, rpc_layer: str | None, source: str
+) -> Cluster:
+    address = None
+    if task_type in spec.jobs and task_id in spec.task_indices(task_type):
+        address = spec.task_address(task_type, task_id)
+    return Cluster(resolver, spec, task_type, task_id, 1, 0, (address,), None, 0, 1, rpc_layer, source)
+
+
+def _from_layout(resolver: ProcessClusterResolver, source: str) -> Cluster:
+    layout = resolver.layout
+    index = layout.worker_index if resolver.task_id is None else resolver.task_id
+    require(
+        isinstance(index, int) and 0 <= index < layout.num_workers,
+        f"{source}: task_id must be the number of a worker.",
+        task_id=index,
+        num_workers=layout.num_workers,
+    )
+    return Cluster(
+        resolver=resolver,
+        spec=resolver.cluster_spec(),
+        task_type="worker",
+        task_id=index,
+        num_workers=layout.num_workers,
+        worker_index=index,
+        addresses=layout.addresses,
+        coordinator=layout.coordinator if layout.num_workers > 1 else None,
+        local_rank=layout.local_rank,
+        local_workers=layout.local_workers,
+        rpc_layer=resolver.rpc_layer,
+        source=source,
+        coordinator_taken=layout.coordinator_taken,
+    )
+
+
+def _tf_config_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+    if not environ.get("TF_CONFIG", "").strip():
+        return False, "TF_CONFIG is empty"
+    return True, "TF_CONFIG is the first source that is asked"
+
+
+def _torchrun_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+    numbered = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
+    # One of the two alone is a common name for other things; with MASTER_ADDR it is a mistake worth an error.
+    if len(numbered) == 2 or (numbered and "MASTER_ADDR" in environ):
+        return True, "RANK and WORLD_SIZE are set" if len(
+            numbered
+        ) == 2 else f"{numbered[0]} and MASTER_ADDR are set"
+    return False, "RANK and WORLD_SIZE are not both set"
+
+
+def _slurm_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+    # A batch script without srun has SLURM_NTASKS too, but only one process runs in it.
+    in_step = "SLURM_STEP_NUM_TASKS" in environ or "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", ""))
+    if not in_step or "SLURM_PROCID" not in environ:
+        return False, "not inside a job step (srun)"
+    if tasks.strip() in ("", "0", "1"):
+        return False, "the job step has one task"
+    return True, "a job step of several tasks"
+
+
+def _mpi_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+    for kind, index, count in (
+        ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI", "PMI_RANK", "PMI_SIZE"),
+    ):
+        if index in environ and count in environ:
+            return True, f"the variables of {kind} are set"
+    return False, "rank and size are not both set"
+
+
+def _keras_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+    if any(environ.get(name, "").strip() for name in _KERAS_NAMES):
+        return True, "variables of keras.distribution are set"
+    return False, "they are empty"
+
+
+def _make_slurm(environ: Mapping[str, str] | None) -> ClusterResolver:
+    seen = os.environ if environ is None else environ
+    job = [seen.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    # The documented default port would clash between two jobs on a shared node; the job's number tells them apart.
+    base = stable_port(job) if any(job) else 8888
+    return _slurm.SlurmClusterResolver(port_base=base, auto_set_gpu=False, environ=environ)
+
+
+_KERAS_NAMES = tuple(
+    f"KERAS_DISTRIBUTION_{name}" for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID")
+)
+_SOURCES = (
+    _Source("TF_CONFIG", ("TF_CONFIG",), _tf_config_applies, lambda e: TFConfigClusterResolver(environ=e)),
+    _Source(
+        "torchrun",
+        ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+        _torchrun_applies,
+        lambda e: TorchrunClusterResolver(environ=e),
+    ),
+    _Source(
+        "Slurm",
+        (
+            "SLURM_PROCID",
+            "SLURM_NTASKS",
+            "SLURM_STEP_NUM_TASKS",
+            "SLURM_STEP_NODELIST",
+            "SLURM_STEP_TASKS_PER_NODE",
+        ),
+        _slurm_applies,
+        _make_slurm,
+    ),
+    _Source(
+        "MPI",
+        (*MPIClusterResolver._OPEN_MPI, *MPIClusterResolver._PMI),
+        _mpi_applies,
+        lambda e: MPIClusterResolver(environ=e),
+    ),
+    _Source("KERAS_DISTRIBUTION", _KERAS_NAMES, _keras_applies, lambda e: KerasClusterResolver(environ=e)),
+)
+
+
+def with_addresses(cluster: Cluster, addresses: tuple[str, ...]) -> Cluster:
+    """Returns the cluster with all addresses filled in.
+
+    Args:
+        cluster: The cluster.
+        addresses: One address for each worker, as `complete_addresses` returns them.
+
+    Returns:
+        A new `Cluster` whose `spec`, `addresses` and `coordinator` hold them.
+    """
+    spec = ClusterSpec({"worker": list(addresses)})
+    coordinator = addresses[0] if len(addresses) > 1 else None
+    resolver = SimpleClusterResolver(spec, task_type="worker", task_id=cluster.worker_index)
+    return dataclasses.replace(
+        cluster,
+        resolver=resolver,
+        spec=spec,
+        addresses=tuple(addresses),
+        coordinator=coordinator,
+        task_type="worker",
+        task_id=cluster.worker_index,
+        coordinator_taken=False,
+    )
+
+
+def tf_config_of(cluster: Cluster) -> str:
+    """Returns the text of `TF_CONFIG` that describes this process of the cluster.
+
+    Args:
+        cluster: A cluster of which all addresses are known.
+
+    Returns:
+        JSON.
+    """
+    return json.dumps(
+        {"cluster": cluster.spec.as_dict(), "task": {"type": cluster.task_type, "index": cluster.task_id}}
+    )
+
+
+__all__ = ["Cluster", "SourceReport", "discover", "survey", "tf_config_of", "with_addresses"]

@@ -1,0 +1,248 @@
+"""`complete_addresses`: how every worker learns every worker's address when the launcher tells only one.
+
+TensorFlow needs them all; torchrun and MPI tell worker 0's. Each worker opens a connection to worker 0, says
+where it can be reached, and gets the full list back. Lines of JSON, of limited size; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import time
+from typing import Any
+
+from kdist.cluster.addresses import free_ports, is_loopback, join_address, split_address
+from kdist.cluster.discovery import Cluster
+from kdist.errors import ClusterConfigError, WorkerTimeoutError
+
+_MOST_BYTES = 4096  # of one worker's line; the reply may be longer, by its number of workers
+_SLACK = 3.0  # workers outwait worker 0, whose message says who is missing
+
+
+def complete_addresses(cluster: Cluster, timeout: float = 60.0) -> tuple[str, ...]:
+    """Returns the address of every worker, asking the others where the launcher told only worker 0's.
+
+    All workers must call it together. Where all addresses are known nothing is sent. Otherwise worker 0
+    listens at its port plus one for as long as the exchange takes; each worker picks a free port on the
+    interface that leads to worker 0.
+
+    Args:
+        cluster: The cluster, as `discover` found it.
+        timeout: How many seconds to wait for all workers.
+
+    Returns:
+        One address for each worker, the same on all of them.
+
+    Raises:
+        WorkerTimeoutError: If a worker does not come in time; the message names it.
+        ClusterConfigError: If the workers do not belong together, or the port is taken.
+
+    Example:
+
+    >>> from kdist.cluster import complete_addresses, discover
+    >>> tf_config = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+    >>> complete_addresses(discover(environ={"TF_CONFIG": tf_config}))
+    ('a:1', 'b:1')
+    """
+    if cluster.num_workers == 1 or (all(cluster.addresses) and not cluster.coordinator_taken):
+        return tuple(address or f"127.0.0.1:{free_ports(1)[0]}" for address in cluster.addresses)
+    if cluster.coordinator is None:
+        raise ClusterConfigError(
+            "Worker 0's address must be known.",
+            received={"addresses": cluster.addresses},
+            hint="Set MASTER_ADDR and MASTER_PORT.",
+        )
+    deadline = time.monotonic() + timeout
+    if cluster.worker_index == 0:
+        return _gather(cluster, timeout, deadline)
+    return _report(cluster, timeout, deadline + _SLACK)
+
+
+def _meeting_place(cluster: Cluster) -> tuple[str, int]:
+    host, port = split_address(cluster.coordinator)
+    # torchrun's agent may hold the port itself, so the exchange takes the one beside it.
+    return host, port + 1 if port < 65535 else port - 1
+
+
+def _own_address(cluster: Cluster, host: str) -> str:
+    known = cluster.addresses[cluster.worker_index]
+    if known and not (cluster.worker_index == 0 and cluster.coordinator_taken):
+        return known
+    return join_address(host, free_ports(1, "127.0.0.1" if is_loopback(host) else "")[0])
+
+
+def _gather(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...]:
+    """Worker 0's side: waits for the others, then tells everybody."""
+    host, port = _meeting_place(cluster)
+    addresses: dict[int, str] = {0: _own_address(cluster, host)}
+    joined: list[socket.socket] = []
+    with contextlib.ExitStack() as cleanup, selectors.DefaultSelector() as selector:
+        server = cleanup.enter_context(_listen(host, port))
+        selector.register(server, selectors.EVENT_READ)
+        buffers: dict[socket.socket, bytes] = {}
+        while len(addresses) < cluster.num_workers:
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready and time.monotonic() >= deadline:
+                missing = [f"worker {i}" for i in range(cluster.num_workers) if i not in addresses]
+                _tell(joined, {"missing": missing, "timeout": timeout})
+                raise _missing_error(missing, timeout)
+            for key, _ in ready:
+                if key.fileobj is server:
+                    _accept(server, selector, buffers, cleanup)
+                    continue
+                line = _read_line(key.fileobj, selector, buffers)
+                if line is not None and _admit(line, cluster, addresses, joined):
+                    joined.append(key.fileobj)
+        complete = tuple(addresses[index] for index in range(cluster.num_workers))
+        _tell(joined, {"addresses": complete})
+        return complete
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    # Of several machines, the others reach worker 0 by a name that may mean the loopback interface here.
+    where = host if is_loopback(host) else ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((where, port), family=family, backlog=128)
+    except OSError as error:
+        raise ClusterConfigError(
+            f"Port {port} (worker 0's port plus one) must be free while the workers exchange their addresses.",
+            received={"address": join_address(host, port), "error": str(error)},
+            hint="Choose another MASTER_PORT.",
+        ) from error
+
+
+def _accept(
+    server: socket.socket,
+    selector: selectors.BaseSelector,
+    buffers: dict[socket.socket, bytes],
+    cleanup: contextlib.ExitStack,
+) -> None:
+    connection, _ = server.accept()
+    connection.setblocking(False)
+    cleanup.enter_context(connection)
+    buffers[connection] = b""
+    selector.register(connection, selectors.EVENT_READ)
+
+
+def _read_line(
+    connection: Any, selector: selectors.BaseSelector, buffers: dict[socket.socket, bytes]
+) -> bytes | None:
+    """Reads what has come; returns the line once it is complete. Strangers that talk on are cut off."""
+    try:
+        received = connection.recv(_MOST_BYTES)
+    except BlockingIOError:
+        return None
+    except OSError:
+        received = b""
+    line = buffers[connection] + received
+    buffers[connection] = line
+    complete = b"\n" in line
+    if complete or not received or len(line) > _MOST_BYTES:
+        selector.unregister(connection)
+        if not complete:
+            connection.close()
+    return line if complete else None
+
+
+def _admit(line: bytes, cluster: Cluster, addresses: dict[int, str], joined: list[socket.socket]) -> bool:
+    """Takes a worker in; returns False for a stranger and raises for a worker that does not belong here."""
+    try:
+        said = json.loads(line)
+        index, count, address = said["worker"], said["num_workers"], said["address"]
+        split_address(address)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False  # not one of ours: a port scan, say
+    valid = type(index) is int and 0 < index < cluster.num_workers
+    if count == cluster.num_workers and valid and index not in addresses:
+        addresses[index] = address
+        return True
+    problem = {"expected num_workers": cluster.num_workers, "num_workers": count, "worker": index}
+    _tell(joined, {"problem": problem})
+    raise _mismatch_error(problem)
+
+
+def _mismatch_error(problem: dict[str, Any]) -> ClusterConfigError:
+    return ClusterConfigError(
+        "All workers must agree on their number, and each must have its own index.",
+        received=problem,
+        hint="Start all of them with the same launcher, or check RANK and WORLD_SIZE.",
+    )
+
+
+def _missing_error(missing: list[str], timeout: float) -> WorkerTimeoutError:
+    return WorkerTimeoutError(
+        f"All workers must come within {timeout:g} s; {', '.join(missing)} did not.",
+        hint="Look at the output of the missing workers, or wait longer with a larger `timeout`.",
+    )
+
+
+def _tell(connections: list[socket.socket], message: dict[str, Any]) -> None:
+    line = json.dumps(message).encode() + b"\n"
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.settimeout(5.0)
+            connection.sendall(line)
+
+
+def _report(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...]:
+    """Every other worker's side: tells worker 0 the own address and reads the list."""
+    host, port = _meeting_place(cluster)
+    with _connect(host, port, cluster, timeout, deadline) as connection:
+        own = _own_address(cluster, connection.getsockname()[0])
+        said = {"worker": cluster.worker_index, "num_workers": cluster.num_workers, "address": own}
+        try:
+            connection.sendall(json.dumps(said).encode() + b"\n")
+            reply = _read_reply(connection, deadline, 1024 * (cluster.num_workers + 4))
+        except OSError as error:
+            raise _lost_error(cluster, timeout, error) from error
+    if "missing" in reply:
+        raise _missing_error([str(name) for name in reply["missing"]], timeout)
+    if "problem" in reply:
+        raise _mismatch_error(reply["problem"])
+    try:
+        addresses = tuple(reply["addresses"])
+        for address in addresses:
+            split_address(address)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _lost_error(cluster, timeout, error) from error
+    return addresses
+
+
+def _connect(host: str, port: int, cluster: Cluster, timeout: float, deadline: float) -> socket.socket:
+    error: OSError = TimeoutError()
+    while time.monotonic() < deadline - _SLACK:
+        try:
+            return socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
+        except OSError as refused:  # worker 0 may still be importing its framework
+            error = refused
+            time.sleep(0.1)
+    raise _lost_error(cluster, timeout, error) from error
+
+
+def _read_reply(connection: socket.socket, deadline: float, most: int) -> dict[str, Any]:
+    line = b""
+    while b"\n" not in line and len(line) <= most:
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        received = connection.recv(65536)
+        if not received:
+            raise ConnectionResetError("worker 0 closed the connection without an answer")
+        line += received
+    try:
+        reply = json.loads(line)
+    except ValueError:
+        reply = None
+    if not isinstance(reply, dict):
+        raise ConnectionResetError("the answer was not that of a worker")
+    return reply
+
+
+def _lost_error(cluster: Cluster, timeout: float, error: Exception) -> WorkerTimeoutError:
+    host, port = _meeting_place(cluster)
+    return WorkerTimeoutError(
+        f"Worker 0 must answer within {timeout:g} s, but it did not.",
+        received={"worker 0": join_address(host, port), "error": str(error) or type(error).__name__},
+        hint="Look at worker 0's output, check MASTER_ADDR and MASTER_PORT, or wait longer with a larger `timeout`.",
+    )

@@ -1,0 +1,322 @@
+"""Resolvers for launchers that number the processes and tell where the first one is: torchrun, MPI, Keras."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+
+from kdist.cluster.addresses import join_address, split_address
+from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.resolver import ClusterResolver, format_master, require
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessLayout:
+    """What a launcher's variables say: how many workers, which one this is, and who listens where."""
+
+    num_workers: int
+    worker_index: int
+    addresses: tuple[str | None, ...]
+    local_rank: int = 0
+    local_workers: int = 1
+    coordinator_taken: bool = False
+
+    @property
+    def coordinator(self) -> str | None:
+        """The address of worker 0, where it is known."""
+        return self.addresses[0]
+
+
+class ProcessClusterResolver(ClusterResolver):
+    """Base of the resolvers whose source numbers processes: every process is a worker.
+
+    Args:
+        rpc_layer: The protocol that TensorFlow's tasks speak.
+        environ: The environment to read; by default the process's own.
+    """
+
+    def __init__(self, rpc_layer: str | None = None, *, environ: Mapping[str, str] | None = None) -> None:
+        self._rpc_layer = rpc_layer
+        self._environ = environ
+
+    @abc.abstractmethod
+    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
+        """Reads and checks the variables. Called at each question.
+
+        Args:
+            environ: The environment to read.
+
+        Returns:
+            The layout.
+
+        Raises:
+            ClusterConfigError: If a variable is missing or wrong; the message names it.
+        """
+
+    @property
+    def layout(self) -> ProcessLayout:
+        """What the variables say now."""
+        return self.read_layout(os.environ if self._environ is None else self._environ)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the cluster as far as the variables tell it.
+
+        Returns:
+            A `ClusterSpec` with the job "worker". It is sparse where only the first address is known, and
+            empty for a single worker without an address.
+        """
+        known = {i: address for i, address in enumerate(self.layout.addresses) if address is not None}
+        return ClusterSpec({"worker": known} if known else {})
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of worker 0, or of the task that is named.
+
+        Args:
+            task_type: The job of the task that is asked for.
+            task_id: Its index; both must be given to name a task.
+            rpc_layer: The protocol to put in front.
+
+        Returns:
+            An address, or an empty string where there is none.
+        """
+        if task_type is not None and task_id is not None:
+            return format_master(
+                self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer
+            )
+        coordinator = self.layout.coordinator
+        return format_master(coordinator, rpc_layer or self.rpc_layer) if coordinator else ""
+
+    @property
+    def task_type(self) -> str | None:
+        """ "worker", unless it was set otherwise."""
+        return "worker" if self._task_type is None else self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The number of this process, unless it was set otherwise."""
+        return self.layout.worker_index if self._task_id is None else self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+
+def read_count(environ: Mapping[str, str], name: str, hint: str, default: int | None = None) -> int:
+    """Reads a non-negative integer; the error names the variable."""
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    require(text is not None, f"`{name}` must be set.", hint, **{name: text})
+    text = (text or "").strip()
+    valid = text.isascii() and text.isdigit() and len(text) < 10
+    require(valid, f"`{name}` must be a non-negative integer.", hint, **{name: environ.get(name)})
+    return int(text)
+
+
+def _read_place(
+    environ: Mapping[str, str], names: tuple[str, str, str, str], hint: str
+) -> tuple[int, int, int, int]:
+    """Reads index, count, local index and local count, and checks that they agree."""
+    index_name, count_name, local_index_name, local_count_name = names
+    index, count = (read_count(environ, name, hint) for name in (index_name, count_name))
+    require(count >= 1, f"`{count_name}` must be at least 1.", hint, **{count_name: count})
+    require(
+        index < count,
+        f"`{index_name}` must be smaller than `{count_name}`.",
+        hint,
+        **{index_name: index, count_name: count},
+    )
+    local_index = read_count(environ, local_index_name, hint, default=0)
+    local_count = read_count(environ, local_count_name, hint, default=max(1, local_index + 1))
+    require(
+        local_index < local_count <= count,
+        f"`{local_index_name}` must be smaller than `{local_count_name}`, which must not exceed `{count_name}`.",
+        hint,
+        **{local_index_name: local_index, local_count_name: local_count, count_name: count},
+    )
+    return index, count, local_index, local_count
+
+
+def _master_address(environ: Mapping[str, str], hint: str) -> str:
+    host = (environ.get("MASTER_ADDR") or "").strip()
+    require(
+        bool(host),
+        "`MASTER_ADDR` must be set to worker 0's host.",
+        hint,
+        MASTER_ADDR=environ.get("MASTER_ADDR"),
+    )
+    port = read_count(environ, "MASTER_PORT", hint)
+    address = join_address(host, port) if not host.startswith("[") else f"{host}:{port}"
+    split_address(address, "MASTER_ADDR:MASTER_PORT")
+    return address
+
+
+class TorchrunClusterResolver(ProcessClusterResolver):
+    """Reads the cluster from the variables that torchrun sets.
+
+    They are `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, and where there are several workers on a
+    machine `LOCAL_RANK` and `LOCAL_WORLD_SIZE`. Only worker 0's address is known; see
+    `kdist.cluster.complete_addresses` for the others.
+
+    Args:
+        rpc_layer: The protocol that TensorFlow's tasks speak.
+        environ: The environment to read; by default the process's own.
+
+    Example:
+
+    >>> from kdist.cluster import TorchrunClusterResolver
+    >>> resolver = TorchrunClusterResolver(
+    ...     environ={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"})
+    >>> resolver.task_type, resolver.task_id, resolver.master()
+    ('worker', 1, 'host0:29500')
+    """
+
+    _HINT = "Start the script with: torchrun --nproc-per-node=2 train.py"
+
+    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
+        """Reads torchrun's variables; see the base class."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        index, count, local_index, local_count = _read_place(environ, names, self._HINT)
+        first = _master_address(environ, self._HINT) if count > 1 else None
+        # The agent that started the workers listens at MASTER_PORT itself: PyTorch joins it, others must not bind.
+        taken = count > 1 and environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+        return ProcessLayout(count, index, (first, *[None] * (count - 1)), local_index, local_count, taken)
+
+
+class MPIClusterResolver(ProcessClusterResolver):
+    """Reads the cluster from the variables that `mpirun` sets: those of Open MPI, or those of PMI.
+
+    PMI covers MPICH, Intel MPI and their kin. MPI does not say where rank 0 listens. On one machine kdist
+    derives a loopback port from the job's name; on several, pass `MASTER_ADDR` and `MASTER_PORT`. Open MPI 4
+    names the machine of `mpirun`, which is taken for rank 0's where nothing else is given.
+
+    Args:
+        rpc_layer: The protocol that TensorFlow's tasks speak.
+        environ: The environment to read; by default the process's own.
+
+    Example:
+
+    >>> from kdist.cluster import MPIClusterResolver
+    >>> resolver = MPIClusterResolver(environ={
+    ...     "PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "2222"})
+    >>> resolver.task_id, resolver.master()
+    (1, 'host0:2222')
+    """
+
+    _HINT = "Pass rank 0's address on: mpirun -x MASTER_ADDR=host0 -x MASTER_PORT=2222 python train.py"
+    _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    _PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    _JOB_NAMES = (
+        "PMIX_NAMESPACE",
+        "OMPI_MCA_ess_base_jobid",
+        "PMI_JOBID",
+        "PMI_PORT",
+        "SLURM_JOB_ID",
+        "PBS_JOBID",
+    )
+
+    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
+        """Reads the variables of Open MPI or PMI; see the base class."""
+        names = self._OPEN_MPI if any(name in environ for name in self._OPEN_MPI[:2]) else self._PMI
+        index, count, local_index, local_count = _read_place(environ, names, self._HINT)
+        first = None
+        if count > 1:
+            first = self._first_address(environ, alone=local_count == count and names[3] in environ)
+        return ProcessLayout(count, index, (first, *[None] * (count - 1)), local_index, local_count)
+
+    def _first_address(self, environ: Mapping[str, str], alone: bool) -> str:
+        if "MASTER_ADDR" in environ:
+            return _master_address({"MASTER_PORT": str(self._job_port(environ)), **environ}, self._HINT)
+        if alone:
+            return join_address("127.0.0.1", self._job_port(environ))
+        # "1234.0;tcp://10.0.0.1,172.17.0.1:39000": the interfaces of the machine on which mpirun was called
+        _, _, where = environ.get("OMPI_MCA_orte_hnp_uri", "").partition("tcp://")
+        host = where.partition(",")[0].partition(":")[0].partition(";")[0]
+        require(
+            bool(host),
+            "MPI on several machines must be told where rank 0 listens.",
+            self._HINT,
+            MASTER_ADDR=None,
+        )
+        return join_address(host, self._job_port(environ))
+
+    def _job_port(self, environ: Mapping[str, str]) -> int:
+        if "MASTER_PORT" in environ:
+            return read_count(environ, "MASTER_PORT", self._HINT)
+        return stable_port(environ.get(name, "") for name in self._JOB_NAMES)
+
+
+def stable_port(names: Iterable[str]) -> int:
+    """Returns a port that all processes of one job compute alike, and other jobs probably differently.
+
+    Args:
+        names: What names the job.
+
+    Returns:
+        A port between 20000 and 29998, below the range that the system gives to outgoing connections. Its
+        neighbour is left free for the exchange of addresses.
+    """
+    return 20000 + 2 * (zlib.crc32("\n".join(names).encode()) % 5000)
+
+
+class KerasClusterResolver(ProcessClusterResolver):
+    """Reads the cluster from the variables of `keras.distribution.initialize`.
+
+    They are `KERAS_DISTRIBUTION_JOB_ADDRESSES` (worker 0's address, or one address for each process,
+    separated by commas), `KERAS_DISTRIBUTION_NUM_PROCESSES` and `KERAS_DISTRIBUTION_PROCESS_ID`.
+
+    Args:
+        rpc_layer: The protocol that TensorFlow's tasks speak.
+        environ: The environment to read; by default the process's own.
+
+    Example:
+
+    >>> from kdist.cluster import KerasClusterResolver
+    >>> resolver = KerasClusterResolver(environ={
+    ...     "KERAS_DISTRIBUTION_JOB_ADDRESSES": "host0:2222,host1:2222", "KERAS_DISTRIBUTION_PROCESS_ID": "1"})
+    >>> resolver.cluster_spec()
+    ClusterSpec({'worker': ['host0:2222', 'host1:2222']})
+    """
+
+    _HINT = (
+        "For example: KERAS_DISTRIBUTION_JOB_ADDRESSES=host0:2222 KERAS_DISTRIBUTION_NUM_PROCESSES=2 "
+        "KERAS_DISTRIBUTION_PROCESS_ID=0"
+    )
+
+    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
+        """Reads the variables of `keras.distribution`; see the base class."""
+        prefix = "KERAS_DISTRIBUTION_"
+        listed = environ.get(f"{prefix}JOB_ADDRESSES", "").strip()
+        addresses = tuple(part.strip() for part in listed.split(",")) if listed else ()
+        for position, address in enumerate(addresses):
+            split_address(address, f"{prefix}JOB_ADDRESSES[{position}]")
+        default = max(1, len(addresses)) if len(addresses) != 1 else None
+        count = read_count(environ, f"{prefix}NUM_PROCESSES", self._HINT, default=default)
+        require(count >= 1, f"`{prefix}NUM_PROCESSES` must be at least 1.", self._HINT, NUM_PROCESSES=count)
+        index = read_count(environ, f"{prefix}PROCESS_ID", self._HINT, default=0 if count == 1 else None)
+        require(
+            index < count,
+            f"`{prefix}PROCESS_ID` must be smaller than `{prefix}NUM_PROCESSES`.",
+            self._HINT,
+            PROCESS_ID=index,
+            NUM_PROCESSES=count,
+        )
+        require(
+            len(addresses) in ((0, 1) if count == 1 else (1, count))
+            and len(set(addresses)) == len(addresses),
+            f"`{prefix}JOB_ADDRESSES` must hold worker 0's address, or one different address for each process.",
+            self._HINT,
+            JOB_ADDRESSES=listed,
+            NUM_PROCESSES=count,
+        )
+        known = (*addresses, *[None] * (count - len(addresses)))
+        return ProcessLayout(count, index, known)
