@@ -1,0 +1,64 @@
+"""Device names in the spellings of the field, and the one that kdist uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from kdist.errors import DeviceError
+
+_NAME = re.compile(r"(?:/job:[^/]*)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu|cuda)(?::(\d+))?", re.I)
+
+
+def short_name(name: str) -> str:
+    """Returns the short form of a device name.
+
+    Args:
+        name: For example `"cpu:0"`, `"/gpu:1"`, `"cuda:0"`, `"GPU"` or `"/job:localhost/device:CPU:0"`.
+
+    Returns:
+        `"cpu:0"`, `"gpu:1"` or `"tpu:0"`.
+
+    Raises:
+        DeviceError: The name is none of these.
+
+    Example:
+
+    >>> from kdist.backends.device_names import short_name
+    >>> short_name("/job:localhost/replica:0/task:0/device:GPU:1")
+    'gpu:1'
+    """
+    match = _NAME.fullmatch(name.strip())
+    if match is None:
+        raise DeviceError(
+            "A device name is a kind (cpu, gpu, tpu) and an index.",
+            received={"device": name},
+            hint='For example: "cpu:0" or "gpu:1".',
+        )
+    kind, index = match.groups()
+    kind = kind.lower().replace("cuda", "gpu")
+    return f"{kind}:{int(index or 0)}"
+
+
+def count_of_kind(names: Sequence[str], kind: str) -> int:
+    """Returns how many devices of a kind must exist for all the short `names` to exist."""
+    indices = [int(name.split(":")[1]) for name in names if name.startswith(f"{kind}:")]
+    return max(indices) + 1 if indices else 0
+
+
+def missing_device(name: str, available: Sequence[str]) -> DeviceError:
+    """Returns the error for a device that is not there."""
+    return DeviceError(
+        "Every device of a strategy must exist on this machine.",
+        received={"device": name},
+        hint=f"Available: {', '.join(available) or 'none'}.",
+    )
+
+
+def too_late(name: str, how_many: int, call: str) -> DeviceError:
+    """Returns the error for logical CPU devices that can no longer be created."""
+    return DeviceError(
+        f"Logical CPU devices can only be created before {name} has computed anything, and it already has.",
+        received={"cpu_devices_needed": how_many},
+        hint=f"Create the strategy at the start of the program, or call `{call}` there.",
+    )
