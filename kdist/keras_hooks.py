@@ -428,3 +428,31 @@ def show_state(model: Any, write: Callable[[], None]) -> None:
 def hide_state(model: Any) -> None:
     """Undoes `show_state`."""
     model.__dict__.pop("jax_state_sync", None)
+
+
+# Threads -----------------------------------------------------------------------------------------------------
+
+
+class ThreadState:
+    """What Keras keeps for each thread (dtype policy, seed generator, scopes), taken along to another thread.
+
+    Made in the thread that has the state; entered in the threads that need it.
+    """
+
+    def __init__(self) -> None:
+        from keras.src.backend.common import global_state
+        from keras.src.random.seed_generator import global_seed_generator
+
+        global_seed_generator()  # made here, or every replica would make one of its own in the middle of a step
+        self._state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+        self._settings = dict(vars(global_state.GLOBAL_SETTINGS_TRACKER))
+
+    def __enter__(self) -> None:
+        from keras.src.backend.common import global_state
+
+        self._trackers = (global_state.GLOBAL_STATE_TRACKER, global_state.GLOBAL_SETTINGS_TRACKER)
+        vars(self._trackers[0]).update(self._state)
+        vars(self._trackers[1]).update(self._settings)
+
+    def __exit__(self, *exc: object) -> None:
+        return None

@@ -168,8 +168,12 @@ class ReplicaScope(keras.StatelessScope):
         """Overrides the recording of `keras.StatelessScope`: writes through, and remembers the old value."""
         variable, value = update
         if not self._untracked and id(variable) not in self._written:
-            self._written[id(variable)] = (variable, self.snapshot(variable))
+            self._written[id(variable)] = (variable, self.old_value(variable))
         self.write(variable, value)
+
+    def old_value(self, variable: Any) -> Any:
+        """Returns the value from which a first write is counted; called just before that write."""
+        return self.snapshot(variable)
 
     def untracked(self) -> _Untracked:
         """Within this, writes are known to be equal on all replicas and need no aggregation."""
@@ -185,7 +189,11 @@ class ReplicaScope(keras.StatelessScope):
         totals = self._replica.all_reduce_packed(contributions)
         for (variable, old), total in zip(written, totals, strict=True):
             is_sum = aggregation_of(variable) == "sum"
-            self.write(variable, old + total if is_sum else total)
+            self.aggregated(variable, old + total if is_sum else total)
+
+    def aggregated(self, variable: Any, value: Any) -> None:
+        """Takes the value that all replicas share now."""
+        self.write(variable, value)
 
     def _contribution(self, variable: Any, old: Any) -> Any:
         rows = self._replica.rows
