@@ -1,0 +1,232 @@
+"""The command line: `kdist run`, `kdist info`, `kdist demo`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
+from kdist.launch import linux, report
+from kdist.launch.output import Sink, same_file
+from kdist.launch.plan import JobPlan, check_backend, parse_hosts, plan_job, resolve_num_workers
+from kdist.launch.supervisor import Supervisor
+from kdist.launch.worker_process import WorkerProcess
+
+_RUN_EXAMPLES = """examples:
+  kdist run --num-workers 2 train.py --epochs 5
+  kdist run -n auto --backend jax -m package.train
+  kdist run -n 1 --hosts host0:5000,host1:5000 --host-index 0 train.py
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="kdist", description="Run a Keras script on several workers.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands)
+    commands.add_parser("info", help="print what a bug report needs: versions, backend, devices, cluster")
+    demo = commands.add_parser(
+        "demo", help="train a small network on two workers and compare with one device"
+    )
+    demo.add_argument("--num-workers", "-n", type=int, default=2)
+    demo.add_argument("--backend", choices=("tensorflow", "jax", "torch"))
+    demo.add_argument("--epochs", type=int)
+    return parser
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    run = commands.add_parser(
+        "run",
+        help="run a script in several worker processes",
+        usage="kdist run [options] script.py [argument ...]\n       kdist run [options] -m module [argument ...]",
+        epilog=_RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    names = ("-n", "--num-workers", "--num_workers", "--nproc-per-node", "--nproc_per_node")
+    run.add_argument(*names, dest="num_workers", default="auto", metavar="N",
+                     help="workers of this machine; auto (the default) is one a GPU, else one a core")  # fmt: skip
+    run.add_argument("--backend", help="tensorflow, jax or torch; by default what KERAS_BACKEND says")
+    run.add_argument("--log-dir", metavar="DIR", help="also write each worker's output to DIR/worker-I.log")
+    run.add_argument(
+        "--hosts", metavar="HOST:PORT,...", help="all machines of the job, the same on each of them"
+    )
+    run.add_argument("--host-index", type=int, metavar="I", help="which of --hosts this machine is, from 0")
+    run.add_argument("--grace-period", type=float, default=5.0, metavar="S",
+                     help="seconds that workers may take to end after Ctrl-C or SIGTERM (default 5)")  # fmt: skip
+    run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
+    run.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: The arguments; by default those of the process.
+
+    Returns:
+        The exit code: 0 for success, 2 for a wrong call, else that of the worker that failed first, or 128
+        plus the number of its signal.
+
+    Example:
+
+    >>> from kdist.launch.main import main
+    >>> main(["run", "--num-workers", "2", "no-such-script.py"])
+    2
+    """
+    options = build_parser().parse_args(argv)
+    try:
+        if options.command == "run":
+            return _run(options)
+        if options.command == "info":
+            from kdist.launch.info import print_info
+
+            return print_info()
+        return _demo(options)
+    except KdistError as error:
+        print(f"kdist {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from kdist.demo import main as demo_main  # not on top: the demo needs Keras, the launcher does not
+
+    argv = ["--num-workers", str(options.num_workers)]
+    for name in ("backend", "epochs"):
+        if getattr(options, name) is not None:
+            argv += [f"--{name}", str(getattr(options, name))]
+    return demo_main(argv) or 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    command = _worker_command(options)
+    check_backend(options.backend or os.environ.get("KERAS_BACKEND") or None)
+    hosts = parse_hosts(options.hosts)
+    if hosts and len(hosts) > 1 and options.host_index is None:
+        raise InvalidArgumentError(
+            "--hosts needs --host-index, which says which of them this machine is.",
+            received={"hosts": hosts, "host_index": None},
+            hint="On the first machine: --host-index 0",
+        )
+    if not options.grace_period >= 0:
+        raise InvalidArgumentError(
+            "--grace-period must not be negative.", received={"grace_period": options.grace_period}
+        )
+    count = resolve_num_workers(options.num_workers)
+    log_dir = _make_log_dir(options.log_dir)
+    plan = plan_job(count, hosts=hosts, host_index=options.host_index or 0, backend=options.backend)
+    return _supervise(plan, command, log_dir, options.grace_period)
+
+
+def _worker_command(options: argparse.Namespace) -> list[str]:
+    target = list(options.target)
+    if target[:1] == ["--"]:
+        del target[0]
+    if not target or target[0].startswith("-"):
+        raise InvalidArgumentError(
+            "There must be a script to run, after kdist's own options.",
+            received={"script": target[0] if target else None},
+            hint="For example: kdist run --num-workers 2 train.py",
+        )
+    if options.module:
+        _check_module(target[0])
+        return [sys.executable, "-m", *target]
+    if not os.path.isfile(target[0]):
+        raise InvalidArgumentError(
+            "The script must be a file that exists.",
+            received={"script": target[0], "directory": os.getcwd()},
+            hint="To run a module: kdist run -m package.module",
+        )
+    return [sys.executable, *target]
+
+
+def _check_module(name: str) -> None:
+    sys.path.insert(0, os.getcwd())  # where `python -m` looks first
+    try:
+        found = importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        found = False
+    finally:
+        del sys.path[0]
+    if not found:
+        raise InvalidArgumentError(
+            "The module must exist.",
+            received={"module": name},
+            hint=f"Check with: {sys.executable} -m {name}",
+        )
+
+
+def _make_log_dir(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ClusterConfigError(
+            "The log directory must be one that can be written.",
+            received={"log_dir": path, "error": str(error)},
+        ) from error
+    return path
+
+
+def _supervise(plan: JobPlan, command: list[str], log_dir: str | None, grace: float) -> int:
+    linux.become_subreaper()
+    out = Sink(sys.stdout)
+    err = out if same_file(sys.stdout, sys.stderr) else Sink(sys.stderr)
+    several = plan.num_workers > 1
+    workers = [
+        WorkerProcess(
+            worker,
+            command,
+            out,
+            err,
+            prefix=f"[{worker.name}] " if several else "",
+            log_file=os.path.join(log_dir, f"worker-{worker.index}.log") if log_dir else None,
+            keep_stdin=not several,
+        )
+        for worker in plan.workers
+    ]
+    supervisor = Supervisor(
+        workers, plan.job_id, grace=grace, whole_tree=True, before_start=plan.release_ports
+    )
+    with supervisor.forwarding():
+        outcome = supervisor.run()
+        sys.stdout.flush()
+        if outcome.interrupted is not None:
+            return _end_interrupted(workers, outcome.interrupted)
+        if outcome.failed is None:
+            return 0
+        _print_failure(outcome.failed, workers)
+        return report.shell_exit_code(outcome.failed.exit_code or 1)
+
+
+def _end_interrupted(workers: Sequence[WorkerProcess], signum: int) -> int:
+    name = "Ctrl-C" if signum == signal.SIGINT else linux.signal_name(signum)
+    print(f"kdist: {name}; all workers have ended.", file=sys.stderr)
+    # Workers that took the signal as a wish (saved a checkpoint and ended in peace) make a job that ended well.
+    return 0 if all(worker.exit_code == 0 for worker in workers) else 128 + signum
+
+
+def _print_failure(failed: WorkerProcess, workers: Sequence[WorkerProcess]) -> None:
+    block = report.failure_block(
+        f"{failed.name} ({failed.plan.address})" if len(workers) > 1 else failed.name,
+        failed.exit_code or 1,
+        failed.tail.lines(),
+        log_file=failed.log_file,
+        others=[worker.name for worker in workers if worker is not failed],
+    )
+    try:
+        sys.stderr.write(f"\n{block}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass  # nobody reads any more
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The workers' output: lines with the worker's name in front, live, and a memory of the last ones."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import time
+from typing import Any
+
+_SPLIT = re.compile(rb"(\r|\n)")
+_LONGEST = 65536  # a line without an end is shown from here on
+_PATIENCE = 1.0  # seconds that half a line waits for its other half
+
+
+class Sink:
+    """Where output goes: a terminal, a file, a pipe, or a notebook's stream.
+
+    Args:
+        stream: A text stream such as `sys.stdout`.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._bytes = getattr(stream, "buffer", None)
+        self.is_terminal = bool(getattr(stream, "isatty", lambda: False)())
+        self.open_line: LineStream | None = None
+        self.broken = False
+
+    def write(self, data: bytes) -> None:
+        """Writes and flushes; a reader that has gone (`| head`) must not end the job's supervision."""
+        if self.broken or not data:
+            return
+        try:
+            if self._bytes is not None:
+                self._bytes.write(data)
+            else:
+                self._stream.write(data.decode("utf-8", "replace"))
+            self._stream.flush()
+        except (OSError, ValueError):
+            self.broken = True
+
+    def end_line(self) -> None:
+        """Ends a line that stands open, so that what comes next starts at the margin."""
+        if self.open_line is not None:
+            self.write(b"\n")
+            self.open_line = None
+
+
+class LineStream:
+    """One output stream of one worker.
+
+    Whole lines are written at once. Half a line (a prompt, a progress bar that redraws itself with a
+    carriage return) is shown live on a terminal if `eager`, else after a moment; where the output is not a
+    terminal, only the last state of a redrawn line is kept.
+
+    Args:
+        sink: Where to write.
+        prefix: What to put in front of each line; empty to pass everything through untouched.
+        eager: Whether half a line is shown at once.
+    """
+
+    def __init__(self, sink: Sink, prefix: str, eager: bool = False) -> None:
+        self._sink = sink
+        self._prefix = prefix.encode()
+        self._eager = eager and sink.is_terminal
+        self._text = b""
+        self._shown = 0
+        self._redraw = False  # a carriage return came: the next text replaces this line
+        self._restart = False  # the open line on the terminal must be overwritten
+        self._since = 0.0
+
+    def feed(self, data: bytes) -> None:
+        """Takes what the worker has written.
+
+        Args:
+            data: Bytes, cut anywhere.
+        """
+        if not self._prefix:
+            self._sink.write(data)
+            return
+        for piece in _SPLIT.split(data):
+            if piece == b"\n":
+                self._show()
+                self._sink.end_line()
+                self._text, self._shown, self._redraw, self._restart = b"", 0, False, False
+            elif piece == b"\r":
+                self._text = self._text.rstrip(b"\b")
+                self._redraw = True
+            elif piece:
+                self._append(piece)
+        if self._text and (self._eager or len(self._text) > _LONGEST):
+            self._show()
+
+    def _append(self, piece: bytes) -> None:
+        if self._redraw:
+            self._redraw = False
+            self._text, self._shown = b"", 0
+            if self._sink.open_line is self:
+                if self._sink.is_terminal:
+                    self._restart = True
+                else:
+                    self._sink.end_line()
+        if not self._text:
+            self._since = time.monotonic()
+        self._text += piece
+
+    def _show(self) -> None:
+        if self._sink.open_line is not self:
+            self._sink.end_line()
+            self._sink.write(self._prefix + self._text)
+            self._sink.open_line = self
+        elif self._restart:
+            self._sink.write(b"\r" + self._prefix + self._text + b"\x1b[K")
+        else:
+            self._sink.write(self._text[self._shown :])
+        self._shown = len(self._text)
+        self._restart = False
+        if self._shown > _LONGEST:
+            self._sink.end_line()
+            self._text, self._shown = b"", 0
+
+    def waits(self) -> bool:
+        """Says whether half a line waits to be shown."""
+        return bool(self._text) and self._shown < len(self._text) and not self._redraw
+
+    def tick(self) -> None:
+        """Shows half a line that has waited long enough."""
+        if self.waits() and time.monotonic() - self._since > _PATIENCE:
+            self._show()
+
+    def close(self) -> None:
+        """Shows what is left; the worker writes no more."""
+        if self._prefix and self._text:
+            self._show()
+        if self._sink.open_line is self:
+            self._sink.end_line()
+        self._text = b""
+
+
+class Tail:
+    """The last lines of a worker's stderr, for the report of its failure.
+
+    Args:
+        most: How many lines to remember.
+    """
+
+    def __init__(self, most: int = 400) -> None:
+        self._lines: collections.deque[bytes] = collections.deque(maxlen=most)
+        self._rest = b""
+        self.traceback_at: float | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Takes what the worker has written.
+
+        Args:
+            data: Bytes, cut anywhere.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.lstrip(b" |+").startswith(b"Traceback (most recent call last)"):
+                self.traceback_at = time.monotonic()
+            self._lines.append(line[:2000])
+        self._rest = self._rest[-_LONGEST:]
+
+    def lines(self) -> list[str]:
+        """Returns the lines as text."""
+        kept = [*self._lines, self._rest] if self._rest else [*self._lines]
+        return [line.decode("utf-8", "replace").rstrip().rpartition("\r")[2] for line in kept]
+
+
+def same_file(first: Any, second: Any) -> bool:
+    """Says whether two streams end in one place, as stdout and stderr of a terminal do."""
+    try:
+        return os.path.sameopenfile(first.fileno(), second.fileno())
+    except (OSError, ValueError, AttributeError):
+        return first is second

@@ -1,0 +1,260 @@
+"""What each worker of a job is told: its number, everybody's address, its devices. Nothing is started here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+
+from kdist.cluster import check_port_free, hold_free_ports, join_address, split_address, visible_gpus
+from kdist.errors import BackendError, InvalidArgumentError
+from kdist.launch.linux import JOB_VARIABLE
+
+BACKENDS = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
+# torchrun's agent sets these for its own workers; below kdist's launcher they would be lies.
+_STALE = (
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RUN_ID",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerPlan:
+    """One worker of this machine."""
+
+    index: int
+    local_index: int
+    address: str
+    environ: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """How messages name it."""
+        return f"worker {self.index}"
+
+
+@dataclasses.dataclass
+class JobPlan:
+    """All workers of this machine, and the ports that are kept for them until they start."""
+
+    job_id: str
+    num_workers: int
+    workers: list[WorkerPlan]
+    held: list[socket.socket] = dataclasses.field(default_factory=list)
+
+    def release_ports(self) -> None:
+        """Gives the ports free; called just before the workers are started."""
+        while self.held:
+            self.held.pop().close()
+
+
+def count_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    with contextlib.suppress(AttributeError):
+        return len(os.sched_getaffinity(0)) or 1
+    return os.cpu_count() or 1
+
+
+def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | None = None) -> int:
+    """Turns the option `--num-workers` into a number.
+
+    Args:
+        text: A number, or "auto": one worker a GPU, or one a core where there is no GPU.
+        environ: The environment to read; by default the process's own.
+
+    Returns:
+        The number of workers of this machine.
+
+    Raises:
+        InvalidArgumentError: If it is neither.
+
+    Example:
+
+    >>> from kdist.launch.plan import resolve_num_workers
+    >>> resolve_num_workers("auto", {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    3
+    """
+    if text is None or str(text).strip().lower() == "auto":
+        return len(visible_gpus(environ)) or count_cores()
+    number = str(text).strip()
+    if (
+        isinstance(text, bool)
+        or not (number.isascii() and number.isdigit())
+        or not 1 <= int(number[:9]) <= 10_000
+    ):
+        raise InvalidArgumentError(
+            "The number of workers must be a positive integer or auto.",
+            received={"num_workers": text},
+            hint="For example: kdist run --num-workers 2 train.py",
+        )
+    return int(number)
+
+
+def parse_hosts(text: str | Sequence[str] | None) -> list[str]:
+    """Turns the option `--hosts` into a list of addresses.
+
+    Args:
+        text: For example `"host0:5000,host1:5000"`; a list is taken too.
+
+    Returns:
+        The addresses, each checked; empty where there are none.
+
+    Raises:
+        ClusterConfigError: If an entry is not `host:port`.
+        InvalidArgumentError: If an entry is there twice.
+
+    Example:
+
+    >>> from kdist.launch.plan import parse_hosts
+    >>> parse_hosts("host0:5000, host1:5000")
+    ['host0:5000', 'host1:5000']
+    """
+    if not text:
+        return []
+    entries = [part.strip() for part in (text.split(",") if isinstance(text, str) else text)]
+    for position, entry in enumerate(entries):
+        split_address(entry, f"--hosts[{position}]")
+    if len(set(entries)) != len(entries):
+        raise InvalidArgumentError(
+            "Each host may be there only once.",
+            received={"hosts": entries},
+            hint="--hosts host0:5000,host1:5000",
+        )
+    return entries
+
+
+def check_backend(name: str | None) -> None:
+    """Checks that a backend is one of kdist's and is installed, without importing it.
+
+    Args:
+        name: The backend's name; `None` is not checked.
+
+    Raises:
+        BackendError: If it is unknown, or it or Keras is not installed.
+    """
+    if name is None:
+        return
+    if name.lower() not in BACKENDS:
+        raise BackendError(
+            f"The backend must be one of {', '.join(BACKENDS)}.",
+            received={"backend": name},
+            hint="For example: kdist run --backend jax train.py",
+        )
+    for package in (BACKENDS[name.lower()], "keras"):
+        if importlib.util.find_spec(package) is None:
+            raise BackendError(
+                f"The backend {name.lower()!r} needs the package {package}, which is not installed.",
+                received={"backend": name},
+                hint=f"pip install {package}",
+            )
+
+
+def plan_job(
+    num_workers: int,
+    *,
+    hosts: Sequence[str] = (),
+    host_index: int = 0,
+    backend: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    extra: Mapping[str, str] | None = None,
+) -> JobPlan:
+    """Works out what the workers of this machine are told.
+
+    Args:
+        num_workers: How many workers each machine has.
+        hosts: One `host:port` a machine, the same list on each; worker `j` of a machine listens at its port
+            plus `j`. Without it the job has one machine and listens on the loopback interface only.
+        host_index: Which of `hosts` this machine is.
+        backend: The value for `KERAS_BACKEND`; `None` leaves it alone.
+        environ: The environment that the workers inherit; by default the process's own.
+        extra: More variables for all workers; they win over everything else.
+
+    Returns:
+        A `JobPlan`. Its ports are held until `release_ports`.
+
+    Raises:
+        InvalidArgumentError: If `host_index` is none of `hosts`.
+        ClusterConfigError: If a port of this machine is taken.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    held: list[socket.socket] = []
+    if hosts:
+        addresses = _addresses_of_hosts(hosts, host_index, num_workers)
+    else:
+        held = hold_free_ports(num_workers)
+        addresses = [join_address("127.0.0.1", kept.getsockname()[1]) for kept in held]
+    job_id = uuid.uuid4().hex
+    workers = []
+    for local_index in range(num_workers):
+        index = host_index * num_workers + local_index
+        told = _variables(addresses, index, local_index, num_workers, host_index)
+        told |= {JOB_VARIABLE: job_id, "PYTHONUNBUFFERED": "1"}
+        told |= _shares(environ, local_index, num_workers)
+        if backend is not None:
+            told["KERAS_BACKEND"] = backend.lower()
+        inherited = {name: value for name, value in environ.items() if name not in _STALE}
+        workers.append(
+            WorkerPlan(index, local_index, addresses[index], {**inherited, **told, **(extra or {})})
+        )
+    return JobPlan(job_id, len(addresses), workers, held)
+
+
+def _addresses_of_hosts(hosts: Sequence[str], host_index: int, num_workers: int) -> list[str]:
+    if not 0 <= host_index < len(hosts):
+        raise InvalidArgumentError(
+            f"--host-index must be between 0 and {len(hosts) - 1}: it says which of --hosts this machine is.",
+            received={"host_index": host_index, "hosts": list(hosts)},
+            hint="On the first machine: --host-index 0",
+        )
+    addresses = []
+    for position, entry in enumerate(hosts):
+        host, port = split_address(entry)
+        for local_index in range(num_workers):
+            address = join_address(host, port + local_index)
+            split_address(address, f"--hosts[{position}] plus the worker's number")
+            addresses.append(address)
+    if len(set(addresses)) != len(addresses):
+        raise InvalidArgumentError(
+            "The ports of two machines must not overlap: each worker takes the next port.",
+            received={"addresses": addresses},
+            hint="Leave as many ports between two entries of one host as there are workers.",
+        )
+    for local_index in range(num_workers):
+        check_port_free(addresses[host_index * num_workers + local_index])
+    return addresses
+
+
+def _variables(
+    addresses: Sequence[str], index: int, local_index: int, local_workers: int, host_index: int
+) -> dict[str, str]:
+    """`TF_CONFIG` and torchrun's variables, which say the same."""
+    host, port = split_address(addresses[0])
+    config = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": index}}
+    return {
+        "TF_CONFIG": json.dumps(config),
+        "RANK": str(index),
+        "WORLD_SIZE": str(len(addresses)),
+        "LOCAL_RANK": str(local_index),
+        "LOCAL_WORLD_SIZE": str(local_workers),
+        "GROUP_RANK": str(host_index),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _shares(environ: Mapping[str, str], local_index: int, local_workers: int) -> dict[str, str]:
+    """The worker's share of the machine: threads unless the user chose them, and one GPU."""
+    threads = str(max(1, count_cores() // local_workers))
+    shares = {name: threads for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS") if name not in environ}
+    gpus = visible_gpus(environ)
+    if local_workers > 1 and len(gpus) >= local_workers:
+        shares["CUDA_VISIBLE_DEVICES"] = gpus[local_index]
+    return shares

@@ -1,0 +1,114 @@
+"""The last thing that a failed job prints: who failed first, how, and the end of its traceback."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from kdist.launch.linux import signal_name
+
+MOST_LINES = 20
+_WIDEST = 240
+_START = re.compile(r"[ |+]*(Traceback \(most recent call last\)|Fatal Python error)")
+
+
+def shell_exit_code(exit_code: int) -> int:
+    """Returns the exit code as a shell tells it: 128 plus the number for a signal.
+
+    Args:
+        exit_code: As `subprocess` tells it: negative for a signal.
+
+    Returns:
+        A number between 0 and 255.
+
+    Example:
+
+    >>> from kdist.launch.report import shell_exit_code
+    >>> shell_exit_code(-9)
+    137
+    """
+    return 128 - exit_code if exit_code < 0 else exit_code & 0xFF
+
+
+def describe_exit(exit_code: int) -> str:
+    """Says in words how a process ended.
+
+    Args:
+        exit_code: As `subprocess` tells it: negative for a signal.
+
+    Returns:
+        For example "was killed by SIGKILL (signal 9)".
+    """
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    return f"was killed by {signal_name(-exit_code)} (signal {-exit_code})"
+
+
+def last_traceback(lines: Sequence[str], most: int) -> list[str]:
+    """Returns the last traceback in a worker's output, shortened from the middle.
+
+    Args:
+        lines: The last lines of its stderr.
+        most: How many lines to return at most.
+
+    Returns:
+        The traceback; without one, the last lines there are.
+
+    Example:
+
+    >>> from kdist.launch.report import last_traceback
+    >>> last_traceback(["noise", "Traceback (most recent call last):", "  File ...", "ValueError: no"], 5)
+    ['Traceback (most recent call last):', '  File ...', 'ValueError: no']
+    """
+    lines = [line[:_WIDEST] for line in lines if line.strip()]
+    starts = [position for position, line in enumerate(lines) if _START.match(line)]
+    if not starts:
+        return lines[-min(most, 8) :]
+    block = lines[starts[-1] :]
+    if len(block) <= most:
+        return block
+    # The exception itself is the first line after the frames that is not indented as they are.
+    indent = len(block[0]) - len(block[0].lstrip())
+    body = range(1, len(block))
+    error = next((i for i in body if len(block[i]) - len(block[i].lstrip()) <= indent), len(block) - 1)
+    after = block[error : error + max(1, most // 3)]
+    frames = block[1:error]
+    room = max(0, most - 2 - len(after))
+    frames = ["  …", *frames[len(frames) - room :]] if len(frames) > room else frames
+    return [block[0], *frames, *after][:most]
+
+
+def failure_block(
+    name: str,
+    exit_code: int,
+    stderr_lines: Sequence[str],
+    *,
+    log_file: str | None = None,
+    others: Sequence[str] = (),
+) -> str:
+    """Returns the block that ends the output of a failed job.
+
+    Args:
+        name: The worker that failed first, such as "worker 1".
+        exit_code: Its exit code; negative for a signal.
+        stderr_lines: The last lines of its stderr.
+        log_file: Where its whole output is.
+        others: The names of the other workers of this machine, which have been ended.
+
+    Returns:
+        At most 20 lines.
+    """
+    head = f"──── kdist: {name} failed first: it {describe_exit(exit_code)} ────"
+    foot = []
+    if exit_code == -9:
+        foot.append("SIGKILL that nobody sent on purpose usually comes from the kernel when memory is short.")
+    if others:
+        foot.append(f"kdist has ended the other workers: {_listed(others)}.")
+    if log_file:
+        foot.append(f"All of its output: {log_file}")
+    body = last_traceback(stderr_lines, MOST_LINES - 1 - len(foot))
+    return "\n".join([head, *body, *foot])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:6])} and {len(names) - 6} more"

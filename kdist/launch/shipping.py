@@ -1,0 +1,195 @@
+"""How functions travel to the user's own workers, and results and exceptions back.
+
+They are pickled. They go through private files and pipes between processes of one user on one machine, never
+through the network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import pickle
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist.errors import InvalidArgumentError
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def cloudpickle() -> Any:
+    """Returns the package `cloudpickle`, which is needed only here."""
+    try:
+        return importlib.import_module("cloudpickle")
+    except ImportError as error:
+        raise InvalidArgumentError(
+            "Functions are shipped to workers with the package cloudpickle, which is not installed.",
+            hint="pip install cloudpickle",
+        ) from error
+
+
+def worker_command(module: str, *arguments: str) -> list[str]:
+    """Returns the command that runs the `main` of one of kdist's modules in a fresh Python.
+
+    Args:
+        module: The module's name.
+        *arguments: Arguments for its `main`.
+
+    Returns:
+        The command. It finds this kdist even if it is not installed.
+    """
+    # `-m` would look for kdist in the working directory only, which need not be where this kdist is.
+    code = f"import sys; sys.path.insert(1, {_ROOT!r}); from {module} import main; main(sys.argv[1:])"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Pickles a call for another process.
+
+    Args:
+        fn: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Bytes for `unpack_call`.
+
+    Raises:
+        InvalidArgumentError: If something in it cannot be pickled.
+    """
+    pickler = cloudpickle()
+    module = sys.modules.get(getattr(fn, "__module__", "") or "")
+    by_value = module is not None and not _importable(module.__name__)
+    if by_value:
+        pickler.register_pickle_by_value(module)
+    try:
+        call = pickler.dumps((fn, args, kwargs))
+    except Exception as error:
+        raise InvalidArgumentError(
+            "The function and its arguments must be ones that can be pickled.",
+            received={"fn": fn, "error": f"{type(error).__name__}: {error}"},
+            hint="Open files, locks, models and devices inside the function, not around it.",
+        ) from error
+    finally:
+        if by_value:
+            pickler.unregister_pickle_by_value(module)
+    # In two layers: the second one may need the first one's import path.
+    return pickle.dumps((list(sys.path), call))
+
+
+def _importable(name: str) -> bool:
+    """Says whether a fresh Python with this one's path could import a module (pytest's need not be)."""
+    if name == "__main__":
+        return True  # cloudpickle ships what is in it by value anyway
+    loaded = sys.modules.pop(name)  # else find_spec answers from memory
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+    finally:
+        sys.modules[name] = loaded
+
+
+def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Reads what `pack_call` wrote, and takes over the sender's import path.
+
+    Args:
+        data: Bytes from `pack_call`.
+
+    Returns:
+        The function, its positional and its keyword arguments.
+    """
+    path, call = pickle.loads(data)
+    sys.path[:] = path
+    return pickle.loads(call)
+
+
+@dataclasses.dataclass
+class Result:
+    """What came of a call: a value, or an exception with its traceback."""
+
+    ok: bool
+    pickled: bytes | None
+    summary: str = ""
+    traceback: str = ""
+
+    def value(self) -> Any:
+        """Returns the value."""
+        return pickle.loads(self.pickled or b"")
+
+    def exception(self) -> BaseException | None:
+        """Returns the exception, or `None` where it cannot be brought back to life here."""
+        try:
+            error = pickle.loads(self.pickled or b"")
+        except Exception:  # its class may live only in the worker
+            return None
+        return error if isinstance(error, BaseException) else None
+
+
+def perform(data: bytes) -> Result:
+    """Carries out a packed call. Whatever goes wrong becomes part of the result.
+
+    Args:
+        data: Bytes from `pack_call`.
+
+    Returns:
+        A `Result`.
+    """
+    try:
+        fn, args, kwargs = unpack_call(data)
+        value = fn(*args, **kwargs)
+        return Result(True, cloudpickle().dumps(value))
+    except BaseException as error:
+        return Result(False, _pickle_error(error), f"{type(error).__name__}: {error}", _format(error))
+
+
+def _format(error: BaseException) -> str:
+    lines = traceback.format_exception(error)
+    # The first frames are kdist's own call of the function.
+    return "".join(lines).rstrip()
+
+
+def _pickle_error(error: BaseException) -> bytes | None:
+    try:
+        pickled = cloudpickle().dumps(error)
+        pickle.loads(pickled)  # some exceptions can be written and not read
+        return pickled
+    except Exception:
+        return None
+
+
+def pack_result(result: Result) -> bytes:
+    """Pickles a result."""
+    return pickle.dumps((result.ok, result.pickled, result.summary, result.traceback))
+
+
+def unpack_result(data: bytes) -> Result:
+    """Reads what `pack_result` wrote."""
+    return Result(*pickle.loads(data))
+
+
+def last_stacks(lines: Sequence[str], most: int = 40) -> list[str]:
+    """Returns the stacks that `faulthandler` printed last, out of a worker's stderr.
+
+    Args:
+        lines: The last lines of its stderr.
+        most: How many lines to return at most.
+
+    Returns:
+        The dump, or the last lines where there is none.
+    """
+    starts = [i for i, line in enumerate(lines) if re.match(r"(Current thread|Thread) 0x", line)]
+    if not starts:
+        return list(lines[-10:])
+    first = starts[-1]
+    for position in reversed(starts):  # one dump is a run of threads; the current one comes last
+        if position != first and lines[first].startswith("Thread") and lines[position].startswith("Current"):
+            break
+        first = position
+    dump = list(lines[first:])
+    return dump if len(dump) <= most else [*dump[: most // 2], "  …", *dump[-(most // 2) :]]

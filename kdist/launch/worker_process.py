@@ -1,0 +1,191 @@
+"""One worker process: how it is started, and where its output goes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+from kdist.launch.output import LineStream, Sink, Tail
+from kdist.launch.plan import WorkerPlan
+
+_START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_start.py")
+
+
+def start_command(command: Sequence[str]) -> list[str]:
+    """Returns the command that becomes `command` after asking to die with this process.
+
+    Args:
+        command: The program and its arguments; the program as an absolute path.
+
+    Returns:
+        A command for `subprocess.Popen`.
+    """
+    return [sys.executable, "-I", "-S", _START, str(os.getpid()), *command]
+
+
+@dataclasses.dataclass
+class Channel:
+    """One of a worker's two output streams."""
+
+    line: LineStream
+    tail: Tail | None
+
+
+class WorkerProcess:
+    """A worker that has been planned, and started once `start` is called.
+
+    Args:
+        plan: Its number, address and environment.
+        command: What it runs.
+        out: Where its stdout goes.
+        err: Where its stderr goes.
+        prefix: What to put in front of its lines.
+        log_file: Where its whole output is kept too.
+        keep_stdin: Whether it reads the launcher's stdin.
+    """
+
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        command: Sequence[str],
+        out: Sink,
+        err: Sink,
+        *,
+        prefix: str = "",
+        log_file: str | None = None,
+        keep_stdin: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.name = plan.name
+        self.command = list(command)
+        self.log_file = log_file
+        self.tail = Tail()
+        self.channels: dict[int, Channel] = {}
+        self.exit_code: int | None = None
+        self.exited_at = 0.0
+        self.pidfd: int | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._out, self._err = out, err
+        self._prefix = prefix
+        self._keep_stdin = keep_stdin
+        self._log: IO[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also that of the worker's process group."""
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self.process is not None and self.exit_code is None
+
+    def start(self) -> None:
+        """Starts the process, in a session of its own so that its children can be ended with it."""
+        if self.log_file:
+            self._log = open(self.log_file, "wb", buffering=0)  # noqa: SIM115  # closed with the worker
+        eager = self.plan.index == 0 or not self._prefix
+        out_read, out_write = self._open_stdout(eager)
+        err_read, err_write = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                start_command(self.command),
+                env=self.plan.environ,
+                stdin=None if self._keep_stdin else subprocess.DEVNULL,
+                stdout=out_write,
+                stderr=err_write,
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(out_read)
+            os.close(err_read)
+            raise
+        finally:
+            os.close(out_write)
+            os.close(err_write)
+        self.channels[out_read] = Channel(LineStream(self._out, self._prefix, eager), None)
+        self.channels[err_read] = Channel(LineStream(self._err, self._prefix, eager), self.tail)
+        with contextlib.suppress(OSError, AttributeError):
+            self.pidfd = os.pidfd_open(self.process.pid)
+
+    def _open_stdout(self, eager: bool) -> tuple[int, int]:
+        # Keras redraws its progress bar only where stdout is a terminal; through a pipe it prints a line a step.
+        if eager and self._out.is_terminal:
+            with contextlib.suppress(OSError, ImportError):
+                return _open_terminal()
+        return os.pipe()
+
+    def read(self, fd: int) -> bool:
+        """Reads what the worker has written to one of its streams.
+
+        Args:
+            fd: The stream's file descriptor.
+
+        Returns:
+            False when the stream has ended.
+        """
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            return True
+        except OSError:  # a terminal whose other end is closed
+            data = b""
+        channel = self.channels[fd]
+        if not data:
+            channel.line.close()
+            del self.channels[fd]
+            os.close(fd)
+            return False
+        if self._log is not None:
+            self._log.write(data)
+        if channel.tail is not None:
+            channel.tail.feed(data)
+        channel.line.feed(data)
+        return True
+
+    def collect(self) -> bool:
+        """Notes the exit code if the process has ended.
+
+        Returns:
+            Whether it has just ended.
+        """
+        if not self.alive or self.process is None or self.process.poll() is None:
+            return False
+        self.exit_code = self.process.returncode
+        self.exited_at = time.monotonic()
+        return True
+
+    def close(self) -> None:
+        """Closes what is open. The process has ended by now."""
+        for fd, channel in self.channels.items():
+            channel.line.close()
+            os.close(fd)
+        self.channels.clear()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def _open_terminal() -> tuple[int, int]:
+    """Opens a pseudo-terminal of the real one's size that passes bytes through as they are."""
+    import fcntl
+    import termios
+
+    ours, theirs = os.openpty()
+    settings: list[Any] = termios.tcgetattr(theirs)
+    settings[1] &= ~termios.OPOST  # else every newline becomes two characters
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    with contextlib.suppress(OSError, ValueError):
+        size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
+    return ours, theirs
