@@ -1,0 +1,126 @@
+"""`kdist info`: what a bug report needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from kdist.cluster import keras_backend_choice, survey
+from kdist.launch.plan import BACKENDS, count_cores
+
+_PACKAGES = {
+    "kdist": ("kdist",),
+    "keras": ("keras", "keras-nightly"),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly"),
+    "jax": ("jax",),
+    "torch": ("torch",),
+    "numpy": ("numpy",),
+}
+# Run in a process of its own: a broken installation may crash or hang, and a device must not be held by asking.
+_DEVICES = {
+    "tensorflow": "import tensorflow as tf; print(*[d.name for d in tf.config.list_logical_devices()], sep=', ')",
+    "jax": "import jax; print(*jax.devices(), sep=', ')",
+    "torch": (
+        "import torch; n = torch.cuda.device_count(); "
+        "print(*[f'cuda:{i} ({torch.cuda.get_device_name(i)})' for i in range(n)] or ['cpu'], sep=', ')"
+    ),
+}
+_WIDEST = 300
+
+
+def version_of(package: str) -> str:
+    """Returns the installed version of a package without importing it.
+
+    Args:
+        package: The name under which it is imported.
+
+    Returns:
+        The version, or "not installed".
+    """
+    for name in _PACKAGES.get(package, (package,)):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return version if name == package else f"{version} ({name})"
+    if package == "kdist":
+        return "not installed (running from a source tree)"
+    return "not installed"
+
+
+def devices_of(backend: str, environ: Mapping[str, str] | None = None, timeout: float = 60.0) -> str:
+    """Asks a backend which devices it sees, in a process of its own.
+
+    Args:
+        backend: The backend's name.
+        environ: The environment of that process; by default this process's own.
+        timeout: How many seconds it may take.
+
+    Returns:
+        The devices, or why they could not be told.
+    """
+    if backend not in _DEVICES:
+        return f"unknown backend; kdist knows {', '.join(BACKENDS)}"
+    quiet = {**(os.environ if environ is None else environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _DEVICES[backend]],
+            env=quiet, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"no answer within {timeout:g} s"
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return f"could not be asked: {lines[-1] if lines else f'exit code {done.returncode}'}"
+    lines = done.stdout.splitlines()
+    return lines[-1] if lines else "none"
+
+
+def _memory() -> str:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return "unknown"
+    return f"{size / 2**30:.1f} GiB"
+
+
+def cluster_lines(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Describes every cluster source that is present, which one won and why.
+
+    Args:
+        environ: The environment to read; by default the process's own.
+
+    Returns:
+        Lines of text.
+    """
+    reports = survey(environ)
+    lines = []
+    for report in reports:
+        lines.append(f"  {report.source}: {report.says}; {'won' if report.won else 'not used'}: {report.why}")
+        for name, value in report.variables.items():
+            lines.append(f"    {name}={value if len(value) <= _WIDEST else value[:_WIDEST] + '…'}")
+    if not any(report.won for report in reports):
+        lines.append("  default: a single worker; won: no variable describes a cluster")
+    return lines
+
+
+def print_info() -> int:
+    """Prints the report.
+
+    Returns:
+        The exit code, 0.
+    """
+    print(f"python: {platform.python_version()} ({sys.executable})")
+    for package in _PACKAGES:
+        print(f"{package}: {version_of(package)}")
+    print(f"os: {platform.platform()}, {count_cores()} cores, {_memory()} memory")
+    backend, why = keras_backend_choice()
+    print(f"backend: {backend} ({why})")
+    print(f"devices: {devices_of(backend)}", flush=True)
+    print("cluster sources, in the order in which they are asked:")
+    print("\n".join(cluster_lines()))
+    return 0

@@ -1,0 +1,127 @@
+"""What a test must not leave behind: processes, threads, listening ports, environment variables."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+
+from kdist.launch.linux import descendants
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What this process has at one moment."""
+
+    processes: frozenset[int]
+    threads: frozenset[threading.Thread]
+    ports: frozenset[int]
+    environment: dict[str, str]
+
+
+def snapshot() -> Snapshot:
+    """Notes the processes below this one, its threads, its listening ports and its environment.
+
+    Returns:
+        A `Snapshot` for `check`.
+    """
+    return Snapshot(
+        processes=frozenset(descendants([os.getpid()])),
+        threads=frozenset(threading.enumerate()),
+        ports=frozenset(_listening_ports()),
+        environment=dict(os.environ),
+    )
+
+
+def check(
+    before: Snapshot, settle: float = 2.0, ignore_threads: str = r"$^", ignore_variables: str = r"PYTEST_"
+) -> None:
+    """Checks that everything that was not there before has gone again.
+
+    Args:
+        before: What `snapshot()` returned.
+        settle: How many seconds processes, threads and ports may take to go.
+        ignore_threads: Threads whose name matches this pattern may stay.
+        ignore_variables: Environment variables whose name matches this pattern may change.
+
+    Raises:
+        AssertionError: If something was left; the message lists it.
+
+    Example:
+
+    >>> from kdist.testing import check, snapshot
+    >>> before = snapshot()
+    >>> check(before)
+    """
+    deadline = time.monotonic() + settle
+    while True:
+        left = _differences(before, ignore_threads, ignore_variables)
+        if not left:
+            return
+        if time.monotonic() >= deadline:
+            raise AssertionError("Left behind:\n" + "\n".join(f"  {line}" for line in left))
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def no_leaks(
+    settle: float = 2.0, ignore_threads: str = r"$^", ignore_variables: str = r"PYTEST_"
+) -> Iterator[None]:
+    """Checks that a `with` block leaves nothing behind; see `check`.
+
+    Args:
+        settle: How many seconds processes, threads and ports may take to go.
+        ignore_threads: Threads whose name matches this pattern may stay.
+        ignore_variables: Environment variables whose name matches this pattern may change.
+
+    Raises:
+        AssertionError: If something was left. An error of the block itself goes first.
+    """
+    before = snapshot()
+    yield
+    check(before, settle, ignore_threads, ignore_variables)
+
+
+def _differences(before: Snapshot, ignore_threads: str, ignore_variables: str) -> list[str]:
+    now = snapshot()
+    lines = [f"process {pid}: {_command_of(pid)}" for pid in sorted(now.processes - before.processes)]
+    for thread in now.threads - before.threads:
+        if thread.is_alive() and not re.match(ignore_threads, thread.name):
+            lines.append(f"thread {thread.name!r}")
+    lines += [f"listening port {port}" for port in sorted(now.ports - before.ports)]
+    for name in sorted(set(before.environment) | set(now.environment)):
+        old, new = before.environment.get(name), now.environment.get(name)
+        if old != new and not re.match(ignore_variables, name):
+            lines.append(f"environment variable {name}: {old!r} became {new!r}")
+    return lines
+
+
+def _command_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:200]
+    except OSError:
+        return "(gone)"
+
+
+def _listening_ports() -> set[int]:
+    """Ports at which this process listens: the system's table, matched with its open sockets."""
+    own: set[str] = set()
+    with contextlib.suppress(OSError):
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/self/fd/{fd}"))
+                if match:
+                    own.add(match.group(1))
+    ports: set[int] = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(table, encoding="ascii") as file:
+            for line in list(file)[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in own:  # 0A is the state LISTEN
+                    ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports

@@ -1,0 +1,293 @@
+"""`WorkerPool`: several worker processes that run one function after the other, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
+from kdist.launch import linux, report, shipping
+from kdist.launch.plan import check_backend, plan_job
+from kdist.launch.worker_process import start_command
+
+_HEADER = struct.Struct("!Q")
+_AFTER_FAILURE = 5.0  # seconds that the others get once a worker has failed: they may wait for it forever
+_TAIL = 20_000
+_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "2",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+
+
+class WorkerFailure(LaunchError):
+    """A function failed in a worker of a `WorkerPool`; `__cause__` is its exception where it can be pickled."""
+
+
+class PoolTimeoutError(WorkerTimeoutError):
+    """A worker of a `WorkerPool` did not answer in time; the message shows what each worker was doing."""
+
+
+class _Member:
+    """One worker of the pool, seen from the test."""
+
+    def __init__(self, name: str, environ: Mapping[str, str]) -> None:
+        self.name = name
+        self.errors: IO[bytes] = tempfile.TemporaryFile(prefix="kdist-")
+        self.connection, theirs = socket.socketpair()
+        command = shipping.worker_command("kdist.testing.pool_worker", str(theirs.fileno()))
+        try:
+            self.process = subprocess.Popen(
+                start_command(command),
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=self.errors,
+                stderr=self.errors,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            theirs.close()
+        self.received = b""
+
+    def take(self) -> shipping.Result | None:
+        """Reads what has come; returns the answer once it is complete.
+
+        Raises:
+            EOFError: If the worker has gone.
+        """
+        try:
+            data = self.connection.recv(1 << 20)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise EOFError
+        self.received += data
+        if len(self.received) < _HEADER.size:
+            return None
+        size = _HEADER.unpack_from(self.received)[0] + _HEADER.size
+        if len(self.received) < size:
+            return None
+        answer, self.received = self.received[_HEADER.size : size], self.received[size:]
+        return shipping.unpack_result(answer)
+
+    def output(self) -> list[str]:
+        """The last lines that it has printed."""
+        size = os.fstat(self.errors.fileno()).st_size
+        data = os.pread(self.errors.fileno(), _TAIL, max(0, size - _TAIL))
+        return data.decode("utf-8", "replace").splitlines()
+
+    def exit_text(self) -> str:
+        """How it ended, in words."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return report.describe_exit(self.process.wait(timeout=2.0))
+        return "closed its connection"
+
+    def close(self) -> None:
+        self.connection.close()
+        self.errors.close()
+
+
+class WorkerPool:
+    """Several worker processes that are started once and run one function after the other.
+
+    The workers have `TF_CONFIG` and torchrun's variables set as under `kdist run`, and one thread each, so
+    that several of them get along on a small machine. It is a context manager.
+
+    Args:
+        num_workers: How many workers.
+        backend: Their Keras backend; by default what `KERAS_BACKEND` says.
+        env: More environment variables.
+        timeout: How many seconds a `run` may take unless it says otherwise; it covers the start too.
+
+    Raises:
+        BackendError: If the backend is unknown or not installed.
+
+    Example:
+
+    ```python
+    with WorkerPool(2, backend="jax") as pool:
+        pool.run(lambda: os.environ["RANK"])  # ["0", "1"]
+    ```
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 2,
+        backend: str | None = None,
+        env: Mapping[str, object] | None = None,
+        timeout: float = 120.0,
+    ) -> None:
+        if num_workers < 1:
+            raise InvalidArgumentError(
+                "A pool has at least one worker.", received={"num_workers": num_workers}
+            )
+        check_backend(backend)
+        self.num_workers = num_workers
+        self.backend = backend
+        self.broken = False
+        self._timeout = timeout
+        extra = {**_THREADS, **{name: str(value) for name, value in (env or {}).items()}}
+        plan = plan_job(num_workers, backend=backend, extra=extra)
+        self._job_id = plan.job_id
+        self._members: list[_Member] = []
+        plan.release_ports()
+        try:
+            for worker in plan.workers:
+                self._members.append(_Member(worker.name, worker.environ))
+        except BaseException:
+            self.close()
+            raise
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Runs a function in all workers at once and waits for all of them.
+
+        Args:
+            fn: The function; it is shipped with `cloudpickle`.
+            *args: Its positional arguments, the same for all workers.
+            timeout: How many seconds it may take; by default the pool's own timeout.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            What it returned, one entry a worker, in the order of the workers.
+
+        Raises:
+            WorkerFailure: If it failed in a worker; the message lists every worker's traceback. The pool can
+                be used again if all workers have answered.
+            PoolTimeoutError: If a worker does not answer in time; the pool's processes are ended.
+        """
+        if self.broken:
+            raise InvalidArgumentError(
+                "This pool has been closed, or has lost a worker.", hint="Make a new WorkerPool."
+            )
+        timeout = self._timeout if timeout is None else timeout
+        deadline = time.monotonic() + timeout
+        call = shipping.pack_call(fn, args, kwargs)
+        results: dict[int, shipping.Result] = {}
+        order: list[int] = []
+        gone: list[int] = []
+        with selectors.DefaultSelector() as selector:
+            for index, member in enumerate(self._members):
+                self._send(member, call, deadline)
+                selector.register(member.connection, selectors.EVENT_READ, index)
+            while selector.get_map():
+                for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                    if self._answer(key.data, results, gone):
+                        selector.unregister(key.fileobj)
+                        order.append(key.data)
+                        if not (key.data in results and results[key.data].ok):
+                            deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
+                if time.monotonic() >= deadline and selector.get_map():
+                    break
+        self._raise_if_bad(results, order, gone, timeout)
+        return [results[index].value() for index in range(self.num_workers)]
+
+    def _send(self, member: _Member, call: bytes, deadline: float) -> None:
+        member.connection.settimeout(max(0.1, deadline - time.monotonic()))
+        try:
+            member.connection.sendall(_HEADER.pack(len(call)) + call)
+        except OSError:
+            pass  # it has gone; reading from it tells
+        member.connection.settimeout(None)
+
+    def _answer(self, index: int, results: dict[int, shipping.Result], gone: list[int]) -> bool:
+        try:
+            result = self._members[index].take()
+        except EOFError:
+            gone.append(index)
+            return True
+        if result is not None:
+            results[index] = result
+        return result is not None
+
+    def _raise_if_bad(
+        self, results: dict[int, shipping.Result], order: list[int], gone: list[int], timeout: float
+    ) -> None:
+        failed = [index for index in order if index in gone or not results[index].ok]
+        silent = [index for index in range(self.num_workers) if index not in order]
+        if not failed and not silent:
+            return
+        stacks = self._stacks(silent)
+        reports = [self._describe(index, results.get(index)) for index in failed] + stacks
+        first = failed[0] if failed else silent[0]
+        if gone or silent:
+            self.close()
+        if not failed:
+            names = ", ".join(self._members_names(silent))
+            raise PoolTimeoutError(
+                f"All workers must answer within {timeout:g} s; {names} did not.",
+                hint="\n" + "\n".join(reports),
+            )
+        error = WorkerFailure(
+            f"{self._members_names([first])[0]} failed first.", hint="\n" + "\n".join(reports)
+        )
+        error.worker_index = first  # type: ignore[attr-defined]
+        raise error from (results[first].exception() if first in results else None)
+
+    def _members_names(self, indices: list[int]) -> list[str]:
+        return [f"worker {index}" for index in indices]
+
+    def _describe(self, index: int, result: shipping.Result | None) -> str:
+        if result is not None:
+            return f"──── worker {index} ────\n{result.traceback}"
+        member = self._members[index]
+        lines = report.last_traceback(member.output(), report.MOST_LINES)
+        return "\n".join([f"──── worker {index} {member.exit_text()} ────", *lines])
+
+    def _stacks(self, silent: list[int]) -> list[str]:
+        """Makes the workers that have not answered print their stacks."""
+        for index in silent:
+            linux.send(self._members[index].process.pid, signal.SIGUSR1)
+        if silent:
+            time.sleep(0.5)
+        return [
+            "\n".join([f"──── worker {i} was here ────", *shipping.last_stacks(self._members[i].output())])
+            for i in silent
+        ]
+
+    def close(self) -> None:
+        """Ends the workers and everything they have started. It may be called twice."""
+        self.broken = True
+        for member in self._members:
+            member.connection.close()  # a worker that has nothing to do ends by itself
+        deadline = time.monotonic() + 3.0
+        for signum, patience in ((None, 0.3), (signal.SIGTERM, 0.3), (signal.SIGKILL, 2.0)):
+            until = min(deadline, time.monotonic() + patience)
+            while (left := self._left()) and time.monotonic() < until:
+                if signum is not None:
+                    for pid in left:
+                        linux.send(pid, signum)
+                time.sleep(0.02)
+        for member in self._members:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                member.process.wait(timeout=1.0)
+            member.close()
+
+    def _left(self) -> set[int]:
+        alive = [member.process.pid for member in self._members if member.process.poll() is None]
+        return {*alive, *linux.descendants(alive), *linux.members_of_job(self._job_id)}
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "broken", True):
+            self.close()

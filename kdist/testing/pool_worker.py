@@ -1,0 +1,59 @@
+"""The worker's side of `WorkerPool`: reads a call, carries it out, answers, until nobody calls any more."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+
+from kdist.launch import shipping
+
+_HEADER = struct.Struct("!Q")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serves the pool.
+
+    Args:
+        argv: The file descriptor of the connection to the test.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Ctrl-C at the test's terminal is the test's business: it ends the pool.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.argv = ["kdist.testing"]
+    connection = socket.socket(fileno=int(argv[0]))
+    os.set_inheritable(connection.fileno(), False)
+    while True:
+        call = _read(connection)
+        if call is None:
+            # Not an ordinary exit: frameworks would wait for peers there, and the test does not care.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        answer = shipping.pack_result(shipping.perform(call))
+        sys.stdout.flush()
+        connection.sendall(_HEADER.pack(len(answer)) + answer)
+
+
+def _read(connection: socket.socket) -> bytes | None:
+    header = _read_exactly(connection, _HEADER.size)
+    return None if header is None else _read_exactly(connection, _HEADER.unpack(header)[0])
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes | None:
+    parts: list[bytes] = []
+    while size:
+        try:
+            data = connection.recv(min(size, 1 << 20))
+        except ConnectionResetError:
+            return None
+        if not data:
+            return None
+        parts.append(data)
+        size -= len(data)
+    return b"".join(parts)
