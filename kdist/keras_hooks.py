@@ -20,6 +20,7 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -66,7 +67,11 @@ def _replica() -> Any:
 
 def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(make(original)))
+    wrapper = functools.wraps(original)(make(original))
+    # Keras reads the arguments of layers' constructors with `inspect.getfullargspec`, which does not look
+    # behind a wrapper but believes this attribute.
+    wrapper.__signature__ = inspect.signature(original)
+    setattr(owner, name, wrapper)
 
 
 # Models ------------------------------------------------------------------------------------------------------
@@ -384,12 +389,11 @@ def _hook_batch_normalization() -> None:
     import keras
     from keras.src import backend
 
-    if keras.backend.backend() == "tensorflow":
-        return
+    native = keras.backend.backend() == "tensorflow"
 
     def init(original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
-            wanted = synchronized and context.has_strategy()
+            wanted = synchronized and context.has_strategy() and not native
             original(self, *args, synchronized=synchronized and not wanted, **kwargs)
             self.synchronized = synchronized
 
@@ -401,7 +405,7 @@ def _hook_batch_normalization() -> None:
             if synchronized and replica is not None:
                 return replica.moments(x, axes, keepdims)
             # One program over all replicas (JAX), or no replicas at all: the moments are global anyway.
-            return original(x, axes, keepdims)
+            return original(x, axes, keepdims, synchronized and native)
 
         return wrapper
 

@@ -101,6 +101,32 @@ class Replica(ReplicaContext):
         """Sums each tensor over all replicas with one collective a dtype."""
         return packed(self.all_reduce_sum, tensors)
 
+    @abstractmethod
+    def all_reduce_with_gradient(self, tensor: Any) -> Any:
+        """Sums a tensor over all replicas, differentiably.
+
+        The global loss is the mean of the replicas' losses weighted by `share`, and gradients are weighted once
+        more when an optimiser sums them. So the gradient that replica i passes on is the sum over all replicas j
+        of `share_j / share_i` times the gradient that arrived at j.
+        """
+
+    def moments(self, x: Any, axes: Sequence[int], keepdims: bool = False) -> tuple[Any, Any]:
+        """Returns mean and variance over the rows of all replicas, for synchronised BatchNormalization.
+
+        In two passes, since the difference E[x²] - E[x]² loses digits where the mean is large.
+        """
+        ops = keras.ops
+        axes = list(axes)
+        counts = ops.cast(self.rows.counts, x.dtype)
+        number = ops.sum(ops.ones_like(x), axis=axes, keepdims=True) * counts
+        (number,) = self.all_reduce_packed([number])
+        mean = self.all_reduce_with_gradient(ops.sum(x, axis=axes, keepdims=True) * counts) / number
+        squares = ops.sum(ops.square(x - mean), axis=axes, keepdims=True) * counts
+        variance = self.all_reduce_with_gradient(squares) / number
+        if not keepdims:
+            mean, variance = ops.squeeze(mean, axes), ops.squeeze(variance, axes)
+        return mean, variance
+
     def mean_over_rows(self, tensors: Sequence[Any]) -> list[Any]:
         """Means over all rows, of tensors that are means over the rows of each replica."""
         return self.all_reduce_packed([t * keras.ops.cast(self.rows.share, t.dtype) for t in tensors])

@@ -1,0 +1,71 @@
+"""TensorFlow as a backend of kdist: devices, native strategies, random state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from kdist.backends.contract import Backend
+from kdist.backends.tensorflow import devices as tensorflow_devices
+from kdist.backends.tensorflow import workers
+from kdist.backends.tensorflow.runtime import TensorFlowRuntime
+from kdist.errors import DeviceError
+from kdist.strategies.communication import CommunicationImplementation
+
+if TYPE_CHECKING:
+    from kdist.cluster import Cluster
+    from kdist.strategies.communication import CommunicationOptions
+
+
+class TensorFlowBackend(Backend):
+    """Strategies are native ones of `tf.distribute`."""
+
+    name = "tensorflow"
+
+    def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
+        """Returns the devices of this process."""
+        return tensorflow_devices.list_devices(kind)
+
+    def require_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
+        """Makes sure that the devices exist."""
+        return tensorflow_devices.require_devices(devices)
+
+    def create_runtime(
+        self, devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions
+    ) -> TensorFlowRuntime:
+        """Creates a native `MirroredStrategy`, or joins the workers with `MultiWorkerMirroredStrategy`."""
+        names = tuple(devices) or self.list_devices()
+        if options.implementation is CommunicationImplementation.NCCL and not names[0].startswith("gpu:"):
+            raise DeviceError(
+                "NCCL runs on NVIDIA GPUs only, and TensorFlow sees none.",
+                received={"implementation": "NCCL", "devices": names},
+                hint="Use CommunicationImplementation.AUTO or RING.",
+            )
+        if cluster is None:
+            native = tf.distribute.MirroredStrategy([name.upper() for name in names])
+            return TensorFlowRuntime(native, names, None)
+        native, joined = workers.join(cluster, options, names)
+        return TensorFlowRuntime(native, names, joined)
+
+    def random_state(self) -> bytes:
+        """Returns TensorFlow's global seed, setting one where the user has not: array shuffles derive from it."""
+        seed = _global_seed()
+        if seed is None:
+            seed = random.SystemRandom().randrange(2**31)
+            tf.random.set_seed(seed)
+        return str(seed).encode()
+
+    def set_random_state(self, state: bytes) -> None:
+        """Sets the global seed of another worker, unless it is the same: setting it restarts all draws."""
+        if _global_seed() != int(state):
+            tf.random.set_seed(int(state))
+
+
+def _global_seed() -> int | None:
+    from tensorflow.python.eager import context
+
+    # There is no public getter of what `tf.random.set_seed` set.
+    return context.global_seed()

@@ -1,0 +1,85 @@
+"""One replica on TensorFlow: the component of every mirrored variable that lies on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.backends.replica import Replica, ReplicaScope, RowShare
+
+
+class TensorFlowReplica(Replica):
+    """A replica that runs inside `tf.distribute.Strategy.run`."""
+
+    def __init__(self, strategy: Any, replica_id: int, num_replicas: int, rows: RowShare, local_index: int) -> None:
+        super().__init__(strategy, replica_id, num_replicas, rows)
+        self.local_index = local_index
+
+    def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums with the all-reduce of `tf.distribute`."""
+        if self.num_replicas_in_sync == 1:
+            return list(tensors)
+        context = tf.distribute.get_replica_context()
+        return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+
+    def all_reduce_with_gradient(self, tensor: Any) -> Any:
+        """Sums over all replicas; see the contract for the weights of the gradient."""
+        share = tf.cast(self.rows.share, tensor.dtype)
+
+        @tf.custom_gradient
+        def total(x: Any) -> Any:
+            def gradient(upstream: Any) -> Any:
+                return self.all_reduce_sum([upstream * share])[0] / share
+
+            return self.all_reduce_sum([x])[0], gradient
+
+        return total(tensor)
+
+    def apply_gradients(self, apply: Callable[[], Any]) -> Any:
+        """Runs Keras's `optimizer.apply` on this replica's own components; all replicas do the same sums."""
+        assert self.scope is not None
+        with self.scope.untracked():
+            return apply()
+
+
+class TensorFlowScope(ReplicaScope):
+    """Shows a replica its component of each mirrored variable.
+
+    Args:
+        replica: The replica.
+        variables: Keras variables that the step may write. They are read at once: a write may happen in a
+            branch of `tf.cond`, whose tensors cannot be used outside of it.
+    """
+
+    def __init__(self, replica: TensorFlowReplica, variables: Iterable[Any]) -> None:
+        super().__init__(replica)
+        self._index = replica.local_index
+        self._at_start = {id(v): self.snapshot(v) for v in variables}
+
+    def local(self, variable: Any) -> Any:
+        """Returns the `tf.Variable` on this replica's device."""
+        value = variable._value
+        if isinstance(value, tf.distribute.DistributedValues):
+            return value.values[self._index]
+        return value
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Assigns to the component, without the aggregation of `tf.distribute`."""
+        component = self.local(variable)
+        component.assign(tf.cast(value, component.dtype))
+
+    def snapshot(self, variable: Any) -> Any:
+        """Reads the component."""
+        return tf.identity(self.local(variable))
+
+    def old_value(self, variable: Any) -> Any:
+        """The value at the start of the step, for variables known then."""
+        known = self._at_start.get(id(variable))
+        return self.snapshot(variable) if known is None else known
+
+    def aggregated(self, variable: Any, value: Any) -> None:
+        """Notes the value from which later writes in the same step are counted."""
+        super().aggregated(variable, value)
+        self._at_start[id(variable)] = tf.identity(value)

@@ -1,0 +1,70 @@
+"""What a strategy holds of TensorFlow: a native `tf.distribute` strategy and its workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.backends.contract import Runtime, StepFunction
+from kdist.backends.tensorflow import steps
+from kdist.backends.tensorflow.workers import Workers
+
+
+class TensorFlowRuntime(Runtime):
+    """Replicas and workers of one native strategy.
+
+    Args:
+        native: The `tf.distribute` strategy that holds variables and runs replicas.
+        devices: Short names of the local devices.
+        workers: The joined workers; `None` for one process.
+    """
+
+    def __init__(self, native: tf.distribute.Strategy, devices: Sequence[str], workers: Workers | None) -> None:
+        self.native = native
+        self.devices = tuple(devices)
+        self.workers = workers
+        self.num_workers = workers.num_workers if workers else 1
+        self.worker_index = workers.worker_index if workers else 0
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Enters the native scope, in which variables are mirrored over the devices."""
+        with self.native.scope(), tf.variable_creator_scope(_mirrored):
+            yield
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Gathers through the collectives of the native strategy."""
+        if self.workers is None:
+            return [data]
+        return self.workers.all_gather_bytes(data)
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        """Nothing to do: `MultiWorkerMirroredStrategy` broadcasts the chief's value as a variable is created."""
+
+    def train_function(self, model: Any) -> StepFunction:
+        """Runs `model.train_step` in every replica."""
+        return steps.LogsFunction(self, model, "train_step")
+
+    def test_function(self, model: Any) -> StepFunction:
+        """Runs `model.test_step` in every replica."""
+        return steps.LogsFunction(self, model, "test_step")
+
+    def predict_function(self, model: Any) -> StepFunction:
+        """Runs `model.predict_step` in every replica and gathers the rows."""
+        return steps.PredictFunction(self, model)
+
+    def explain_failure(self, error: BaseException) -> BaseException:
+        """Names the worker that an error of the engine is about."""
+        return self.workers.explain_failure(error) if self.workers else error
+
+
+def _mirrored(next_creator: Any, **kwargs: Any) -> Any:
+    # Keras's metrics ask for ON_READ variables, each of which would cost a collective every time it is read.
+    # A ReplicaScope makes what a step writes equal on all replicas with one collective, so that plain
+    # mirrored variables are right.
+    if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+        kwargs["synchronization"] = tf.VariableSynchronization.AUTO
+    return next_creator(**kwargs)

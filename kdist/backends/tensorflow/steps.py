@@ -1,0 +1,141 @@
+"""Training, test and prediction steps on TensorFlow: one `tf.function` over all local replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from kdist import keras_hooks
+from kdist.backends.contract import GlobalBatch, StepFunction
+from kdist.backends.replica import RowShare, global_metric_results, run_step, split_rows
+from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
+
+if TYPE_CHECKING:
+    from kdist.backends.tensorflow.runtime import TensorFlowRuntime
+
+
+class _ReplicatedFunction(StepFunction):
+    """Splits a global batch over the replicas and runs a function in each of the local ones."""
+
+    def __init__(self, runtime: TensorFlowRuntime, model: Any) -> None:
+        self.runtime = runtime
+        self._model = weakref.ref(model)
+        run = tf.autograph.experimental.do_not_convert(self._run_all)
+        self._run = run if model.run_eagerly else tf.function(run, reduce_retracing=True)
+
+    @property
+    def model(self) -> Any:
+        """The model, which owns this function and not the other way round."""
+        return self._model()
+
+    def run(self, batch: GlobalBatch) -> tuple[tuple[Any, ...], list[slice]]:
+        """Returns what each local replica returned, and which rows each of all replicas had."""
+        # Tuples, not lists: TensorFlow would wrap lists among the arguments of a function.
+        leaves = [leaf if leaf is None else _as_tensor(leaf) for leaf in keras.tree.flatten(batch)]
+        num_rows = int(next(leaf for leaf in leaves if leaf is not None).shape[0])
+        split = split_rows(num_rows, self.runtime.num_replicas)
+        local = [split[i] for i in self.runtime.replica_ids]
+        parts = []
+        for rows, _ in local:
+            sliced = [leaf if leaf is None else leaf[rows.start : rows.stop] for leaf in leaves]
+            parts.append(keras.tree.pack_sequence_as(batch, sliced))
+        shares = tuple(tf.constant([s.share, s.counts, s.scalar_weight], tf.float32) for _, s in local)
+        return self._run(tuple(parts), shares), [rows for rows, _ in split]
+
+    def _run_all(self, parts: tuple[Any, ...], shares: tuple[Any, ...]) -> tuple[Any, ...]:
+        state = keras_hooks.ThreadState()
+        native = self.runtime.native
+
+        @tf.autograph.experimental.do_not_convert
+        def one_replica() -> Any:
+            index = _local_index(native)
+            rows = RowShare(*tf.unstack(shares[index]))
+            replica_id = self.runtime.replica_ids[index]
+            replica = TensorFlowReplica(None, replica_id, self.runtime.num_replicas, rows, index)
+            with state, replica:
+                return self.in_replica(replica, parts[index])
+
+        with self.around_replicas():
+            return native.experimental_local_results(native.run(one_replica))
+
+    def around_replicas(self) -> contextlib.AbstractContextManager[None]:
+        """Entered once, outside the replicas."""
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def in_replica(self, replica: TensorFlowReplica, data: Any) -> Any:
+        """What one replica does with its rows."""
+
+
+class LogsFunction(_ReplicatedFunction):
+    """Runs `model.train_step` or `model.test_step`."""
+
+    def __init__(self, runtime: TensorFlowRuntime, model: Any, method: str) -> None:
+        super().__init__(runtime, model)
+        self._method = method
+
+    def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
+        """Returns the logs of the last batch."""
+        for batch in batches:
+            results, _ = self.run(batch)
+        return results[0]
+
+    def around_replicas(self) -> contextlib.AbstractContextManager[None]:
+        """Results of metrics speak for all replicas."""
+        return global_metric_results(self.model)
+
+    def in_replica(self, replica: TensorFlowReplica, data: Any) -> Any:
+        """Runs the step with the replica's own variables."""
+        with TensorFlowScope(replica, self.model.non_trainable_variables):
+            return run_step(replica, self.model, self._method, data)
+
+
+class PredictFunction(_ReplicatedFunction):
+    """Runs `model.predict_step` and gathers the rows of all replicas."""
+
+    def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
+        """Returns the predictions for all rows of all batches, in order, as tensors."""
+        outputs = [self._predict(batch) for batch in batches]
+        return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *outputs)
+
+    def _predict(self, batch: GlobalBatch) -> Any:
+        results, rows = self.run(batch)
+        gather = self._gather_whole if rows[0] == rows[-1] else self._gather_parts
+        return keras.tree.map_structure(lambda *parts: gather(parts, rows), *results)
+
+    def _gather_whole(self, parts: Sequence[Any], rows: list[slice]) -> Any:
+        return parts[0]
+
+    def _gather_parts(self, parts: Sequence[Any], rows: list[slice]) -> Any:
+        local = tf.concat(parts, axis=0)
+        workers = self.runtime.workers
+        if workers is None:
+            return local
+        per_worker = len(parts)
+        sizes = [r.stop - r.start for r in rows]
+        return workers.all_gather_rows(
+            local, [sum(sizes[i : i + per_worker]) for i in range(0, len(sizes), per_worker)]
+        )
+
+    def in_replica(self, replica: TensorFlowReplica, data: Any) -> Any:
+        """Predicts the replica's rows."""
+        with TensorFlowScope(replica, ()):
+            return self.model.predict_step(data)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+
+
+def _local_index(native: tf.distribute.Strategy) -> int:
+    """The index of the replica that runs in this thread, as a Python number."""
+    devices = [tf.DeviceSpec.from_string(name) for name in native.extended.worker_devices]
+    mine = tf.DeviceSpec.from_string(keras.tree.flatten(tf.distribute.get_replica_context().devices)[0])
+    same = [i for i, d in enumerate(devices) if (d.device_type, d.device_index) == (mine.device_type, mine.device_index)]
+    return same[0]
