@@ -54,7 +54,7 @@ class _ReplicatedFunction(StepFunction):
 
         @tf.autograph.experimental.do_not_convert
         def one_replica() -> Any:
-            index = _local_index(native)
+            index = _local_index(self.runtime)
             rows = RowShare(*tf.unstack(shares[index]))
             replica_id = self.runtime.replica_ids[index]
             replica = TensorFlowReplica(None, replica_id, self.runtime.num_replicas, rows, index)
@@ -133,9 +133,9 @@ def _as_tensor(leaf: Any) -> Any:
     return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
 
-def _local_index(native: tf.distribute.Strategy) -> int:
-    """The index of the replica that runs in this thread, as a Python number."""
-    devices = [tf.DeviceSpec.from_string(name) for name in native.extended.worker_devices]
-    mine = tf.DeviceSpec.from_string(keras.tree.flatten(tf.distribute.get_replica_context().devices)[0])
-    same = [i for i, d in enumerate(devices) if (d.device_type, d.device_index) == (mine.device_type, mine.device_index)]
-    return same[0]
+def _local_index(runtime: TensorFlowRuntime) -> int:
+    """The index, among this worker's replicas, of the one that runs in this thread, as a Python number."""
+    if len(runtime.devices) == 1:
+        return 0
+    replica_id = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+    return int(replica_id) - runtime.replica_ids[0]
