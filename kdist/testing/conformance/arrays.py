@@ -1,0 +1,71 @@
+"""Small made-up data for the cases. Sizes are chosen so that neither 2, 3 nor 4 replicas divide every batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+ROWS = 38  # with batches of 16: two that 3 replicas do not divide, and a short last one of 6
+BATCH = 16
+
+
+def features(rows: int = ROWS, columns: int = 6, seed: int = 0) -> np.ndarray:
+    """Normally distributed rows, float32."""
+    return np.random.RandomState(seed).randn(rows, columns).astype("float32")
+
+
+def regression(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and a target that is nearly linear in them, of shape (rows, 1)."""
+    x = features(rows)
+    noise = np.random.RandomState(1).randn(rows, 1)
+    return x, (x[:, :1] * 2 - x[:, 1:2] + 0.5 + 0.1 * noise).astype("float32")
+
+
+def classes(rows: int = ROWS, number: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and a class for each, int32 of shape (rows,)."""
+    x = features(rows)
+    scores = x @ np.random.RandomState(2).randn(x.shape[1], number)
+    return x, scores.argmax(axis=1).astype("int32")
+
+
+def weights(rows: int = ROWS) -> np.ndarray:
+    """One weight a row, some of them zero."""
+    w = np.random.RandomState(3).rand(rows).astype("float32") * 2
+    w[::7] = 0
+    return w
+
+
+def tokens(rows: int = ROWS, length: int = 7, words: int = 11) -> np.ndarray:
+    """Sequences of word numbers that end in zeros, at a different place in each row; int32."""
+    random = np.random.RandomState(4)
+    ids = random.randint(1, words, size=(rows, length)).astype("int32")
+    ends = random.randint(1, length + 1, size=rows)
+    ids[np.arange(length)[None, :] >= ends[:, None]] = 0
+    return ids
+
+
+def mlp(outputs: int = 1, activation: str | None = None, **dense: Any) -> keras.Model:
+    """A small dense network on `features`."""
+    return keras.Sequential(
+        [
+            keras.layers.Input((6,)),
+            keras.layers.Dense(8, activation="tanh", **dense),
+            keras.layers.Dense(outputs, activation=activation, **dense),
+        ]
+    )
+
+
+def numbers(model: keras.Model, history: Any = None, **more: Any) -> dict[str, Any]:
+    """The weights of a model, the history of a fit, and whatever else should be compared."""
+    found = {f"weight {i} {w.path}": keras.ops.convert_to_numpy(w) for i, w in enumerate(model.weights)}
+    found = {name.split("/")[0] + " " + name.rpartition("/")[2]: value for name, value in found.items()}
+    if history is not None:
+        found |= {f"history {name}": values for name, values in history.history.items()}
+    return found | more
+
+
+def fit(model: keras.Model, x: Any, y: Any = None, **arguments: Any) -> Any:
+    """Two epochs in the given order, in batches that the replicas do not divide."""
+    return model.fit(x, y, **{"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0} | arguments)

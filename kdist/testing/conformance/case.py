@@ -1,0 +1,102 @@
+"""What a conformance case is, how it is run and what is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# Name -> value. Arrays of any shape; every number of both runs is compared.
+Numbers = dict[str, Any]
+
+_MODULES = ("data", "losses", "optimizers", "layers", "models", "metrics", "callbacks")
+
+CASES: dict[str, Case] = {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One promise of the global-batch contract.
+
+    Args:
+        name: Of the function.
+        group: Name of the module, for the table.
+        title: What a user would call it; shown in the support table.
+        function: Called in the scope of a strategy, or without one; returns the numbers to compare.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance, for numbers near zero.
+        backends: The backends that the case makes sense on.
+        why_not_all: Where `backends` are not all: the reason.
+    """
+
+    name: str
+    group: str
+    title: str
+    function: Callable[[], Numbers]
+    rtol: float
+    atol: float
+    backends: tuple[str, ...]
+    why_not_all: str
+
+
+def case(
+    title: str,
+    rtol: float = 1e-5,
+    atol: float = 2e-6,
+    backends: tuple[str, ...] = ("tensorflow", "jax", "torch"),
+    why_not_all: str = "",
+) -> Callable[[Callable[[], Numbers]], Callable[[], Numbers]]:
+    """Registers a function as a case."""
+
+    def register(function: Callable[[], Numbers]) -> Callable[[], Numbers]:
+        name = function.__name__
+        assert name not in CASES, name
+        group = function.__module__.rpartition(".")[2]
+        CASES[name] = Case(name, group, title, function, rtol, atol, backends, why_not_all)
+        return function
+
+    return register
+
+
+def load() -> dict[str, Case]:
+    """Imports all cases (and with them Keras) and returns them by name."""
+    for module in _MODULES:
+        importlib.import_module(f"kdist.testing.conformance.{module}")
+    return CASES
+
+
+def run_case(name: str, strategy: Any = None) -> Numbers:
+    """Runs a case, in the scope of a strategy or without one.
+
+    Args:
+        name: Of the case.
+        strategy: A kdist strategy; `None` for plain Keras on one device.
+
+    Returns:
+        The numbers, as NumPy arrays.
+    """
+    import keras
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(7)
+    policy = keras.config.dtype_policy()
+    try:
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            numbers = load()[name].function()
+    finally:
+        keras.config.set_dtype_policy(policy)
+    return {key: np.asarray(value) for key, value in numbers.items()}
+
+
+def compare(name: str, expected: Numbers, actual: Numbers) -> None:
+    """Raises an `AssertionError` that names the number unless both runs agree to the case's tolerance."""
+    which = load()[name]
+    assert expected.keys() == actual.keys(), f"{name}: {sorted(expected)} != {sorted(actual)}"
+    for key in expected:
+        np.testing.assert_allclose(
+            actual[key], expected[key], rtol=which.rtol, atol=which.atol, err_msg=f"{name}: {key}", verbose=True
+        )

@@ -1,0 +1,67 @@
+"""The strategies that the conformance suite runs under."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A strategy, a number of worker processes and of devices in each.
+
+    Args:
+        name: Short name, for tests.
+        title: For the support table.
+        num_workers: Worker processes.
+        devices_per_worker: Logical CPU devices in each.
+        backends: The backends that can do it.
+        why_not_all: Where `backends` are not all: the reason.
+    """
+
+    name: str
+    title: str
+    num_workers: int
+    devices_per_worker: int
+    backends: tuple[str, ...] = ("tensorflow", "jax", "torch")
+    why_not_all: str = ""
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas over all workers."""
+        return self.num_workers * self.devices_per_worker
+
+
+CONFIGURATIONS = {
+    c.name: c
+    for c in (
+        Configuration("mirrored-2", "Mirrored, 2 devices", 1, 2),
+        Configuration("mirrored-3", "Mirrored, 3 devices", 1, 3),
+        Configuration("workers-2", "MultiWorker, 2 processes", 2, 1),
+        Configuration("workers-3", "MultiWorker, 3 processes", 3, 1),
+        Configuration(
+            "workers-2x2",
+            "MultiWorker, 2 processes of 2 devices",
+            2,
+            2,
+            ("jax", "torch"),
+            "a worker of tf.distribute's MultiWorkerMirroredStrategy has its GPUs or one CPU",
+        ),
+    )
+}
+
+_strategies: dict[str, Any] = {}
+
+
+def make_strategy(name: str) -> Any:
+    """Returns the strategy of a configuration; one a process, created at the first call."""
+    import kdist
+
+    configuration = CONFIGURATIONS[name]
+    if name not in _strategies:
+        devices = [f"cpu:{i}" for i in range(configuration.devices_per_worker)]
+        if configuration.num_workers == 1:
+            _strategies[name] = kdist.MirroredStrategy(devices)
+        else:
+            _strategies[name] = kdist.MultiWorkerMirroredStrategy(devices=devices)
+    return _strategies[name]

@@ -1,0 +1,101 @@
+"""Layers with state or structure of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdist.testing.conformance import arrays as a
+from kdist.testing.conformance.case import Numbers, case
+
+
+@case("synchronised `BatchNormalization`")
+def synchronized_batch_normalization() -> Numbers:
+    x, y = a.regression()
+    # Without kdist, Keras knows the argument on TensorFlow only; on one device it changes nothing.
+    synchronized = _knows_synchronized()
+    model = keras.Sequential(
+        [
+            keras.layers.Input((6,)),
+            keras.layers.Dense(8),
+            keras.layers.BatchNormalization(momentum=0.7, synchronized=synchronized),
+            keras.layers.Activation("tanh"),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    history = a.fit(model, x, y, validation_data=(x, y))
+    return a.numbers(model, history, predicted=model.predict(x, batch_size=a.BATCH, verbose=0))
+
+
+def _knows_synchronized() -> bool:
+    import kdist
+
+    return kdist.has_strategy() or keras.backend.backend() == "tensorflow"
+
+
+@case("convolution, pooling")
+def convolution() -> Numbers:
+    images = np.random.RandomState(8).rand(a.ROWS, 8, 8, 1).astype("float32")
+    labels = (images.mean(axis=(1, 2, 3)) * 40).astype("int32") % 3
+    model = keras.Sequential(
+        [
+            keras.layers.Input((8, 8, 1)),
+            keras.layers.Conv2D(4, 3, activation="relu"),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(3),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return a.numbers(model, a.fit(model, images, labels))
+
+
+@case("embeddings and recurrent layers")
+def recurrent() -> Numbers:
+    x = a.tokens()
+    y = (x.sum(axis=1, keepdims=True) * 0.1).astype("float32")
+    model = keras.Sequential(
+        [
+            keras.layers.Input((7,), dtype="int32"),
+            keras.layers.Embedding(11, 5, mask_zero=True),
+            keras.layers.LSTM(4),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return a.numbers(model, a.fit(model, x, y))
+
+
+class _Counting(keras.layers.Layer):
+    """Counts steps and keeps a moving mean, in variables without a declared aggregation."""
+
+    def build(self, shape: Any) -> None:
+        self.steps = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.steps.assign_add(1)
+            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(inputs, axis=0))
+        return inputs
+
+
+@case("layers with variables of their own")
+def stateful_layer() -> Numbers:
+    x, y = a.regression()
+    model = keras.Sequential([keras.layers.Input((6,)), _Counting(), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return a.numbers(model, a.fit(model, x, y))
+
+
+@case("frozen layers")
+def frozen_layers() -> Numbers:
+    x, y = a.regression()
+    model = a.mlp()
+    model.layers[0].trainable = False
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return a.numbers(model, a.fit(model, x, y))

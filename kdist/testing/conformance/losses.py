@@ -1,0 +1,132 @@
+"""Reductions, masks, custom losses and regularisers: the denominators of the global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from kdist.testing.conformance import arrays as a
+from kdist.testing.conformance.case import Numbers, case
+
+
+def _train(model: keras.Model, loss: Any, weighted: bool = True, rate: float = 0.05) -> Numbers:
+    x, y = a.regression()
+    model.compile(keras.optimizers.SGD(rate), loss)
+    history = a.fit(model, x, y, sample_weight=a.weights() if weighted else None)
+    score = model.evaluate(x, y, sample_weight=a.weights() if weighted else None, batch_size=a.BATCH, verbose=0)
+    return a.numbers(model, history, score=score)
+
+
+@case("loss reduction `sum`")
+def reduction_sum() -> Numbers:
+    return _train(a.mlp(), keras.losses.MeanSquaredError(reduction="sum"), rate=0.005)
+
+
+@case("loss reduction `sum_over_batch_size`")
+def reduction_sum_over_batch_size() -> Numbers:
+    return _train(a.mlp(), keras.losses.Huber(reduction="sum_over_batch_size"))
+
+
+@case("loss reduction `mean_with_sample_weight`")
+def reduction_mean_with_sample_weight() -> Numbers:
+    return _train(a.mlp(), keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
+
+
+@case(
+    "loss reduction `none`",
+    backends=("tensorflow",),
+    why_not_all="JAX and PyTorch differentiate scalars only",
+)
+def reduction_none() -> Numbers:
+    # One row a loss: the gradient of a vector is that of its sum.
+    x, y = a.regression()
+    model = a.mlp()
+    model.compile(keras.optimizers.SGD(0.01), keras.losses.MeanSquaredError(reduction=None))
+    a.fit(model, x[:36], y[:36], batch_size=12)
+    return a.numbers(model)
+
+
+@case("custom losses that return a scalar mean")
+def scalar_loss() -> Numbers:
+    def loss(y: Any, predicted: Any) -> Any:
+        return ops.mean(ops.abs(y - predicted))
+
+    return _train(a.mlp(), loss, weighted=False)
+
+
+@case("custom scalar losses with `sample_weight`")
+def scalar_loss_with_weights() -> Numbers:
+    def loss(y: Any, predicted: Any) -> Any:
+        return ops.mean(ops.square(y - predicted))
+
+    return _train(a.mlp(), loss)
+
+
+@case("weight and activity regularisers")
+def regularizers() -> Numbers:
+    model = a.mlp(
+        kernel_regularizer=keras.regularizers.L2(0.1),
+        bias_regularizer=keras.regularizers.L1(0.01),
+        activity_regularizer=keras.regularizers.L2(0.05),
+    )
+    return _train(model, "mse")
+
+
+class _Penalty(keras.layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(0.1 * ops.mean(ops.square(inputs)))
+        return inputs
+
+
+@case("`add_loss`")
+def add_loss() -> Numbers:
+    model = keras.Sequential(
+        [keras.layers.Input((6,)), keras.layers.Dense(5, activation="tanh"), _Penalty(), keras.layers.Dense(1)]
+    )
+    return _train(model, "mse")
+
+
+def _masked_model() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.layers.Input((7,), dtype="int32"),
+            keras.layers.Embedding(11, 5, mask_zero=True),
+            keras.layers.Dense(4, activation="tanh"),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+@case("masks: the mean over the positions that are left")
+def masks() -> Numbers:
+    model = _masked_model()
+    x = a.tokens()
+    y = (x[..., None] * 0.1).astype("float32")
+    model.compile(keras.optimizers.SGD(0.5), "mse", metrics=["mae"], weighted_metrics=["mse"])
+    history = a.fit(model, x, y)
+    return a.numbers(model, history, score=model.evaluate(x, y, batch_size=a.BATCH, verbose=0))
+
+
+@case("masks with `sample_weight` and other reductions")
+def masks_with_weights() -> Numbers:
+    x = a.tokens()
+    y = (x[..., None] * 0.1).astype("float32")
+    found: Numbers = {}
+    for reduction in ("sum_over_batch_size", "mean_with_sample_weight", "sum"):
+        model = _masked_model()
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        model.compile(keras.optimizers.SGD(0.001 if reduction == "sum" else 0.2), loss)
+        history = a.fit(model, x, y, sample_weight=a.weights())
+        found |= {f"{reduction} {name}": value for name, value in a.numbers(model, history).items()}
+    return found
+
+
+@case("classification losses with label smoothing and logits")
+def classification() -> Numbers:
+    x, y = a.classes()
+    model = a.mlp(4)
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
+    model.compile(keras.optimizers.SGD(0.2), loss, metrics=["accuracy"])
+    return a.numbers(model, a.fit(model, x, keras.utils.to_categorical(y, 4)))

@@ -1,0 +1,79 @@
+"""Metrics: what all replicas together have seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from kdist.testing.conformance import arrays as a
+from kdist.testing.conformance.case import Numbers, case
+
+
+@case("classification metrics (AUC, precision, recall, F1, IoU, top-k)")
+def classification_metrics() -> Numbers:
+    x, y = a.classes()
+    model = a.mlp(4, activation="softmax")
+    metrics = [
+        keras.metrics.AUC(name="auc"),
+        keras.metrics.Precision(name="precision"),
+        keras.metrics.Recall(thresholds=[0.2, 0.5], name="recall"),
+        keras.metrics.F1Score(name="f1"),
+        keras.metrics.OneHotMeanIoU(num_classes=4, name="iou"),
+        keras.metrics.TopKCategoricalAccuracy(k=2, name="top2"),
+        keras.metrics.CategoricalAccuracy(name="accuracy"),
+        keras.metrics.SensitivityAtSpecificity(0.5, name="sensitivity"),
+    ]
+    model.compile(keras.optimizers.SGD(0.3), "categorical_crossentropy", metrics=metrics)
+    labels = keras.utils.to_categorical(y, 4)
+    history = a.fit(model, x, labels, sample_weight=None)
+    history.history = {k: [list(map(float, ops.ravel(ops.convert_to_tensor(e)))) for e in v] for k, v in history.history.items()}
+    return a.numbers(model, history)
+
+
+@case("regression metrics (RMSE, R², cosine similarity, correlation)")
+def regression_metrics() -> Numbers:
+    x, y = a.regression()
+    model = a.mlp()
+    metrics = [
+        keras.metrics.RootMeanSquaredError(name="rmse"),
+        keras.metrics.R2Score(name="r2"),
+        keras.metrics.CosineSimilarity(name="cosine"),
+        keras.metrics.LogCoshError(name="logcosh"),
+        keras.metrics.MeanRelativeError(normalizer=[2.0], name="relative") if hasattr(keras.metrics, "MeanRelativeError") else "mse",
+    ]
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=metrics, weighted_metrics=["mape"])
+    history = a.fit(model, x, y, sample_weight=a.weights())
+    return a.numbers(model, history, score=model.evaluate(x, y, batch_size=a.BATCH, verbose=0))
+
+
+class _Share(keras.metrics.Metric):
+    """A metric of the user's: the share of predictions above zero."""
+
+    def __init__(self, name: str = "share", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+        self.above = self.add_variable((), "zeros", name="above")
+        self.all = self.add_variable((), "zeros", dtype="int32", name="all")
+
+    def update_state(self, y: Any, predicted: Any, sample_weight: Any = None) -> None:
+        self.above.assign_add(ops.sum(ops.cast(predicted > 0, self.above.dtype)))
+        self.all.assign_add(ops.cast(ops.size(predicted), "int32"))
+
+    def result(self) -> Any:
+        return self.above / ops.cast(self.all, self.above.dtype)
+
+
+@case("custom metrics: classes, functions of rows, functions that return a scalar")
+def custom_metrics() -> Numbers:
+    def largest(y: Any, predicted: Any) -> Any:
+        return ops.max(ops.abs(y - predicted), axis=-1)
+
+    def scalar(y: Any, predicted: Any) -> Any:
+        return ops.mean(ops.square(y - predicted))
+
+    x, y = a.regression()
+    model = a.mlp()
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[_Share(), largest, scalar])
+    history = a.fit(model, x, y)
+    return a.numbers(model, history, score=model.evaluate(x, y, batch_size=a.BATCH, verbose=0))
