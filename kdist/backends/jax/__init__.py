@@ -1,0 +1,12 @@
+"""The JAX backend: one global program over a mesh of all devices of all workers."""
+
+from __future__ import annotations
+
+from kdist.backends.contract import Backend
+
+
+def create_backend() -> Backend:
+    """Returns the backend; called once a process by `kdist.backends.get_backend`."""
+    from kdist.backends.jax.backend import JaxBackend
+
+    return JaxBackend()

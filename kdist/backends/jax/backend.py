@@ -1,0 +1,58 @@
+"""`JaxBackend`: creates devices, joins workers, and shares the state of the shuffling generator."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kdist.backends.contract import Backend, Runtime
+from kdist.backends.jax import devices as jax_devices
+from kdist.backends.jax import workers
+from kdist.backends.jax.runtime import JaxRuntime
+
+if TYPE_CHECKING:
+    from kdist.cluster import Cluster
+    from kdist.strategies.communication import CommunicationOptions
+
+# NumPy's Mersenne Twister: position, whether a second Gaussian is waiting, and that Gaussian; then the words.
+_GENERATOR = struct.Struct("<qqd")
+
+
+class JaxBackend(Backend):
+    """Keras on JAX."""
+
+    name = "jax"
+
+    def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
+        """Returns the devices of this process; starts JAX's backends."""
+        return jax_devices.list_devices(kind)
+
+    def require_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
+        """Makes sure that the devices exist, creating logical CPU devices where needed."""
+        return jax_devices.require_devices(devices)
+
+    def create_runtime(
+        self, devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions
+    ) -> Runtime:
+        """Joins the workers of `cluster` (if any) and returns the runtime of one strategy."""
+        group = workers.join(devices, cluster, options)
+        names = tuple(devices) or jax_devices.list_devices()
+        if not devices and names[0].startswith("cpu"):
+            names = names[:1]
+        return JaxRuntime(names, group)
+
+    def random_state(self) -> bytes:
+        """Returns the state of NumPy's global generator, which Keras's array adapter shuffles with on JAX."""
+        state = np.random.get_state(legacy=False)
+        words = np.asarray(state["state"]["key"], dtype="<u4").tobytes()
+        head = _GENERATOR.pack(state["state"]["pos"], state["has_gauss"], state["gauss"])
+        return head + words
+
+    def set_random_state(self, state: bytes) -> None:
+        """Sets what `random_state` returned on another worker."""
+        position, has_gauss, gauss = _GENERATOR.unpack_from(state)
+        words = np.frombuffer(state, dtype="<u4", offset=_GENERATOR.size).astype(np.uint32)
+        np.random.set_state(("MT19937", words, position, has_gauss, gauss))

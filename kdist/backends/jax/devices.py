@@ -1,0 +1,91 @@
+"""The devices of this process as JAX sees them, and logical CPU devices on request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from kdist.backends.device_names import count_of_kind, missing_device, short_name, too_late
+from kdist.cluster import environment
+
+KINDS = ("gpu", "tpu", "cpu")
+
+# Each CPU device of a process blocks a thread of XLA's pool while it waits in a collective, and the pool has
+# only as many threads as there are cores: more devices than cores wait for each other until XLA aborts.
+_POOL_THREADS = 16
+_THREADS_PER_DEVICE = 4
+
+
+def local_devices(kind: str) -> list[Any]:
+    """Returns JAX's device objects of a kind in this process; starts JAX's backends.
+
+    Args:
+        kind: `"cpu"`, `"gpu"` or `"tpu"`.
+    """
+    try:
+        return list(jax.local_devices(backend=kind))
+    except RuntimeError:  # JAX's way to say that it knows no such platform here
+        return []
+
+
+def list_devices(kind: str | None = None) -> tuple[str, ...]:
+    """Returns the names of the local devices of a kind; `None` for accelerators, else the CPU devices."""
+    for candidate in (kind,) if kind else KINDS:
+        names = tuple(f"{candidate}:{i}" for i in range(len(local_devices(candidate))))
+        if names:
+            return names
+    return ()
+
+
+def request_cpus(devices: Sequence[str]) -> None:
+    """Asks JAX to show the CPU devices that the short names `devices` need, without starting it.
+
+    Raises:
+        DeviceError: JAX has started already, with fewer CPU devices.
+    """
+    needed = count_of_kind(devices, "cpu")
+    if needed < 2:
+        return
+    # Read by XLA when its CPU client starts; see DESIGN.md, section 5, "Trap".
+    environment.set_default("PJRT_NPROC", max(_POOL_THREADS, _THREADS_PER_DEVICE * needed))
+    if "xla_force_host_platform_device_count" in (environment.get("XLA_FLAGS") or ""):
+        shown = len(local_devices("cpu"))  # the older way to ask; JAX refuses both at once
+    else:
+        shown = _show_cpus(needed)
+    if shown < needed:
+        raise too_late("JAX", needed, f'jax.config.update("jax_num_cpu_devices", {needed})')
+
+
+def _show_cpus(needed: int) -> int:
+    wanted = max(needed, jax.config.jax_num_cpu_devices)
+    try:
+        jax.config.update("jax_num_cpu_devices", wanted)
+        return wanted
+    except RuntimeError:  # JAX's backends have started: it shows what it shows
+        return len(local_devices("cpu"))
+
+
+def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
+    """Makes sure that the devices exist; see `Backend.require_devices`."""
+    names = tuple(short_name(name) for name in devices)
+    request_cpus(names)
+    find_devices(names)
+    return names
+
+
+def find_devices(names: Sequence[str]) -> list[Any]:
+    """Returns JAX's device objects for short names.
+
+    Raises:
+        DeviceError: A device is not there.
+    """
+    found = []
+    for name in names:
+        kind, index = name.split(":")
+        available = local_devices(kind)
+        if int(index) >= len(available):
+            raise missing_device(name, [other for k in KINDS for other in list_devices(k)])
+        found.append(available[int(index)])
+    return found

@@ -1,0 +1,135 @@
+"""`Replicas`: the mesh over all devices, and the placing of state and batches on it.
+
+A replica is a device of the mesh. Nothing is computed per replica: the step is one global program, and XLA
+divides its rows. So "placing" is all there is: state is replicated, batches are split by rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.experimental import sparse
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+BATCH_AXIS = "batch"
+
+
+class Replicas:
+    """The devices of all workers as one axis, in the order of the workers.
+
+    Args:
+        devices: JAX's devices of all workers, those of worker 0 first.
+        local_devices: Those of this worker, in the same order.
+        worker_index: This worker.
+    """
+
+    def __init__(self, devices: Sequence[Any], local_devices: Sequence[Any], worker_index: int) -> None:
+        self.num_replicas = len(devices)
+        self.first_device = local_devices[0]
+        self._first_local = worker_index * len(local_devices)
+        self._num_local = len(local_devices)
+        self._is_global = len(devices) > len(local_devices)
+        mesh, local_mesh = (Mesh(np.array(list(d)), (BATCH_AXIS,)) for d in (devices, local_devices))
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.split = NamedSharding(mesh, PartitionSpec(BATCH_AXIS))
+        self._local_replicated = NamedSharding(local_mesh, PartitionSpec())
+        self._local_split = NamedSharding(local_mesh, PartitionSpec(BATCH_AXIS))
+        # Several executions in flight on several CPU devices can exhaust XLA's threads, each waiting for the
+        # other's collectives. PJRT_NPROC makes this unlikely, one execution at a time makes it impossible.
+        self._one_at_a_time = len(local_devices) > 1 and self.first_device.platform == "cpu"
+
+    def place_state(self, values: Any) -> Any:
+        """Copies process-local arrays to all devices.
+
+        Every worker passes equal values; nothing is sent between workers. The result shares no memory with
+        `values`, so it may be donated while variables still show them.
+
+        Args:
+            values: A tree of arrays.
+        """
+        leaves, tree = jax.tree.flatten(values)
+        # A replicated device_put would share the first device's buffer even with may_alias=False.
+        fresh = jax.device_put(leaves, self.first_device, may_alias=False)
+        return jax.tree.unflatten(tree, self._put(fresh, [self._local_replicated] * len(fresh)))
+
+    def place_batch(self, batch: Any) -> Any:
+        """Puts a global batch on the devices: each takes its rows, where the replicas divide them.
+
+        Else every device gets all rows, and `divide` splits the work inside the program.
+
+        Args:
+            batch: A structure of NumPy arrays or tensors, with `None` where there is nothing.
+        """
+        leaves = [_as_array(leaf) for leaf in keras.tree.flatten(batch)]
+        indices, parts, shardings = [], [], []
+        for i, leaf in enumerate(leaves):
+            if leaf is None:
+                continue
+            if isinstance(leaf, sparse.BCOO):  # its index arrays have no rows to split
+                leaves[i] = jax.tree.map(lambda part: self._put([part], [self._local_replicated])[0], leaf)
+                continue
+            splits = leaf.ndim > 0 and leaf.shape[0] > 0 and leaf.shape[0] % self.num_replicas == 0
+            indices.append(i)
+            parts.append(self._local_rows(leaf) if splits else leaf)
+            shardings.append(self._local_split if splits else self._local_replicated)
+        for i, placed in zip(indices, self._put(parts, shardings), strict=True):
+            leaves[i] = placed
+        return keras.tree.pack_sequence_as(batch, leaves)
+
+    def place_whole(self, batch: Any) -> Any:
+        """Puts a global batch on the first device of this worker."""
+        leaves = [_as_array(leaf) for leaf in keras.tree.flatten(batch)]
+        return keras.tree.pack_sequence_as(batch, jax.device_put(leaves, self.first_device))
+
+    def divide(self, batch: Any) -> Any:
+        """Inside the program: has XLA split the rows over the replicas, also where these do not divide them.
+
+        XLA pads the last part and masks the padding in every reduction, so numbers do not change.
+        """
+
+        def constrain(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array) or leaf.ndim == 0 or leaf.shape[0] < self.num_replicas:
+                return leaf
+            return jax.lax.with_sharding_constraint(leaf, self.split)
+
+        return keras.tree.map_structure(constrain, batch)
+
+    def show(self, values: Any) -> Any:
+        """Returns this worker's view of replicated arrays, without a copy: plain arrays of one device."""
+        return jax.tree.map(lambda value: value.addressable_data(0), values)
+
+    def throttle(self, values: Any) -> None:
+        """Called after each step with its results: waits for them where a second step could get in its way."""
+        if self._one_at_a_time:
+            jax.block_until_ready(values)
+
+    def _local_rows(self, leaf: Any) -> Any:
+        if not self._is_global:
+            return leaf
+        rows = leaf.shape[0] // self.num_replicas
+        return leaf[self._first_local * rows : (self._first_local + self._num_local) * rows]
+
+    def _put(self, parts: list[Any], shardings: list[Any]) -> list[Any]:
+        local = jax.device_put(parts, shardings)
+        if not self._is_global:
+            return local
+        return [self._globalize(a, s) for a, s in zip(local, shardings, strict=True)]
+
+    def _globalize(self, local: Any, sharding: Any) -> Any:
+        shards = [shard.data for shard in local.addressable_shards]
+        if sharding is self._local_replicated:
+            return jax.make_array_from_single_device_arrays(local.shape, self.replicated, shards)
+        rows = shards[0].shape[0] * self.num_replicas
+        return jax.make_array_from_single_device_arrays((rows, *local.shape[1:]), self.split, shards)
+
+
+def _as_array(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, (np.ndarray, jax.Array, sparse.BCOO)):
+        return leaf
+    if hasattr(leaf, "detach"):  # a PyTorch tensor, possibly on a GPU
+        leaf = leaf.detach().cpu()
+    return np.asarray(leaf)

@@ -1,0 +1,134 @@
+"""`JaxSteps`: runs the steps of one model as one program over all devices.
+
+Keras's JAX trainer is stateless inside (`train_step(state, data) -> logs, state`) and its state is what is
+placed on the mesh. Since the program sees the whole global batch, every loss, mask, metric, clipping and moving
+statistic is the one of a single device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from kdist import keras_hooks
+from kdist.backends.contract import GlobalBatch, StepFunction
+from kdist.backends.jax.replicas import Replicas
+
+# What each step's state consists of, in the order of Keras's JAX trainer.
+_STATE = {
+    "train": ("trainable_variables", "non_trainable_variables", "optimizer", "metrics_variables"),
+    "test": ("trainable_variables", "non_trainable_variables", "metrics_variables"),
+    "predict": ("trainable_variables", "non_trainable_variables"),
+}
+
+
+class JaxSteps(StepFunction):
+    """Runs `train_step`, `test_step` or `predict_step` of a model on global batches.
+
+    Between steps the state lives here, replicated over all devices; `sync` shows it in the variables. The
+    variables keep their last values meanwhile, in memory of their own on the first device, so that an error in
+    a step never leaves them without a value.
+
+    With `run_eagerly` or `jit_compile=False` there is no program to divide: every worker computes the whole
+    global batch on its first device. This is for debugging; every value is then an ordinary array.
+
+    Predictions are gathered: each device holds the outputs for all rows of the batch while they are read.
+
+    Args:
+        model: The model; held weakly, since step functions are kept in a table of models.
+        replicas: The devices.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+
+    def __init__(self, model: Any, replicas: Replicas, kind: str) -> None:
+        self._model = weakref.ref(model)
+        self._replicas = replicas
+        self._kind = kind
+        self._state: Any = None
+        self._eager = bool(model.run_eagerly) or not model.jit_compile
+        step = _stateless_step(self._model, kind)
+        if self._eager:
+            self._step = step
+        else:
+            self._step = jax.jit(
+                lambda state, data: step(state, replicas.divide(data)),
+                donate_argnums=0,
+                out_shardings=replicas.replicated,
+            )
+
+    def __enter__(self) -> JaxSteps:
+        """Ends what other steps of the model have under way, such as the `fit` whose callback evaluates."""
+        self._model().jax_state_sync()
+        return self
+
+    def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
+        """Runs one step a batch. Returns the last logs (train, test) or the rows of all batches (predict)."""
+        outputs = []
+        for batch in batches:
+            outputs.append(self._run(batch))
+        if self._kind != "predict":
+            return outputs[-1]
+        if len(outputs) == 1:
+            return outputs[0]
+        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+
+    def _run(self, batch: GlobalBatch) -> Any:
+        if self._state is None:
+            # A callback may have changed anything since the last sync: the variables are the truth.
+            self._state = self._read()
+            keras_hooks.show_state(self._model(), self.sync)
+        if self._eager:
+            data = self._replicas.place_whole(batch)
+            outputs, self._state = self._step(self._state, data)
+            return outputs
+        data = self._replicas.place_batch(batch)
+        try:
+            outputs, self._state = self._step(self._state, data)
+        except BaseException:
+            self._forget_donated()
+            raise
+        self._replicas.throttle((outputs, self._state))
+        return self._replicas.show(outputs)
+
+    def sync(self) -> None:
+        """Shows the state in the model's variables, without copying; the next step reads them again."""
+        state, self._state = self._state, None
+        if state is None:
+            return
+        keras_hooks.hide_state(self._model())
+        if not self._eager:
+            state = self._replicas.show(state)
+        for variables, values in zip(_state_variables(self._model(), self._kind), state, strict=True):
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+
+    def _read(self) -> Any:
+        groups = _state_variables(self._model(), self._kind)
+        state = tuple([variable.value for variable in variables] for variables in groups)
+        return state if self._eager else self._replicas.place_state(state)
+
+    def _forget_donated(self) -> None:
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
+            keras_hooks.hide_state(self._model())
+            self._state = None  # the variables still have the values of the last sync
+
+
+def _state_variables(model: Any, kind: str) -> list[Sequence[Any]]:
+    groups = [getattr(model, name) for name in _STATE[kind]]
+    return [group.variables if name == "optimizer" else group for name, group in zip(_STATE[kind], groups)]
+
+
+def _stateless_step(model_ref: weakref.ref[Any], kind: str) -> Any:
+    if kind != "predict":
+        return lambda state, data: getattr(model_ref(), f"{kind}_step")(state, data)
+
+    def predict_step(state: Any, data: Any) -> Any:
+        outputs, non_trainable_variables = model_ref().predict_step(state, data)
+        return outputs, (state[0], non_trainable_variables)
+
+    return predict_step
