@@ -1,0 +1,57 @@
+"""The PyTorch backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kdist.backends.contract import Backend
+from kdist.backends.torch import devices as torch_devices
+from kdist.backends.torch.runtime import TorchRuntime
+from kdist.backends.torch.workers import join
+from kdist.errors import DeviceError
+from kdist.strategies.communication import CommunicationImplementation, hint_ignored
+
+if TYPE_CHECKING:
+    from kdist.cluster import Cluster
+    from kdist.strategies.communication import CommunicationOptions
+
+
+class TorchBackend(Backend):
+    """Keras on PyTorch."""
+
+    name = "torch"
+
+    def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
+        """Returns the devices of this process."""
+        return torch_devices.list_devices(kind)
+
+    def require_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
+        """Returns the short names of the devices; all CPU devices are the one CPU."""
+        return torch_devices.require_devices(devices)
+
+    def create_runtime(
+        self, devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions
+    ) -> TorchRuntime:
+        """Joins the workers with `torch.distributed`."""
+        names = self.require_devices(devices) if devices else torch_devices.devices_of_worker(cluster)
+        if options.implementation is CommunicationImplementation.NCCL and any(n.startswith("cpu:") for n in names):
+            raise DeviceError(
+                "NCCL was asked for, but it runs on NVIDIA GPUs only.",
+                received={"devices": names, "implementation": "NCCL"},
+                hint="Use CommunicationImplementation.AUTO (gloo on CPUs), or start where there are GPUs.",
+            )
+        if options.bytes_per_pack:
+            hint_ignored(f"bytes_per_pack={options.bytes_per_pack}", "gradients of a dtype travel as one pack.")
+        return TorchRuntime(names, join(cluster, names, options) if cluster is not None else None)
+
+    def random_state(self) -> bytes:
+        """Returns the state of PyTorch's generator, from which Keras's data loaders shuffle."""
+        return torch.get_rng_state().numpy().tobytes()
+
+    def set_random_state(self, state: bytes) -> None:
+        """Sets the state of PyTorch's generator on the CPU."""
+        torch.set_rng_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))

@@ -1,0 +1,301 @@
+"""One replica on PyTorch: its sums over all replicas, and its own copy of every variable."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import keras
+import torch
+
+from kdist.backends.replica import Replica, ReplicaScope, RowShare
+from kdist.context import current_replica
+
+if TYPE_CHECKING:
+    from kdist.backends.torch.threads import Baton
+    from kdist.backends.torch.workers import Workers
+
+
+class TorchReplica(Replica):
+    """A replica that runs in a thread of this process.
+
+    Args:
+        strategy: The strategy that runs it.
+        replica_id: Its index over all workers.
+        shares: The row shares of all replicas, over all workers.
+        local_index: Its index among the replicas of this process.
+        baton: Hands the turn to the other replicas of this process; `None` where there are none.
+        workers: The other processes; `None` where there are none.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        replica_id: int,
+        shares: Sequence[RowShare],
+        local_index: int = 0,
+        baton: Baton | None = None,
+        workers: Workers | None = None,
+    ) -> None:
+        super().__init__(strategy, replica_id, len(shares), shares[replica_id])
+        self._shares = shares
+        self._index = local_index
+        self._baton = baton
+        self._workers = workers
+
+    def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums over the local replicas in their order, then over the workers.
+
+        The results belong to all local replicas of a device: do not write to them.
+        """
+        with torch.no_grad():
+            return self._sum_in_place([tensor.detach().clone() for tensor in tensors])
+
+    def all_reduce_packed(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums each tensor, with one collective a dtype."""
+        return self._sum_packed(tensors, 1.0)
+
+    def mean_over_rows(self, tensors: Sequence[Any]) -> list[Any]:
+        """Means over all rows, with one collective a dtype."""
+        return self._sum_packed(tensors, self.rows.share)
+
+    def all_reduce_with_gradient(self, tensor: Any) -> Any:
+        """Sums a tensor over all replicas, differentiably and as often as one likes."""
+        return _SumWithGradient.apply(tensor, self)
+
+    def moments(self, x: Any, axes: Sequence[int], keepdims: bool = False) -> tuple[Any, Any]:
+        """Returns mean and variance over the rows of all replicas, with one collective forth and one back.
+
+        Every replica learns the mean and the variance of each and puts them together by the formula of Chan,
+        Golub and LeVeque (http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf), which loses no
+        digits where the mean is large. What one replica reduced weighs as much as its rows.
+        """
+        x = keras.ops.convert_to_tensor(x)
+        axes = [axis % x.ndim for axis in axes]
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))
+        variance, mean = torch.var_mean(precise, dim=axes, correction=0, keepdim=True)
+        mine = torch.stack([mean, variance])
+        slots = [mine if i == self.replica_id_in_sync_group else torch.zeros_like(mine) for i in range(len(self._shares))]
+        means, variances = self.all_reduce_with_gradient(torch.stack(slots, dim=1))
+        weights = torch.tensor([rows.share for rows in self._shares], dtype=precise.dtype, device=x.device)
+        weights = weights.reshape(-1, *[1] * x.ndim)
+        mean = (weights * means).sum(0)
+        variance = (weights * (variances + (means - mean) ** 2)).sum(0)
+        if not keepdims:
+            mean, variance = mean.squeeze(axes), variance.squeeze(axes)
+        return mean.to(x.dtype), variance.to(x.dtype)
+
+    def apply_gradients(self, apply: Callable[[], Any]) -> Any:
+        """Lets the first local replica run Keras's `optimizer.apply` on the real variables.
+
+        The gradients were summed before, so the other replicas stand still until it goes on; their copies
+        follow, for steps that use the new weights.
+        """
+        if self._index > 0:
+            return None
+        assert isinstance(self.scope, TorchScope)
+        return self.scope.change_real_variables(apply)
+
+    def _sum_packed(self, tensors: Sequence[Any], weight: float) -> list[Any]:
+        if self.num_replicas_in_sync == 1:
+            return list(tensors)
+        groups: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            groups.setdefault(tensor.dtype, []).append(i)
+        results: list[Any] = [None] * len(tensors)
+        with torch.no_grad():
+            flats = [torch.cat([tensors[i].detach().reshape(-1) for i in group]) for group in groups.values()]
+            if weight != 1.0:
+                torch._foreach_mul_(flats, weight)
+            for total, group in zip(self._sum_in_place(flats), groups.values(), strict=True):
+                parts = total.split([tensors[i].numel() for i in group])
+                for i, part in zip(group, parts, strict=True):
+                    results[i] = part.view(tensors[i].shape)
+        return results
+
+    def _sum_in_place(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._baton is None:
+            return self._sum_over_workers(tensors)
+        what = ("sum", [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
+        totals = self._baton.meet(self._index, what, tensors, self._sum_over_replicas)
+        return [total.to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
+
+    def _sum_over_replicas(self, values: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            totals = values[0]
+            for others in values[1:]:
+                for total, other in zip(totals, others, strict=True):
+                    total += other.to(total.device)
+            return self._sum_over_workers(totals)
+
+    def _sum_over_workers(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._workers is not None:
+            for tensor in tensors:
+                self._workers.all_reduce(tensor)
+        return tensors
+
+
+class _SumWithGradient(torch.autograd.Function):
+    """A sum over all replicas. It keeps the replica, since a GPU's backward pass runs in another thread."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, replica: TorchReplica) -> torch.Tensor:
+        ctx.replica = replica
+        # Not shared with the other replicas: autograd marks what a function returns.
+        return replica.all_reduce_sum([tensor])[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        share = ctx.replica.rows.share
+        return _SumWithGradient.apply(gradient * share, ctx.replica) / share, None
+
+
+class TorchScope(ReplicaScope):
+    """Shows the first local replica the real variables, and each other one its copies.
+
+    Args:
+        replica: The replica.
+        copies: Its copies; `None` for the first local replica.
+        others: The copies of all other local replicas, for the first one, whose writes they follow.
+    """
+
+    def __init__(
+        self, replica: TorchReplica, copies: VariableCopies | None = None, others: Sequence[VariableCopies] = ()
+    ) -> None:
+        super().__init__(replica)
+        self.copies = copies
+        self._others = others
+
+    def local(self, variable: Any) -> torch.Tensor:
+        """Returns the tensor that this replica reads, writes and differentiates for."""
+        if variable._value is None:
+            self._initialize(variable)
+        return variable._value if self.copies is None else self.copies.get(variable)
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Copies a value into the replica's tensor."""
+        for copies in self._others:
+            copies.get(variable)  # who has not looked at the variable yet must find its old value
+        with torch.no_grad():
+            self.local(variable).copy_(value)
+
+    def snapshot(self, variable: Any) -> torch.Tensor:
+        """Returns a copy of the replica's tensor."""
+        return self.local(variable).detach().clone()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within this, Keras works on the real variables as if there were no scope."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def change_real_variables(self, change: Callable[[], Any]) -> Any:
+        """Calls a function that changes real variables, behind the back of this scope, and lets the copies follow."""
+        before = [copies.versions() for copies in self._others]
+        with self.suspended(), torch.no_grad():
+            result = change()
+        for copies, versions in zip(self._others, before, strict=True):
+            copies.refresh(unless=versions)
+        return result
+
+    def _initialize(self, variable: Any) -> None:
+        # Keras defers the values of variables that are created in any scope until one is left that initialises.
+        with self.suspended(), keras.StatelessScope():
+            pass
+
+
+@dataclass
+class _Copy:
+    variable: weakref.ref[Any]
+    real: torch.Tensor
+    copy: torch.Tensor
+
+
+class VariableCopies:
+    """The variables of a local replica other than the first: leaf tensors on its device.
+
+    A copy is made when its variable is first seen, and follows the real variable from step to step. Variables
+    are held weakly: a model must not live as long as the copies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies: dict[int, _Copy] = {}
+
+    def get(self, variable: Any) -> torch.Tensor:
+        """Returns the copy of a Keras variable."""
+        found = self._copies.get(id(variable))
+        if found is None or found.variable() is not variable:
+            found = self._copies[id(variable)] = self._make(variable)
+        return found.copy
+
+    def _make(self, variable: Any) -> _Copy:
+        real = variable._value
+        copy = real.detach().to(self._device, copy=True).requires_grad_(real.requires_grad)
+        return _Copy(weakref.ref(variable), real, copy)
+
+    def start_step(self) -> None:
+        """Takes over the values of the real variables, and forgets gradients."""
+        for key, known in list(self._copies.items()):
+            variable = known.variable()
+            if variable is None:
+                del self._copies[key]
+            elif variable._value is not known.real:
+                self._copies[key] = self._make(variable)
+            else:
+                known.copy.grad = None
+                known.copy.requires_grad_(known.real.requires_grad)
+        self.refresh()
+
+    def versions(self) -> dict[int, int]:
+        """Returns a number for each variable that changes when the variable is written."""
+        return {key: known.real._version for key, known in self._copies.items()}
+
+    def refresh(self, unless: Mapping[int, int] | None = None) -> None:
+        """Takes over the values of the real variables; only of changed ones where their `versions` are given."""
+        stale = [c for key, c in self._copies.items() if unless is None or c.real._version != unless.get(key)]
+        if stale:
+            with torch.no_grad():
+                torch._foreach_copy_([c.copy for c in stale], [c.real.detach() for c in stale])
+
+    def forget_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forgets the gradients of the copies of some real parameters."""
+        copies = {id(known.real): known.copy for known in self._copies.values()}
+        for parameter in parameters:
+            if id(parameter) in copies:
+                copies[id(parameter)].grad = None
+
+
+@contextmanager
+def zero_grad_of_each_replica(model: Any) -> Iterator[None]:
+    """For the time of a step, lets `zero_grad` clear the gradients of the replica that calls it, not another's.
+
+    Attributes of the instances that are gone afterwards. Enter it outside the replicas.
+    """
+    layers = list({id(layer): layer for layer in [model, *model._flatten_layers()]}.values())
+    for layer in layers:
+        layer.__dict__["zero_grad"] = _zero_grad(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("zero_grad", None)
+
+
+def _zero_grad(layer: Any) -> Callable[..., None]:
+    original = type(layer).zero_grad.__get__(layer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        scope = getattr(current_replica(), "scope", None)
+        if isinstance(scope, TorchScope) and scope.copies is not None:
+            scope.copies.forget_gradients(layer.parameters())
+        else:
+            original(set_to_none)
+
+    return zero_grad

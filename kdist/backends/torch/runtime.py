@@ -1,0 +1,76 @@
+"""What a strategy holds of PyTorch: devices, workers, and the threads of its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import torch
+
+from kdist.backends.contract import Runtime, StepFunction
+from kdist.backends.torch import steps
+from kdist.backends.torch.devices import keras_device, torch_device
+from kdist.backends.torch.threads import ReplicaThreads
+from kdist.backends.torch.workers import Workers
+
+
+class TorchRuntime(Runtime):
+    """Replicas on the devices of this worker.
+
+    Args:
+        devices: Short names of the local devices, one a replica.
+        workers: The joined workers; `None` for one process.
+    """
+
+    def __init__(self, devices: Sequence[str], workers: Workers | None) -> None:
+        self.devices = tuple(devices)
+        self.torch_devices = tuple(torch_device(name) for name in devices)
+        self.workers = workers
+        self.num_workers = workers.num_workers if workers else 1
+        self.worker_index = workers.worker_index if workers else 0
+        first = self.replica_ids[0]
+        self.threads = ReplicaThreads([f"replica {first + i} ({name})" for i, name in enumerate(devices)])
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Variables are created on the first device of this worker."""
+        return keras.device(keras_device(self.devices[0]))
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Gathers a message from every worker."""
+        return [data] if self.workers is None else self.workers.all_gather_bytes(data)
+
+    def train_function(self, model: Any) -> StepFunction:
+        """Runs `model.train_step` in every replica."""
+        return steps.TrainFunction(self, model)
+
+    def test_function(self, model: Any) -> StepFunction:
+        """Runs `model.test_step` in every replica."""
+        return steps.TestFunction(self, model)
+
+    def predict_function(self, model: Any) -> StepFunction:
+        """Runs `model.predict_step` in every replica and gathers the rows."""
+        return steps.PredictFunction(self, model)
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        """Sends the chief's values as one packet of bytes, whatever the dtypes."""
+        if self.workers is None:
+            return
+        values = [variable.value.detach() for variable in variables]
+        packet = torch.cat([as_bytes(value).to(self.torch_devices[0]) for value in values])
+        self.workers.broadcast(packet)
+        with torch.no_grad():
+            for value in values:
+                size = value.numel() * value.element_size()
+                value.copy_(packet[:size].clone().view(value.dtype).reshape(value.shape))
+                packet = packet[size:]
+
+    def explain_failure(self, error: BaseException) -> BaseException:
+        """Names the worker whose loss made a collective fail."""
+        return error if self.workers is None else self.workers.explain_failure(error)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor as a flat tensor."""
+    return tensor.reshape(-1).contiguous().view(torch.uint8)

@@ -1,0 +1,181 @@
+"""Training, test and prediction steps on PyTorch: each local replica runs Keras's own step on its rows."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import torch
+
+from kdist import keras_hooks
+from kdist.backends.contract import GlobalBatch, StepFunction
+from kdist.backends.replica import RowShare, global_metric_results, run_step, split_rows
+from kdist.backends.torch.devices import keras_device
+from kdist.backends.torch.replicas import TorchReplica, TorchScope, VariableCopies, zero_grad_of_each_replica
+from kdist.errors import InvalidArgumentError
+from kdist.strategies.communication import hint_ignored
+
+if TYPE_CHECKING:
+    from kdist.backends.torch.runtime import TorchRuntime
+    from kdist.backends.torch.threads import Baton
+
+Split = Sequence[tuple[slice, RowShare]]
+
+
+class _ReplicatedFunction(StepFunction):
+    """Splits a global batch over the replicas and runs a function in each of the local ones."""
+
+    training = False
+
+    def __init__(self, runtime: TorchRuntime, model: Any) -> None:
+        self.runtime = runtime
+        self._model = weakref.ref(model)
+        self._copies = [VariableCopies(device) for device in runtime.torch_devices[1:]]
+        if getattr(model, "jit_compile", False):
+            hint_ignored("jit_compile=True", "steps with collectives run eagerly on PyTorch.")
+
+    @property
+    def model(self) -> Any:
+        """The model, which owns this function and not the other way round."""
+        return self._model()
+
+    def run(self, batch: GlobalBatch) -> tuple[list[Any], Split]:
+        """Returns what each local replica returned, and which rows each of all replicas had."""
+        model = self.model
+        # As Keras does: layers that are torch modules may ask.
+        if model.training != self.training:
+            model.train(self.training)
+        split = split_rows(_num_rows(batch), self.runtime.num_replicas)
+        shares = [rows for _, rows in split]
+        strategy = keras_hooks.strategy_of(model)
+        state = keras_hooks.ThreadState() if self._copies else None
+        for copies in self._copies:
+            copies.start_step()
+
+        def one_replica(index: int, baton: Baton | None) -> Any:
+            runtime = self.runtime
+            replica_id = runtime.replica_ids[index]
+            replica = TorchReplica(strategy, replica_id, shares, index, baton, runtime.workers)
+            with contextlib.ExitStack() as stack:
+                if index > 0 and state is not None:
+                    stack.enter_context(state)
+                stack.enter_context(keras.device(keras_device(runtime.devices[index])))
+                stack.enter_context(replica)
+                stack.enter_context(torch.set_grad_enabled(self.training))
+                copies = self._copies[index - 1] if index > 0 else None
+                scope = TorchScope(replica, copies, () if index > 0 else self._copies)
+                stack.enter_context(scope)
+                return self.in_replica(replica, _take_rows(batch, split[replica_id][0]))
+
+        with self.around_replicas(model):
+            return self.runtime.threads.run(one_replica), split
+
+    def around_replicas(self, model: Any) -> AbstractContextManager[Any]:
+        """Entered once, outside the replicas."""
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def in_replica(self, replica: TorchReplica, data: Any) -> Any:
+        """What one replica does with its rows."""
+
+
+class _LogsFunction(_ReplicatedFunction):
+    method: str
+
+    def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
+        """Runs one step a batch. Returns the logs of the last one."""
+        logs: Any = {}
+        for batch in batches:
+            results, _ = self.run(batch)
+            logs = results[0]
+        return logs
+
+    @contextlib.contextmanager
+    def around_replicas(self, model: Any) -> Any:
+        """Results of metrics speak for all replicas; gradients belong to one."""
+        with global_metric_results(model):
+            with zero_grad_of_each_replica(model) if self._copies else contextlib.nullcontext():
+                yield
+
+    def in_replica(self, replica: TorchReplica, data: Any) -> Any:
+        """Runs the step of Keras, or the user's."""
+        return run_step(replica, self.model, self.method, data)
+
+
+class TrainFunction(_LogsFunction):
+    """Runs `model.train_step`."""
+
+    method = "train_step"
+    training = True
+
+    def sync(self) -> None:
+        """After an epoch, torch modules in the model are back in evaluation mode, as with plain Keras."""
+        self.model.eval()
+
+
+class TestFunction(_LogsFunction):
+    """Runs `model.test_step`."""
+
+    method = "test_step"
+
+
+class PredictFunction(_ReplicatedFunction):
+    """Runs `model.predict_step` and gathers the rows of all replicas."""
+
+    def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
+        """Returns the predictions for all rows of all batches, in order, as tensors."""
+        outputs = [self._predict(batch) for batch in batches]
+        return keras.tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
+
+    def in_replica(self, replica: TorchReplica, data: Any) -> Any:
+        """Predicts the replica's rows."""
+        outputs = self.model.predict_step(data)
+        assert replica.scope is not None
+        replica.scope.aggregate()
+        return outputs
+
+    def _predict(self, batch: GlobalBatch) -> Any:
+        results, split = self.run(batch)
+        rows = [part.stop - part.start for part, _ in split]
+        whole = split[0][0] == split[-1][0] and len(split) > 1
+        local = [keras.tree.flatten(result) for result in results]
+        device = self.runtime.torch_devices[0]
+        leaves = [torch.cat([part.to(device) for part in parts]) for parts in zip(*local, strict=True)]
+        if whole:
+            leaves = [part[0] for part in zip(local[0])]
+        workers = self.runtime.workers
+        if workers is not None:
+            per_worker = len(results)
+            sizes = [sum(rows[i : i + per_worker]) for i in range(0, len(rows), per_worker)]
+            leaves = workers.gather_rows(leaves, sizes) if not whole else leaves
+        return keras.tree.pack_sequence_as(results[0], leaves)
+
+
+def _num_rows(batch: GlobalBatch) -> int:
+    for leaf in keras.tree.flatten(batch):
+        if leaf is not None:
+            return int(leaf.shape[0])
+    raise InvalidArgumentError("A batch must have at least one array.", received={"batch": batch})
+
+
+def _take_rows(batch: GlobalBatch, rows: slice) -> Any:
+    """Returns the rows of one replica as tensors on its device, in the structure of the batch."""
+
+    def take(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if not isinstance(leaf, torch.Tensor):
+            leaf = np.asarray(leaf)
+        part = leaf[rows] if leaf.ndim else leaf
+        # Strings and objects are for the user's own `train_step`.
+        if isinstance(part, np.ndarray) and part.dtype.kind not in "biufcV":
+            return part
+        return keras.ops.convert_to_tensor(part)
+
+    return keras.tree.map_structure(take, batch)

@@ -1,0 +1,183 @@
+"""Replica threads: one at a time runs, and hands the baton to the next at every collective.
+
+This is how `tf.distribute` runs its replicas too. Keras keeps much in plain Python objects; since only one
+replica runs at any moment, and always in the same order, it is safe, and results are the same every time.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist.errors import WorkerMismatchError
+
+_END = ("end of the step", None)
+
+
+class _Stopped(BaseException):
+    """Ends a replica because another one has failed."""
+
+
+class Baton:
+    """Whose turn it is among the replicas of one step.
+
+    Args:
+        names: The replicas' names, for messages.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._turns = [threading.Lock() for _ in names]
+        for turn in self._turns:
+            turn.acquire()
+        self._brought: list[Any] = [None] * len(names)
+        self._result: Any = None
+        self._running = [True] * len(names)
+        self.error: BaseException | None = None
+
+    def begin(self, index: int) -> None:
+        """Waits for the first turn. The first replica has it already."""
+        if index > 0:
+            self._wait(index)
+
+    def meet(self, index: int, what: tuple[Any, ...], value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Brings a value, waits until all replicas have, and returns what `combine` makes of them.
+
+        Args:
+            index: Of the replica that calls.
+            what: What this meeting is for; must be equal on all replicas.
+            value: What this replica brings.
+            combine: Called once, by the last replica to come.
+
+        Raises:
+            WorkerMismatchError: The replicas came for different things.
+        """
+        if self.error is not None:
+            raise _Stopped
+        self._brought[index] = (what, value)
+        last = index == len(self._turns) - 1
+        if last:
+            self._check_same()
+            self._result = combine([value for _, value in self._brought])
+        self._turns[0 if last else index + 1].release()
+        self._wait(index)
+        return self._result
+
+    def end(self, index: int, error: BaseException | None) -> None:
+        """Ends a replica, well or badly, and hands on the baton. No replica may end while others go on."""
+        if error is None:
+            try:
+                self.meet(index, _END, None, lambda _: None)
+            except BaseException as met:
+                error = met
+        if error is not None and not isinstance(error, _Stopped) and self.error is None:
+            error.add_note(f"Raised in {self._names[index]}.")
+            self.error = error
+        self._running[index] = False
+        following = [*range(index + 1, len(self._turns)), *range(index)]
+        for other in following:
+            if self._running[other]:
+                self._turns[other].release()
+                break
+
+    def _wait(self, index: int) -> None:
+        try:
+            self._turns[index].acquire()
+        except BaseException as interrupt:  # Ctrl-C comes to the first replica, whoever has the baton
+            interrupt.add_note(f"While {self._names[index]} waited for the others.")
+            self.error = self.error or interrupt
+            self._turns[index].acquire()
+        if self.error is not None:
+            raise _Stopped
+
+    def _check_same(self) -> None:
+        first, _ = self._brought[0]
+        for name, (what, _) in zip(self._names, self._brought, strict=True):
+            if what != first:
+                raise WorkerMismatchError(
+                    "All replicas must take part in the same collectives, in the same order, but "
+                    f"{self._names[0]} came to {_describe(first)} and {name} to {_describe(what)}.",
+                    hint="A training step must not branch on the replica, or on the values of its rows.",
+                )
+
+
+def _describe(what: tuple[Any, ...]) -> str:
+    kind, details = what
+    return kind if details is None else f"the {kind} of {details}"
+
+
+class ReplicaThreads:
+    """Runs a function once a replica: for the first in the calling thread, for each other in its own.
+
+    The threads are kept from step to step, since a new thread costs PyTorch a new pool of helpers; they end
+    with this object, or with the program.
+
+    Args:
+        names: The replicas' names, for messages.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._tasks: list[queue.SimpleQueue[Any]] = []
+        weakref.finalize(self, _close, self._tasks)
+
+    def run(self, function: Callable[[int, Baton | None], Any]) -> list[Any]:
+        """Calls `function(index, baton)` for each replica, one at a time.
+
+        Returns:
+            What each call returned, in order.
+
+        Raises:
+            BaseException: What the first failing call raised, once all have ended.
+        """
+        if len(self._names) == 1:
+            return [function(0, None)]
+        self._start()
+        baton = Baton(self._names)
+        results: list[Any] = [None] * len(self._names)
+        finished: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for index, tasks in enumerate(self._tasks, start=1):
+            tasks.put((contextvars.copy_context(), _run_one, (function, index, baton, results, finished)))
+        _run_one(function, 0, baton, results, finished)
+        for _ in self._names:
+            finished.get()
+        if baton.error is not None:
+            raise baton.error
+        return results
+
+    def _start(self) -> None:
+        while len(self._tasks) < len(self._names) - 1:
+            tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            name = f"kdist {self._names[len(self._tasks) + 1]}"
+            threading.Thread(target=_work, args=(tasks,), name=name, daemon=True).start()
+            self._tasks.append(tasks)
+
+
+def _run_one(function: Any, index: int, baton: Baton, results: list[Any], finished: Any) -> None:
+    error: BaseException | None = None
+    try:
+        baton.begin(index)
+        results[index] = function(index, baton)
+    except BaseException as raised:
+        error = raised
+    baton.end(index, error)
+    finished.put(None)
+
+
+def _work(tasks: queue.SimpleQueue[Any]) -> None:
+    while True:
+        task = tasks.get()
+        if task is None:
+            return
+        context, function, arguments = task
+        context.run(function, *arguments)
+        del task, context, function, arguments  # else the last step's model would live on in an idle thread
+
+
+def _close(tasks: list[queue.SimpleQueue[Any]]) -> None:
+    for task in tasks:
+        task.put(None)

@@ -1,0 +1,4 @@
+class Workers:
+    pass
+def join(cluster, names, options):
+    raise NotImplementedError
