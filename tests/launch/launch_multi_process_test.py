@@ -1,0 +1,146 @@
+"""`kdist.launch(fn)`: results, failures, timeouts."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import kdist.launch
+from kdist.errors import BackendError, InvalidArgumentError, LaunchError, WorkerTimeoutError
+from kdist.testing import no_leaks
+
+TIMEOUT = 30.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_module_is_the_function():
+    from kdist.launch import launch
+
+    assert callable(kdist.launch) and callable(launch)
+
+
+def test_results_in_order(capfd):
+    def work(a, b):
+        print("hello", flush=True)
+        return int(os.environ["RANK"]), a + b, os.environ["KDIST_TEST"]
+
+    with no_leaks():
+        results = kdist.launch(
+            work, num_workers=3, args=(1,), kwargs={"b": 2}, env={"KDIST_TEST": 5}, timeout=TIMEOUT
+        )
+    assert results == [(i, 3, "5") for i in range(3)]
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"[worker {i}] hello" for i in range(3)]
+
+
+def test_a_failure_is_raised_with_its_cause():
+    def work():
+        if os.environ["RANK"] == "1":
+            raise KeyError("this one")
+        time.sleep(100)
+
+    start = time.monotonic()
+    with no_leaks(), pytest.raises(LaunchError, match="worker 1 failed: KeyError") as info:
+        kdist.launch(work, timeout=TIMEOUT)
+    assert time.monotonic() - start < 3
+    assert isinstance(info.value.__cause__, KeyError)
+    assert "in work" in str(info.value) and info.value.worker_index == 1 and info.value.exit_code == 1
+
+
+def test_a_killed_worker():
+    def work():
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), 9)
+        time.sleep(100)
+
+    with no_leaks(), pytest.raises(LaunchError, match="worker 0 was killed by SIGKILL") as info:
+        kdist.launch(work, timeout=TIMEOUT)
+    assert info.value.exit_code == 137
+
+
+def test_a_worker_that_leaves_without_a_result():
+    with pytest.raises(LaunchError, match="worker 0 ended without a result"):
+        kdist.launch(lambda: os._exit(0), num_workers=1, timeout=TIMEOUT)
+
+
+def test_timeout_shows_where_the_workers_are():
+    def stuck_here():
+        if os.environ["RANK"] == "1":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+            time.sleep(100)
+
+    with no_leaks(), pytest.raises(WorkerTimeoutError, match="worker 1 did not") as info:
+        kdist.launch(stuck_here, timeout=1.5)
+    assert "in stuck_here" in str(info.value) and "worker 0 was here" not in str(info.value)
+
+
+def test_from_another_thread():
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.extend(kdist.launch(lambda: 7, num_workers=2, timeout=TIMEOUT))
+    )
+    thread.start()
+    thread.join(TIMEOUT)
+    assert results == [7, 7]
+
+
+def test_wrong_arguments():
+    with pytest.raises(InvalidArgumentError, match="fn"):
+        kdist.launch(3)
+    with pytest.raises(InvalidArgumentError, match="number of workers"):
+        kdist.launch(print, num_workers=0)
+    with pytest.raises(InvalidArgumentError, match="timeout"):
+        kdist.launch(print, timeout=0)
+    with pytest.raises(BackendError, match="backend"):
+        kdist.launch(print, backend="nosuch")
+    with pytest.raises(InvalidArgumentError, match="pickled"):
+        kdist.launch(print, args=(threading.Lock(),))
+
+
+def test_result_that_cannot_travel():
+    with pytest.raises(LaunchError, match="worker 0 failed: TypeError"):
+        kdist.launch(lambda: threading.Lock(), num_workers=1, timeout=TIMEOUT)
+
+
+def test_from_a_main_script_without_a_guard(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import kdist.launch\n"
+        "class Box:\n    def __init__(self, value): self.value = value\n"
+        "def work(box): return Box(box.value + 1)\n"
+        "print([box.value for box in kdist.launch(work, num_workers=2, args=(Box(1),), timeout=30)])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert done.stdout == "[2, 2]\n", done.stderr
+
+
+def test_ctrl_c_ends_the_workers(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import kdist.launch\n"
+        "def work():\n    import os, time\n    print(f'pid={os.getpid()}', flush=True)\n    time.sleep(100)\n"
+        "try:\n    kdist.launch(work)\nexcept KeyboardInterrupt:\n    print('interrupted', flush=True)\n"
+    )
+    with open(tmp_path / "out", "w+") as out:
+        process = subprocess.Popen(
+            [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=out
+        )
+        try:
+            deadline = time.monotonic() + TIMEOUT
+            while (tmp_path / "out").read_text().count("pid=") < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(2)
+            assert process.wait(TIMEOUT) == 0
+        finally:
+            process.kill()
+    text = (tmp_path / "out").read_text()
+    assert text.endswith("interrupted\n")
+    for line in text.splitlines()[:2]:
+        assert not os.path.exists(f"/proc/{line.partition('pid=')[2]}")

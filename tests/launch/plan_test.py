@@ -1,0 +1,244 @@
+"""What each worker is told, and the small parts of the launcher."""
+
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdist.cluster import discover, free_ports
+from kdist.errors import BackendError, ClusterConfigError, InvalidArgumentError
+from kdist.launch import plan as planning
+from kdist.launch.output import LineStream, Sink, Tail
+from kdist.launch.plan import check_backend, parse_hosts, plan_job, resolve_num_workers
+from kdist.launch.report import MOST_LINES, failure_block, last_traceback, shell_exit_code
+
+# ---- the plan
+
+
+def test_tf_config_and_torchruns_variables_agree():
+    plan = plan_job(3, environ={"PATH": "p", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    plan.release_ports()
+    assert plan.num_workers == 3
+    for index, worker in enumerate(plan.workers):
+        config = json.loads(worker.environ["TF_CONFIG"])
+        assert config["task"] == {"type": "worker", "index": index}
+        both = discover(environ=worker.environ)
+        torchrun = discover(environ={k: v for k, v in worker.environ.items() if k != "TF_CONFIG"})
+        for cluster in (both, torchrun):
+            assert (cluster.num_workers, cluster.worker_index) == (3, index)
+            assert (cluster.local_rank, cluster.local_workers) == (index, 3)
+            assert cluster.coordinator == plan.workers[0].address
+        assert not torchrun.coordinator_taken
+        assert worker.address.startswith("127.0.0.1:")
+        assert worker.environ["PATH"] == "p" and worker.environ["PYTHONUNBUFFERED"] == "1"
+        assert worker.environ["GROUP_RANK"] == "0"
+        assert "KERAS_BACKEND" not in worker.environ
+    assert len({worker.address for worker in plan.workers}) == 3
+
+
+def test_hosts():
+    port = free_ports(1)[0]
+    hosts = ["192.0.2.7:5000", f"127.0.0.1:{port}"]
+    plan = plan_job(2, hosts=hosts, host_index=1, environ={}, backend="JAX")
+    assert [worker.index for worker in plan.workers] == [2, 3]
+    first = plan.workers[0].environ
+    assert json.loads(first["TF_CONFIG"])["cluster"]["worker"] == [
+        "192.0.2.7:5000", "192.0.2.7:5001", f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}",
+    ]  # fmt: skip
+    assert (first["RANK"], first["LOCAL_RANK"], first["WORLD_SIZE"], first["GROUP_RANK"]) == (
+        "2",
+        "0",
+        "4",
+        "1",
+    )
+    assert (first["MASTER_ADDR"], first["MASTER_PORT"]) == ("192.0.2.7", "5000")
+    assert first["KERAS_BACKEND"] == "jax"
+
+
+def test_wrong_hosts():
+    with pytest.raises(InvalidArgumentError, match="host-index"):
+        plan_job(1, hosts=["a:1"], host_index=1)
+    with pytest.raises(InvalidArgumentError, match="overlap"):
+        plan_job(2, hosts=["127.0.0.1:5000", "127.0.0.1:5001"], host_index=0)
+    with pytest.raises(ClusterConfigError, match="65535"):
+        plan_job(2, hosts=["127.0.0.1:65535"])
+    with pytest.raises(InvalidArgumentError, match="only once"):
+        parse_hosts("a:1,a:1")
+    held = planning.hold_free_ports(1)
+    held[0].listen()
+    with held[0], pytest.raises(ClusterConfigError, match="must be free"):
+        plan_job(1, hosts=[f"127.0.0.1:{held[0].getsockname()[1]}"])
+
+
+@given(st.text(max_size=30))
+def test_any_host_list_is_an_error_or_addresses(text):
+    try:
+        assert all(":" in entry for entry in parse_hosts(text))
+    except (ClusterConfigError, InvalidArgumentError) as error:
+        assert "ost" in str(error)
+
+
+def test_threads_and_gpus_are_shared_out(monkeypatch):
+    monkeypatch.setattr(planning, "count_cores", lambda: 8)
+    workers = plan_job(2, environ={"CUDA_VISIBLE_DEVICES": "4,5,6"}).workers
+    assert [worker.environ["CUDA_VISIBLE_DEVICES"] for worker in workers] == ["4", "5"]
+    assert workers[0].environ["OMP_NUM_THREADS"] == workers[0].environ["TF_NUM_INTRAOP_THREADS"] == "4"
+    few = plan_job(2, environ={"CUDA_VISIBLE_DEVICES": "4", "OMP_NUM_THREADS": "7"}).workers
+    assert few[1].environ["CUDA_VISIBLE_DEVICES"] == "4" and few[1].environ["OMP_NUM_THREADS"] == "7"
+    one = plan_job(1, environ={"CUDA_VISIBLE_DEVICES": "4,5"}).workers
+    assert one[0].environ["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert plan_job(1, environ={}, extra={"RANK": "x"}).workers[0].environ["RANK"] == "x"
+
+
+def test_number_of_workers(monkeypatch):
+    monkeypatch.setattr(planning, "count_cores", lambda: 8)
+    assert resolve_num_workers("auto", {"CUDA_VISIBLE_DEVICES": "1,2"}) == 2
+    assert resolve_num_workers("auto", {"CUDA_VISIBLE_DEVICES": ""}) == 8
+    assert resolve_num_workers("3") == resolve_num_workers(3) == 3
+    for wrong in ("0", "-1", "two", "", "1.5", 0, True, "9" * 30):
+        with pytest.raises(InvalidArgumentError, match="number of workers"):
+            resolve_num_workers(wrong)
+
+
+def test_backends(monkeypatch):
+    check_backend(None)
+    with pytest.raises(BackendError, match="one of tensorflow, jax, torch"):
+        check_backend("numpy")
+    monkeypatch.setattr(planning.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match="pip install jax"):
+        check_backend("jax")
+    monkeypatch.setattr(planning.importlib.util, "find_spec", lambda name: None if name == "keras" else 1)
+    with pytest.raises(BackendError, match="pip install keras"):
+        check_backend("Torch")
+
+
+# ---- the output
+
+
+class _Terminal(io.TextIOWrapper):
+    def __init__(self, terminal):
+        super().__init__(io.BytesIO(), encoding="utf-8")
+        self._terminal = terminal
+
+    def isatty(self):
+        return self._terminal
+
+
+def _lines(*feeds, terminal=False, eager=False):
+    """Feeds (worker, bytes) pairs through two streams and returns everything that was written."""
+    stream = _Terminal(terminal)
+    sink = Sink(stream)
+    streams = [LineStream(sink, f"[{i}] ", eager and i == 0) for i in range(2)]
+    for worker, data in feeds:
+        streams[worker].feed(data)
+    for line in streams:
+        line.close()
+    stream.flush()
+    return stream.buffer.getvalue()
+
+
+def test_lines_are_whole_and_prefixed():
+    assert _lines((0, b"a\nb"), (1, b"c\n"), (0, b"d\n")) == b"[0] a\n[1] c\n[0] bd\n"
+    assert _lines((0, b"\n"), (1, b"x")) == b"[0] \n[1] x\n"
+    assert _lines((0, b"a\r\nb\r\n")) == b"[0] a\n[0] b\n"
+
+
+def test_a_redrawn_line_keeps_its_last_state_where_there_is_no_terminal():
+    bar = b"1/2 \r2/2 \b\b\b\r2/2 done\nnext\n"
+    assert _lines((0, bar)) == b"[0] 2/2 done\n[0] next\n"
+    assert _lines((0, b"1/2\r2/2\r")) == b"[0] 2/2\n"
+
+
+def test_a_redrawn_line_is_live_on_a_terminal():
+    written = _lines((0, b"1/2"), (0, b"\r2/2"), (1, b"x\n"), (0, b"\r3/2\n"), terminal=True, eager=True)
+    assert written == b"[0] 1/2\r[0] 2/2\x1b[K\n[1] x\n[0] 3/2\n"
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.binary(max_size=6)), max_size=20))
+def test_no_line_is_lost_or_mixed(feeds):
+    clean = [(worker, data.replace(b"\r", b"").replace(b"\b", b"")) for worker, data in feeds]
+    written = _lines(*clean)
+    for worker in (0, 1):
+        sent = b"".join(data for who, data in clean if who == worker)
+        prefix = b"[%d] " % worker
+        got = [line[4:] for line in written.split(b"\n") if line.startswith(prefix)]
+        assert got == (sent.split(b"\n") if not sent.endswith(b"\n") and sent else sent.split(b"\n")[:-1])
+
+
+def test_half_a_line_is_shown_after_a_moment(monkeypatch):
+    stream = _Terminal(False)
+    line = LineStream(Sink(stream), "[0] ")
+    line.feed(b"Password: ")
+    line.tick()
+    assert stream.buffer.getvalue() == b"" and line.waits()
+    monkeypatch.setattr("kdist.launch.output._PATIENCE", -1.0)
+    line.tick()
+    assert stream.buffer.getvalue() == b"[0] Password: " and not line.waits()
+    line.feed(b"ok\n")
+    assert stream.buffer.getvalue() == b"[0] Password: ok\n"
+
+
+def test_one_worker_passes_through():
+    stream = _Terminal(False)
+    line = LineStream(Sink(stream), "")
+    for data in (b"a\r", b"\xff\x00b", b"\n"):
+        line.feed(data)
+    line.close()
+    assert stream.buffer.getvalue() == b"a\r\xff\x00b\n"
+
+
+def test_a_reader_that_has_gone_does_not_matter():
+    class Closed(io.StringIO):
+        buffer = None
+
+        def write(self, text):
+            raise BrokenPipeError
+
+    sink = Sink(Closed())
+    sink.write(b"x")
+    assert sink.broken
+
+
+def test_tail_notes_the_traceback():
+    tail = Tail(most=3)
+    tail.feed(b"1\n2\n3\n4\nTrace")
+    assert tail.traceback_at is None and tail.lines() == ["2", "3", "4", "Trace"]
+    tail.feed(b"back (most recent call last):\n")
+    assert tail.traceback_at is not None
+
+
+# ---- the report
+
+TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 1, in f', "    g()", "ValueError: no"]
+
+
+def test_the_last_traceback_is_preferred():
+    first = ["Traceback (most recent call last):", "KeyError: 1", "", "During handling of ...", ""]
+    assert last_traceback(["noise", *first, *TRACEBACK], 10) == TRACEBACK
+    assert last_traceback(["a", "", "b"], 10) == ["a", "b"]
+    assert last_traceback([], 10) == []
+
+
+def test_a_long_traceback_is_shortened_from_the_middle():
+    frames = [line for i in range(50) for line in (f'  File "a.py", line {i}, in f{i}', f"    call{i}()")]
+    short = last_traceback([TRACEBACK[0], *frames, "ValueError: no", *["detail"] * 30], 12)
+    assert len(short) <= 12 and short[0] == TRACEBACK[0]
+    assert "ValueError: no" in short and "    call49()" in short and "  …" in short
+
+
+@given(
+    st.lists(st.text(max_size=300) | st.sampled_from(TRACEBACK), max_size=80), st.sampled_from([1, -9, -6, 3])
+)
+def test_the_block_has_at_most_20_lines(lines, code):
+    lines = [line.replace("\n", " ").replace("\r", " ") for line in lines]
+    block = failure_block("worker 1", code, lines, log_file="d/worker-1.log", others=["worker 0", "worker 2"])
+    assert block.count("\n") + 1 <= MOST_LINES
+    assert block.startswith("──── kdist: worker 1 failed first") and block.endswith("d/worker-1.log")
+
+
+def test_exit_codes():
+    assert [shell_exit_code(code) for code in (0, 3, -9, -15, 256 + 7)] == [0, 3, 137, 143, 7]
+    assert "SIGKILL (signal 9)" in failure_block("worker 1", -9, [])
+    assert "exit code 3" in failure_block("worker 1", 3, [])

@@ -1,0 +1,385 @@
+"""`kdist run` with real processes. The workers are plain Python: no framework is needed."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from kdist.cluster import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 30.0
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+rank = int(os.environ["RANK"])
+def say(*what): print(*what, flush=True)
+"""
+SLEEPER = "import time; time.sleep(120)"
+
+
+class Job:
+    """A running `kdist run`."""
+
+    def __init__(self, folder, script, *options, arguments=(), env=None, prelude=PRELUDE):
+        self.script = folder / "script.py"
+        self.script.write_text(prelude + textwrap.dedent(script))
+        self.out, self.err = folder / "out", folder / "err"
+        clean = {k: v for k, v in os.environ.items() if k not in ("KERAS_BACKEND", "TF_CONFIG")}
+        clean |= {"PYTHONPATH": str(ROOT), **(env or {})}
+        target = [] if "-m" in options else [str(self.script)]
+        with open(self.out, "wb") as out, open(self.err, "wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kdist", "run", *options, *target, *arguments],
+                stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=clean, cwd=folder,
+            )  # fmt: skip
+
+    def wait(self, timeout=TIMEOUT):
+        return self.process.wait(timeout)
+
+    def stdout(self):
+        return self.out.read_text()
+
+    def stderr(self):
+        return self.err.read_text()
+
+    def wait_for(self, *texts):
+        deadline = time.monotonic() + TIMEOUT
+        while not all(text in self.stdout() for text in texts):
+            assert time.monotonic() < deadline, self.stdout() + self.stderr()
+            assert self.process.poll() is None, self.stdout() + self.stderr()
+            time.sleep(0.02)
+
+    def numbers(self, word):
+        return [int(number) for number in re.findall(rf"{word}=(\d+)", self.stdout())]
+
+
+@pytest.fixture
+def run(tmp_path):
+    jobs = []
+
+    def start(script, *options, **kwargs):
+        jobs.append(Job(tmp_path, script, *options, **kwargs))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.process.poll() is None:
+            job.process.kill()
+            job.process.wait(10)
+
+
+def gone(pids, within=1.0):
+    """Says whether processes have gone (a zombie has), giving them a moment."""
+    deadline = time.monotonic() + within
+    while left := [pid for pid in pids if alive(pid)]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
+    return True
+
+
+def alive(pid):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] != b"Z"
+    return False
+
+
+def test_success(run):
+    job = run('say("hello", rank, sys.argv[1:]); print("warned", file=sys.stderr)', "-n", "2",
+              arguments=["--num-workers", "7", "-m", "--", "x"])  # fmt: skip
+    assert job.wait() == 0
+    assert sorted(job.stdout().splitlines()) == [
+        f"[worker {i}] hello {i} ['--num-workers', '7', '-m', '--', 'x']" for i in (0, 1)
+    ]
+    assert sorted(job.stderr().splitlines()) == ["[worker 0] warned", "[worker 1] warned"]
+
+
+@pytest.mark.parametrize("option", ["--num-workers", "--num_workers", "--nproc-per-node", "--nproc_per_node"])
+def test_aliases_and_variables(run, option):
+    names = ["TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+             "MASTER_PORT", "OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"]  # fmt: skip
+    job = run(f"say(json.dumps({{n: os.environ[n] for n in {names}}}))", option, "2")
+    assert job.wait() == 0
+    told = [json.loads(line.partition("] ")[2]) for line in sorted(job.stdout().splitlines())]
+    workers = json.loads(told[0]["TF_CONFIG"])["cluster"]["worker"]
+    for index, variables in enumerate(told):
+        assert json.loads(variables["TF_CONFIG"])["task"] == {"type": "worker", "index": index}
+        assert f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}" == workers[0]
+        assert (variables["RANK"], variables["WORLD_SIZE"]) == (str(index), "2")
+
+
+def test_a_single_worker_has_no_prefix_and_reads_stdin(run):
+    job = run('sys.stdout.write("no newline"); sys.stdout.flush()', "-n", "1")
+    assert job.wait() == 0
+    assert job.stdout() == "no newline"
+
+
+def test_module_and_backend_and_ports(run, tmp_path):
+    (tmp_path / "mymodule.py").write_text(
+        "import os, socket, sys\n"
+        "host, port = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])\n"
+        "socket.create_server((host, port)).close()\n"
+        "print(sys.argv[1:], __name__, os.environ.get('KERAS_BACKEND'))\n"
+    )
+    # Stands for an installed backend, so that this test needs none.
+    for package in ("jax", "keras"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    job = run("", "-n", "1", "--backend", "JAX", "-m", "mymodule", arguments=["a"], env={"PYTHONPATH": path})
+    assert job.wait() == 0, job.stderr()
+    assert job.stdout() == "['a'] __main__ jax\n"
+
+
+def test_log_files(run, tmp_path):
+    job = run('say("out", rank); print("err", rank, file=sys.stderr)', "-n", "2", "--log-dir", "logs/here")
+    assert job.wait() == 0
+    for index in (0, 1):
+        text = (tmp_path / f"logs/here/worker-{index}.log").read_text()
+        assert sorted(text.splitlines()) == [f"err {index}", f"out {index}"]
+
+
+def test_output_is_live(run):
+    job = run('say("first"); time.sleep(60)', "-n", "2")
+    job.wait_for("[worker 0] first", "[worker 1] first")
+    assert job.process.poll() is None
+
+
+def test_the_failed_worker_ends_the_job(run, tmp_path):
+    job = run(
+        """
+        say(f"pid={os.getpid()}")
+        def deep(n): return deep(n - 1) if n else int("boom")
+        if rank == 1:
+            time.sleep(0.3)
+            say(f"at={int(time.time() * 1000)}")
+            deep(60)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(100)
+        """,
+        "-n", "3", "--log-dir", "logs",
+    )  # fmt: skip
+    assert job.wait() == 1
+    ended = time.time()
+    assert ended - job.numbers("at")[0] / 1000 < 1.2  # a second, and this interpreter's own slowness
+    assert gone(job.numbers("pid"), within=0) is True
+    text = job.stderr()
+    assert text.count("──── kdist:") == 1
+    block = text[text.index("──── kdist:") :].rstrip("\n").split("\n")
+    assert len(block) <= 20
+    assert "worker 1" in block[0] and "exit code 1" in block[0]
+    assert "ValueError: invalid literal for int() with base 10: 'boom'" in block
+    assert block[-1].endswith(os.path.join("logs", "worker-1.log"))
+
+
+@pytest.mark.parametrize("code", [3, 255])
+def test_exit_code(run, code):
+    job = run(f"sys.exit({code}) if rank == 0 else time.sleep(100)", "-n", "2")
+    assert job.wait() == code
+    assert "worker 0 (127.0.0.1:" in job.stderr() and f"exit code {code}" in job.stderr()
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT"])
+def test_exit_code_of_a_signal(run, name):
+    job = run(f"os.kill(os.getpid(), signal.{name}) if rank == 1 else time.sleep(100)", "-n", "2")
+    assert job.wait() == 128 + getattr(signal, name)
+    assert (
+        f"was killed by {name}" in job.stderr() and "worker 1" in job.stderr()[job.stderr().index("────") :]
+    )
+
+
+def test_the_killed_worker_is_blamed_and_not_the_one_that_lost_it(run, tmp_path):
+    job = run(
+        """
+        import socket
+        if rank == 0:
+            server = socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            connection, _ = server.accept()
+            say("ready")
+            connection.recv(1)
+            os._exit(7)  # what an engine does when a peer is gone
+        while True:
+            try:
+                peer = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+                break
+            except OSError:
+                time.sleep(0.02)
+        say(f"pid={os.getpid()}")
+        time.sleep(100)
+        """,
+        "-n", "2",
+    )  # fmt: skip
+    job.wait_for("ready", "pid=")
+    os.kill(job.numbers("pid")[0], signal.SIGKILL)
+    start = time.monotonic()
+    assert job.wait() == 137
+    assert time.monotonic() - start < 1.2
+    assert "worker 1" in job.stderr().splitlines()[1] and "SIGKILL" in job.stderr()
+
+
+def test_the_first_traceback_is_blamed_and_not_the_first_exit(run):
+    job = run(
+        """
+        if rank == 1:
+            import atexit
+            atexit.register(time.sleep, 0.15)  # an engine that shuts down
+            raise ValueError("the cause")
+        time.sleep(0.1)
+        raise ConnectionError("the consequence")
+        """,
+        "-n", "2",
+    )  # fmt: skip
+    # Both start at once only up to the machine's mood; what counts is the order of the tracebacks.
+    assert job.wait() == 1
+    block = job.stderr()[job.stderr().index("────") :]
+    first = (
+        "cause" if job.stderr().index("the cause") < job.stderr().index("the consequence") else "consequence"
+    )
+    assert f"the {first}" in block
+
+
+FAMILY = f"""
+child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}])
+apart = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], start_new_session=True)
+bare = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], start_new_session=True, env={{}})
+# A double fork: its parent is gone, and only the job's mark or the subreaper finds it.
+orphan = subprocess.run(
+    [sys.executable, "-c", "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', "
+     + repr({SLEEPER!r}) + "], start_new_session=True, stdout=-3, stderr=-3).pid)"],
+    capture_output=True, text=True).stdout.strip()
+for pid in (os.getpid(), child.pid, apart.pid, bare.pid, orphan): say(f"pid={{pid}}")
+say("born", rank)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind(run, signum):
+    job = run(FAMILY + "time.sleep(100)\n", "-n", "2")
+    job.wait_for("born 0", "born 1")
+    pids = job.numbers("pid")
+    assert len(pids) == 10 and all(map(alive, pids))
+    job.process.send_signal(signum)
+    assert job.wait() == 128 + signum
+    assert gone(pids, within=0) is True
+    assert "all workers have ended" in job.stderr()
+
+
+def test_failure_and_success_leave_nothing_behind(run):
+    for end, code in (("sys.exit(4)", 4), ("os._exit(0)", 0)):
+        job = run(FAMILY + f"time.sleep(0.5)\n{end}\n", "-n", "2")
+        assert job.wait() == code
+        assert len(job.numbers("pid")) == 10
+        assert gone(job.numbers("pid"), within=0) is True
+
+
+def test_a_killed_launcher_takes_its_workers_along(run):
+    job = run('say(f"pid={os.getpid()}"); say("born", rank); time.sleep(100)', "-n", "2")
+    job.wait_for("born 0", "born 1")
+    job.process.kill()
+    job.wait()
+    assert gone(job.numbers("pid")) is True
+
+
+STUBBORN = """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+say(f"pid={os.getpid()}"); say("born", rank)
+while True: time.sleep(1)
+"""
+
+
+def test_the_grace_period_ends(run):
+    job = run(STUBBORN, "-n", "2", "--grace-period", "0.5")
+    job.wait_for("born 0", "born 1")
+    start = time.monotonic()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 143
+    assert 0.4 < time.monotonic() - start < 3
+    assert gone(job.numbers("pid"), within=0) is True
+
+
+def test_the_second_ctrl_c_kills_at_once(run):
+    job = run(STUBBORN, "-n", "2", "--grace-period", "60")
+    job.wait_for("born 0", "born 1")
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert job.process.poll() is None
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait(5) == 130
+    assert gone(job.numbers("pid"), within=0) is True
+
+
+def test_workers_may_end_in_peace(run):
+    job = run(
+        """
+        def save(*_):
+            time.sleep(0.3); say("saved", rank); sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        say("born", rank); time.sleep(100)
+        """,
+        "-n", "2",
+    )  # fmt: skip
+    job.wait_for("born 0", "born 1")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 0
+    assert "saved 0" in job.stdout() and "saved 1" in job.stdout()
+
+
+def test_two_hosts_on_one_machine(run, tmp_path):
+    first = free_ports(1)[0]
+    hosts = f"127.0.0.1:{first},127.0.0.2:{first}"
+    script = """
+        cluster = json.loads(os.environ["TF_CONFIG"])["cluster"]
+        say(rank, os.environ["GROUP_RANK"], os.environ["MASTER_PORT"], cluster)
+    """
+    lines = []
+    for index in (0, 1):
+        job = run(script, "-n", "2", "--hosts", hosts, "--host-index", str(index))
+        assert job.wait() == 0, job.stderr()
+        lines += sorted(job.stdout().splitlines())
+    assert [line.partition(f" {first} ")[0] for line in lines] == [
+        "[worker 0] 0 0", "[worker 1] 1 0", "[worker 2] 2 1", "[worker 3] 3 1",
+    ]  # fmt: skip
+    assert len({line.partition(f" {first} ")[2] for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nosuch.py"], "script must be a file"),
+        (["-m", "no_such_module"], "module must exist"),
+        ([], "must be a script"),
+        (["--backend", "numpy", __file__], "must be one of tensorflow, jax, torch"),
+        (["-n", "0", __file__], "number of workers"),
+        (["--hosts", "a,b", __file__], "host:port"),
+        (["--hosts", "a:1,b:1", __file__], "--host-index"),
+        (["--hosts", "a:1", "--host-index", "1", __file__], "--host-index"),
+        (["--log-dir", __file__, __file__], "log directory"),
+        (["--grace-period", "-1", __file__], "grace-period"),
+    ],
+)
+def test_wrong_calls(arguments, message, capfd):
+    from kdist.launch.main import main
+
+    assert main(["run", *arguments]) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err and "Traceback" not in captured.err
+
+
+def test_the_launcher_is_quick_and_light():
+    code = (
+        "import sys; import kdist.launch.main, kdist.cluster_resolver; "
+        "print([m for m in ('keras', 'tensorflow', 'jax', 'torch', 'numpy', 'cloudpickle') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.stdout == "[]\n", done.stderr
