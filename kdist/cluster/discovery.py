@@ -142,7 +142,8 @@ def survey(environ: Mapping[str, str] | None = None) -> list[SourceReport]:
     Example:
 
     >>> from kdist.cluster import survey
-    >>> [(report.source, report.won) for report in survey({"TF_CONFIG": "{}", "RANK": "0", "WORLD_SIZE": "1"})]
+    >>> environ = {"TF_CONFIG": "{}", "RANK": "0", "WORLD_SIZE": "1"}
+    >>> [(report.source, report.won) for report in survey(environ)]
     [('TF_CONFIG', True), ('torchrun', False)]
     """
     environ = os.environ if environ is None else environ
@@ -327,7 +328,7 @@ def _keras_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
 def _make_slurm(environ: Mapping[str, str] | None) -> ClusterResolver:
     seen = os.environ if environ is None else environ
     job = [seen.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    # The documented default port would clash between two jobs on a shared node; the job's number tells them apart.
+    # The documented default port would clash between two jobs on one node; the job's number tells them apart.
     base = stable_port(job) if any(job) else 8888
     return _slurm.SlurmClusterResolver(port_base=base, auto_set_gpu=False, environ=environ)
 

@@ -108,7 +108,7 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((where, port), family=family, backlog=128)
     except OSError as error:
         raise ClusterConfigError(
-            f"Port {port} (worker 0's port plus one) must be free while the workers exchange their addresses.",
+            f"Port {port} (worker 0's port plus one) must be free while the workers tell their addresses.",
             received={"address": join_address(host, port), "error": str(error)},
             hint="Choose another MASTER_PORT.",
         ) from error
@@ -244,5 +244,5 @@ def _lost_error(cluster: Cluster, timeout: float, error: Exception) -> WorkerTim
     return WorkerTimeoutError(
         f"Worker 0 must answer within {timeout:g} s, but it did not.",
         received={"worker 0": join_address(host, port), "error": str(error) or type(error).__name__},
-        hint="Look at worker 0's output, check MASTER_ADDR and MASTER_PORT, or wait longer with a larger `timeout`.",
+        hint="Look at worker 0's output, check MASTER_ADDR and MASTER_PORT, or pass a larger `timeout`.",
     )

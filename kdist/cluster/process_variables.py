@@ -139,7 +139,7 @@ def _read_place(
     local_count = read_count(environ, local_count_name, hint, default=max(1, local_index + 1))
     require(
         local_index < local_count <= count,
-        f"`{local_index_name}` must be smaller than `{local_count_name}`, which must not exceed `{count_name}`.",
+        f"`{local_index_name}` must be smaller than `{local_count_name}`, and that at most `{count_name}`.",
         hint,
         **{local_index_name: local_index, local_count_name: local_count, count_name: count},
     )
@@ -187,7 +187,7 @@ class TorchrunClusterResolver(ProcessClusterResolver):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         index, count, local_index, local_count = _read_place(environ, names, self._HINT)
         first = _master_address(environ, self._HINT) if count > 1 else None
-        # The agent that started the workers listens at MASTER_PORT itself: PyTorch joins it, others must not bind.
+        # The agent that started the workers listens at MASTER_PORT itself: PyTorch joins it, others cannot bind.
         taken = count > 1 and environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
         return ProcessLayout(count, index, (first, *[None] * (count - 1)), local_index, local_count, taken)
 
@@ -282,7 +282,8 @@ class KerasClusterResolver(ProcessClusterResolver):
 
     >>> from kdist.cluster import KerasClusterResolver
     >>> resolver = KerasClusterResolver(environ={
-    ...     "KERAS_DISTRIBUTION_JOB_ADDRESSES": "host0:2222,host1:2222", "KERAS_DISTRIBUTION_PROCESS_ID": "1"})
+    ...     "KERAS_DISTRIBUTION_JOB_ADDRESSES": "host0:2222,host1:2222",
+    ...     "KERAS_DISTRIBUTION_PROCESS_ID": "1"})
     >>> resolver.cluster_spec()
     ClusterSpec({'worker': ['host0:2222', 'host1:2222']})
     """
@@ -313,7 +314,7 @@ class KerasClusterResolver(ProcessClusterResolver):
         require(
             len(addresses) in ((0, 1) if count == 1 else (1, count))
             and len(set(addresses)) == len(addresses),
-            f"`{prefix}JOB_ADDRESSES` must hold worker 0's address, or one different address for each process.",
+            f"`{prefix}JOB_ADDRESSES` must hold worker 0's address, or a different one for each process.",
             self._HINT,
             JOB_ADDRESSES=listed,
             NUM_PROCESSES=count,

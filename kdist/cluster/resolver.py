@@ -1,4 +1,4 @@
-"""`ClusterResolver`, the question "which cluster, and which task of it am I?", and its two general answers."""
+"""`ClusterResolver`: which cluster, and which task of it is this process? And two general answers."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class UnionResolver(ClusterResolver):
     Example:
 
     >>> from kdist.cluster import ClusterSpec, SimpleClusterResolver, UnionResolver
-    >>> workers = SimpleClusterResolver(ClusterSpec({"worker": ["host0:2222"]}), task_type="worker", task_id=0)
+    >>> workers = SimpleClusterResolver(ClusterSpec({"worker": ["host0:2222"]}), task_type="worker")
     >>> servers = SimpleClusterResolver(ClusterSpec({"ps": ["host1:2222"]}))
     >>> UnionResolver(workers, servers).cluster_spec()
     ClusterSpec({'ps': ['host1:2222'], 'worker': ['host0:2222']})

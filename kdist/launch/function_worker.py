@@ -31,5 +31,5 @@ def main(argv: Sequence[str]) -> None:
     if not result.ok:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Frameworks wait for their peers at exit; the launcher ends those, and must hear of the failure first.
+        # Frameworks wait for their peers at exit. The launcher ends those; it must hear of the failure first.
         os._exit(1)

@@ -20,9 +20,11 @@ _PACKAGES = {
     "torch": ("torch",),
     "numpy": ("numpy",),
 }
-# Run in a process of its own: a broken installation may crash or hang, and a device must not be held by asking.
+# Run in a process of its own: a broken installation may crash or hang, and asking must not hold a device.
 _DEVICES = {
-    "tensorflow": "import tensorflow as tf; print(*[d.name for d in tf.config.list_logical_devices()], sep=', ')",
+    "tensorflow": (
+        "import tensorflow as tf; print(*[d.name for d in tf.config.list_logical_devices()], sep=', ')"
+    ),
     "jax": "import jax; print(*jax.devices(), sep=', ')",
     "torch": (
         "import torch; n = torch.cuda.device_count(); "

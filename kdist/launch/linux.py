@@ -1,4 +1,4 @@
-"""What the launcher asks the operating system about processes. Elsewhere than on Linux it does what it can."""
+"""What the launcher asks the system about processes. Elsewhere than on Linux it does what it can."""
 
 from __future__ import annotations
 

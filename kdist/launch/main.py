@@ -44,22 +44,33 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run = commands.add_parser(
         "run",
         help="run a script in several worker processes",
-        usage="kdist run [options] script.py [argument ...]\n       kdist run [options] -m module [argument ...]",
+        usage="kdist run [options] script.py [argument ...]\n"
+        "       kdist run [options] -m module [argument ...]",
         epilog=_RUN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     names = ("-n", "--num-workers", "--num_workers", "--nproc-per-node", "--nproc_per_node")
-    run.add_argument(*names, dest="num_workers", default="auto", metavar="N",
-                     help="workers of this machine; auto (the default) is one a GPU, else one a core")  # fmt: skip
+    run.add_argument(
+        *names,
+        dest="num_workers",
+        default="auto",
+        metavar="N",
+        help="workers of this machine; auto (the default) is one a GPU, else one a core",
+    )
     run.add_argument("--backend", help="tensorflow, jax or torch; by default what KERAS_BACKEND says")
     run.add_argument("--log-dir", metavar="DIR", help="also write each worker's output to DIR/worker-I.log")
     run.add_argument(
         "--hosts", metavar="HOST:PORT,...", help="all machines of the job, the same on each of them"
     )
     run.add_argument("--host-index", type=int, metavar="I", help="which of --hosts this machine is, from 0")
-    run.add_argument("--grace-period", type=float, default=5.0, metavar="S",
-                     help="seconds that workers may take to end after Ctrl-C or SIGTERM (default 5)")  # fmt: skip
+    run.add_argument(
+        "--grace-period",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds that workers may take to end after Ctrl-C or SIGTERM (default 5)",
+    )
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
     run.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -209,7 +220,7 @@ def _supervise(plan: JobPlan, command: list[str], log_dir: str | None, grace: fl
 def _end_interrupted(workers: Sequence[WorkerProcess], signum: int) -> int:
     name = "Ctrl-C" if signum == signal.SIGINT else linux.signal_name(signum)
     print(f"kdist: {name}; all workers have ended.", file=sys.stderr)
-    # Workers that took the signal as a wish (saved a checkpoint and ended in peace) make a job that ended well.
+    # Workers that took the signal as a wish (saved a checkpoint, ended in peace) make a job that ended well.
     return 0 if all(worker.exit_code == 0 for worker in workers) else 128 + signum
 
 

@@ -1,4 +1,4 @@
-"""What each worker of a job is told: its number, everybody's address, its devices. Nothing is started here."""
+"""What each worker of a job is told: its number, all addresses, its devices. Nothing is started here."""
 
 from __future__ import annotations
 

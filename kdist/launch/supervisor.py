@@ -194,7 +194,7 @@ class Supervisor:
         """Ends what is still there, reads what is still in the pipes, and collects the dead."""
         self._ending = True
         alone = self._outcome.failed is None and self._outcome.interrupted is None
-        # After a success, helpers (multiprocessing's resource tracker) get a moment to clean up after themselves.
+        # After a success, helpers (multiprocessing's resource tracker) get a moment to clean up.
         patience = time.monotonic() + (0.3 if alone and not any(w.alive for w in self._workers) else 0.0)
         give_up = time.monotonic() + 3.0
         while time.monotonic() < give_up:

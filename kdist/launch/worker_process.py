@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -116,10 +117,10 @@ class WorkerProcess:
             self.pidfd = os.pidfd_open(self.process.pid)
 
     def _open_stdout(self, eager: bool) -> tuple[int, int]:
-        # Keras redraws its progress bar only where stdout is a terminal; through a pipe it prints a line a step.
+        # Keras redraws its progress bar only where stdout is a terminal; else it prints a line a step.
         if eager and self._out.is_terminal:
             with contextlib.suppress(OSError, ImportError):
-                return _open_terminal()
+                return _open_terminal(len(self._prefix))
         return os.pipe()
 
     def read(self, fd: int) -> bool:
@@ -176,8 +177,8 @@ class WorkerProcess:
             self._log = None
 
 
-def _open_terminal() -> tuple[int, int]:
-    """Opens a pseudo-terminal of the real one's size that passes bytes through as they are."""
+def _open_terminal(margin: int) -> tuple[int, int]:
+    """Opens a pseudo-terminal, narrower than the real one by a margin, that passes bytes on as they are."""
     import fcntl
     import termios
 
@@ -187,5 +188,7 @@ def _open_terminal() -> tuple[int, int]:
     termios.tcsetattr(theirs, termios.TCSANOW, settings)
     with contextlib.suppress(OSError, ValueError):
         size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
+        rows, columns, *pixels = struct.unpack("HHHH", size)
+        size = struct.pack("HHHH", rows, columns - margin if columns > margin else columns, *pixels)
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
     return ours, theirs

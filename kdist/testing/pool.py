@@ -31,7 +31,7 @@ _THREADS = {
 
 
 class WorkerFailure(LaunchError):
-    """A function failed in a worker of a `WorkerPool`; `__cause__` is its exception where it can be pickled."""
+    """A function failed in a worker of a `WorkerPool`; `__cause__` is its exception if it can be pickled."""
 
 
 class PoolTimeoutError(WorkerTimeoutError):

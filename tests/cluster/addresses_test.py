@@ -101,7 +101,10 @@ def test_visible_gpus(monkeypatch):
     for none in ("", "-1", "NoDevFiles", "-1,0"):
         assert visible_gpus({"CUDA_VISIBLE_DEVICES": none}) == []
     monkeypatch.setattr(environment.glob, "glob", lambda pattern: ["/dev/nvidia3", "/dev/nvidia5"])
-    assert visible_gpus({}) == ["0", "1"]  # inside a container the files keep their numbers, CUDA counts from 0
+    assert visible_gpus({}) == [
+        "0",
+        "1",
+    ]  # inside a container the files keep their numbers, CUDA counts from 0
 
 
 def _clusters(count, port, **extra):

@@ -11,7 +11,9 @@ from kdist.errors import ClusterConfigError
 
 SPEC = ClusterSpec({"chief": ["c:1"], "worker": {0: "a:1", 2: "b:1"}, "ps": []})
 
-addresses = st.builds("{}:{}".format, st.from_regex(r"[a-z][a-z0-9.-]{0,9}", fullmatch=True), st.integers(1, 65535))
+addresses = st.builds(
+    "{}:{}".format, st.from_regex(r"[a-z][a-z0-9.-]{0,9}", fullmatch=True), st.integers(1, 65535)
+)
 jobs = st.dictionaries(
     st.sampled_from(["chief", "worker", "ps", "evaluator", "other"]),
     st.one_of(st.lists(addresses, max_size=5), st.dictionaries(st.integers(0, 50), addresses, max_size=5)),
@@ -94,7 +96,13 @@ def test_foreign_spec_is_taken():
 
 def test_simple_resolver():
     resolver = SimpleClusterResolver(
-        SPEC, master="m:1", task_type="worker", task_id=2, environment="e", num_accelerators={"GPU": 3}, rpc_layer="grpc"
+        SPEC,
+        master="m:1",
+        task_type="worker",
+        task_id=2,
+        environment="e",
+        num_accelerators={"GPU": 3},
+        rpc_layer="grpc",
     )
     assert resolver.master() == "grpc://m:1"
     assert resolver.master("chief", 0, "http") == "http://c:1"

@@ -66,7 +66,11 @@ def test_order_of_the_sources():
 def test_explicit_resolver_wins():
     resolver = SimpleClusterResolver(ClusterSpec({"worker": ["x:1", "y:1"]}), task_type="worker", task_id=0)
     cluster = discover(resolver, environ=TF_CONFIG)
-    assert (cluster.source, cluster.addresses, cluster.resolver) == ("SimpleClusterResolver", ("x:1", "y:1"), resolver)
+    assert (cluster.source, cluster.addresses, cluster.resolver) == (
+        "SimpleClusterResolver",
+        ("x:1", "y:1"),
+        resolver,
+    )
 
 
 def test_foreign_resolver():

@@ -33,7 +33,23 @@ def test_hostlist(text, hosts):
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "n1,", ",n1", "n[", "n]", "n[]", "n[1", "n[1-]", "n[-1]", "n[2-1]", "n[a]", "n[0-999999999]", "a b"]
+    "text",
+    [
+        "",
+        ",",
+        "n1,",
+        ",n1",
+        "n[",
+        "n]",
+        "n[]",
+        "n[1",
+        "n[1-]",
+        "n[-1]",
+        "n[2-1]",
+        "n[a]",
+        "n[0-999999999]",
+        "a b",
+    ],
 )
 def test_bad_hostlist(text):
     with pytest.raises(ClusterConfigError, match="host list"):
@@ -41,7 +57,9 @@ def test_bad_hostlist(text):
 
 
 names = st.from_regex(r"[a-z][a-z0-9-]{0,5}", fullmatch=True)
-ranges = st.lists(st.integers(0, 50).flatmap(lambda low: st.tuples(st.just(low), st.integers(low, low + 5))), max_size=3)
+ranges = st.lists(
+    st.integers(0, 50).flatmap(lambda low: st.tuples(st.just(low), st.integers(low, low + 5))), max_size=3
+)
 
 
 @given(st.lists(st.tuples(names, ranges), min_size=1, max_size=4))
@@ -92,7 +110,9 @@ def test_jobs_are_filled_in_alphabetical_order():
     assert by_host.cluster_spec().task_address("worker", 3) == "b:8888"
 
 
-@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"])
+@pytest.mark.parametrize(
+    "name", ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"]
+)
 def test_missing_variables_are_named(name):
     environ = {key: value for key, value in STEP.items() if key != name}
     with pytest.raises(RuntimeError, match=name):

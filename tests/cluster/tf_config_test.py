@@ -64,7 +64,10 @@ WRONG = {
     "index is negative": (config(task={"type": "worker", "index": -1}), "not be negative"),
     "index out of range": (config(task={"type": "worker", "index": 2}), r'\["task"\]\["index"\]'),
     "rpc_layer is a number": (config(rpc_layer=3), "rpc_layer"),
-    "parameter server": (config({"worker": WORKERS, "ps": ["p:1"]}, {"type": "ps", "index": 0}), "parameter server"),
+    "parameter server": (
+        config({"worker": WORKERS, "ps": ["p:1"]}, {"type": "ps", "index": 0}),
+        "parameter server",
+    ),
 }
 
 
@@ -79,7 +82,9 @@ def test_each_wrong_field_is_named(case):
     assert "TF_CONFIG" in str(info.value)
 
 
-@pytest.mark.parametrize("text", ["{}", '{"cluster": {}}', '{"cluster": null}', '{"task": {"type": "worker", "index": 0}}'])
+@pytest.mark.parametrize(
+    "text", ["{}", '{"cluster": {}}', '{"cluster": null}', '{"task": {"type": "worker", "index": 0}}']
+)
 def test_no_cluster_is_a_single_worker(text):
     cluster = discover(environ={"TF_CONFIG": text})
     assert (cluster.num_workers, cluster.coordinator, cluster.source) == (1, None, "TF_CONFIG")
@@ -97,7 +102,9 @@ def test_chief_comes_first():
     assert (cluster.num_workers, cluster.worker_index, cluster.coordinator) == (3, 2, "c:1")
     assert not cluster.is_chief
     assert cluster.worker_names[2] == "worker 2 (h1:2222)"
-    chief = discover(environ={"TF_CONFIG": config({"worker": WORKERS, "chief": ["c:1"]}, {"type": "chief", "index": 0})})
+    chief = discover(
+        environ={"TF_CONFIG": config({"worker": WORKERS, "chief": ["c:1"]}, {"type": "chief", "index": 0})}
+    )
     assert chief.is_chief and chief.task_type == "chief"
 
 
@@ -108,7 +115,9 @@ def test_evaluator_is_on_its_own():
 
 def test_what_operators_write():
     # Kubeflow adds "environment"; some write the index as text; sparse jobs have text for keys.
-    text = config({"worker": {"0": "h0:1", "1": "h1:1"}}, {"type": "worker", "index": "1"}, environment="cloud")
+    text = config(
+        {"worker": {"0": "h0:1", "1": "h1:1"}}, {"type": "worker", "index": "1"}, environment="cloud"
+    )
     cluster = discover(environ={"TF_CONFIG": text})
     assert (cluster.worker_index, cluster.num_workers) == (1, 2)
     numbered_from_one = config({"chief": ["c:1"], "worker": {"1": "h1:1"}}, {"type": "worker", "index": 1})
@@ -144,8 +153,12 @@ def test_override_makes_up_for_a_missing_task():
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(WORKERS),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["worker", "chief", "ps", "type", "index", "0", "1", "x"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["worker", "chief", "ps", "type", "index", "0", "1", "x"]), inner, max_size=3
+        )
+    ),
     max_leaves=8,
 )
 
