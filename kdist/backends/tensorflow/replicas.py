@@ -21,8 +21,11 @@ class TensorFlowReplica(Replica):
         """Sums with the all-reduce of `tf.distribute`."""
         if self.num_replicas_in_sync == 1:
             return list(tensors)
-        context = tf.distribute.get_replica_context()
-        return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+        # TensorFlow keeps small integers on the host, and does not reduce host and device tensors together.
+        # float64 holds the integers that are summed here exactly.
+        sent = [tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64) for tensor in tensors]
+        sums = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, sent)
+        return [tf.cast(total, tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
 
     def all_reduce_with_gradient(self, tensor: Any) -> Any:
         """Sums over all replicas; see the contract for the weights of the gradient."""

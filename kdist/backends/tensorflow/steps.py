@@ -46,10 +46,10 @@ class _ReplicatedFunction(StepFunction):
             sliced = [leaf if leaf is None else leaf[rows.start : rows.stop] for leaf in leaves]
             parts.append(keras.tree.pack_sequence_as(batch, sliced))
         shares = tuple(tf.constant([s.share, s.counts, s.scalar_weight], tf.float32) for _, s in local)
+        self._thread_state = keras_hooks.ThreadState()  # not while tracing: it may create a variable
         return self._run(tuple(parts), shares), [rows for rows, _ in split]
 
     def _run_all(self, parts: tuple[Any, ...], shares: tuple[Any, ...]) -> tuple[Any, ...]:
-        state = keras_hooks.ThreadState()
         native = self.runtime.native
 
         @tf.autograph.experimental.do_not_convert
@@ -58,7 +58,7 @@ class _ReplicatedFunction(StepFunction):
             rows = RowShare(*tf.unstack(shares[index]))
             replica_id = self.runtime.replica_ids[index]
             replica = TensorFlowReplica(None, replica_id, self.runtime.num_replicas, rows, index)
-            with state, replica:
+            with self._thread_state, replica:
                 return self.in_replica(replica, parts[index])
 
         with self.around_replicas():

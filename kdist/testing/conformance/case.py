@@ -98,5 +98,10 @@ def compare(name: str, expected: Numbers, actual: Numbers) -> None:
     assert expected.keys() == actual.keys(), f"{name}: {sorted(expected)} != {sorted(actual)}"
     for key in expected:
         np.testing.assert_allclose(
-            actual[key], expected[key], rtol=which.rtol, atol=which.atol, err_msg=f"{name}: {key}", verbose=True
+            actual[key],
+            expected[key],
+            rtol=which.rtol,
+            atol=which.atol,
+            err_msg=f"{name}: {key}",
+            verbose=True,
         )

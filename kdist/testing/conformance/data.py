@@ -136,7 +136,11 @@ def on_batch() -> Numbers:
     )
 
 
-@case("`steps_per_execution`", backends=("tensorflow", "jax"), why_not_all="Keras has none on PyTorch to compare")
+@case(
+    "`steps_per_execution`",
+    backends=("tensorflow", "jax"),
+    why_not_all="Keras has none on PyTorch to compare",
+)
 def steps_per_execution() -> Numbers:
     x, y = a.regression()
     model = _compiled(steps_per_execution=2)

@@ -70,7 +70,7 @@ def recurrent() -> Numbers:
     return a.numbers(model, a.fit(model, x, y))
 
 
-class _Counting(keras.layers.Layer):
+class Counting(keras.layers.Layer):
     """Counts steps and keeps a moving mean, in variables without a declared aggregation."""
 
     def build(self, shape: Any) -> None:
@@ -87,7 +87,7 @@ class _Counting(keras.layers.Layer):
 @case("layers with variables of their own")
 def stateful_layer() -> Numbers:
     x, y = a.regression()
-    model = keras.Sequential([keras.layers.Input((6,)), _Counting(), keras.layers.Dense(1)])
+    model = keras.Sequential([keras.layers.Input((6,)), Counting(), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return a.numbers(model, a.fit(model, x, y))
 

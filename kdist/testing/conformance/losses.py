@@ -15,7 +15,9 @@ def _train(model: keras.Model, loss: Any, weighted: bool = True, rate: float = 0
     x, y = a.regression()
     model.compile(keras.optimizers.SGD(rate), loss)
     history = a.fit(model, x, y, sample_weight=a.weights() if weighted else None)
-    score = model.evaluate(x, y, sample_weight=a.weights() if weighted else None, batch_size=a.BATCH, verbose=0)
+    score = model.evaluate(
+        x, y, sample_weight=a.weights() if weighted else None, batch_size=a.BATCH, verbose=0
+    )
     return a.numbers(model, history, score=score)
 
 
@@ -74,7 +76,7 @@ def regularizers() -> Numbers:
     return _train(model, "mse")
 
 
-class _Penalty(keras.layers.Layer):
+class Penalty(keras.layers.Layer):
     def call(self, inputs: Any) -> Any:
         self.add_loss(0.1 * ops.mean(ops.square(inputs)))
         return inputs
@@ -83,7 +85,7 @@ class _Penalty(keras.layers.Layer):
 @case("`add_loss`")
 def add_loss() -> Numbers:
     model = keras.Sequential(
-        [keras.layers.Input((6,)), keras.layers.Dense(5, activation="tanh"), _Penalty(), keras.layers.Dense(1)]
+        [keras.layers.Input((6,)), keras.layers.Dense(5, activation="tanh"), Penalty(), keras.layers.Dense(1)]
     )
     return _train(model, "mse")
 

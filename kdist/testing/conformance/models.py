@@ -11,7 +11,7 @@ from kdist.testing.conformance import arrays as a
 from kdist.testing.conformance.case import Numbers, case
 
 
-class _Subclassed(keras.Model):
+class Subclassed(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.hidden = keras.layers.Dense(5, activation="tanh")
@@ -24,7 +24,7 @@ class _Subclassed(keras.Model):
 @case("subclassed models, built at the first batch")
 def subclassed() -> Numbers:
     x, y = a.regression()
-    model = _Subclassed()
+    model = Subclassed()
     model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
     history = a.fit(model, x, y)
     return a.numbers(model, history, predicted=model.predict(x, batch_size=a.BATCH, verbose=0))
@@ -41,7 +41,7 @@ def functional() -> Numbers:
     return a.numbers(model, a.fit(model, x, y))
 
 
-class _OwnLoss(keras.Model):
+class OwnLoss(keras.Model):
     """Overrides `compute_loss` with a scalar mean and its own tracker, as Keras's documentation shows."""
 
     def __init__(self) -> None:
@@ -53,7 +53,12 @@ class _OwnLoss(keras.Model):
         return self.out(inputs)
 
     def compute_loss(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
     ) -> Any:
         loss = ops.mean(ops.square(y - y_pred)) + ops.sum(ops.convert_to_tensor(self.losses))
         self.tracker.update_state(loss)
@@ -63,7 +68,7 @@ class _OwnLoss(keras.Model):
 @case("`compute_loss` overridden")
 def compute_loss() -> Numbers:
     x, y = a.regression()
-    model = _OwnLoss()
+    model = OwnLoss()
     model.compile(keras.optimizers.SGD(0.05))
     return a.numbers(model, a.fit(model, x, y))
 
@@ -98,7 +103,7 @@ def _update(model: Any, x: Any, y: Any, loss: Any) -> Any:
     return {"loss": model.loss_tracker.result(), "mae": model.mae.result(), "twice": 2.0 * loss}
 
 
-class _OwnStep(keras.Model):
+class OwnStep(keras.Model):
     """A custom `train_step` for TensorFlow and PyTorch, in the form of Keras's guides."""
 
     def __init__(self) -> None:
@@ -120,7 +125,7 @@ class _OwnStep(keras.Model):
         return step(self, data)
 
 
-class _OwnStepJax(_OwnStep):
+class OwnStepJax(OwnStep):
     """The same for JAX, whose steps are functions of their state."""
 
     def _loss(self, trainable: Any, non_trainable: Any, x: Any, y: Any) -> Any:
@@ -150,6 +155,6 @@ class _OwnStepJax(_OwnStep):
 @case("custom `train_step`")
 def custom_train_step() -> Numbers:
     x, y = a.regression()
-    model = (_OwnStepJax if keras.backend.backend() == "jax" else _OwnStep)()
+    model = (OwnStepJax if keras.backend.backend() == "jax" else OwnStep)()
     model.compile(keras.optimizers.Adam(0.05))
     return a.numbers(model, a.fit(model, x, y))

@@ -71,7 +71,11 @@ def ema_overwrite() -> Numbers:
 
 @case("loss scaling", rtol=1e-5)
 def loss_scaling() -> Numbers:
-    return _train(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0, dynamic_growth_steps=3))
+    return _train(
+        keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), initial_scale=8.0, dynamic_growth_steps=3
+        )
+    )
 
 
 # float16 keeps 11 bits: sums over different groups of rows differ in the last of them.
