@@ -187,7 +187,7 @@ class TorchrunClusterResolver(ProcessClusterResolver):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         index, count, local_index, local_count = _read_place(environ, names, self._HINT)
         first = _master_address(environ, self._HINT) if count > 1 else None
-        # The agent that started the workers listens at MASTER_PORT itself: PyTorch joins it, others cannot bind.
+        # The agent that started the workers listens at MASTER_PORT itself, so no worker can.
         taken = count > 1 and environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
         return ProcessLayout(count, index, (first, *[None] * (count - 1)), local_index, local_count, taken)
 

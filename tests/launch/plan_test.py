@@ -2,6 +2,7 @@
 
 import io
 import json
+import types
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from kdist.launch import plan as planning
 from kdist.launch.output import LineStream, Sink, Tail
 from kdist.launch.plan import check_backend, parse_hosts, plan_job, resolve_num_workers
 from kdist.launch.report import MOST_LINES, failure_block, last_traceback, shell_exit_code
+from kdist.launch.supervisor import Supervisor
 
 # ---- the plan
 
@@ -242,3 +244,28 @@ def test_exit_codes():
     assert [shell_exit_code(code) for code in (0, 3, -9, -15, 256 + 7)] == [0, 3, 137, 143, 7]
     assert "SIGKILL (signal 9)" in failure_block("worker 1", -9, [])
     assert "exit code 3" in failure_block("worker 1", 3, [])
+
+
+# ---- who failed first
+
+
+def _judged(*workers):
+    supervisor = Supervisor([], "job")
+    for exit_code, exited_at, traceback_at in workers:
+        tail = types.SimpleNamespace(traceback_at=traceback_at)
+        supervisor._failures.append(
+            types.SimpleNamespace(exit_code=exit_code, exited_at=exited_at, tail=tail)
+        )
+    supervisor._judge()
+    return supervisor._failures.index(supervisor._outcome.failed)
+
+
+def test_who_failed_first():
+    assert _judged((1, 10.0, None), (1, 10.1, None)) == 0
+    # The first one only lost its connection to the second, which somebody killed.
+    assert _judged((1, 10.0, 9.9), (-9, 10.1, None)) == 1
+    assert _judged((-6, 10.0, None), (-11, 10.1, None)) == 1
+    # The second one had printed its traceback before the first one lost its connection.
+    assert _judged((-6, 10.0, None), (1, 10.1, 9.8)) == 1
+    # A traceback that was printed long ago was no reason to fail.
+    assert _judged((1, 10.0, None), (1, 10.1, 2.0)) == 0

@@ -103,6 +103,23 @@ def test_timeout_shows_every_workers_stack():
             workers.run(rank)
 
 
+def test_orphans_are_ended_too():
+    def leave_an_orphan():
+        sleeper = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+        quiet = "stdout=-3, stderr=-3, start_new_session=True"
+        code = f"import subprocess, sys; print(subprocess.Popen({sleeper}, {quiet}).pid)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        return int(done.stdout)
+
+    with WorkerPool(1, timeout=TIMEOUT) as workers:
+        (orphan,) = workers.run(leave_an_orphan)
+        assert os.path.exists(f"/proc/{orphan}")
+    deadline = time.monotonic() + 2
+    while os.path.exists(f"/proc/{orphan}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_worker_that_dies(monkeypatch):
     monkeypatch.setattr("kdist.testing.pool._AFTER_FAILURE", 0.5)
 
