@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import threading
 import weakref
 from collections.abc import Callable
@@ -206,7 +207,7 @@ def _hook_losses() -> None:
     def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
             replica = _replica()
-            if replica is None or reduction in (None, "none") or len(values.shape) == 0:
+            if replica is None or len(values.shape) == 0:
                 return original(values, sample_weight, reduction)
             return _reduce_rows(replica, original, values, sample_weight, reduction)
 
@@ -250,6 +251,10 @@ def _hook_losses() -> None:
 def _reduce_rows(replica: Any, original: Any, values: Any, sample_weight: Any, reduction: str) -> Any:
     from keras import ops
 
+    if reduction in (None, "none"):
+        # The gradient of a vector is that of its sum, but its value stands for its rows.
+        scaled = values * _cast(replica.rows.counts / replica.rows.share, values)
+        return scaled + ops.stop_gradient(values - scaled)
     if reduction == "sum":
         return original(values, None, "sum") * _cast(replica.rows.counts / replica.rows.share, values)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
@@ -308,26 +313,41 @@ def _hook_optimizers() -> None:
                 return original(self, grads, trainable_variables)
             replica.applying = True  # the optimiser inside a LossScaleOptimizer must not sum again
             try:
-                grads = _mean_gradients(replica, list(grads))
+                variables = trainable_variables or self._trainable_variables
+                grads = _sum_gradients(replica, list(grads), list(variables))
                 return replica.apply_gradients(lambda: original(self, grads, trainable_variables))
             finally:
                 replica.applying = False
 
         return wrapper
 
+    def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, loss: Any) -> Any:
+            scaled = original(self, loss)
+            replica = _replica()
+            return scaled if replica is None or scaled is loss else replica.weight_loss(scaled)
+
+        return wrapper
+
+    _wrap(BaseOptimizer, "scale_loss", scale_loss)
+    _wrap(LossScaleOptimizer, "scale_loss", scale_loss)
     _wrap(BaseOptimizer, "apply", apply)
     _wrap(LossScaleOptimizer, "apply", apply)
     if keras.backend.backend() == "tensorflow":
         _hook_tensorflow_optimizer(BaseOptimizer, LossScaleOptimizer)
 
 
-def _mean_gradients(replica: Any, grads: list[Any]) -> list[Any]:
+def _sum_gradients(replica: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
     from keras import ops
 
-    # IndexedSlices (TensorFlow's gradients of embeddings) are made dense: rows differ between replicas.
-    present = [(i, ops.convert_to_tensor(g)) for i, g in enumerate(grads) if g is not None]
-    for (i, _), mean in zip(present, replica.mean_over_rows([g for _, g in present]), strict=True):
-        grads[i] = mean
+    # IndexedSlices (TensorFlow's gradients of embeddings) are made dense: rows differ between replicas. Their
+    # shape is not known while tracing, but is the variable's.
+    present = [
+        (i, ops.reshape(ops.convert_to_tensor(g), variables[i].shape)) for i, g in enumerate(grads) if g is not None
+    ]
+    for (i, _), total in zip(present, replica.sum_gradients([g for _, g in present]), strict=True):
+        grads[i] = total
+    replica.loss_is_weighted = False
     return grads
 
 
@@ -447,7 +467,11 @@ class ThreadState:
         from keras.src.backend.common import global_state
         from keras.src.random.seed_generator import global_seed_generator
 
-        global_seed_generator()  # made here, or every replica would make one of its own in the middle of a step
+        # Made here, or every replica would make one of its own in the middle of a step. Keras draws its seed
+        # from Python's random numbers; the user's next draw must be the one that comes without kdist.
+        drawn = random.getstate()
+        global_seed_generator()
+        random.setstate(drawn)
         self._state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
         self._settings = dict(vars(global_state.GLOBAL_SETTINGS_TRACKER))
 

@@ -86,6 +86,7 @@ class Replica(ReplicaContext):
         self.rows = rows
         self.scope: ReplicaScope | None = None
         self.global_values: dict[int, Any] = {}
+        self.loss_is_weighted = False
         self._num_replicas = num_replicas
 
     @property
@@ -107,7 +108,7 @@ class Replica(ReplicaContext):
 
         The global loss is the mean of the replicas' losses weighted by `share`, and gradients are weighted once
         more when an optimiser sums them. So the gradient that replica i passes on is the sum over all replicas j
-        of `share_j / share_i` times the gradient that arrived at j.
+        of `share_j / share_i` times the gradient that arrived at j (`gradient_weight` in place of `share`).
         """
 
     def moments(self, x: Any, axes: Sequence[int], keepdims: bool = False) -> tuple[Any, Any]:
@@ -126,6 +127,25 @@ class Replica(ReplicaContext):
         if not keepdims:
             mean, variance = ops.squeeze(mean, axes), ops.squeeze(variance, axes)
         return mean, variance
+
+    @property
+    def gradient_weight(self) -> Any:
+        """What gradients are still to be multiplied with before they are summed over the replicas."""
+        return 1.0 if self.loss_is_weighted else self.rows.share
+
+    def weight_loss(self, loss: Any) -> Any:
+        """Weights a loss with this replica's share before its gradients are computed instead of after.
+
+        For loss scaling: float16 gradients must be as large as on one device, to overflow where they would.
+        """
+        self.loss_is_weighted = True
+        return loss * keras.ops.cast(self.rows.share, loss.dtype)
+
+    def sum_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Returns the gradients of the global loss."""
+        if self.loss_is_weighted:
+            return self.all_reduce_packed(gradients)
+        return self.mean_over_rows(gradients)
 
     def mean_over_rows(self, tensors: Sequence[Any]) -> list[Any]:
         """Means over all rows, of tensors that are means over the rows of each replica."""

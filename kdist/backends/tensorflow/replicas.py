@@ -24,16 +24,17 @@ class TensorFlowReplica(Replica):
         # TensorFlow keeps small integers on the host, and does not reduce host and device tensors together.
         # float64 holds the integers that are summed here exactly.
         sent = [tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64) for tensor in tensors]
-        sums = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, sent)
+        context = tf.distribute.get_replica_context()
+        # One call a tensor: within a call TensorFlow concatenates, whatever the dtypes.
+        sums = [context.all_reduce(tf.distribute.ReduceOp.SUM, tensor) for tensor in sent]
         return [tf.cast(total, tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
 
     def all_reduce_with_gradient(self, tensor: Any) -> Any:
         """Sums over all replicas; see the contract for the weights of the gradient."""
-        share = tf.cast(self.rows.share, tensor.dtype)
-
         @tf.custom_gradient
         def total(x: Any) -> Any:
             def gradient(upstream: Any) -> Any:
+                share = tf.cast(self.gradient_weight, tensor.dtype)
                 return self.all_reduce_sum([upstream * share])[0] / share
 
             return self.all_reduce_sum([x])[0], gradient

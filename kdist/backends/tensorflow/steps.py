@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -26,8 +27,8 @@ class _ReplicatedFunction(StepFunction):
     def __init__(self, runtime: TensorFlowRuntime, model: Any) -> None:
         self.runtime = runtime
         self._model = weakref.ref(model)
-        run = tf.autograph.experimental.do_not_convert(self._run_all)
-        self._run = run if model.run_eagerly else tf.function(run, reduce_retracing=True)
+        self._eager = bool(model.run_eagerly)
+        self._compiled: dict[Any, Any] = {}
 
     @property
     def model(self) -> Any:
@@ -41,15 +42,42 @@ class _ReplicatedFunction(StepFunction):
         num_rows = int(next(leaf for leaf in leaves if leaf is not None).shape[0])
         split = split_rows(num_rows, self.runtime.num_replicas)
         local = [split[i] for i in self.runtime.replica_ids]
-        parts = []
+        tensors = []
         for rows, _ in local:
-            sliced = [leaf if leaf is None else leaf[rows.start : rows.stop] for leaf in leaves]
-            parts.append(keras.tree.pack_sequence_as(batch, sliced))
-        shares = tuple(tf.constant([s.share, s.counts, s.scalar_weight], tf.float32) for _, s in local)
+            tensors += [leaf[rows.start : rows.stop] for leaf in leaves if leaf is not None]
+        tensors += [tf.constant([s.share, s.counts, s.scalar_weight], tf.float32) for _, s in local]
         self._thread_state = keras_hooks.ThreadState()  # not while tracing: it may create a variable
-        return self._run(tuple(parts), shares), [rows for rows, _ in split]
+        return self._function(batch, leaves)(*tensors), [rows for rows, _ in split]
 
-    def _run_all(self, parts: tuple[Any, ...], shares: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _function(self, batch: GlobalBatch, leaves: list[Any]) -> Callable[..., Any]:
+        """Returns the function for batches of this structure: one trace for any number of rows.
+
+        Rows are unknown in the trace, as in Keras's own loop on TensorFlow: some of its numbers depend on it.
+        """
+        present = [leaf for leaf in leaves if leaf is not None]
+        structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, batch)
+        key = (repr(structure), tuple((leaf.dtype, tuple(leaf.shape[1:])) for leaf in present))
+        if key not in self._compiled:
+            run = tf.autograph.experimental.do_not_convert(functools.partial(self._run_flat, structure))
+            if not self._eager:
+                rows = [tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in present]
+                replicas = len(self.runtime.devices)
+                signature = rows * replicas + [tf.TensorSpec([3], tf.float32)] * replicas
+                run = tf.function(run, input_signature=signature)
+            self._compiled[key] = run
+        return self._compiled[key]
+
+    def _run_flat(self, structure: Any, *tensors: Any) -> tuple[Any, ...]:
+        replicas = len(self.runtime.devices)
+        size = len(tensors) // replicas - 1
+        parts = []
+        for start in range(0, size * replicas, size):
+            present = iter(tensors[start : start + size])
+            leaves = [None if leaf is None else next(present) for leaf in keras.tree.flatten(structure)]
+            parts.append(keras.tree.pack_sequence_as(structure, leaves))
+        return self._run_all(parts, tensors[size * replicas :])
+
+    def _run_all(self, parts: Sequence[Any], shares: Sequence[Any]) -> tuple[Any, ...]:
         native = self.runtime.native
 
         @tf.autograph.experimental.do_not_convert
