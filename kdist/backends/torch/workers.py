@@ -1,4 +1,280 @@
+"""Joining the workers of a cluster with `torch.distributed`, what they tell each other, and who was lost."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from kdist.backends.torch.devices import torch_device
+from kdist.backends.torch.lifeline import Lifeline
+from kdist.backends.torch.meeting import Meeting, check_devices, describe_devices, interface_towards
+from kdist.cluster import environment
+from kdist.errors import KdistError, StrategyScopeError, WorkerLostError, WorkerTimeoutError
+from kdist.strategies.communication import CommunicationImplementation, hint_ignored
+
+if TYPE_CHECKING:
+    from kdist.cluster import Cluster
+    from kdist.strategies.communication import CommunicationOptions
+
+# How often a worker that waits for the others looks whether they are alive.
+_LOOK = timedelta(seconds=1)
+# How long a worker may take to notice a loss after the engine has seen a broken connection.
+_NOTICE_SECONDS = 5.0
+# Messages up to this size, with their length, take one collective.
+_SHORT = 248
+
+_joined: tuple[Cluster, Workers] | None = None
+
+
 class Workers:
-    pass
-def join(cluster, names, options):
-    raise NotImplementedError
+    """The workers of a cluster, joined in a process group.
+
+    Args:
+        cluster: Who takes part.
+        lifeline: Tells who has died; `None` where it could not be made.
+        nccl: Whether NCCL joins the GPUs; otherwise gloo does everything.
+        owns_group: Whether the process group is kdist's, to be destroyed at the end, or the user's.
+        cpu_group: The group for tensors on the CPU, where the default one has none.
+    """
+
+    def __init__(
+        self, cluster: Cluster, lifeline: Lifeline | None, nccl: bool, owns_group: bool = True, cpu_group: Any = None
+    ) -> None:
+        self.num_workers = cluster.num_workers
+        self.worker_index = cluster.worker_index
+        self._names = cluster.worker_names
+        self._lifeline = lifeline
+        self._nccl = nccl
+        self._owns_group = owns_group
+        self._cpu_group = cpu_group
+        self._stuck = False
+        if nccl and lifeline is not None:
+            lifeline.on_death(_abort_nccl)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sums a tensor over the workers, in place."""
+        with self._explained():
+            self._finish(dist.all_reduce(tensor, group=self._group(tensor), async_op=True), tensor)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Gives every worker the chief's values, in place."""
+        with self._explained():
+            self._finish(dist.broadcast(tensor, 0, group=self._group(tensor), async_op=True), tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Gathers tensors of equal shape, in the order of the workers."""
+        parts = [torch.empty_like(tensor) for _ in range(self.num_workers)]
+        with self._explained():
+            self._finish(dist.all_gather(parts, tensor, group=self._group(tensor), async_op=True), tensor)
+        return parts
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Gathers a message from each worker: one collective for short ones, a second for the rest of long ones."""
+        head = len(data).to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0")
+        heads = [part.numpy().tobytes() for part in self.all_gather(_uint8(head))]
+        sizes = [int.from_bytes(part[:8], "little") for part in heads]
+        longest = max(sizes) - _SHORT
+        rests = [b""] * len(heads)
+        if longest > 0:
+            rest = _uint8(data[_SHORT:].ljust(longest, b"\0"))
+            rests = [part.numpy().tobytes() for part in self.all_gather(rest)]
+        return [(head[8:] + rest)[:size] for head, rest, size in zip(heads, rests, sizes, strict=True)]
+
+    def gather_rows(self, leaves: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Concatenates, for several tensors in one collective, the rows of every worker.
+
+        Args:
+            leaves: This worker's rows of each tensor.
+            sizes: Number of rows of each worker. A tensor may have several entries a row.
+        """
+        mine, largest = sizes[self.worker_index], max(sizes)
+        packets = []
+        for leaf in leaves:
+            row_bytes = leaf.numel() // mine * leaf.element_size()
+            flat = leaf.reshape(-1).contiguous().view(torch.uint8)
+            packets.append(torch.nn.functional.pad(flat, (0, (largest - mine) * row_bytes)))
+        everyone = self.all_gather(torch.cat(packets))
+        results = []
+        start = 0
+        for leaf, packet in zip(leaves, packets, strict=True):
+            row_bytes = packet.numel() // largest
+            parts = []
+            for size, theirs in zip(sizes, everyone, strict=True):
+                rows = theirs[start : start + size * row_bytes].clone().view(leaf.dtype)
+                parts.append(rows.reshape(-1, *leaf.shape[1:]))
+            results.append(torch.cat(parts))
+            start += packet.numel()
+        return results
+
+    def explain_failure(self, error: BaseException) -> BaseException:
+        """Returns kdist's own error where one is behind `error`, which Keras may have wrapped."""
+        seen: BaseException | None = error
+        while seen is not None:
+            if isinstance(seen, KdistError):
+                return seen
+            seen = seen.__cause__ or seen.__context__
+        return error
+
+    def close(self) -> None:
+        """Leaves the group, in good order for those that go on."""
+        if self._lifeline is not None:
+            self._lifeline.close()
+        if self._stuck:
+            # gloo cannot cancel an operation, and would wait for it in its destructor.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _group(self, tensor: torch.Tensor) -> Any:
+        return None if tensor.is_cuda else self._cpu_group
+
+    def _finish(self, work: Any, tensor: torch.Tensor) -> None:
+        if self._nccl and tensor.is_cuda:
+            work.wait()  # returns once it is enqueued
+            return
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            # The engine notices a process that dies; it does not notice a host that vanishes.
+            loss = self._lifeline.wait_for_loss(0.0) if self._lifeline is not None else None
+            if loss is not None:
+                self._stuck = True
+                raise self._lost(*loss)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Any:
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, KdistError):
+                raise
+            if "imed out" in str(error):
+                raise WorkerTimeoutError(
+                    "All workers must come to every collective in time, but some did not.",
+                    received={"this_worker": self._names[self.worker_index], "error": str(error)[:200]},
+                    hint="Allow more time: kdist.experimental.CommunicationOptions(timeout_seconds=3600)",
+                ) from error
+            loss = self._lifeline.wait_for_loss(_NOTICE_SECONDS) if self._lifeline is not None else None
+            if loss is None:
+                raise
+            raise self._lost(*loss) from error
+
+    def _lost(self, index: int, what: str) -> WorkerLostError:
+        return WorkerLostError(
+            f"The job cannot go on without {self._names[index]}, which {what}.",
+            received={"this_worker": self._names[self.worker_index]},
+            hint="Look at that worker's log, then start the job again.",
+        )
+
+
+def _uint8(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _abort_nccl() -> None:
+    # NCCL does not notice a dead process on the same machine. gloo does, and cannot be aborted.
+    time.sleep(2.0)
+    group = dist.distributed_c10d._get_default_group()
+    group._get_backend(torch.device("cuda")).abort()
+
+
+def join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions) -> Workers:
+    """Waits for all workers of the cluster and returns them. A process joins once; later calls get the same.
+
+    Raises:
+        WorkerTimeoutError: A worker did not come in time.
+        ClusterConfigError: The chief's port is taken, or two processes are the same worker.
+        WorkerMismatchError: The workers have different devices.
+        StrategyScopeError: This process has joined another cluster, or the user's process group is another.
+    """
+    global _joined
+    if _joined is not None:
+        _check_same_cluster(_joined[0], cluster)
+        if options.timeout_seconds is not None:
+            hint_ignored(f"timeout_seconds={options.timeout_seconds}", "the workers have been joined already.")
+        return _joined[1]
+    if dist.is_initialized():
+        workers = _adopt(cluster, devices)
+    else:
+        workers = _join(cluster, devices, options)
+    atexit.register(workers.close)
+    _joined = (cluster, workers)
+    return workers
+
+
+def _join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions) -> Workers:
+    meeting = Meeting(cluster, _join_timeout())
+    nccl = check_devices(cluster, meeting.gather("devices", describe_devices(devices)))
+    if options.implementation is CommunicationImplementation.RING and nccl:
+        nccl = False
+        hint_ignored("implementation=RING", "gloo joins the GPUs, with an algorithm of its choice.")
+    lifeline = meeting.open_lifeline()
+    arguments: dict[str, Any] = {}
+    if options.timeout_seconds is not None:
+        arguments["timeout"] = timedelta(seconds=options.timeout_seconds)
+    if devices[0].startswith("gpu:"):
+        torch.cuda.set_device(torch_device(devices[0]))
+    # The user's own choice of interface stands.
+    interface = environment.get("GLOO_SOCKET_IFNAME") or interface_towards(cluster)
+    with environment.patched(GLOO_SOCKET_IFNAME=interface):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            store=dist.PrefixStore("group", meeting.store),
+            rank=cluster.worker_index,
+            world_size=cluster.num_workers,
+            **arguments,
+        )
+    return Workers(cluster, lifeline, nccl)
+
+
+def _adopt(cluster: Cluster, devices: Sequence[str]) -> Workers:
+    """Takes the process group that the user has made."""
+    if (dist.get_rank(), dist.get_world_size()) != (cluster.worker_index, cluster.num_workers):
+        raise StrategyScopeError(
+            "A process group that exists already must be that of the strategy's cluster.",
+            received={
+                "rank": dist.get_rank(),
+                "world_size": dist.get_world_size(),
+                "cluster": cluster.worker_names,
+                "worker_index": cluster.worker_index,
+            },
+            hint="Leave `torch.distributed.init_process_group` to kdist.",
+        )
+    meeting = Meeting(cluster, _join_timeout(), dist.distributed_c10d._get_default_store())
+    check_devices(cluster, meeting.gather("devices", describe_devices(devices)))
+    lifeline = meeting.open_lifeline()
+    backend = dist.get_backend()
+    cpu_group = None if "gloo" in backend else dist.new_group(backend="gloo")
+    return Workers(cluster, lifeline, "nccl" in backend, owns_group=False, cpu_group=cpu_group)
+
+
+def _join_timeout() -> float:
+    return float(environment.get("KDIST_JOIN_TIMEOUT") or 300)
+
+
+def _check_same_cluster(joined: Cluster, wanted: Cluster) -> None:
+    if (joined.coordinator, joined.num_workers, joined.worker_index) != (
+        wanted.coordinator,
+        wanted.num_workers,
+        wanted.worker_index,
+    ):
+        raise StrategyScopeError(
+            "A process can join one cluster only, and this one has already joined another.",
+            received={"joined": joined.worker_names, "wanted": wanted.worker_names},
+            hint="Start a process of its own for each cluster.",
+        )

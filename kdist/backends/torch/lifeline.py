@@ -1,0 +1,184 @@
+"""A connection from each worker to the chief that tells at once who has died.
+
+PyTorch's store and collectives only say that *a* peer is gone (gloo), or wait for half an hour (a host without
+power; NCCL). The kernel knows better: it closes the sockets of a process that dies, and its keep-alive probes
+find a host that vanishes. Standard library only; nothing that comes from the network is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+
+_MESSAGE = struct.Struct("!4scI")
+_MAGIC = b"kdl1"
+_HELLO, _DIED, _FAILED, _ENDED = b"H", b"D", b"F", b"E"
+_WORDS = {_DIED: "has died", _FAILED: "has failed with an error of its own", _ENDED: "has ended before the others"}
+# A host that vanishes is noticed after about 5 + 3 * 2 seconds.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
+
+
+class Lifeline:
+    """The connections of one worker: to all others for the chief, to the chief for the others.
+
+    Args:
+        worker_index: Of this worker.
+        connections: Connected sockets, by the index of the worker at the other end.
+    """
+
+    def __init__(self, worker_index: int, connections: Mapping[int, socket.socket]) -> None:
+        self._index = worker_index
+        self._connections = dict(connections)
+        self._received = {index: b"" for index in connections}
+        self._losses: dict[int, bytes] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._on_death: Callable[[], None] | None = None
+        self._wake, self._woken = socket.socketpair()
+        for connection in self._connections.values():
+            _watch(connection)
+        # Children of the process would keep the connections open after its death.
+        lifeline = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: (known := lifeline()) and known._let_go())
+        self._thread = threading.Thread(target=self._listen, name="kdist lifeline", daemon=True)
+        self._thread.start()
+
+    def wait_for_loss(self, timeout: float) -> tuple[int, str] | None:
+        """Waits until a worker is lost and returns its index and what happened to it, in words.
+
+        Where several are lost, the one that died rather than those that failed or ended because of it.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while not self._losses and time.monotonic() < deadline:
+                self._changed.wait(deadline - time.monotonic())
+            if self._losses and _DIED not in self._losses.values():
+                self._changed.wait_for(lambda: _DIED in self._losses.values(), 0.3)
+            for kind in (_DIED, _FAILED, _ENDED):
+                for index, what in self._losses.items():
+                    if what == kind:
+                        return index, _WORDS[kind]
+        return None
+
+    def on_death(self, call: Callable[[], None]) -> None:
+        """Sets what to call, in a thread of its own, when a worker has died."""
+        self._on_death = call
+
+    def close(self) -> None:
+        """Says goodbye, so that nobody takes this worker for lost."""
+        if self._closing:
+            return
+        self._closing = True
+        failed = getattr(sys, "last_type", None) is not None
+        self._tell(_FAILED if failed else _ENDED, self._index)
+        self._wake.send(b"x")
+        self._thread.join(2.0)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for connection in (*self._connections.values(), self._wake, self._woken):
+            connection.close()
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ, None)
+            for index, connection in self._connections.items():
+                selector.register(connection, selectors.EVENT_READ, index)
+            while not self._closing:
+                for key, _ in selector.select():
+                    if key.data is not None and not self._read(key.data):
+                        selector.unregister(key.fileobj)
+
+    def _read(self, index: int) -> bool:
+        """Reads what a worker says. Returns whether it may say more."""
+        try:
+            data = self._connections[index].recv(4096)
+        except OSError:
+            data = b""
+        if not data:
+            if not self._closing:
+                self._note(_DIED, index)
+            return False
+        buffer = self._received[index] + data
+        while len(buffer) >= _MESSAGE.size:
+            magic, kind, about = _MESSAGE.unpack_from(buffer)
+            buffer = buffer[_MESSAGE.size :]
+            if magic == _MAGIC and kind in _WORDS:
+                self._note(kind, about)
+        self._received[index] = buffer
+        return True
+
+    def _note(self, kind: bytes, index: int) -> None:
+        with self._changed:
+            if index in self._losses:
+                return  # a connection that is closed after a goodbye
+            self._losses[index] = kind
+            self._changed.notify_all()
+        if self._index == 0:
+            self._tell(kind, index)
+        if kind == _DIED and self._on_death is not None:
+            threading.Thread(target=self._on_death, name="kdist lifeline, abort", daemon=True).start()
+
+    def _tell(self, kind: bytes, about: int) -> None:
+        for index, connection in self._connections.items():
+            if index != about:
+                with contextlib.suppress(OSError):
+                    connection.sendall(_MESSAGE.pack(_MAGIC, kind, about))
+
+
+def wait_for_workers(server: socket.socket, num_workers: int, deadline: float) -> dict[int, socket.socket]:
+    """The chief's side of the beginning: waits for a connection from every other worker.
+
+    Raises:
+        TimeoutError: Not all came before the deadline.
+    """
+    connections: dict[int, socket.socket] = {}
+    while len(connections) < num_workers - 1:
+        server.settimeout(max(0.1, deadline - time.monotonic()))
+        connection, _ = server.accept()
+        try:
+            connection.settimeout(5.0)
+            magic, kind, index = _MESSAGE.unpack(_read_exactly(connection, _MESSAGE.size))
+        except (OSError, struct.error):
+            connection.close()
+            continue
+        if magic != _MAGIC or kind != _HELLO or not 0 < index < num_workers or index in connections:
+            connection.close()  # a stranger: a port scan, say
+            continue
+        connections[index] = connection
+    return connections
+
+
+def connect_to_chief(host: str, port: int, worker_index: int, deadline: float) -> dict[int, socket.socket]:
+    """The other workers' side of the beginning."""
+    connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
+    connection.sendall(_MESSAGE.pack(_MAGIC, _HELLO, worker_index))
+    return {0: connection}
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        received = connection.recv(size - len(data))
+        if not received:
+            break
+        data += received
+    return data
+
+
+def _watch(connection: socket.socket) -> None:
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        option = getattr(socket, name, None)
+        if option is not None:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,223 @@
+"""How the workers find each other: PyTorch's key-value store, held by the chief, and who has come so far."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from kdist.backends.torch import lifeline
+from kdist.cluster import environment, is_loopback, split_address
+from kdist.errors import ClusterConfigError, WorkerMismatchError, WorkerTimeoutError
+
+if TYPE_CHECKING:
+    from kdist.cluster import Cluster
+
+# Between two looks at the store while waiting for the others.
+_PAUSE = 0.05
+# What the chief keeps its store open for after giving up, so that the others learn why.
+_FAREWELL = 1.0
+_SIOCGIFADDR = 0x8915
+
+
+class Meeting:
+    """The store of a cluster, for as long as its workers come together.
+
+    Args:
+        cluster: Who takes part.
+        timeout: How many seconds to wait for all.
+        store: A store that exists already (the user's process group has one); else it is made.
+    """
+
+    def __init__(self, cluster: Cluster, timeout: float, store: dist.Store | None = None) -> None:
+        self.cluster = cluster
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self.host, self._port = split_address(cluster.coordinator) if cluster.coordinator else ("127.0.0.1", 0)
+        # A job that torchrun restarts meets in the same store again.
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = dist.PrefixStore(f"kdist/{attempt}", store or self._make_store())
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Tells the others a JSON value, waits for theirs, and returns all in the order of the workers.
+
+        Raises:
+            WorkerTimeoutError: Not all have come in time; names the missing.
+            ClusterConfigError: Two processes take themselves for the same worker.
+        """
+        cluster, store = self.cluster, self.store
+        if store.add(f"{name}/claimed/{cluster.worker_index}", 1) > 1:
+            raise ClusterConfigError(
+                "Every process must be a worker of its own, but two have the same index.",
+                received={"worker": cluster.worker_names[cluster.worker_index], "source": cluster.source},
+                hint="Check task.index of TF_CONFIG, or RANK, of each process.",
+            )
+        keys = [f"{name}/{index}" for index in range(cluster.num_workers)]
+        store.set(keys[cluster.worker_index], json.dumps(value))
+        while not store.check(keys):
+            gave_up = store.check(["gave up"])
+            if gave_up or time.monotonic() > self._deadline:
+                missing = [index for index, key in enumerate(keys) if not store.check([key])]
+                store.set("gave up", "")
+                if cluster.is_chief and not gave_up:
+                    time.sleep(_FAREWELL)
+                raise self._missing(missing)
+            time.sleep(_PAUSE)
+        return [json.loads(store.get(key)) for key in keys]
+
+    def open_lifeline(self) -> lifeline.Lifeline:
+        """Connects every worker with the chief; see `Lifeline`."""
+        cluster = self.cluster
+        try:
+            if cluster.is_chief:
+                with listen(self.host, 0) as server:
+                    self.store.set("lifeline", str(server.getsockname()[1]))
+                    connections = lifeline.wait_for_workers(server, cluster.num_workers, self._deadline)
+            else:
+                port = int(self.store.get("lifeline"))
+                connections = lifeline.connect_to_chief(self.host, port, cluster.worker_index, self._deadline)
+        except TimeoutError as error:
+            raise self._missing([]) from error
+        return lifeline.Lifeline(cluster.worker_index, connections)
+
+    def _make_store(self) -> dist.Store:
+        timeout = timedelta(seconds=self._timeout)
+        if self.cluster.is_chief and not self.cluster.coordinator_taken:
+            # PyTorch itself would listen on all interfaces.
+            server = listen(self.host, self._port)
+            return dist.TCPStore(
+                self.host,
+                self._port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timeout,
+                master_listen_fd=server.detach(),
+            )
+        self._wait_for_chief()
+        try:
+            return dist.TCPStore(self.host, self._port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            raise ClusterConfigError(
+                "At the chief's address, something that is not this job answers.",
+                received={"address": self.cluster.coordinator, "error": str(error)[:200]},
+                hint="Choose another port, or end that process.",
+            ) from error
+
+    def _wait_for_chief(self) -> None:
+        # PyTorch waits too, but Ctrl-C cannot interrupt it, and it writes warnings.
+        while True:
+            try:
+                socket.create_connection((self.host, self._port), timeout=5.0).close()
+                return
+            except OSError as error:
+                if time.monotonic() > self._deadline:
+                    raise self._missing([0]) from error
+            time.sleep(_PAUSE)
+
+    def _missing(self, missing: Sequence[int]) -> WorkerTimeoutError:
+        names = self.cluster.worker_names
+        who = ", ".join(names[index] for index in missing) or "some worker"
+        return WorkerTimeoutError(
+            f"All {len(names)} workers must come within {self._timeout:g} s, but {who} did not.",
+            received={"this_worker": names[self.cluster.worker_index]},
+            hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600",
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listens on the loopback interface for a job of one machine, else on all interfaces.
+
+    Of several machines, the others may reach the chief under a name that means something else here.
+
+    Raises:
+        ClusterConfigError: The port is in use.
+    """
+    where = host if is_loopback(host) else ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((where, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ClusterConfigError(
+            f"Port {port} must be free for the chief to meet the other workers, but it cannot be used "
+            f"({error.strerror}).",
+            received={"address": f"{host}:{port}"},
+            hint=f"See who has it with `ss -ltnp 'sport = :{port}'`, end that process, or choose another port.",
+        ) from error
+
+
+def check_devices(cluster: Cluster, devices: Sequence[dict[str, Any]]) -> bool:
+    """Checks that all workers have as many devices of one kind. Returns whether NCCL can join them.
+
+    Args:
+        cluster: Who takes part.
+        devices: What `describe_devices` said on each worker.
+    """
+    for index, theirs in enumerate(devices):
+        mine = devices[0]
+        if (theirs["kind"], theirs["count"]) != (mine["kind"], mine["count"]):
+            raise WorkerMismatchError(
+                "Every worker must have the same number of devices, of the same kind.",
+                received={
+                    cluster.worker_names[0]: f"{mine['count']} {mine['kind']}",
+                    cluster.worker_names[index]: f"{theirs['count']} {theirs['kind']}",
+                },
+                hint="Pass `devices` to the strategy, the same number on each worker.",
+            )
+    # NCCL refuses two processes on one GPU.
+    gpus = [gpu for theirs in devices for gpu in theirs["gpus"]]
+    return devices[0]["kind"] == "gpu" and len(set(gpus)) == len(gpus)
+
+
+def describe_devices(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what the other workers need to know of this one's devices, as JSON."""
+    gpus = [int(name.split(":")[1]) for name in names if name.startswith("gpu:")]
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in gpus]
+    return {"kind": "gpu" if gpus else "cpu", "count": len(names), "gpus": uuids}
+
+
+def interface_towards(cluster: Cluster) -> str | None:
+    """Returns the network interface by which this worker reaches the others; `None` to leave it to gloo.
+
+    gloo takes the address that this machine's name resolves to. That may be the loopback interface, by which
+    nobody else can be reached, or a public one for a job of one machine.
+    """
+    hosts = [split_address(address)[0] for address in (cluster.coordinator, *cluster.addresses) if address]
+    if not hosts or all(is_loopback(host) for host in hosts):
+        return _interface_of("127.0.0.1") if hosts else None
+    for host in hosts:
+        own = _address_towards(host)
+        if own is not None and not is_loopback(own):
+            return _interface_of(own)
+    return None
+
+
+def _address_towards(host: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing: the kernel only looks up the route
+            return str(probe.getsockname()[0])
+        except OSError:
+            return None
+
+
+def _interface_of(address: str) -> str | None:
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    return name
+    return None
