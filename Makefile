@@ -1,0 +1,66 @@
+# Everything a contributor runs. Each target sets up what it needs; `make clean` removes it again.
+
+PYTHON ?= python3
+# Of `make demo`: jax (the smallest install), torch or tensorflow.
+BACKEND ?= jax
+# Of `make test`: "nightly" runs the contract with the coming Keras.
+KERAS ?= stable
+
+PIP = -m pip --disable-pip-version-check --quiet install -c constraints.txt
+
+PACKAGES_jax = jax
+PACKAGES_torch = torch
+PACKAGES_tensorflow = tensorflow-cpu
+
+.PHONY: demo test lint docs bench table clean
+
+demo: .venv-demo-$(BACKEND)/ready
+	KERAS_BACKEND=$(BACKEND) .venv-demo-$(BACKEND)/bin/kdist demo
+
+.venv-demo-%/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-demo-$*
+	.venv-demo-$*/bin/python $(PIP) -e '.[demo]' $(PACKAGES_$*)
+	touch $@
+
+ifeq ($(KERAS),nightly)
+test: .venv-nightly/ready
+	.venv-nightly/bin/python -m pytest -n 2 --dist loadgroup tests/contract_multi_process_test.py
+else
+test: .venv/ready lint
+	sh tests/run.sh .venv/bin/python
+endif
+
+lint: .venv/ready
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+docs: .venv/ready
+	.venv/bin/mkdocs build --strict
+
+bench: .venv/ready
+	for backend in jax torch tensorflow; do .venv/bin/python benchmarks/step_time.py $$backend || exit 1; done
+
+# Runs the contract and writes its result into the README.
+table: .venv/ready
+	.venv/bin/python -m pytest -n 2 --dist loadgroup tests/contract_multi_process_test.py --contract-results docs/contract.json
+	.venv/bin/python -m kdist.testing.conformance.table docs/contract.json README.md
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python $(PIP) -e '.[test]'
+	touch $@
+
+# kdist depends on keras, and keras-nightly is another name for the same package: hence --no-deps.
+.venv-nightly/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-nightly
+	grep -v '^keras' constraints.txt > .venv-nightly/constraints.txt
+	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet install -c .venv-nightly/constraints.txt \
+	  keras-nightly tensorflow-cpu jax torch scikit-learn cloudpickle pytest pytest-xdist hypothesis
+	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes keras
+	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet install --force-reinstall --no-deps keras-nightly
+	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf .venv .venv-demo-* .venv-nightly build site .pytest_cache .ruff_cache .mypy_cache .hypothesis
