@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import selectors
 import socket
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 from kdist.cluster.addresses import free_ports, is_loopback, join_address, split_address
 from kdist.cluster.discovery import Cluster
+from kdist.cluster.process_variables import stable_port
 from kdist.errors import ClusterConfigError, WorkerTimeoutError
 
 _MOST_BYTES = 4096  # of one worker's line; the reply may be longer, by its number of workers
@@ -25,7 +27,7 @@ def complete_addresses(cluster: Cluster, timeout: float = 60.0) -> tuple[str, ..
     """Returns the address of every worker, asking the others where the launcher told only worker 0's.
 
     All workers must call it together. Where all addresses are known nothing is sent. Otherwise worker 0
-    listens at its port plus one for as long as the exchange takes; each worker picks a free port on the
+    listens beside its port for as long as the exchange takes; each worker picks a free port on the
     interface that leads to worker 0.
 
     Args:
@@ -60,10 +62,21 @@ def complete_addresses(cluster: Cluster, timeout: float = 60.0) -> tuple[str, ..
     return _report(cluster, timeout, deadline + _SLACK)
 
 
-def _meeting_place(cluster: Cluster) -> tuple[str, int]:
+def _meeting_places(cluster: Cluster) -> list[tuple[str, int]]:
+    """Where worker 0 may listen, in the order in which it tries.
+
+    torchrun's agent may hold the port itself, so they are those beside it; and some below the range from
+    which the system gives ports to outgoing connections, for those beside may be taken at any moment.
+    """
     host, port = split_address(cluster.coordinator)
-    # torchrun's agent may hold the port itself, so the exchange takes the one beside it.
-    return host, port + 1 if port < 65535 else port - 1
+    beside = [port + step if port + step <= 65535 else port - step for step in (1, 2)]
+    derived = [stable_port([str(cluster.coordinator), str(number)]) + 1 for number in range(4)]
+    return [(host, place) for place in dict.fromkeys([*beside, *derived]) if place != port]
+
+
+def _greeting(cluster: Cluster) -> bytes:
+    """What worker 0 says first, so that nobody mistakes another server, or another job, for it."""
+    return json.dumps({"kdist": "addresses", "of": cluster.coordinator}).encode() + b"\n"
 
 
 def _own_address(cluster: Cluster, host: str) -> str:
@@ -75,11 +88,10 @@ def _own_address(cluster: Cluster, host: str) -> str:
 
 def _gather(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...]:
     """Worker 0's side: waits for the others, then tells everybody."""
-    host, port = _meeting_place(cluster)
-    addresses: dict[int, str] = {0: _own_address(cluster, host)}
+    addresses: dict[int, str] = {0: _own_address(cluster, split_address(cluster.coordinator)[0])}
     joined: list[socket.socket] = []
     with contextlib.ExitStack() as cleanup, selectors.DefaultSelector() as selector:
-        server = cleanup.enter_context(_listen(host, port))
+        server = cleanup.enter_context(_listen(cluster))
         selector.register(server, selectors.EVENT_READ)
         buffers: dict[socket.socket, bytes] = {}
         while len(addresses) < cluster.num_workers:
@@ -90,7 +102,7 @@ def _gather(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...
                 raise _missing_error(missing, timeout)
             for key, _ in ready:
                 if key.fileobj is server:
-                    _accept(server, selector, buffers, cleanup)
+                    _accept(server, _greeting(cluster), selector, buffers, cleanup)
                     continue
                 line = _read_line(key.fileobj, selector, buffers)
                 if line is not None and _admit(line, cluster, addresses, joined):
@@ -100,22 +112,26 @@ def _gather(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...
         return complete
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    # Of several machines, the others reach worker 0 by a name that may mean the loopback interface here.
-    where = host if is_loopback(host) else ""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((where, port), family=family, backlog=128)
-    except OSError as error:
-        raise ClusterConfigError(
-            f"Port {port} (worker 0's port plus one) must be free while the workers tell their addresses.",
-            received={"address": join_address(host, port), "error": str(error)},
-            hint="Choose another MASTER_PORT.",
-        ) from error
+def _listen(cluster: Cluster) -> socket.socket:
+    refused: dict[str, str] = {}
+    for host, port in _meeting_places(cluster):
+        # Of several machines, the others reach worker 0 by a name that may mean the loopback interface here.
+        where = host if is_loopback(host) else ""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            return socket.create_server((where, port), family=family, backlog=128)
+        except OSError as error:
+            refused[join_address(host, port)] = os.strerror(error.errno or 0)
+    raise ClusterConfigError(
+        "One of a few ports must be free while the workers tell each other their addresses.",
+        received=refused,
+        hint="Choose another MASTER_PORT.",
+    )
 
 
 def _accept(
     server: socket.socket,
+    greeting: bytes,
     selector: selectors.BaseSelector,
     buffers: dict[socket.socket, bytes],
     cleanup: contextlib.ExitStack,
@@ -123,6 +139,8 @@ def _accept(
     connection, _ = server.accept()
     connection.setblocking(False)
     cleanup.enter_context(connection)
+    with contextlib.suppress(OSError):
+        connection.send(greeting)  # a few bytes: they fit
     buffers[connection] = b""
     selector.register(connection, selectors.EVENT_READ)
 
@@ -189,8 +207,7 @@ def _tell(connections: list[socket.socket], message: dict[str, Any]) -> None:
 
 def _report(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...]:
     """Every other worker's side: tells worker 0 the own address and reads the list."""
-    host, port = _meeting_place(cluster)
-    with _connect(host, port, cluster, timeout, deadline) as connection:
+    with _connect(cluster, timeout, deadline) as connection:
         own = _own_address(cluster, connection.getsockname()[0])
         said = {"worker": cluster.worker_index, "num_workers": cluster.num_workers, "address": own}
         try:
@@ -211,15 +228,36 @@ def _report(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...
     return addresses
 
 
-def _connect(host: str, port: int, cluster: Cluster, timeout: float, deadline: float) -> socket.socket:
-    error: OSError = TimeoutError()
+def _connect(cluster: Cluster, timeout: float, deadline: float) -> socket.socket:
+    problem: Exception = TimeoutError()
     while time.monotonic() < deadline - _SLACK:
-        try:
-            return socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
-        except OSError as refused:  # worker 0 may still be importing its framework
-            error = refused
-            time.sleep(0.1)
-    raise _lost_error(cluster, timeout, error) from error
+        for place in _meeting_places(cluster):
+            patience = min(5.0, max(0.1, deadline - time.monotonic()))
+            try:
+                connection = socket.create_connection(place, timeout=patience)
+            except OSError as error:  # worker 0 may still be importing its framework
+                problem = error
+                continue
+            if _is_worker_0(connection, _greeting(cluster), min(1.0, patience)):
+                return connection
+            connection.close()
+        time.sleep(0.1)
+    raise _lost_error(cluster, timeout, problem) from problem
+
+
+def _is_worker_0(connection: socket.socket, greeting: bytes, patience: float) -> bool:
+    until = time.monotonic() + patience
+    received = b""
+    try:
+        while len(received) < len(greeting) and greeting.startswith(received):
+            connection.settimeout(max(0.01, until - time.monotonic()))
+            more = connection.recv(len(greeting) - len(received))
+            if not more:
+                return False
+            received += more
+    except OSError:
+        return False
+    return received == greeting
 
 
 def _read_reply(connection: socket.socket, deadline: float, most: int) -> dict[str, Any]:
@@ -240,9 +278,8 @@ def _read_reply(connection: socket.socket, deadline: float, most: int) -> dict[s
 
 
 def _lost_error(cluster: Cluster, timeout: float, error: Exception) -> WorkerTimeoutError:
-    host, port = _meeting_place(cluster)
     return WorkerTimeoutError(
         f"Worker 0 must answer within {timeout:g} s, but it did not.",
-        received={"worker 0": join_address(host, port), "error": str(error) or type(error).__name__},
+        received={"worker 0": cluster.coordinator, "error": str(error) or type(error).__name__},
         hint="Look at worker 0's output, check MASTER_ADDR and MASTER_PORT, or pass a larger `timeout`.",
     )

@@ -206,8 +206,10 @@ def test_exchange_is_not_put_off_by_strangers():
     assert found[0] == found[1]
 
 
-def test_exchange_port_taken():
+def test_exchange_finds_another_port(monkeypatch):
     port = free_ports(1)[0]
     with socket.create_server(("127.0.0.1", port + 1)):
-        with pytest.raises(ClusterConfigError, match=f"Port {port + 1}"):
+        assert len(set(_exchange(_clusters(2, port)))) == 1
+        monkeypatch.setattr("kdist.cluster.exchange._meeting_places", lambda _: [("127.0.0.1", port + 1)])
+        with pytest.raises(ClusterConfigError, match=f"127.0.0.1:{port + 1}='Address already in use'"):
             complete_addresses(_clusters(2, port)[0], timeout=1.0)
