@@ -102,6 +102,26 @@ class Replicas:
         """Returns this worker's view of replicated arrays, without a copy: plain arrays of one device."""
         return jax.tree.map(lambda value: value.addressable_data(0), values)
 
+    def broadcast(self, values: Sequence[Any]) -> list[Any]:
+        """Returns the values that worker 0 has, on this worker's first device. All workers must call it.
+
+        Args:
+            values: Arrays, of equal shapes and dtypes on all workers.
+        """
+        hosts = [np.asarray(value) for value in values]
+        words = np.frombuffer(_padded(b"".join(host.tobytes() for host in hosts)), np.uint32)
+        # One row a device; a program that asks for the first one sends it to all.
+        local = jax.device_put(np.stack([words] * self._num_local), self._local_split)
+        rows = self._globalize(local, self._local_split)
+        first = jax.jit(lambda rows: rows[0], out_shardings=self.replicated)(rows)
+        data = np.asarray(first.addressable_data(0)).tobytes()
+        chief, start = [], 0
+        for host in hosts:
+            part = np.frombuffer(data, host.dtype, host.size, start).reshape(host.shape)
+            chief.append(jax.device_put(part, self.first_device, may_alias=False))
+            start += host.nbytes
+        return chief
+
     def throttle(self, values: Any) -> None:
         """Called after each step with its results: waits for them where a second step could get in its way."""
         if self._one_at_a_time:
@@ -125,6 +145,10 @@ class Replicas:
             return jax.make_array_from_single_device_arrays(local.shape, self.replicated, shards)
         rows = shards[0].shape[0] * self.num_replicas
         return jax.make_array_from_single_device_arrays((rows, *local.shape[1:]), self.split, shards)
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % 4)
 
 
 def _as_array(leaf: Any) -> Any:

@@ -45,15 +45,15 @@ class JaxRuntime(Runtime):
 
     def train_function(self, model: Any) -> StepFunction:
         """Returns the function that runs `model.train_step` on global batches."""
-        return JaxSteps(model, self.replicas, "train")
+        return JaxSteps(model, self.replicas, self._workers, "train")
 
     def test_function(self, model: Any) -> StepFunction:
         """Returns the function that runs `model.test_step` on global batches."""
-        return JaxSteps(model, self.replicas, "test")
+        return JaxSteps(model, self.replicas, self._workers, "test")
 
     def predict_function(self, model: Any) -> StepFunction:
         """Returns the function that runs `model.predict_step` on global batches."""
-        return JaxSteps(model, self.replicas, "predict")
+        return JaxSteps(model, self.replicas, self._workers, "predict")
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives every worker the values that the chief has."""

@@ -18,6 +18,7 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends.contract import GlobalBatch, StepFunction
 from kdist.backends.jax.replicas import Replicas
+from kdist.backends.jax.workers import Workers
 
 # What each step's state consists of, in the order of Keras's JAX trainer.
 _STATE = {
@@ -42,12 +43,14 @@ class JaxSteps(StepFunction):
     Args:
         model: The model; held weakly, since step functions are kept in a table of models.
         replicas: The devices.
+        workers: Who takes part.
         kind: `"train"`, `"test"` or `"predict"`.
     """
 
-    def __init__(self, model: Any, replicas: Replicas, kind: str) -> None:
+    def __init__(self, model: Any, replicas: Replicas, workers: Workers, kind: str) -> None:
         self._model = weakref.ref(model)
         self._replicas = replicas
+        self._workers = workers
         self._kind = kind
         self._state: Any = None
         self._eager = bool(model.run_eagerly) or not model.jit_compile
@@ -64,7 +67,14 @@ class JaxSteps(StepFunction):
     def __enter__(self) -> JaxSteps:
         """Ends what other steps of the model have under way, such as the `fit` whose callback evaluates."""
         self._model().jax_state_sync()
+        self._working = self._workers.working()
+        self._working.__enter__()
         return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Shows the state in the variables, whatever happened."""
+        self._working.__exit__(None, None, None)
+        self.sync()
 
     def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
         """Runs one step a batch. Returns the last logs (train, test) or the rows of all batches (predict)."""

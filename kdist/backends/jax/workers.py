@@ -1,7 +1,322 @@
-from kdist.cluster import environment
+"""Joining the workers of a cluster on JAX, and what they tell each other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import socket
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.extend.backend
+
+from kdist.backends.device_names import short_name
+from kdist.backends.jax.devices import request_cpus
+from kdist.backends.jax.watch import Watch, has_started, service_client
+from kdist.cluster import (
+    check_port_free,
+    complete_addresses,
+    environment,
+    is_loopback,
+    join_address,
+    split_address,
+    visible_gpus,
+)
+from kdist.errors import (
+    DeviceError,
+    StrategyScopeError,
+    WorkerLostError,
+    WorkerMismatchError,
+    WorkerTimeoutError,
+)
+from kdist.strategies.communication import CommunicationImplementation, hint_ignored
+
+if TYPE_CHECKING:
+    from kdist.cluster import Cluster
+    from kdist.strategies.communication import CommunicationOptions
+
+# A worker that has sent no heartbeat for so long counts as lost; JAX's own default is 100 s.
+_HEARTBEAT_SECONDS = 10
+# How often a worker that waits for a message looks whether its sender is still there.
+_GLANCE_MS = 1000
+
+_joined: tuple[Cluster, JoinedWorkers] | None = None
+
+
 class Workers:
-    num_workers=1; worker_index=0
-    def all_devices(self, local): return local
-    def all_gather_bytes(self, data): return [data]
-    def explain_failure(self, e): return e
-def join(devices, cluster, options): return Workers()
+    """This process alone."""
+
+    num_workers = 1
+    worker_index = 0
+
+    def all_devices(self, local: Sequence[Any]) -> list[Any]:
+        """Returns the devices of all workers, those of worker 0 first."""
+        return list(local)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Gathers a message from every worker, in the order of their indices."""
+        return [data]
+
+    def working(self) -> AbstractContextManager[Any]:
+        """Entered for as long as this worker cannot go on without the others."""
+        return contextlib.nullcontext()
+
+    def explain_failure(self, error: BaseException) -> BaseException:
+        """Returns an error that names the worker that was lost, where `error` comes from that."""
+        return error
+
+
+class JoinedWorkers(Workers):
+    """The workers of a cluster, joined through JAX's coordination service, which lives in worker 0.
+
+    Args:
+        cluster: Who takes part.
+        timeout_seconds: How long a message may take; `None` for as long as its sender is there.
+    """
+
+    def __init__(self, cluster: Cluster, timeout_seconds: float | None) -> None:
+        self.num_workers = cluster.num_workers
+        self.worker_index = cluster.worker_index
+        self.timeout_seconds = timeout_seconds
+        self._names = cluster.worker_names
+        self._client = service_client()
+        self._watch = Watch(cluster, self._client)
+        self._gathered = 0
+
+    def all_devices(self, local: Sequence[Any]) -> list[Any]:
+        """Returns the devices of all workers; raises unless all have as many, of one kind."""
+        platform = local[0].platform
+        mine = json.dumps([platform, [device.id for device in local]]).encode()
+        everyone = [json.loads(data) for data in self.all_gather_bytes(mine)]
+        for index, (kind, ids) in enumerate(everyone):
+            if kind != everyone[0][0] or len(ids) != len(everyone[0][1]):
+                raise WorkerMismatchError(
+                    "Every worker must have the same number of devices, of the same kind.",
+                    received={
+                        self._names[i]: f"{len(everyone[i][1])} {everyone[i][0]}" for i in (0, index)
+                    },
+                    hint="Pass `devices` to the strategy, or show each worker as many devices.",
+                )
+        with self.working():
+            by_id = {device.id: device for device in jax.devices(platform)}
+        return [by_id[number] for _, ids in everyone for number in ids]
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Gathers a message from every worker through the key-value store of the service."""
+        turn, self._gathered = self._gathered, self._gathered + 1
+        with self.working():
+            self._client.key_value_set_bytes(_message_key(turn, self.worker_index), data)
+            everyone = [self._receive(turn, index) for index in range(self.num_workers)]
+            if turn > 0:
+                # Whoever has sent in this turn has read everything of the last one.
+                self._client.key_value_delete(_message_key(turn - 1, self.worker_index))
+        return everyone
+
+    def _receive(self, turn: int, index: int) -> bytes:
+        waited = 0.0
+        while True:
+            try:
+                return bytes(self._client.blocking_key_value_get_bytes(_message_key(turn, index), _GLANCE_MS))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise self.explain_failure(error) from error
+            waited += _GLANCE_MS / 1000
+            self._watch.check(index)
+            if self.timeout_seconds is not None and waited >= self.timeout_seconds:
+                raise WorkerTimeoutError(
+                    f"{self._names[index]} must answer within {self.timeout_seconds:g} s, but did not.",
+                    hint="Look at that worker's log, or pass a larger CommunicationOptions(timeout_seconds=...).",
+                )
+
+    def working(self) -> AbstractContextManager[Any]:
+        """Within this, the process is ended if a worker is lost and no error of JAX's reports it."""
+        return self._watch.working()
+
+    def explain_failure(self, error: BaseException) -> BaseException:
+        """Returns a `WorkerLostError` for an error of JAX's about a connection."""
+        if isinstance(error, WorkerLostError) or not _is_about_connections(error):
+            return error
+        return self._watch.explain(error)
+
+
+def _message_key(turn: int, index: int) -> str:
+    return f"kdist/message/{turn}/{index}"
+
+
+# JAX raises ValueError or JaxRuntimeError with the words of XLA, gloo, NCCL or gRPC.
+_CONNECTION_WORDS = re.compile(
+    r"gloo|nccl|coordination.?service|connection (reset|closed|refused)|heartbeat|^(UNAVAILABLE|ABORTED)|rendezvous",
+    re.IGNORECASE,
+)
+
+
+def _is_about_connections(error: BaseException) -> bool:
+    return isinstance(error, (ValueError, RuntimeError)) and bool(_CONNECTION_WORDS.search(str(error)))
+
+
+def join(devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions) -> Workers:
+    """Waits for all workers of the cluster and connects them.
+
+    A process joins once: another strategy with the same cluster shares the connection.
+
+    Args:
+        devices: The devices of this worker, `()` for those that the backend prefers.
+        cluster: Who takes part; `None` for this process alone.
+        options: What the user wishes of the collectives.
+
+    Raises:
+        WorkerTimeoutError: A worker did not come in time; names it.
+        ClusterConfigError: The port of the chief is in use.
+        StrategyScopeError: JAX has computed something already, or this process has joined another cluster.
+        DeviceError: NCCL was asked for and there is no GPU.
+    """
+    global _joined
+    _check_options(devices, options)
+    names = [short_name(name) for name in devices]
+    if cluster is None or cluster.num_workers == 1:
+        request_cpus(names)
+        return Workers()
+    if _joined is not None:
+        return _joined_again(cluster, options)
+    if has_started():
+        raise StrategyScopeError(
+            "The workers must be joined before JAX has computed anything, and it already has.",
+            received={"this_worker": cluster.worker_names[cluster.worker_index]},
+            hint="Create kdist.MultiWorkerMirroredStrategy() at the start of the program.",
+        )
+    request_cpus(names)
+    timeout = float(environment.get("KDIST_JOIN_TIMEOUT") or 300)
+    coordinator, own_host = _meet(cluster, timeout)
+    _initialize(cluster, coordinator, own_host, names)
+    workers = JoinedWorkers(cluster, options.timeout_seconds)
+    _joined = (cluster, workers)
+    return workers
+
+
+def _check_options(devices: Sequence[str], options: CommunicationOptions) -> None:
+    if options.implementation is CommunicationImplementation.NCCL:
+        kinds = {short_name(name).split(":")[0] for name in devices} or ({"gpu"} if visible_gpus() else {"cpu"})
+        if kinds != {"gpu"}:
+            raise DeviceError(
+                "NCCL needs GPUs: it runs on NVIDIA GPUs only, and this worker uses none.",
+                received={"implementation": "NCCL", "devices": tuple(devices)},
+                hint="Leave the implementation at AUTO: JAX takes NCCL between GPUs and gloo between CPUs.",
+            )
+    if options.bytes_per_pack:
+        hint_ignored("bytes_per_pack", "on JAX, XLA groups the collectives.")
+
+
+def _joined_again(cluster: Cluster, options: CommunicationOptions) -> Workers:
+    assert _joined is not None
+    before, workers = _joined
+    facts = ("num_workers", "worker_index", "coordinator", "addresses")
+    if any(getattr(before, fact) != getattr(cluster, fact) for fact in facts):
+        raise StrategyScopeError(
+            "A process can join one cluster only, and this one has already joined another.",
+            received={"joined": before.worker_names, "wanted": cluster.worker_names},
+            hint="Use one cluster in a program; several strategies may share it.",
+        )
+    workers.timeout_seconds = options.timeout_seconds
+    return workers
+
+
+def _meet(cluster: Cluster, timeout: float) -> tuple[str, str | None]:
+    """Waits until all workers are there; returns the chief's address and this worker's own host.
+
+    JAX would wait too, but where a worker does not come it ends the process from C++ instead of raising an
+    error that could say who is missing.
+    """
+    try:
+        if cluster.coordinator_taken:
+            addresses = complete_addresses(cluster, timeout)
+            coordinator = addresses[0]
+        else:
+            coordinator = str(cluster.coordinator)
+            host, port = split_address(coordinator)
+            if cluster.is_chief:
+                check_port_free(join_address(host if is_loopback(host) else "0.0.0.0", port))
+            # The exchange meets at the port after the one it is given: JAX's service takes the same port next.
+            unknown = dataclasses.replace(
+                cluster, addresses=(None,) * cluster.num_workers, coordinator=join_address(host, port - 1)
+            )
+            addresses = complete_addresses(unknown, timeout)
+    except WorkerTimeoutError as error:
+        raise _missing(cluster, timeout, error) from error
+    return coordinator, split_address(addresses[cluster.worker_index])[0]
+
+
+def _missing(cluster: Cluster, timeout: float, error: WorkerTimeoutError) -> WorkerTimeoutError:
+    numbers = sorted({int(number) for number in re.findall(r"worker (\d+)", error.rule, re.IGNORECASE)})
+    named = ", ".join(cluster.worker_names[number] for number in numbers) or "a worker"
+    return WorkerTimeoutError(
+        f"All {cluster.num_workers} workers must come within {timeout:g} s, but {named} did not.",
+        received={"this_worker": cluster.worker_names[cluster.worker_index]},
+        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600",
+    )
+
+
+def _initialize(cluster: Cluster, coordinator: str, own_host: str | None, devices: Sequence[str]) -> None:
+    # A task that fails must not end the others from C++, before they can say why: `Watch` sees to them.
+    jax.config.update("jax_enable_recoverability", True)
+    # Its handler of SIGTERM would keep a worker alive that is asked to end.
+    jax.config.update("jax_enable_preemption_service", False)
+    _use_gloo(own_host)
+    host, _ = split_address(coordinator)
+    jax.distributed.initialize(
+        coordinator,
+        cluster.num_workers,
+        cluster.worker_index,
+        local_device_ids=_local_gpus(cluster, devices),
+        cluster_detection_method="deactivate",
+        initialization_timeout=60,  # all workers are there already
+        heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+        coordinator_bind_address=coordinator if is_loopback(host) else None,
+    )
+
+
+def _use_gloo(own_host: str | None) -> None:
+    """Has CPU collectives use gloo, listening at the interface that leads to the other workers.
+
+    gloo's own choice is the address of this machine's name, which may be the loopback interface, by which
+    nobody else can be reached, or a public one for a job of one machine. JAX has no option for it.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if own_host is None or not _can_listen(own_host):
+        return
+    try:
+        from jax._src.lib import _jax
+        from jax._src.xla_bridge import make_cpu_client
+
+        make_gloo = _jax.make_gloo_tcp_collectives
+    except (ImportError, AttributeError):  # another JAX: its own choice then
+        return
+
+    def make_client() -> Any:
+        return make_cpu_client(collectives=make_gloo(distributed_client=service_client(), hostname=own_host))
+
+    jax.extend.backend.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+
+
+def _can_listen(host: str) -> bool:
+    try:
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+        return True
+    except OSError:
+        return False
+
+
+def _local_gpus(cluster: Cluster, devices: Sequence[str]) -> list[int] | None:
+    """Shares the GPUs of a machine among its workers, where neither the launcher nor the user has done so."""
+    gpus = visible_gpus()
+    if devices or environment.get("CUDA_VISIBLE_DEVICES") is not None or cluster.local_workers < 2:
+        return None
+    share = len(gpus) // cluster.local_workers
+    first = cluster.local_rank * share
+    return list(range(first, first + share)) or None
+

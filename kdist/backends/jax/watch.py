@@ -1,0 +1,287 @@
+"""`Watch`: notices that a worker is gone, says which, and sees to it that nobody waits for it forever.
+
+What JAX does by itself when a worker dies: gloo's collectives fail at once with "Connection reset by peer",
+which names nobody; NCCL's wait; the coordination service learns of it from missing heartbeats; and where the
+chief dies, which hosts that service, the others are aborted from C++ within milliseconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.extend.backend
+
+from kdist.cluster import split_address
+from kdist.errors import WorkerLostError
+
+if TYPE_CHECKING:
+    from kdist.cluster import Cluster
+
+_log = logging.getLogger("kdist")
+
+# How long the main thread has to raise an error after a worker is known to be lost, before the process ends.
+_GRACE = 3.0
+# How long an error waits for a name; the service knows of a loss after its heartbeat timeout of 10 s.
+_NAMING = 13.0
+# How long a chief that has failed serves the others, so that they can read why.
+_FAREWELL = 10.0
+_DIED = "which has died or cannot be reached any more"
+
+_CHandler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_kept: list[Any] = []  # C code calls or owns these until the process ends
+
+
+def has_started() -> bool:
+    """Says whether JAX has started its backends, after which no worker can join."""
+    from jax._src import xla_bridge  # no public function says so without starting them
+
+    return bool(xla_bridge.backends_are_initialized())
+
+
+def service_client() -> Any:
+    """Returns this process's client of JAX's coordination service (its key-value store and liveness)."""
+    from jax._src import distributed  # where JAX's own libraries (Orbax) take it from; there is no public way
+
+    return distributed.global_state.client
+
+
+class Watch:
+    """Watches over the other workers of a cluster, from a thread of its own and at the end of the process.
+
+    Args:
+        cluster: Who takes part; its workers have been joined.
+        client: The client of the coordination service.
+    """
+
+    def __init__(self, cluster: Cluster, client: Any) -> None:
+        self._cluster = cluster
+        self._client = client
+        self._others = [i for i in range(cluster.num_workers) if i != cluster.worker_index]
+        self._lost: dict[int, str] = {}  # worker -> what happened to it
+        self._gone: set[int] = set()  # these, and those that have ended in good order
+        self._working = 0
+        self._explained = False  # an error has been raised to the user, whose turn it is
+        self._leaving = False
+        self._changed = threading.Condition()
+        # Registered after JAX's own handler, so called before it.
+        atexit.register(self._leave)
+        self._catch_abort()
+        threading.Thread(target=self._watch, name="kdist watch", daemon=True).start()
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Entered while the main thread may wait for other workers."""
+        self._working += 1
+        try:
+            yield
+        finally:
+            self._working -= 1
+
+    def check(self, index: int) -> None:
+        """Raises if a worker that is waited for has gone."""
+        if index == self._cluster.worker_index:
+            return
+        what = self._lost.get(index) or self._ended(index)
+        if what is not None:
+            self._explained = True
+            raise self._error({index: what}, None)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Waits until it is known who was lost, and returns the error that says so."""
+        self._explained = True
+        deadline = time.monotonic() + _NAMING
+        while not (culprits := self._culprits()) and time.monotonic() < deadline:
+            with self._changed:
+                self._changed.wait(0.2)
+        return self._error(culprits, error)
+
+    def _culprits(self) -> dict[int, str]:
+        """Whom to name: who died, else who failed, else who ended early."""
+        if not self._chief_answers():
+            self._note(0, _DIED)
+        if self._lost:
+            return dict(self._lost)
+        ended = {index: what for index in self._others if (what := self._ended(index)) is not None}
+        return {i: what for i, what in ended.items() if what.startswith("which has failed")} or ended
+
+    def _error(self, culprits: dict[int, str], error: BaseException | None) -> WorkerLostError:
+        names = self._cluster.worker_names
+        named = ", and ".join(f"{names[i]}, {what}" for i, what in sorted(culprits.items())) or "another worker"
+        received = {"this_worker": names[self._cluster.worker_index]}
+        if error is not None and str(error):
+            received["error"] = str(error).splitlines()[0][:200]
+        return WorkerLostError(
+            f"The job cannot go on without {named}.",
+            received=received,
+            hint="Look at that worker's log, then start the job again.",
+        )
+
+    # Noticing --------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        everyone = list(range(self._cluster.num_workers))
+        pause = max(1.0, len(everyone) / 100)
+        while not self._leaving:
+            try:
+                # Waits for the watches of all who are alive, whatever their main threads do, and answers
+                # without those whose heartbeats (which need no Python) have stopped.
+                live = self._client.get_live_nodes(everyone)
+            except jax.errors.JaxRuntimeError:
+                if not self._leaving and not self._chief_answers():
+                    self._note(0, _DIED)
+                return
+            for index in set(self._others) - set(live) - self._gone:
+                what = self._ended(index)
+                if what is None or what.startswith("which has failed"):
+                    self._note(index, what or _DIED)
+                self._gone.add(index)
+            time.sleep(pause)
+
+    def _ended(self, index: int) -> str | None:
+        """What a worker said when it left, as a clause; `None` if it said nothing or that it lost another."""
+        if 0 in self._lost:
+            return None
+        try:
+            said = json.loads(self._client.key_value_try_get(f"kdist/ended/{index}"))
+        except jax.errors.JaxRuntimeError:
+            return None
+        if said["lost_another"]:
+            return None
+        return f"which has failed: {said['error']}" if said["error"] else "which has ended before the others"
+
+    def _chief_answers(self) -> bool:
+        if self._cluster.is_chief or 0 in self._lost:
+            return self._cluster.is_chief
+        try:
+            socket.create_connection(split_address(_coordinator()), timeout=2.0).close()
+            return True
+        except OSError:
+            return False
+
+    def _note(self, index: int, what: str) -> None:
+        with self._changed:
+            if index in self._lost or self._leaving:
+                return
+            self._lost[index] = what
+            self._gone.add(index)
+            self._changed.notify_all()
+        if index == 0:
+            _abandon_client()
+        threading.Thread(target=self._enforce, name="kdist watch: end", daemon=True).start()
+
+    def _enforce(self) -> None:
+        time.sleep(_GRACE)
+        while not self._explained and not self._leaving:
+            if self._working:
+                self._end()
+            time.sleep(0.5)
+
+    def _end(self) -> None:
+        """Ends the process: its main thread waits, in C++, for a worker that will not come."""
+        with contextlib.suppress(Exception):
+            print(f"kdist: {self._error(dict(self._lost), None)}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        os._exit(1)
+
+    # The abort from C++ ----------------------------------------------------------------------------------
+
+    def _catch_abort(self) -> None:
+        """Catches the abort with which JAX ends this process when the chief is lost.
+
+        JAX can be given a function to call instead, but the conversion of its argument to Python fails
+        (std::bad_cast, jaxlib 0.10.2). A handler in Python's `signal` would only run in the main thread.
+        """
+        libc = ctypes.CDLL(None)
+        libc.signal.restype = ctypes.c_void_p
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        handler = _CHandler(self._on_abort)
+        _kept.append(handler)
+        self._earlier_handler = libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+
+    def _on_abort(self, number: int) -> None:
+        if self._leaving:  # the chief was faster: nothing is lost
+            os._exit(1 if _uncaught() else 0)
+        if self._chief_answers():  # an abort of another kind
+            if self._earlier_handler not in (None, 0, 1):
+                _CHandler(self._earlier_handler)(number)
+            return
+        self._note(0, _DIED)
+        # The main thread gets an error from the collective and raises it. To return means to abort.
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline or self._explained:
+            time.sleep(0.5)
+        self._end()
+
+    # The end of the process ------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """Says goodbye; the chief waits for the others, since they need the service that it hosts."""
+        self._leaving = True
+        if 0 in self._lost:
+            return
+        error = _uncaught()
+        # Closes the connections of the collectives: who waits in one for this worker learns that it left.
+        with contextlib.suppress(Exception):
+            jax.extend.backend.clear_backends()
+        said = {"error": error, "lost_another": bool(error and self._explained)}
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set(f"kdist/ended/{self._cluster.worker_index}", json.dumps(said))
+        if self._cluster.is_chief:
+            self._wait_for_others(_FAREWELL if error else None)
+            time.sleep(0.2)  # they disconnect next
+
+    def _wait_for_others(self, limit: float | None) -> None:
+        began = time.monotonic()
+        told = False
+        for index in self._others:
+            while index not in self._gone and not self._has_left(index):
+                waited = time.monotonic() - began
+                if limit is not None and waited > limit:
+                    return
+                if waited > 10 and not told:
+                    told = True
+                    _log.warning("Waiting for %s to end.", self._cluster.worker_names[index])
+
+    def _has_left(self, index: int) -> bool:
+        try:
+            self._client.blocking_key_value_get(f"kdist/ended/{index}", 500)
+            return True
+        except jax.errors.JaxRuntimeError:
+            return False
+
+
+def _uncaught() -> str | None:
+    """The error that ends this process, in one line."""
+    error = getattr(sys, "last_value", None)
+    if error is None or hasattr(sys, "ps1"):  # interactive: errors end nothing
+        return None
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def _coordinator() -> str:
+    from jax._src import distributed
+
+    return str(distributed.global_state.coordinator_address)
+
+
+def _abandon_client() -> None:
+    """Lets JAX forget its client, without running its destructor: both would wait for a lock that is held."""
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+        distributed.global_state.client = None
