@@ -54,7 +54,8 @@ class Lifeline:
     def wait_for_loss(self, timeout: float) -> tuple[int, str] | None:
         """Waits until a worker is lost and returns its index and what happened to it, in words.
 
-        Where several are lost, the one that died rather than those that failed or ended because of it.
+        Where several are lost, one that died rather than one that ended in good order, perhaps because of it;
+        else the first.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -62,11 +63,10 @@ class Lifeline:
                 self._changed.wait(deadline - time.monotonic())
             if self._losses and _DIED not in self._losses.values():
                 self._changed.wait_for(lambda: _DIED in self._losses.values(), 0.3)
-            for kind in (_DIED, _FAILED, _ENDED):
-                for index, what in self._losses.items():
-                    if what == kind:
-                        return index, _WORDS[kind]
-        return None
+            if not self._losses:
+                return None
+            index = next((i for i, kind in self._losses.items() if kind == _DIED), next(iter(self._losses)))
+            return index, _WORDS[self._losses[index]]
 
     def on_death(self, call: Callable[[], None]) -> None:
         """Sets what to call, in a thread of its own, when a worker has died."""

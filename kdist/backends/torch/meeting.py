@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import queue
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
 _PAUSE = 0.05
 # What the chief keeps its store open for after giving up, so that the others learn why.
 _FAREWELL = 1.0
-_SIOCGIFADDR = 0x8915
+# A chief that listens answers at once.
+_ANSWER = 8.0
+_SIOCGIFADDR = 0x8915  # of Linux: the address of a network interface
 
 
 class Meeting:
@@ -102,14 +107,28 @@ class Meeting:
                 master_listen_fd=server.detach(),
             )
         self._wait_for_chief()
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                store = dist.TCPStore(self.host, self._port, is_master=False, wait_for_workers=False, timeout=timeout)
+                answer.put(store)
+            except (RuntimeError, ValueError) as error:
+                answer.put(error)
+
+        # In a thread, since PyTorch waits without end for a server that accepts and does not answer.
+        threading.Thread(target=connect, name="kdist meeting", daemon=True).start()
         try:
-            return dist.TCPStore(self.host, self._port, is_master=False, wait_for_workers=False, timeout=timeout)
-        except (RuntimeError, ValueError) as error:
+            store = answer.get(timeout=_ANSWER)
+        except queue.Empty:
+            store = TimeoutError(f"no answer in {_ANSWER:g} s")
+        if isinstance(store, Exception):
             raise ClusterConfigError(
-                "At the chief's address, something that is not this job answers.",
-                received={"address": self.cluster.coordinator, "error": str(error)[:200]},
+                "At the chief's address, something that is not this job listens.",
+                received={"address": self.cluster.coordinator, "error": str(store)[:200]},
                 hint="Choose another port, or end that process.",
-            ) from error
+            ) from store
+        return store
 
     def _wait_for_chief(self) -> None:
         # PyTorch waits too, but Ctrl-C cannot interrupt it, and it writes warnings.
@@ -147,7 +166,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ClusterConfigError(
             f"Port {port} must be free for the chief to meet the other workers, but it cannot be used "
-            f"({error.strerror}).",
+            f"({os.strerror(error.errno)}).",
             received={"address": f"{host}:{port}"},
             hint=f"See who has it with `ss -ltnp 'sport = :{port}'`, end that process, or choose another port.",
         ) from error
