@@ -5,21 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from kdist.cluster import slurm as _slurm
 from kdist.cluster.addresses import is_loopback, split_address
 from kdist.cluster.cluster_spec import ClusterSpec
-from kdist.cluster.process_variables import (
-    KerasClusterResolver,
-    MPIClusterResolver,
-    ProcessClusterResolver,
-    TorchrunClusterResolver,
-    stable_port,
-)
-from kdist.cluster.resolver import ClusterResolver, SimpleClusterResolver, require
-from kdist.cluster.tf_config import KNOWN_JOBS, TFConfigClusterResolver
+from kdist.cluster.process_variables import ProcessClusterResolver
+from kdist.cluster.resolver import SimpleClusterResolver, require
+from kdist.cluster.sources import SOURCES, Source
+from kdist.cluster.tf_config import KNOWN_JOBS
 from kdist.errors import ClusterConfigError
 
 _TASK_HINT = 'For example: "task": {"type": "worker", "index": 0}.'
@@ -85,15 +79,6 @@ class SourceReport:
     why: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    name: str
-    variables: tuple[str, ...]
-    # Returns whether the source describes a cluster, and the reason in words.
-    applies: Callable[[Mapping[str, str]], tuple[bool, str]]
-    make: Callable[[Mapping[str, str] | None], ClusterResolver]
-
-
 def discover(resolver: Any = None, environ: Mapping[str, str] | None = None) -> Cluster:
     """Finds the cluster that this process belongs to.
 
@@ -124,7 +109,7 @@ def discover(resolver: Any = None, environ: Mapping[str, str] | None = None) -> 
     if resolver is not None:
         return _from_resolver(resolver, type(resolver).__name__)
     seen = os.environ if environ is None else environ
-    for source in _SOURCES:
+    for source in SOURCES:
         if source.applies(seen)[0]:
             return _from_resolver(source.make(seen), source.name)
     return _single(None, ClusterSpec({}), "worker", 0, None, "default")
@@ -149,7 +134,7 @@ def survey(environ: Mapping[str, str] | None = None) -> list[SourceReport]:
     environ = os.environ if environ is None else environ
     reports: list[SourceReport] = []
     winner: str | None = None
-    for source in _SOURCES:
+    for source in SOURCES:
         variables = {name: environ[name] for name in source.variables if name in environ}
         if not variables:
             continue
@@ -163,7 +148,7 @@ def survey(environ: Mapping[str, str] | None = None) -> list[SourceReport]:
     return reports
 
 
-def _summary(source: _Source, environ: Mapping[str, str]) -> str:
+def _summary(source: Source, environ: Mapping[str, str]) -> str:
     try:
         cluster = _from_resolver(source.make(environ), source.name)
     except ClusterConfigError as error:
@@ -280,90 +265,6 @@ def _from_layout(resolver: ProcessClusterResolver, source: str) -> Cluster:
         source=source,
         coordinator_taken=layout.coordinator_taken,
     )
-
-
-def _tf_config_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    if not environ.get("TF_CONFIG", "").strip():
-        return False, "TF_CONFIG is empty"
-    return True, "TF_CONFIG is the first source that is asked"
-
-
-def _torchrun_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    numbered = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
-    # One of the two alone is a common name for other things; with MASTER_ADDR it is a mistake worth an error.
-    if len(numbered) == 2 or (numbered and "MASTER_ADDR" in environ):
-        return True, "RANK and WORLD_SIZE are set" if len(
-            numbered
-        ) == 2 else f"{numbered[0]} and MASTER_ADDR are set"
-    return False, "RANK and WORLD_SIZE are not both set"
-
-
-def _slurm_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    # A batch script without srun has SLURM_NTASKS too, but only one process runs in it.
-    in_step = "SLURM_STEP_NUM_TASKS" in environ or "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", ""))
-    if not in_step or "SLURM_PROCID" not in environ:
-        return False, "not inside a job step (srun)"
-    if tasks.strip() in ("", "0", "1"):
-        return False, "the job step has one task"
-    return True, "a job step of several tasks"
-
-
-def _mpi_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    for kind, index, count in (
-        ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("PMI", "PMI_RANK", "PMI_SIZE"),
-    ):
-        if index in environ and count in environ:
-            return True, f"the variables of {kind} are set"
-    return False, "rank and size are not both set"
-
-
-def _keras_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    if any(environ.get(name, "").strip() for name in _KERAS_NAMES):
-        return True, "variables of keras.distribution are set"
-    return False, "they are empty"
-
-
-def _make_slurm(environ: Mapping[str, str] | None) -> ClusterResolver:
-    seen = os.environ if environ is None else environ
-    job = [seen.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    # The documented default port would clash between two jobs on one node; the job's number tells them apart.
-    base = stable_port(job) if any(job) else 8888
-    return _slurm.SlurmClusterResolver(port_base=base, auto_set_gpu=False, environ=environ)
-
-
-_KERAS_NAMES = tuple(
-    f"KERAS_DISTRIBUTION_{name}" for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID")
-)
-_SOURCES = (
-    _Source("TF_CONFIG", ("TF_CONFIG",), _tf_config_applies, lambda e: TFConfigClusterResolver(environ=e)),
-    _Source(
-        "torchrun",
-        ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-        _torchrun_applies,
-        lambda e: TorchrunClusterResolver(environ=e),
-    ),
-    _Source(
-        "Slurm",
-        (
-            "SLURM_PROCID",
-            "SLURM_NTASKS",
-            "SLURM_STEP_NUM_TASKS",
-            "SLURM_STEP_NODELIST",
-            "SLURM_STEP_TASKS_PER_NODE",
-        ),
-        _slurm_applies,
-        _make_slurm,
-    ),
-    _Source(
-        "MPI",
-        (*MPIClusterResolver._OPEN_MPI, *MPIClusterResolver._PMI),
-        _mpi_applies,
-        lambda e: MPIClusterResolver(environ=e),
-    ),
-    _Source("KERAS_DISTRIBUTION", _KERAS_NAMES, _keras_applies, lambda e: KerasClusterResolver(environ=e)),
-)
 
 
 def with_addresses(cluster: Cluster, addresses: tuple[str, ...]) -> Cluster:

@@ -43,7 +43,7 @@ class _Member:
 
     def __init__(self, name: str, environ: Mapping[str, str]) -> None:
         self.name = name
-        self.errors: IO[bytes] = tempfile.TemporaryFile(prefix="kdist-")
+        self.errors: IO[bytes] = tempfile.TemporaryFile(prefix="kdist-")  # noqa: SIM115  # closed with the worker
         self.connection, theirs = socket.socketpair()
         command = shipping.worker_command("kdist.testing.pool_worker", str(theirs.fileno()))
         try:

@@ -34,8 +34,8 @@ def test_methods():
 
 
 def test_equality_with_other_specs_and_dictionaries():
-    assert SPEC == ClusterSpec(SPEC)
-    assert SPEC != ClusterSpec({})
+    assert ClusterSpec(SPEC) == SPEC
+    assert ClusterSpec({}) != SPEC
     assert ClusterSpec({"worker": ["a:1"]}) == {"worker": {0: "a:1"}}
     assert ClusterSpec({"worker": ["a:1"]}) != 3
     with pytest.raises(TypeError):

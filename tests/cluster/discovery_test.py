@@ -114,7 +114,7 @@ def test_torchrun():
 
 
 @pytest.mark.parametrize(
-    "change, name",
+    ("change", "name"),
     [
         ({"RANK": "3"}, "RANK"),
         ({"RANK": "-1"}, "RANK"),
@@ -145,7 +145,7 @@ def test_a_lonely_rank_is_not_torchrun():
 
 
 def test_open_mpi():
-    cluster = discover(environ={name: value for name, value in OPEN_MPI.items()})
+    cluster = discover(environ=dict(OPEN_MPI.items()))
     assert (cluster.source, cluster.worker_index, cluster.num_workers) == ("MPI", 3, 4)
     assert (cluster.local_rank, cluster.local_workers, cluster.coordinator) == (1, 2, "h:5")
 
@@ -170,7 +170,7 @@ def test_mpi_on_several_machines_needs_an_address():
 
 
 @pytest.mark.parametrize(
-    "change, name",
+    ("change", "name"),
     [
         ({"PMI_RANK": "2"}, "PMI_RANK"),
         ({"PMI_RANK": "x"}, "PMI_RANK"),
@@ -193,7 +193,7 @@ def test_keras():
 
 
 @pytest.mark.parametrize(
-    "change, name",
+    ("change", "name"),
     [
         ({"KERAS_DISTRIBUTION_PROCESS_ID": "5"}, "PROCESS_ID"),
         ({"KERAS_DISTRIBUTION_PROCESS_ID": None}, "PROCESS_ID"),

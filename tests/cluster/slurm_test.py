@@ -19,7 +19,7 @@ STEP = {
 
 
 @pytest.mark.parametrize(
-    "text, hosts",
+    ("text", "hosts"),
     [
         ("n1", ["n1"]),
         ("n[1-2],m5,o[3-4,6,7-9]", ["n1", "n2", "m5", "o3", "o4", "o6", "o7", "o8", "o9"]),
@@ -120,7 +120,7 @@ def test_missing_variables_are_named(name):
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    ("change", "message"),
     [
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID"),
         ({"SLURM_PROCID": "4"}, "SLURM_PROCID"),

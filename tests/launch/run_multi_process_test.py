@@ -353,7 +353,7 @@ def test_two_hosts_on_one_machine(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message"),
     [
         (["nosuch.py"], "script must be a file"),
         (["-m", "no_such_module"], "module must exist"),
