@@ -45,7 +45,7 @@ def test_a_failure_is_raised_with_its_cause():
     start = time.monotonic()
     with no_leaks(), pytest.raises(LaunchError, match="worker 1 failed: KeyError") as info:
         kdist.launch(work, timeout=TIMEOUT)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 15
     assert isinstance(info.value.__cause__, KeyError)
     assert "in work" in str(info.value) and info.value.worker_index == 1 and info.value.exit_code == 1
 
@@ -73,7 +73,7 @@ def test_timeout_shows_where_the_workers_are():
             time.sleep(100)
 
     with no_leaks(), pytest.raises(WorkerTimeoutError, match="worker 1 did not") as info:
-        kdist.launch(stuck_here, timeout=1.5)
+        kdist.launch(stuck_here, timeout=5)
     assert "in stuck_here" in str(info.value) and "worker 0 was here" not in str(info.value)
 
 
