@@ -13,7 +13,7 @@ import numpy as np
 # Name -> value. Arrays of any shape; every number of both runs is compared.
 Numbers = dict[str, Any]
 
-_MODULES = ("data", "losses", "optimizers", "layers", "models", "metrics", "callbacks")
+MODULES = ("data", "losses", "optimizers", "layers", "models", "metrics", "callbacks")
 
 CASES: dict[str, Case] = {}
 
@@ -64,7 +64,7 @@ def case(
 
 def load() -> dict[str, Case]:
     """Imports all cases (and with them Keras) and returns them by name."""
-    for module in _MODULES:
+    for module in MODULES:
         importlib.import_module(f"kdist.testing.conformance.{module}")
     return CASES
 

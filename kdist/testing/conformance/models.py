@@ -60,7 +60,7 @@ class OwnLoss(keras.Model):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        loss = ops.mean(ops.square(y - y_pred)) + ops.sum(ops.convert_to_tensor(self.losses))
+        loss = ops.mean(ops.square(y - y_pred)) + sum(self.losses)
         self.tracker.update_state(loss)
         return loss
 

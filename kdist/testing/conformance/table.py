@@ -1,0 +1,78 @@
+"""The support table of the README, made from the results of the contract's test module.
+
+Run it as `python -m kdist.testing.conformance.table RESULTS README`; `make table` does both steps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from kdist.testing.conformance.catalogue import Entry, catalogue
+from kdist.testing.conformance.configuration import CONFIGURATIONS
+
+BEGIN = "<!-- support table: written by `make table`, do not edit -->"
+END = "<!-- end of the support table -->"
+_BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
+
+
+def table(results: dict[str, str]) -> str:
+    """Returns the table in Markdown.
+
+    Args:
+        results: "backend-configuration-case" to "passed" or "failed", as the test module wrote them.
+
+    Returns:
+        One row a case and one column a backend. A cell counts the strategies under which the numbers were
+        those of one device.
+    """
+    head = ["| under every strategy, the numbers of one device with | " + " | ".join(_BACKENDS.values()) + " |"]
+    head.append("| --- |" + " :-: |" * len(_BACKENDS))
+    notes: list[str] = []
+    rows = [_row(entry, results, notes) for entry in catalogue()]
+    tested = "; ".join(f"{c.title}{'' if len(c.backends) == 3 else '*'}" for c in CONFIGURATIONS.values())
+    partly = [c for c in CONFIGURATIONS.values() if len(c.backends) < 3]
+    lines = [*head, *rows, "", f"✓ n/n: passed under n of n strategies: {tested}."]
+    for c in partly:
+        names = ", ".join(_BACKENDS[b] for b in c.backends)
+        lines.append(f"\\* {names} only: {c.why_not_all}.")
+    lines += [f"{number} {note}." for number, note in zip("¹²³⁴", notes, strict=False)]
+    return "\n".join(lines)
+
+
+def _row(entry: Entry, results: dict[str, str], notes: list[str]) -> str:
+    title = entry.title
+    if entry.why_not_all:
+        if entry.why_not_all not in notes:
+            notes.append(entry.why_not_all)
+        title += " " + "¹²³⁴"[notes.index(entry.why_not_all)]
+    return f"| {title} | " + " | ".join(_cell(entry, backend, results) for backend in _BACKENDS) + " |"
+
+
+def _cell(entry: Entry, backend: str, results: dict[str, str]) -> str:
+    if backend not in entry.backends:
+        return "–"
+    names = [c.name for c in CONFIGURATIONS.values() if backend in c.backends]
+    passed = sum(results.get(f"{backend}-{name}-{entry.name}") == "passed" for name in names)
+    return f"{'✓' if passed == len(names) else '✗'} {passed}/{len(names)}"
+
+
+def replace_table(text: str, results: dict[str, str]) -> str:
+    """Returns a document with the part between the markers replaced by the table."""
+    before, found_begin, rest = text.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found_begin and found_end):
+        raise ValueError(f"The document must contain the markers {BEGIN!r} and {END!r}.")
+    return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
+
+
+def main(arguments: list[str]) -> None:
+    """Reads the results and rewrites the document."""
+    results, document = map(Path, arguments)
+    text = replace_table(document.read_text(encoding="utf-8"), json.loads(results.read_text(encoding="utf-8")))
+    document.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
