@@ -176,6 +176,9 @@ def _take_rows(batch: GlobalBatch, rows: slice) -> Any:
         # Strings and objects are for the user's own `train_step`.
         if isinstance(part, np.ndarray) and part.dtype.kind not in "biufcV":
             return part
-        return keras.ops.convert_to_tensor(part)
+        tensor = keras.ops.convert_to_tensor(part)
+        # Keras multiplies sample weights in place, which must reach neither the user's arrays nor another replica:
+        # autograd counts writes to the whole batch.
+        return tensor.clone() if tensor.device.type == "cpu" or tensor is part else tensor
 
     return keras.tree.map_structure(take, batch)
