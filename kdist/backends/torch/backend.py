@@ -38,14 +38,15 @@ class TorchBackend(Backend):
     ) -> TorchRuntime:
         """Joins the workers with `torch.distributed`."""
         names = self.require_devices(devices) if devices else torch_devices.devices_of_worker(cluster)
-        if options.implementation is CommunicationImplementation.NCCL and any(n.startswith("cpu:") for n in names):
+        on_cpu = any(name.startswith("cpu:") for name in names)
+        if on_cpu and options.implementation is CommunicationImplementation.NCCL:
             raise DeviceError(
                 "NCCL was asked for, but it runs on NVIDIA GPUs only.",
                 received={"devices": names, "implementation": "NCCL"},
                 hint="Use CommunicationImplementation.AUTO (gloo on CPUs), or start where there are GPUs.",
             )
         if options.bytes_per_pack:
-            hint_ignored(f"bytes_per_pack={options.bytes_per_pack}", "gradients of a dtype travel as one pack.")
+            hint_ignored(f"bytes_per_pack={options.bytes_per_pack}", "all gradients of a dtype are one pack.")
         return TorchRuntime(names, join(cluster, names, options) if cluster is not None else None)
 
     def random_state(self) -> bytes:

@@ -1,7 +1,7 @@
 """A connection from each worker to the chief that tells at once who has died.
 
-PyTorch's store and collectives only say that *a* peer is gone (gloo), or wait for half an hour (a host without
-power; NCCL). The kernel knows better: it closes the sockets of a process that dies, and its keep-alive probes
+PyTorch's store and collectives only say that *a* peer is gone (gloo), or wait for half an hour (NCCL; a host
+without power). The kernel knows better: it closes the sockets of a process that dies, and its keep-alive probes
 find a host that vanishes. Standard library only; nothing that comes from the network is unpickled.
 """
 
@@ -21,7 +21,11 @@ from collections.abc import Callable, Mapping
 _MESSAGE = struct.Struct("!4scI")
 _MAGIC = b"kdl1"
 _HELLO, _DIED, _FAILED, _ENDED = b"H", b"D", b"F", b"E"
-_WORDS = {_DIED: "has died", _FAILED: "has failed with an error of its own", _ENDED: "has ended before the others"}
+_WORDS = {
+    _DIED: "has died",
+    _FAILED: "has failed with an error of its own",
+    _ENDED: "has ended before the others",
+}
 # A host that vanishes is noticed after about 5 + 3 * 2 seconds.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
 
@@ -37,7 +41,7 @@ class Lifeline:
     def __init__(self, worker_index: int, connections: Mapping[int, socket.socket]) -> None:
         self._index = worker_index
         self._connections = dict(connections)
-        self._received = {index: b"" for index in connections}
+        self._received = dict.fromkeys(connections, b"")
         self._losses: dict[int, bytes] = {}
         self._changed = threading.Condition()
         self._closing = False

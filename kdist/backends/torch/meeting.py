@@ -46,7 +46,7 @@ class Meeting:
         self.cluster = cluster
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
-        self.host, self._port = split_address(cluster.coordinator) if cluster.coordinator else ("127.0.0.1", 0)
+        self.host, self._port = split_address(cluster.coordinator or "127.0.0.1:1")
         # A job that torchrun restarts meets in the same store again.
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = dist.PrefixStore(f"kdist/{attempt}", store or self._make_store())
@@ -111,8 +111,11 @@ class Meeting:
 
         def connect() -> None:
             try:
-                store = dist.TCPStore(self.host, self._port, is_master=False, wait_for_workers=False, timeout=timeout)
-                answer.put(store)
+                answer.put(
+                    dist.TCPStore(
+                        self.host, self._port, is_master=False, wait_for_workers=False, timeout=timeout
+                    )
+                )
             except (RuntimeError, ValueError) as error:
                 answer.put(error)
 
@@ -168,7 +171,7 @@ def listen(host: str, port: int) -> socket.socket:
             f"Port {port} must be free for the chief to meet the other workers, but it cannot be used "
             f"({os.strerror(error.errno)}).",
             received={"address": f"{host}:{port}"},
-            hint=f"See who has it with `ss -ltnp 'sport = :{port}'`, end that process, or choose another port.",
+            hint=f"See who has it with `ss -ltnp 'sport = :{port}'`, end that process, or take another port.",
         ) from error
 
 

@@ -69,16 +69,17 @@ class TorchReplica(Replica):
     def moments(self, x: Any, axes: Sequence[int], keepdims: bool = False) -> tuple[Any, Any]:
         """Returns mean and variance over the rows of all replicas, with one collective forth and one back.
 
-        Every replica learns the mean and the variance of each and puts them together by the formula of Chan,
-        Golub and LeVeque (http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf), which loses no
-        digits where the mean is large. What one replica reduced weighs as much as its rows.
+        Every replica learns the mean and the variance of each and puts them together by the formula of
+        Chan, Golub and LeVeque (http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf), which
+        loses no digits where the mean is large. What one replica reduced weighs as much as its rows.
         """
         x = keras.ops.convert_to_tensor(x)
         axes = [axis % x.ndim for axis in axes]
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         variance, mean = torch.var_mean(precise, dim=axes, correction=0, keepdim=True)
         mine = torch.stack([mean, variance])
-        slots = [mine if i == self.replica_id_in_sync_group else torch.zeros_like(mine) for i in range(len(self._shares))]
+        slots = [torch.zeros_like(mine)] * len(self._shares)
+        slots[self.replica_id_in_sync_group] = mine
         means, variances = self.all_reduce_with_gradient(torch.stack(slots, dim=1))
         weights = torch.tensor([rows.share for rows in self._shares], dtype=precise.dtype, device=x.device)
         weights = weights.reshape(-1, *[1] * x.ndim)
@@ -108,7 +109,7 @@ class TorchReplica(Replica):
         results: list[Any] = [None] * len(tensors)
         with torch.no_grad():
             flats = [torch.cat([tensors[i].detach().reshape(-1) for i in group]) for group in groups.values()]
-            if weight != 1.0:
+            if weight != 1.0 and flats:
                 torch._foreach_mul_(flats, weight)
             for total, group in zip(self._sum_in_place(flats), groups.values(), strict=True):
                 parts = total.split([tensors[i].numel() for i in group])
@@ -149,8 +150,8 @@ class _SumWithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        share = ctx.replica.rows.share
-        return _SumWithGradient.apply(gradient * share, ctx.replica) / share, None
+        weight = ctx.replica.gradient_weight
+        return _SumWithGradient.apply(gradient * weight, ctx.replica) / weight, None
 
 
 class TorchScope(ReplicaScope):
@@ -163,7 +164,10 @@ class TorchScope(ReplicaScope):
     """
 
     def __init__(
-        self, replica: TorchReplica, copies: VariableCopies | None = None, others: Sequence[VariableCopies] = ()
+        self,
+        replica: TorchReplica,
+        copies: VariableCopies | None = None,
+        others: Sequence[VariableCopies] = (),
     ) -> None:
         super().__init__(replica)
         self.copies = copies
@@ -196,7 +200,7 @@ class TorchScope(ReplicaScope):
             self.__enter__()
 
     def change_real_variables(self, change: Callable[[], Any]) -> Any:
-        """Calls a function that changes real variables, behind the back of this scope, and lets the copies follow."""
+        """Calls a function that changes real variables without this scope, and lets the copies follow."""
         before = [copies.versions() for copies in self._others]
         with self.suspended(), torch.no_grad():
             result = change()
@@ -205,7 +209,7 @@ class TorchScope(ReplicaScope):
         return result
 
     def _initialize(self, variable: Any) -> None:
-        # Keras defers the values of variables that are created in any scope until one is left that initialises.
+        # Keras defers the value of a variable created in a scope until a scope is left that initialises.
         with self.suspended(), keras.StatelessScope():
             pass
 
@@ -258,7 +262,7 @@ class VariableCopies:
         return {key: known.real._version for key, known in self._copies.items()}
 
     def refresh(self, unless: Mapping[int, int] | None = None) -> None:
-        """Takes over the values of the real variables; only of changed ones where their `versions` are given."""
+        """Takes over the values of the real variables; of changed ones where their `versions` are given."""
         stale = [c for key, c in self._copies.items() if unless is None or c.real._version != unless.get(key)]
         if stale:
             with torch.no_grad():
@@ -274,7 +278,7 @@ class VariableCopies:
 
 @contextmanager
 def zero_grad_of_each_replica(model: Any) -> Iterator[None]:
-    """For the time of a step, lets `zero_grad` clear the gradients of the replica that calls it, not another's.
+    """For the time of a step, lets `zero_grad` clear the gradients of the replica that calls it alone.
 
     Attributes of the instances that are gone afterwards. Enter it outside the replicas.
     """

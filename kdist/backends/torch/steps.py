@@ -177,8 +177,8 @@ def _take_rows(batch: GlobalBatch, rows: slice) -> Any:
         if isinstance(part, np.ndarray) and part.dtype.kind not in "biufcV":
             return part
         tensor = keras.ops.convert_to_tensor(part)
-        # Keras multiplies sample weights in place, which must reach neither the user's arrays nor another replica:
-        # autograd counts writes to the whole batch.
+        # Keras multiplies sample weights in place. That must reach neither the user's arrays nor another
+        # replica: autograd counts the writes to the whole batch.
         return tensor.clone() if tensor.device.type == "cpu" or tensor is part else tensor
 
     return keras.tree.map_structure(take, batch)

@@ -47,7 +47,12 @@ class Workers:
     """
 
     def __init__(
-        self, cluster: Cluster, lifeline: Lifeline | None, nccl: bool, owns_group: bool = True, cpu_group: Any = None
+        self,
+        cluster: Cluster,
+        lifeline: Lifeline | None,
+        nccl: bool,
+        owns_group: bool = True,
+        cpu_group: Any = None,
     ) -> None:
         self.num_workers = cluster.num_workers
         self.worker_index = cluster.worker_index
@@ -78,7 +83,7 @@ class Workers:
         return parts
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers a message from each worker: one collective for short ones, a second for the rest of long ones."""
+        """Gathers a message from each worker: one collective for short ones, another for the rest of long ones."""
         head = len(data).to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0")
         heads = [part.numpy().tobytes() for part in self.all_gather(_uint8(head))]
         sizes = [int.from_bytes(part[:8], "little") for part in heads]
@@ -206,7 +211,9 @@ def join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions
     if _joined is not None:
         _check_same_cluster(_joined[0], cluster)
         if options.timeout_seconds is not None:
-            hint_ignored(f"timeout_seconds={options.timeout_seconds}", "the workers have been joined already.")
+            hint_ignored(
+                f"timeout_seconds={options.timeout_seconds}", "the workers have been joined already."
+            )
         return _joined[1]
     if dist.is_initialized():
         workers = _adopt(cluster, devices)
