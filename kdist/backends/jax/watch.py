@@ -79,7 +79,8 @@ class Watch:
         # Registered after JAX's own handler, so called before it.
         atexit.register(self._leave)
         self._catch_abort()
-        threading.Thread(target=self._watch, name="kdist watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="kdist watch", daemon=True)
+        self._thread.start()
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -204,12 +205,9 @@ class Watch:
         JAX can be given a function to call instead, but the conversion of its argument to Python fails
         (std::bad_cast, jaxlib 0.10.2). A handler in Python's `signal` would only run in the main thread.
         """
-        libc = ctypes.CDLL(None)
-        libc.signal.restype = ctypes.c_void_p
-        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
         handler = _CHandler(self._on_abort)
         _kept.append(handler)
-        self._earlier_handler = libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+        self._earlier_handler = _libc().signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
 
     def _on_abort(self, number: int) -> None:
         if self._leaving:  # the chief was faster: nothing is lost
@@ -221,36 +219,45 @@ class Watch:
         self._note(0, _DIED)
         # The main thread gets an error from the collective and raises it. To return means to abort.
         deadline = time.monotonic() + _GRACE
-        while time.monotonic() < deadline or self._explained:
-            time.sleep(0.5)
-        self._end()
+        while not self._explained:
+            if time.monotonic() > deadline:
+                self._end()
+            time.sleep(0.1)
+        while True:  # in C, so that the thread does not wake in an interpreter that is gone
+            _libc().sleep(1_000_000)
 
     # The end of the process ------------------------------------------------------------------------------
 
     def _leave(self) -> None:
         """Says goodbye; the chief waits for the others, since they need the service that it hosts."""
         self._leaving = True
-        if 0 in self._lost:
-            return
-        error = _uncaught()
-        # Closes the connections of the collectives: who waits in one for this worker learns that it left.
-        with contextlib.suppress(Exception):
-            jax.extend.backend.clear_backends()
-        said = {"error": error, "lost_another": bool(error and self._explained)}
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._client.key_value_set(f"kdist/ended/{self._cluster.worker_index}", json.dumps(said))
-        if self._cluster.is_chief:
-            self._wait_for_others(_FAREWELL if error else None)
-            time.sleep(0.2)  # they disconnect next
+        if 0 not in self._lost:
+            error = _uncaught()
+            said = json.dumps({"error": error, "lost_another": bool(error and self._explained)})
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._client.key_value_set(f"kdist/ended/{self._cluster.worker_index}", said)
+            if self._cluster.is_chief:
+                self._wait_for_others(_FAREWELL if error else None)
+                time.sleep(0.3)  # they disconnect next
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                jax.distributed.shutdown()
+            self._thread.join(5.0)
+        # No Python may be called from C once the interpreter is gone.
+        _libc().signal(signal.SIGABRT, None)
 
     def _wait_for_others(self, limit: float | None) -> None:
         began = time.monotonic()
-        told = False
+        told = cleared = False
         for index in self._others:
             while index not in self._gone and not self._has_left(index):
                 waited = time.monotonic() - began
                 if limit is not None and waited > limit:
                     return
+                if waited > 1 and not cleared:
+                    cleared = True
+                    # Closes the connections: who waits in a collective for this worker learns that it left.
+                    with contextlib.suppress(Exception):
+                        jax.extend.backend.clear_backends()
                 if waited > 10 and not told:
                     told = True
                     _log.warning("Waiting for %s to end.", self._cluster.worker_names[index])
@@ -269,6 +276,13 @@ def _uncaught() -> str | None:
     if error is None or hasattr(sys, "ps1"):  # interactive: errors end nothing
         return None
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    return libc
 
 
 def _coordinator() -> str:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kdist.strategies.communication import CommunicationOptions
 
 # A worker that has sent no heartbeat for so long counts as lost; JAX's own default is 100 s.
-_HEARTBEAT_SECONDS = 10
+_HEARTBEAT_SECONDS = 8
 # How often a worker that waits for a message looks whether its sender is still there.
 _GLANCE_MS = 1000
 
