@@ -40,7 +40,7 @@ def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def devices_of_worker(cluster: Cluster | None) -> tuple[str, ...]:
-    """Returns the devices of a worker where the user names none: its part of the machine's GPUs, or the CPU."""
+    """Returns the devices of a worker where the user names none: its part of the GPUs, or the CPU."""
     gpus = list_devices("gpu")
     if cluster is None or not gpus:
         return gpus or ("cpu:0",)

@@ -1,13 +1,14 @@
 """A connection from each worker to the chief that tells at once who has died.
 
-PyTorch's store and collectives only say that *a* peer is gone (gloo), or wait for half an hour (NCCL; a host
-without power). The kernel knows better: it closes the sockets of a process that dies, and its keep-alive probes
-find a host that vanishes. Standard library only; nothing that comes from the network is unpickled.
+PyTorch's store and collectives only say that *a* peer is gone (gloo), or wait for half an hour (NCCL, or where a
+host has lost power). The kernel knows better: it closes the sockets of a process that dies, and its keep-alive
+probes find a host that vanishes. Standard library only; nothing that comes from the network is unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import socket
@@ -50,8 +51,7 @@ class Lifeline:
         for connection in self._connections.values():
             _watch(connection)
         # Children of the process would keep the connections open after its death.
-        lifeline = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: (known := lifeline()) and known._let_go())
+        os.register_at_fork(after_in_child=functools.partial(_let_go, weakref.ref(self)))
         self._thread = threading.Thread(target=self._listen, name="kdist lifeline", daemon=True)
         self._thread.start()
 
@@ -136,6 +136,12 @@ class Lifeline:
             if index != about:
                 with contextlib.suppress(OSError):
                     connection.sendall(_MESSAGE.pack(_MAGIC, kind, about))
+
+
+def _let_go(lifeline: weakref.ref[Lifeline]) -> None:
+    known = lifeline()
+    if known is not None:
+        known._let_go()
 
 
 def wait_for_workers(server: socket.socket, num_workers: int, deadline: float) -> dict[int, socket.socket]:

@@ -169,7 +169,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ClusterConfigError(
             f"Port {port} must be free for the chief to meet the other workers, but it cannot be used "
-            f"({os.strerror(error.errno)}).",
+            f"({os.strerror(error.errno or 0)}).",
             received={"address": f"{host}:{port}"},
             hint=f"See who has it with `ss -ltnp 'sport = :{port}'`, end that process, or take another port.",
         ) from error

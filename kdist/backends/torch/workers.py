@@ -83,7 +83,7 @@ class Workers:
         return parts
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers a message from each worker: one collective for short ones, another for the rest of long ones."""
+        """Gathers a message from each worker: in one collective, or two where one of them is long."""
         head = len(data).to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0")
         heads = [part.numpy().tobytes() for part in self.all_gather(_uint8(head))]
         sizes = [int.from_bytes(part[:8], "little") for part in heads]
