@@ -1,8 +1,9 @@
 """A connection from each worker to the chief that tells at once who has died.
 
-PyTorch's store and collectives only say that *a* peer is gone (gloo), or wait for half an hour (NCCL, or where a
-host has lost power). The kernel knows better: it closes the sockets of a process that dies, and its keep-alive
-probes find a host that vanishes. Standard library only; nothing that comes from the network is unpickled.
+PyTorch's store and collectives only say that *a* peer is gone (gloo), or wait for half an hour (NCCL, or
+where a host has lost power). The kernel knows better: it closes the sockets of a process that dies, and its
+keep-alive probes find a host that vanishes. Standard library only; nothing that comes from the network is
+unpickled.
 """
 
 from __future__ import annotations
