@@ -4,6 +4,7 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 `install` is idempotent and runs when the first strategy is created. The hooks and why each is needed:
 
 - `Trainer.__init__` remembers the strategy a model is created under; `fit` and its relatives dispatch on it.
+- `get_metrics_result` of PyTorch's trainer in Keras 3.16, which sums over processes a second time.
 - `reduce_values`, `apply_mask`, `reduce_weighted_values` (keras.src.losses.loss): denominators of losses that
   are not a plain mean over rows must be counted over all replicas. There is no public place between a loss's
   per-row values and its reduction.
@@ -47,6 +48,7 @@ def install() -> None:
         if _installed:
             return
         _hook_models()
+        _hook_torch_metrics()
         _hook_losses()
         _hook_scalars()
         _hook_optimizers()
@@ -80,7 +82,10 @@ def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[.
 
 def _hook_models() -> None:
     import keras
-    from keras.src.trainers.trainer import Trainer
+    from keras.src.trainers import trainer as trainers
+
+    # Keras 3.16 calls the class that all backends share by another name.
+    Trainer = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
 
     def remember(original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -94,6 +99,21 @@ def _hook_models() -> None:
 
     for name in MODEL_METHODS:
         _wrap(keras.Model, name, functools.partial(_dispatch, name))
+
+
+def _hook_torch_metrics() -> None:
+    """Keras 3.16 sums metrics over all processes itself; those of a strategy's model are global already."""
+    import keras
+
+    def neutral(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_metrics_result(self: Any) -> Any:
+            return original(self) if strategy_of(self) is None else super(owner, self).get_metrics_result()
+
+        return get_metrics_result
+
+    for owner in keras.Model.__mro__:
+        if owner.__module__ == "keras.src.backend.torch.trainer" and "get_metrics_result" in vars(owner):
+            _wrap(owner, "get_metrics_result", functools.partial(neutral, owner))
 
 
 def _dispatch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -430,7 +450,8 @@ def _hook_batch_normalization() -> None:
         return wrapper
 
     _wrap(keras.layers.BatchNormalization, "__init__", init)
-    _wrap(backend.nn, "moments", moments)
+    # Keras 3.16 keeps the operations of a backend in a package of their own.
+    _wrap(backend.nn if hasattr(backend, "nn") else backend.ops.nn, "moments", moments)
 
 
 # State of JAX ------------------------------------------------------------------------------------------------
@@ -472,15 +493,17 @@ class ThreadState:
         drawn = random.getstate()
         global_seed_generator()
         random.setstate(drawn)
-        self._state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
-        self._settings = dict(vars(global_state.GLOBAL_SETTINGS_TRACKER))
+        # The second is only in Keras before 3.16.
+        trackers = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
+        self._state = {t: dict(vars(getattr(global_state, t))) for t in trackers if hasattr(global_state, t)}
 
     def __enter__(self) -> None:
         from keras.src.backend.common import global_state
 
-        self._trackers = (global_state.GLOBAL_STATE_TRACKER, global_state.GLOBAL_SETTINGS_TRACKER)
-        vars(self._trackers[0]).update(self._state)
-        vars(self._trackers[1]).update(self._settings)
+        for tracker, state in self._state.items():
+            # Lists are stacks of scopes: two threads must not push on the same one.
+            own = {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
+            vars(getattr(global_state, tracker)).update(own)
 
     def __exit__(self, *exc: object) -> None:
         return None
