@@ -69,12 +69,9 @@ class Session:
         """Returns the global batches of an epoch, the same ones in the same order on every worker."""
         from kdist.backends import get_backend
 
-        backend = get_backend()
-        iterator = keras_hooks.epoch_iterator(backend.name, **arguments)
-        if keras_hooks.shuffles_arrays(iterator) and self.runtime.num_workers > 1:
-            # The chief's random state: all workers shuffle as the chief alone would.
-            backend.set_random_state(self.runtime.all_gather_bytes(backend.random_state())[0])
-        return GlobalBatches(self, iterator)
+        batches = GlobalBatches(self, keras_hooks.epoch_iterator(get_backend().name, **arguments))
+        batches.share_random_state()
+        return batches
 
     def prepare(self, batches: GlobalBatches | None = None, data_batch: Any = None, layers_only: bool = False) -> None:
         """Creates what variables are missing and makes them equal on all workers."""
@@ -135,6 +132,19 @@ class GlobalBatches:
             "steps": self.iterator.num_batches,
         }
 
+    def share_random_state(self) -> None:
+        """Gives every worker the chief's random state: all shuffle as the chief alone would.
+
+        At the beginning of each epoch, since workers may have drawn different numbers in the one before: in a
+        callback, or in a layer that draws as many as it has rows.
+        """
+        from kdist.backends import get_backend
+
+        runtime = self._session.runtime
+        if keras_hooks.shuffles_arrays(self.iterator) and runtime.num_workers > 1:
+            backend = get_backend()
+            backend.set_random_state(runtime.all_gather_bytes(backend.random_state())[0])
+
     def reset(self) -> None:
         """Starts again from the first batch."""
         self.iterator.reset()
@@ -144,6 +154,7 @@ class GlobalBatches:
         runtime = self._session.runtime
         must_agree = runtime.num_workers > 1 and not self._known_length
         step = -1
+        self.share_random_state()
         for begin, end, data in self.iterator:
             if must_agree:
                 for offset in range(self.iterator.steps_per_execution):
