@@ -122,6 +122,11 @@ class Replicas:
             start += host.nbytes
         return chief
 
+    def connect(self) -> None:
+        """Runs the first collective over all devices, so that a broken connection shows here."""
+        if self._is_global:
+            self.broadcast([np.zeros(1, np.float32)])
+
     def throttle(self, values: Any) -> None:
         """Called after each step with its results: waits for them where a second step could get in its way."""
         if self._one_at_a_time:

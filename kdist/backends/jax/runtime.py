@@ -13,7 +13,7 @@ from kdist.backends.contract import Runtime, StepFunction
 from kdist.backends.jax.devices import find_devices
 from kdist.backends.jax.replicas import Replicas
 from kdist.backends.jax.steps import JaxSteps
-from kdist.backends.jax.workers import Workers
+from kdist.backends.jax.workers import Workers, without_chatter
 
 
 class JaxRuntime(Runtime):
@@ -31,6 +31,9 @@ class JaxRuntime(Runtime):
         self._workers = workers
         local = find_devices(self.devices)
         self.replicas = Replicas(workers.all_devices(local), local, self.worker_index)
+        if self.num_workers > 1:
+            with without_chatter(), workers.working():
+                self.replicas.connect()
 
     def scope(self) -> AbstractContextManager[Any]:
         """Creates variables on the strategy's first device."""

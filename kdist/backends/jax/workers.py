@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import socket
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -266,16 +269,17 @@ def _initialize(cluster: Cluster, coordinator: str, own_host: str | None, device
     jax.config.update("jax_enable_preemption_service", False)
     _use_gloo(own_host)
     host, _ = split_address(coordinator)
-    jax.distributed.initialize(
-        coordinator,
-        cluster.num_workers,
-        cluster.worker_index,
-        local_device_ids=_local_gpus(cluster, devices),
-        cluster_detection_method="deactivate",
-        initialization_timeout=60,  # all workers are there already
-        heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
-        coordinator_bind_address=coordinator if is_loopback(host) else None,
-    )
+    with without_chatter():
+        jax.distributed.initialize(
+            coordinator,
+            cluster.num_workers,
+            cluster.worker_index,
+            local_device_ids=_local_gpus(cluster, devices),
+            cluster_detection_method="deactivate",
+            initialization_timeout=60,  # all workers are there already
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+            coordinator_bind_address=coordinator if is_loopback(host) else None,
+        )
 
 
 def _use_gloo(own_host: str | None) -> None:
@@ -320,3 +324,25 @@ def _local_gpus(cluster: Cluster, devices: Sequence[str]) -> list[int] | None:
     first = cluster.local_rank * share
     return list(range(first, first + share)) or None
 
+
+# What gloo and the coordination service say of themselves when all is well, on every worker.
+_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|Using experimental recoverable task feature")
+
+
+@contextlib.contextmanager
+def without_chatter() -> Iterator[None]:
+    """Holds back what C++ prints meanwhile, and lets everything but the usual chatter through afterwards."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held:
+        saved = [os.dup(1), os.dup(2)]
+        for stream in (1, 2):
+            os.dup2(held.fileno(), stream)
+        try:
+            yield
+        finally:
+            for stream, original in zip((1, 2), saved, strict=True):
+                os.dup2(original, stream)
+                os.close(original)
+            held.seek(0)
+            os.write(2, b"".join(line for line in held if not _CHATTER.search(line)))

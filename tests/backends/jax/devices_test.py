@@ -1,0 +1,52 @@
+"""Devices, and the state of the generator that shuffles."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+if os.environ.get("KERAS_BACKEND") != "jax":
+    pytest.skip("needs KERAS_BACKEND=jax", allow_module_level=True)
+
+import jax
+
+import kdist
+from kdist.backends import get_backend
+from kdist.errors import DeviceError
+
+
+def test_logical_cpus_are_there() -> None:
+    assert get_backend().list_devices("cpu") == ("cpu:0", "cpu:1", "cpu:2")
+    assert get_backend().require_devices(["/job:localhost/device:CPU:2"]) == ("cpu:2",)
+
+
+def test_too_late_for_more() -> None:
+    jax.devices()
+    with pytest.raises(DeviceError, match="before JAX has computed anything"):
+        kdist.MirroredStrategy([f"cpu:{i}" for i in range(9)])
+
+
+def test_missing_device_names_the_others() -> None:
+    with pytest.raises(DeviceError, match="gpu:0.*cpu:0, cpu:1, cpu:2"):
+        kdist.OneDeviceStrategy("gpu:0")
+
+
+def test_nccl_needs_a_gpu() -> None:
+    options = kdist.experimental.CommunicationOptions(implementation="NCCL")
+    with pytest.raises(DeviceError, match="NCCL needs GPUs"):
+        kdist.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+def test_random_state_travels() -> None:
+    backend = get_backend()
+    np.random.seed(1)
+    np.random.randn(3)  # leaves a Gaussian waiting
+    state = backend.random_state()
+    first = (np.random.randn(), np.random.permutation(20))
+    np.random.seed(2)
+    backend.set_random_state(state)
+    second = (np.random.randn(), np.random.permutation(20))
+    assert first[0] == second[0]
+    assert (first[1] == second[1]).all()

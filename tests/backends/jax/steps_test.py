@@ -1,0 +1,244 @@
+"""Steps over a mesh give the numbers of plain Keras on one device."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+if os.environ.get("KERAS_BACKEND") != "jax":
+    pytest.skip("needs KERAS_BACKEND=jax", allow_module_level=True)
+
+import jax
+import keras
+
+import kdist
+
+ROWS = 46
+BATCH = 10  # divides neither by 3 nor into the rows; 2 replicas do divide it, but not the last batch of 6...
+
+
+def _data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    draw = np.random.RandomState(0)
+    x = draw.randn(ROWS, 6).astype("float32")
+    return x, draw.randint(0, 3, ROWS), draw.rand(ROWS).astype("float32")
+
+
+def _model(**compile_arguments: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(12, activation="relu", kernel_regularizer="l2"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.4),
+            layers.Dense(3, activation="softmax"),
+        ]
+    )
+    model.compile("adam", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"], **compile_arguments)
+    return model
+
+
+def _numbers(model: keras.Model) -> dict[str, Any]:
+    x, y, weights = _data()
+    keras.utils.set_random_seed(4)
+    history = model.fit(x, y, batch_size=BATCH, epochs=3, sample_weight=weights, validation_split=0.2, verbose=0)
+    return {
+        "history": history.history,
+        "weights": model.get_weights(),
+        "optimizer": [np.asarray(v) for v in model.optimizer.variables],
+        "predict": model.predict(x, batch_size=BATCH, verbose=0),
+        "evaluate": model.evaluate(x, y, batch_size=BATCH, verbose=0),
+    }
+
+
+def _assert_equal(one: Any, other: Any) -> None:
+    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), one, other)
+
+
+@pytest.fixture(params=[2, 3])
+def strategy(request: pytest.FixtureRequest) -> kdist.Strategy:
+    return kdist.MirroredStrategy([f"cpu:{i}" for i in range(request.param)])
+
+
+def _under(strategy: kdist.Strategy, make: Callable[..., keras.Model] = _model, **arguments: Any) -> keras.Model:
+    with strategy.scope():
+        return make(**arguments)
+
+
+def test_numbers_are_those_of_one_device(strategy: kdist.Strategy) -> None:
+    _assert_equal(_numbers(_model()), _numbers(_under(strategy)))
+
+
+@pytest.mark.parametrize("arguments", [{"run_eagerly": True}, {"jit_compile": False}, {"steps_per_execution": 2}])
+def test_ways_to_run_give_the_same_numbers(strategy: kdist.Strategy, arguments: dict[str, Any]) -> None:
+    _assert_equal(_numbers(_model()), _numbers(_under(strategy, **arguments)))
+
+
+def test_fewer_rows_than_replicas(strategy: kdist.Strategy) -> None:
+    plain, mirrored = _model(), _under(strategy)
+    x, y, _ = _data()
+    _assert_equal(plain.train_on_batch(x[:1], y[:1]), mirrored.train_on_batch(x[:1], y[:1]))
+    _assert_equal(plain.predict_on_batch(x[:1]), mirrored.predict_on_batch(x[:1]))
+
+
+def test_dropout_is_that_of_one_device(strategy: kdist.Strategy) -> None:
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(5)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5)])
+        model.compile("sgd", lambda y, y_pred: keras.ops.sum(y_pred * y, axis=-1), run_eagerly=False)
+        return model
+
+    # Every element has a weight of its own, so that the loss tells which were dropped.
+    weights = np.arange(40, dtype="float32").reshape(10, 4)
+    x = np.ones((10, 4), "float32")
+    losses = [model.train_on_batch(x, weights) for model in (make(), _under(strategy, make))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_each_batch_is_divided_over_the_devices() -> None:
+    """Counts the multiplications that a device does: a third of those for all rows."""
+    strategy = kdist.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    replicas = strategy.runtime.replicas
+    weights = replicas.place_state([jax.numpy.ones((64, 64))])[0]
+
+    def flops(rows: int) -> float:
+        batch = replicas.place_batch((np.ones((rows, 64), "float32"),))
+        step = jax.jit(
+            lambda w, data: (replicas.divide(data)[0] @ w).sum(), out_shardings=replicas.replicated
+        )
+        return step.lower(weights, batch).compile().cost_analysis()["flops"]
+
+    even, odd = flops(300), flops(301)
+    assert even == pytest.approx(100 * 64 * 64 * 2, rel=0.2)
+    assert odd == pytest.approx(101 * 64 * 64 * 2, rel=0.2)
+
+
+def test_one_compilation_a_batch_shape(strategy: kdist.Strategy) -> None:
+    model = _under(strategy)
+    x, y, _ = _data()
+    traced = []
+    original = model.train_step
+    model.train_step = lambda state, data: traced.append(data[0].shape) or original(state, data)
+    model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0)
+    assert sorted(traced) == [(ROWS % BATCH, 6), (BATCH, 6)]
+
+
+def test_callbacks_see_and_set_the_state(strategy: kdist.Strategy) -> None:
+    class Meddle(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.seen = self.model.get_weights()[0].copy()
+            self.model.layers[0].kernel.assign(self.seen * 0.5)
+            self.model.optimizer.learning_rate = 0.05 / (batch + 1)
+
+    def run(model: keras.Model) -> Any:
+        meddle = Meddle()
+        x, y, _ = _data()
+        keras.utils.set_random_seed(4)
+        model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[meddle])
+        return meddle.seen, model.get_weights()
+
+    _assert_equal(run(_model()), run(_under(strategy)))
+
+
+def test_a_callback_may_evaluate(strategy: kdist.Strategy) -> None:
+    x, y, _ = _data()
+    results = []
+
+    class Evaluate(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            results.append(model.evaluate(x, y, batch_size=BATCH, verbose=0)[0])
+
+    model = _under(strategy)
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Evaluate()])
+    assert len(set(results)) == len(results)
+    assert results[-1] == pytest.approx(model.evaluate(x, y, batch_size=BATCH, verbose=0)[0])
+
+
+def test_an_error_in_a_step_leaves_the_last_state(strategy: kdist.Strategy) -> None:
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                raise OSError("disk full")
+
+    x, y, _ = _data()
+    model = _under(strategy)
+    before = model.get_weights()
+    with pytest.raises(OSError, match="disk full"):
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Fails()])
+    after = model.get_weights()
+    assert not np.allclose(before[0], after[0])
+    with pytest.raises(ValueError):
+        model.train_on_batch(x[:, :5], y)
+    _assert_equal(after, model.get_weights())
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+
+
+def test_a_failed_execution_restores_the_values_of_the_last_sync(strategy: kdist.Strategy) -> None:
+    x, y, _ = _data()
+    model = _under(strategy)
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    before = model.get_weights()
+    function = strategy.runtime.train_function(model)
+    with pytest.raises(RuntimeError, match="out of memory"), function:
+        function([(x, y)])
+        good = function._step
+
+        def step(state: Any, data: Any) -> Any:
+            good(state, data)  # which takes the buffers of the state
+            raise RuntimeError("out of memory")
+
+        function._step = step
+        function([(x, y)])
+    _assert_equal(before, model.get_weights())
+
+
+def test_data_of_other_frameworks_and_structures(strategy: kdist.Strategy) -> None:
+    torch = pytest.importorskip("torch")
+    x, y, _ = _data()
+    expected = _under(strategy).train_on_batch(x, y)
+    assert _under(strategy).train_on_batch(jax.numpy.asarray(x), jax.numpy.asarray(y)) == expected
+    assert _under(strategy).train_on_batch(torch.tensor(x), torch.tensor(y)) == expected
+
+
+def test_the_model_is_not_kept_alive(strategy: kdist.Strategy) -> None:
+    model = _under(strategy)
+    _numbers(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_outputs_are_ordinary_arrays(strategy: kdist.Strategy) -> None:
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(float(logs["loss"]) > 0)
+
+    x, y, _ = _data()
+    model = _under(strategy)
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Look()])
+    assert all(seen)
+    assert all(len(v.value.sharding.device_set) == 1 for v in model.variables)
+
+
+def test_many_steps_do_not_hang() -> None:
+    strategy = kdist.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    x, y, _ = _data()
+    _under(strategy).fit(x, y, batch_size=3, epochs=20, verbose=0)
+
+
+def test_one_device_strategy_uses_its_device() -> None:
+    with kdist.OneDeviceStrategy("cpu:1").scope():
+        model = _model()
+    x, y, _ = _data()
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    assert {device for v in model.variables for device in v.value.devices()} == {jax.devices("cpu")[1]}
