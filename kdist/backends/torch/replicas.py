@@ -12,7 +12,6 @@ import keras
 import torch
 
 from kdist.backends.replica import Replica, ReplicaScope, RowShare
-from kdist.context import current_replica
 
 if TYPE_CHECKING:
     from kdist.backends.torch.threads import Baton
@@ -274,32 +273,3 @@ class VariableCopies:
         for parameter in parameters:
             if id(parameter) in copies:
                 copies[id(parameter)].grad = None
-
-
-@contextmanager
-def zero_grad_of_each_replica(model: Any) -> Iterator[None]:
-    """For the time of a step, lets `zero_grad` clear the gradients of the replica that calls it alone.
-
-    Attributes of the instances that are gone afterwards. Enter it outside the replicas.
-    """
-    layers = list({id(layer): layer for layer in [model, *model._flatten_layers()]}.values())
-    for layer in layers:
-        layer.__dict__["zero_grad"] = _zero_grad(layer)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("zero_grad", None)
-
-
-def _zero_grad(layer: Any) -> Callable[..., None]:
-    original = type(layer).zero_grad.__get__(layer)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        scope = getattr(current_replica(), "scope", None)
-        if isinstance(scope, TorchScope) and scope.copies is not None:
-            scope.copies.forget_gradients(layer.parameters())
-        else:
-            original(set_to_none)
-
-    return zero_grad

@@ -17,7 +17,8 @@ from kdist import keras_hooks
 from kdist.backends.contract import GlobalBatch, StepFunction
 from kdist.backends.replica import RowShare, global_metric_results, run_step, split_rows
 from kdist.backends.torch.devices import keras_device
-from kdist.backends.torch.replicas import TorchReplica, TorchScope, VariableCopies, zero_grad_of_each_replica
+from kdist.backends.torch.modules import shared_by_replicas
+from kdist.backends.torch.replicas import TorchReplica, TorchScope, VariableCopies
 from kdist.errors import InvalidArgumentError
 from kdist.strategies.communication import hint_ignored
 
@@ -73,7 +74,10 @@ class _ReplicatedFunction(StepFunction):
                 stack.enter_context(scope)
                 return self.in_replica(replica, _take_rows(batch, split[replica_id][0]))
 
-        with self.around_replicas(model):
+        with (
+            self.around_replicas(model),
+            shared_by_replicas(model) if self._copies else contextlib.nullcontext(),
+        ):
             return self.runtime.threads.run(one_replica), split
 
     def around_replicas(self, model: Any) -> AbstractContextManager[Any]:
@@ -96,12 +100,9 @@ class _LogsFunction(_ReplicatedFunction):
             logs = results[0]
         return logs
 
-    @contextlib.contextmanager
-    def around_replicas(self, model: Any) -> Any:
-        """Results of metrics speak for all replicas; gradients belong to one."""
-        with global_metric_results(model):
-            with zero_grad_of_each_replica(model) if self._copies else contextlib.nullcontext():
-                yield
+    def around_replicas(self, model: Any) -> AbstractContextManager[Any]:
+        """Results of metrics speak for all replicas."""
+        return global_metric_results(model)
 
     def in_replica(self, replica: TorchReplica, data: Any) -> Any:
         """Runs the step of Keras, or the user's."""
