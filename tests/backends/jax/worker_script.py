@@ -1,0 +1,66 @@
+"""What a worker of the tests in `workers_multi_process_test.py` does. Run as a script; argv: what happens, to whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import keras
+import numpy as np
+
+import kdist
+
+WHAT, WHOM = sys.argv[1], int(sys.argv[2])
+
+
+def happen() -> None:
+    if WHAT == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if WHAT == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Happens(keras.callbacks.ProgbarLogger):
+    """Decides from logs, as Keras's own callbacks do: no vote after each batch, so steps alone connect workers."""
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        if batch == 50:
+            print("BEGAN", time.time(), flush=True)
+            if me == WHOM:
+                # From another thread, since that is what a kernel or an operator does.
+                threading.Thread(target=happen).start()
+                if WHAT == "raise":
+                    raise ValueError("disk full")
+                if WHAT == "exit":
+                    sys.exit(3)
+
+
+if WHAT == "too-late":
+    keras.ops.zeros((3,))
+if WHAT == "absent" and int(os.environ["WHO"]) == WHOM:
+    sys.exit(0)
+
+strategy = kdist.MultiWorkerMirroredStrategy()
+me = strategy.runtime.worker_index
+if WHAT == "twice":
+    assert kdist.MultiWorkerMirroredStrategy().runtime.all_gather_bytes(b"%d" % me) == [b"0", b"1"]
+    other = kdist.cluster_resolver.SimpleClusterResolver(
+        kdist.cluster_resolver.ClusterSpec({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}), task_type="worker", task_id=me
+    )
+    try:
+        kdist.MultiWorkerMirroredStrategy(other)
+    except kdist.errors.StrategyScopeError as error:
+        print("REFUSED", error)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.ones((64, 4), "float32")
+epochs = 1 if WHAT in ("late", "twice", "none") else 500
+Happens.__module__ = "keras.test"
+model.fit(x, x[:, :1], batch_size=1, epochs=epochs, verbose=0, callbacks=[Happens()])
+if WHAT == "late" and me == WHOM:
+    time.sleep(4)
+print("DONE", flush=True)
