@@ -14,8 +14,8 @@ class Ballot:
     """Lets `model.stop_training`, set on any worker, stop all at the same step.
 
     Keras's own callbacks decide from logs, which are equal on all workers: they need no vote after each batch.
-    A callback of the user's may decide from anything (a clock, a file, a signal), and then every batch ends
-    with a vote. Every epoch ends with one in any case.
+    A callback of the user's that acts on batches may decide from anything (a clock, a file, a signal), and then
+    every batch ends with a vote. Every epoch ends with one in any case.
 
     Args:
         runtime: The workers.
@@ -25,7 +25,7 @@ class Ballot:
     def __init__(self, runtime: Runtime, callbacks: Any) -> None:
         self._runtime = runtime
         self._votes_after_batch = runtime.num_workers > 1 and any(
-            not _decides_from_logs(callback) for callback in callbacks.callbacks
+            _acts_on_batches(callback) and not _decides_from_logs(callback) for callback in callbacks.callbacks
         )
 
     def after_batch(self, stop: bool) -> bool:
@@ -40,3 +40,15 @@ class Ballot:
 def _decides_from_logs(callback: Any) -> bool:
     kind = type(callback)
     return kind.__module__.startswith("keras.") and kind.__name__ != "LambdaCallback"
+
+
+_BATCH_METHODS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+
+def _acts_on_batches(callback: Any) -> bool:
+    import keras
+
+    if isinstance(callback, keras.callbacks.LambdaCallback):
+        return True  # has the functions in attributes, not in methods of its class
+    base = keras.callbacks.Callback
+    return any(getattr(type(callback), name, None) is not getattr(base, name) for name in _BATCH_METHODS)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Heartbeats of TensorFlow's coordination service; a lost worker is noticed after this time at the latest.
 _HEARTBEAT_SECONDS = 10
+_SHORT = 1024
+_SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
 
 _joined: tuple[Cluster, tf.distribute.Strategy] | None = None
@@ -38,6 +40,8 @@ class Workers:
         self.worker_index = cluster.worker_index
         self._names = cluster.worker_names
         self._native = native
+        self._per_worker = len(native.extended.worker_devices)
+        self._sums: dict[Any, Any] = {}
 
     def all_gather_rows(self, local: Any, sizes: Sequence[int]) -> Any:
         """Concatenates the rows of every worker, which may have different numbers of them.
@@ -49,29 +53,49 @@ class Workers:
         longest = max(sizes)
         padding = [[0, longest - sizes[self.worker_index]]] + [[0, 0]] * (len(local.shape) - 1)
         everyone = self._gather(tf.pad(local, padding))
-        return tf.concat([everyone[i * longest : i * longest + size] for i, size in enumerate(sizes)], axis=0)
+        return tf.concat([rows[:size] for rows, size in zip(everyone, sizes, strict=True)], axis=0)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers a message from each worker: first the lengths, then the bytes."""
-        lengths = [int(n) for n in self._gather(tf.constant([len(data)], tf.int32))]
-        # Collectives know no uint8 on every device; int32 is understood everywhere.
-        rows = self.all_gather_rows(tf.constant(np.frombuffer(data, np.uint8).astype(np.int32)), lengths)
-        flat = rows.numpy().astype(np.uint8).tobytes()
-        ends = np.cumsum(lengths)
-        return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        """Gathers a message from each worker: short ones in one collective, with their lengths in front."""
+        head = len(data).to_bytes(4, "little") + data[: _SHORT - 4]
+        heads = self._gather_words(head, _SHORT)
+        lengths = [int.from_bytes(message[:4], "little") for message in heads]
+        longest = max(lengths)
+        if longest <= _SHORT - 4:
+            messages = [message[4:] for message in heads]
+        else:
+            messages = self._gather_words(data, longest)
+        return [message[:length] for message, length in zip(messages, lengths, strict=True)]
+
+    def _gather_words(self, data: bytes, size: int) -> list[bytes]:
+        """Gathers as many bytes from each worker, as 32-bit words: collectives know no shorter numbers."""
+        words = np.frombuffer(data.ljust(-(-size // 4) * 4, b"\0"), np.int32)
+        return [row.tobytes() for row in self._gather(tf.constant(words)).numpy()]
 
     def _gather(self, value: Any) -> Any:
-        """Gathers equal shapes over the workers through the first replica of each."""
-        native = self._native
-        local = native.extended.worker_devices
-        if len(local) > 1:
-            value = native.experimental_distribute_values_from_function(lambda _: value)
-        gathered = native.gather(value, axis=0)
-        if len(local) == 1:
-            return gathered
-        step = int(gathered.shape[0]) // (self.num_workers * len(local))
-        parts = [gathered[i * len(local) * step : (i * len(local) + 1) * step] for i in range(self.num_workers)]
-        return tf.concat(parts, axis=0)
+        """Stacks a tensor of the same shape from each worker.
+
+        A sum in which every worker fills its own row and leaves the others zero: unlike the gathering of
+        `tf.distribute`, it is traced once and not at every call.
+        """
+        sent = value if value.dtype in _SUMMABLE else tf.cast(value, tf.int32)
+        key = (sent.dtype, len(sent.shape))
+        if key not in self._sums:
+            signature = [tf.TensorSpec([None] * (len(sent.shape) + 1), sent.dtype)]
+            self._sums[key] = tf.function(self._sum_over_workers, input_signature=signature)
+        rows = [sent if i == self.worker_index else tf.zeros_like(sent) for i in range(self.num_workers)]
+        return tf.cast(self._sums[key](tf.stack(rows)), value.dtype)
+
+    def _sum_over_workers(self, value: Any) -> Any:
+        @tf.autograph.experimental.do_not_convert
+        def replica() -> Any:
+            context = tf.distribute.get_replica_context()
+            speaks = tf.get_static_value(context.replica_id_in_sync_group) % self._per_worker == 0
+            # A tensor made here lies on the replica's device, from which TensorFlow takes where to reduce.
+            mine = tf.identity(value) if speaks else tf.zeros_like(value)
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+
+        return self._native.experimental_local_results(self._native.run(replica))[0]
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Returns a `WorkerLostError` for an engine error about another worker."""
