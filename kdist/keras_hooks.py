@@ -308,7 +308,7 @@ def _hook_scalars() -> None:
     def update_state(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, values: Any, sample_weight: Any = None) -> Any:
             replica = _replica()
-            if replica is not None and sample_weight is None and len(keras.ops.shape(values)) == 0:
+            if replica is not None and sample_weight is None and _is_scalar(values):
                 sample_weight = keras.ops.cast(replica.rows.scalar_weight, self.dtype)
             return original(self, values, sample_weight)
 
@@ -316,6 +316,11 @@ def _hook_scalars() -> None:
 
     _wrap(keras.metrics.Mean, "update_state", update_state)
     _wrap(keras.metrics.Sum, "update_state", update_state)
+
+
+def _is_scalar(values: Any) -> bool:
+    # A list of the user's has no shape; a traced tensor may not be turned into an array.
+    return len(values.shape) == 0 if hasattr(values, "shape") else not isinstance(values, (list, tuple))
 
 
 # Optimisers --------------------------------------------------------------------------------------------------

@@ -73,6 +73,8 @@ class TorchReplica(Replica):
         loses no digits where the mean is large. What one replica reduced weighs as much as its rows.
         """
         x = keras.ops.convert_to_tensor(x)
+        if self.num_replicas_in_sync == 1:
+            return keras.ops.moments(x, axes, keepdims)
         axes = [axis % x.ndim for axis in axes]
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         variance, mean = torch.var_mean(precise, dim=axes, correction=0, keepdim=True)

@@ -34,6 +34,7 @@ class Baton:
         self._turns = [threading.Lock() for _ in names]
         for turn in self._turns:
             turn.acquire()
+        self._holder = 0
         self._brought: list[Any] = [None] * len(names)
         self._result: Any = None
         self._running = [True] * len(names)
@@ -63,7 +64,7 @@ class Baton:
         if last:
             self._check_same()
             self._result = combine([value for _, value in self._brought])
-        self._turns[0 if last else index + 1].release()
+        self._hand_to(0 if last else index + 1)
         self._wait(index)
         return self._result
 
@@ -81,16 +82,21 @@ class Baton:
         following = [*range(index + 1, len(self._turns)), *range(index)]
         for other in following:
             if self._running[other]:
-                self._turns[other].release()
+                self._hand_to(other)
                 break
+
+    def _hand_to(self, index: int) -> None:
+        self._holder = index
+        self._turns[index].release()
 
     def _wait(self, index: int) -> None:
         try:
             self._turns[index].acquire()
         except BaseException as interrupt:  # Ctrl-C comes to the first replica, whoever has the baton
-            interrupt.add_note(f"While {self._names[index]} waited for the others.")
             self.error = self.error or interrupt
-            self._turns[index].acquire()
+            # The interrupt may have come just before the baton, or just after it.
+            while self._holder != index:
+                self._turns[index].acquire(timeout=0.05)
         if self.error is not None:
             raise _Stopped
 

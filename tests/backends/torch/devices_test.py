@@ -1,0 +1,61 @@
+import keras
+import pytest
+import torch
+
+import kdist
+from kdist.backends import get_backend
+from kdist.backends.torch import devices
+from kdist.cluster import discover
+from kdist.errors import DeviceError
+from kdist.experimental import CommunicationImplementation, CommunicationOptions
+
+
+def _cluster(index, workers=2):
+    environ = {"RANK": str(index), "WORLD_SIZE": str(workers), "LOCAL_RANK": str(index)}
+    environ |= {"LOCAL_WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    return discover(environ=environ)
+
+
+def test_every_cpu_is_the_one_cpu():
+    assert devices.require_devices(["/device:CPU:3", "cpu:0"]) == ("cpu:3", "cpu:0")
+    assert devices.torch_device("cpu:3") == torch.device("cpu")
+    assert devices.torch_device("gpu:1") == torch.device("cuda:1")
+    assert devices.keras_device("gpu:1") == "cuda:1"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_a_gpu_that_is_not_there_is_an_error_that_says_what_is():
+    with pytest.raises(DeviceError, match=r"gpu:0.*Available: cpu:0"):
+        devices.require_devices(["gpu:0"])
+    assert devices.list_devices() == ("cpu:0",)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "expected"),
+    [
+        (0, 2, [("cpu:0",), ("cpu:0",)]),
+        (2, 2, [("gpu:0",), ("gpu:1",)]),
+        (4, 2, [("gpu:0", "gpu:1"), ("gpu:2", "gpu:3")]),
+        (1, 2, [("gpu:0",), ("gpu:0",)]),
+    ],
+)
+def test_workers_of_a_machine_share_its_gpus(monkeypatch, gpus, workers, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert [devices.devices_of_worker(_cluster(i, workers)) for i in range(workers)] == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_nccl_without_a_gpu_is_an_error_that_says_so():
+    options = CommunicationOptions(implementation=CommunicationImplementation.NCCL)
+    with pytest.raises(DeviceError, match="NVIDIA GPUs only"):
+        get_backend().create_runtime((), None, options)
+
+
+def test_the_scope_places_variables_and_random_state_travels():
+    with kdist.MirroredStrategy(["cpu:1", "cpu:0"]).scope():
+        assert keras.Variable([1.0]).value.device == torch.device("cpu")
+    backend = get_backend()
+    state = backend.random_state()
+    first = torch.randperm(9)
+    backend.set_random_state(state)
+    assert torch.equal(torch.randperm(9), first)

@@ -1,0 +1,46 @@
+"""Models and runs that the tests of this folder compare: plain Keras on one device, and kdist."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+import kdist
+
+RTOL = 1e-5
+ATOL = 1e-6
+
+
+def mirrored(devices: int) -> kdist.MirroredStrategy:
+    """A strategy of so many CPU devices."""
+    return kdist.MirroredStrategy([f"cpu:{i}" for i in range(devices)])
+
+
+def data(rows: int = 35, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs of 5 columns and targets of 2."""
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(rows, 5)).astype("float32")
+    return x, (x[:, :2] * 2 + 1).astype("float32")
+
+
+def train(strategy: Any, make: Callable[[bool], Any], x: Any, y: Any, **fit: Any) -> tuple[Any, dict[str, Any]]:
+    """Trains a model made by `make(whether there is a strategy)`; returns it and its numbers."""
+    keras.utils.set_random_seed(7)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = make(strategy is not None)
+    history = model.fit(x, y, **{"batch_size": 16, "epochs": 2, "verbose": 0} | fit).history
+    numbers = {f"history {name}": np.array(values) for name, values in history.items()}
+    numbers |= {f"weight {i}": np.array(w) for i, w in enumerate(model.get_weights())}
+    numbers["predictions"] = model.predict(x, batch_size=16, verbose=0)
+    return model, numbers
+
+
+def assert_same_numbers(actual: dict[str, Any], expected: dict[str, Any], atol: float = ATOL) -> None:
+    """Raises unless two runs gave the same numbers."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, rtol=RTOL, atol=atol, err_msg=name)
