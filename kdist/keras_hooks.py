@@ -20,6 +20,7 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import random
@@ -120,12 +121,19 @@ def _dispatch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(self)
         if strategy is None:
-            return original(self, *args, **kwargs)
+            with _outside_of_scopes():
+                return original(self, *args, **kwargs)
         from kdist.training import methods
 
         return getattr(methods, name)(strategy, self, *args, **kwargs)
 
     return method
+
+
+def _outside_of_scopes() -> contextlib.AbstractContextManager[Any]:
+    """For models that belong to no strategy: one that happens to be in scope must not touch them."""
+    runtime = getattr(context.get_strategy(), "runtime", None)
+    return contextlib.nullcontext() if runtime is None else runtime.suspended()
 
 
 def epoch_iterator(backend: str, **arguments: Any) -> Any:

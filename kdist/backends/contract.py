@@ -6,6 +6,7 @@ joins workers, `Runtime` is what one strategy holds of it, and a `StepFunction` 
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -98,6 +99,10 @@ class Runtime(ABC):
     @abstractmethod
     def scope(self) -> AbstractContextManager[Any]:
         """Entered with the strategy's scope: variables created inside belong to the replicas."""
+
+    def suspended(self) -> AbstractContextManager[Any]:
+        """Within this, everything is as outside of `scope`: for models that do not belong to the strategy."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:

@@ -5,8 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 
-from kdist.context import Scope
+from kdist.context import Scope, get_strategy, has_strategy
+from kdist.errors import StrategyScopeError
 from kdist.strategies.strategy import Strategy
+
+
+class _NoScope(Scope):
+    """Changes nothing: as with `tf.distribute`, in it there is no strategy, and any other may be entered."""
+
+    def __enter__(self) -> Strategy:
+        if has_strategy():
+            raise StrategyScopeError(
+                "Strategies cannot be mixed: inside the scope of one, the default one cannot be entered.",
+                received={"current": get_strategy()},
+                hint="Leave the current scope first.",
+            )
+        return self.strategy
+
+    def __exit__(self, *exc: object) -> None:
+        return None
 
 
 class DefaultStrategy(Strategy):
@@ -26,7 +43,7 @@ class DefaultStrategy(Strategy):
 
     def scope(self) -> Scope:
         """Returns a context manager that does nothing but refuse to be entered under another strategy."""
-        return Scope(self, contextlib.nullcontext)
+        return _NoScope(self, contextlib.nullcontext)
 
 
 @functools.cache

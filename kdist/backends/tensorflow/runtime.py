@@ -35,6 +35,22 @@ class TensorFlowRuntime(Runtime):
         with self.native.scope(), tf.variable_creator_scope(_mirrored):
             yield
 
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Hides the native scope, which Keras's own loop would find; `tf.distribute` has no public way to."""
+        from tensorflow.python.distribute import distribute_lib
+        from tensorflow.python.framework import ops
+
+        local = ops.get_default_graph()._thread_local
+        creators = getattr(local, "_variable_creator_stack", [])
+        local._variable_creator_stack = []
+        distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
+        try:
+            yield
+        finally:
+            distribute_lib._pop_per_thread_mode()
+            local._variable_creator_stack = creators
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers through the collectives of the native strategy."""
         if self.workers is None:

@@ -1,0 +1,336 @@
+"""The rules of the house, read from the syntax trees: who may import whom, and what belongs where."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import kdist
+
+ROOT = Path(kdist.__file__).resolve().parents[1]
+FILES = sorted((ROOT / "kdist").rglob("*.py"))
+BACKENDS = ("tensorflow", "jax", "torch")
+FRAMEWORKS = ("tensorflow", "jax", "jaxlib", "torch")
+
+# Direction: training, checkpoint -> strategies -> data, context, backends -> cluster, values, errors.
+LEVELS = (
+    {"errors", "values"},
+    {"cluster"},
+    {"data", "context", "backends", "keras_hooks"},
+    {"strategies"},
+    {"training", "checkpoint"},
+    {"experimental", "cluster_resolver"},  # tables of contents
+)
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+# Upward imports that are meant: the importing room, what it imports, and why.
+UPWARD = {
+    ("context", "kdist.strategies.default"): "get_strategy() outside a scope returns the default strategy",
+    ("keras_hooks", "kdist.training"): "the hook of Model.fit hands over to kdist's loop when it is called",
+    ("backends", "kdist.strategies.communication"): "plain options, handed down by the strategies",
+}
+# Beside the files that all backends have: what one of them needs because its engine lacks it.
+EXTRA_FILES = {
+    "tensorflow": set(),
+    "jax": {"watch.py"},  # JAX ends the process from C++ when a worker is lost
+    "torch": {
+        "threads.py",  # PyTorch has no replicas in one process
+        "meeting.py",  # nor a rendezvous that says who is missing
+        "lifeline.py",  # nor heartbeats
+        "modules.py",  # modules of PyTorch inside a Keras model read their parameters directly
+    },
+}
+MOST_LINES = 400
+# One file holds all hooks into Keras, so that a new Keras can break nothing else; that is worth its length.
+LONG_FILES = {"kdist/keras_hooks.py"}
+MOST_IMPORT_MS = 100
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, and whether it is imported only for types or only when a function is called."""
+
+    path: Path
+    line: int
+    module: str
+    for_types: bool
+    lazy: bool
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Yields all imports of a file; `from a import b` counts as `a.b`, whether b is a module or not."""
+
+    def visit(node: ast.AST, for_types: bool, lazy: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(path, node.lineno, alias.name, for_types, lazy)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            for alias in node.names:
+                yield Import(path, node.lineno, f"{node.module}.{alias.name}", for_types, lazy)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            first = node.args[0] if node.args else None
+            if name.endswith("import_module") and isinstance(first, ast.Constant):
+                yield Import(path, node.lineno, str(first.value), for_types, lazy)
+        for child in ast.iter_child_nodes(node):
+            typed = for_types or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+            inside = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from visit(child, typed, inside)
+
+    yield from visit(ast.parse(path.read_text(encoding="utf-8")), False, False)
+
+
+ALL_IMPORTS = [found for path in FILES for found in imports_of(path)]
+
+
+def room_of(path: Path) -> str:
+    """The part of the house that a file belongs to: "cluster", "errors", "backends"."""
+    parts = path.relative_to(ROOT / "kdist").with_suffix("").parts
+    return parts[0]
+
+
+def room_of_module(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "kdist" and len(parts) > 1 else ""
+
+
+def is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def test_imports_point_down():
+    broken = []
+    for found in ALL_IMPORTS:
+        here, there = room_of(found.path), room_of_module(found.module)
+        if here not in LEVEL or there not in LEVEL or here == there or found.for_types:
+            continue
+        meant = any(here == room and is_in(found.module, module) for room, module in UPWARD)
+        if LEVEL[there] > LEVEL[here] and not meant:
+            broken.append(str(found))
+    assert not broken, "\n".join(broken)
+
+
+def test_every_exception_is_used_and_calls_up_only_when_called():
+    for room, module in UPWARD:
+        used = [
+            f for f in ALL_IMPORTS if room_of(f.path) == room and is_in(f.module, module) and not f.for_types
+        ]
+        assert used, f"{room} -> {module}: remove the exception"
+        if room != "backends":
+            assert all(f.lazy for f in used), [str(f) for f in used]
+
+
+def test_rooms_are_known():
+    known = {*LEVEL, "__init__", "__main__", "launch", "testing", "demo"}
+    assert {room_of(path) for path in FILES} <= known
+
+
+def test_launch_sees_only_cluster_and_errors():
+    # Beside itself. The subcommand `demo` hands over to a room that nobody else sees.
+    allowed = ("kdist.launch", "kdist.cluster", "kdist.errors")
+    broken = [
+        str(found)
+        for found in ALL_IMPORTS
+        if room_of(found.path) == "launch"
+        and is_in(found.module, "kdist")
+        and not any(is_in(found.module, package) for package in allowed)
+        and not (found.module == "kdist.demo.main" and found.path.name == "main.py" and found.lazy)
+        and not (found.module == "kdist" and found.path.name in ("function.py", "info.py") and found.lazy)
+    ]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("room", ["cluster", "launch", "errors", "context", "__init__"])
+def test_light_rooms_need_only_the_standard_library(room):
+    broken = [
+        str(found)
+        for found in ALL_IMPORTS
+        if room_of(found.path) == room
+        and found.module.split(".")[0] not in {*sys.stdlib_module_names, "kdist"}
+        and found.module != "cloudpickle"  # needed to ship functions, and only then imported
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_frameworks_only_in_their_own_backend():
+    broken = []
+    for found in ALL_IMPORTS:
+        framework = found.module.split(".")[0].replace("jaxlib", "jax")
+        if framework not in FRAMEWORKS:
+            continue
+        parts = found.path.relative_to(ROOT / "kdist").parts
+        own = parts[:2] == ("backends", framework)
+        # The conformance suite feeds models with native data; it is no library code.
+        case = parts[:2] == ("testing", "conformance") and found.lazy
+        if not own and not case:
+            broken.append(str(found))
+    assert not broken, "\n".join(broken)
+
+
+def test_backends_do_not_see_each_other():
+    broken = []
+    for found in ALL_IMPORTS:
+        parts = found.path.relative_to(ROOT / "kdist").parts
+        target = found.module.split(".")
+        if target[:2] == ["kdist", "backends"] and len(target) > 2 and target[2] in BACKENDS:
+            own = parts[0] == "backends" and len(parts) > 2 and parts[1] == target[2]
+            if not own:
+                broken.append(str(found))
+    assert not broken, "\n".join(broken)
+
+
+def test_only_the_dispatch_names_a_backend_in_a_condition():
+    """No `if backend == …` outside the dispatch, the backends themselves and the hooks into Keras."""
+    broken = []
+    for path in FILES:
+        if room_of(path) in ("backends", "keras_hooks", "testing"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                constants = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+                if set(constants) & set(BACKENDS):
+                    broken.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+    assert not broken, "\n".join(broken)
+
+
+def test_keras_src_only_in_the_hooks():
+    broken = [str(f) for f in ALL_IMPORTS if is_in(f.module, "keras.src") and f.path.name != "keras_hooks.py"]
+    for path in FILES:  # attributes too: keras.src.x without an import of its own
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Attribute)
+                and ast.unparse(node) == "keras.src"
+                and path.name != "keras_hooks.py"
+            ):
+                broken.append(f"{path.relative_to(ROOT)}:{node.lineno} keras.src")
+    assert not broken, "\n".join(broken)
+
+
+def test_the_environment_only_in_cluster_and_launch():
+    names = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
+    broken = []
+    for path in FILES:
+        if room_of(path) in ("cluster", "launch", "testing"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in names:
+                broken.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+        broken += [str(f) for f in imports_of(path) if f.module in names]
+    assert not broken, "\n".join(broken)
+
+
+def test_library_code_does_not_use_the_test_tools():
+    broken = [
+        str(f) for f in ALL_IMPORTS if is_in(f.module, "kdist.testing") and room_of(f.path) != "testing"
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_backend_folders_have_equal_files():
+    folders = {name: {p.name for p in (ROOT / "kdist" / "backends" / name).glob("*.py")} for name in BACKENDS}
+    core = {name: files - EXTRA_FILES[name] for name, files in folders.items()}
+    assert core["tensorflow"] == core["jax"] == core["torch"]
+    for name, extra in EXTRA_FILES.items():
+        assert extra <= folders[name]
+
+
+def test_no_file_is_too_long():
+    tracked = [ROOT / name for name in tracked_files() if name.endswith((".py", ".sh"))]
+    counts = {
+        str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines())
+        for p in tracked
+        if p.exists()
+    }
+    assert {name: n for name, n in counts.items() if n > MOST_LINES and name not in LONG_FILES} == {}
+
+
+def tracked_files() -> list[str]:
+    """What git knows; without git, all files of the package and its tests."""
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+    )
+    if listed.returncode:
+        return [
+            str(p.relative_to(ROOT)) for folder in ("kdist", "tests") for p in (ROOT / folder).rglob("*.py")
+        ]
+    return listed.stdout.splitlines()
+
+
+def test_no_path_of_a_machine_in_tracked_files():
+    # Put together here, or this file would be found.
+    foreign = re.compile(
+        "|".join(rf"(?<![\w.]){re.escape('/' + name)}" for name in ("work/", "root/", "tmp/venv"))
+    )
+    broken = []
+    for name in tracked_files():
+        path = ROOT / name
+        if not path.is_file() or path == Path(__file__).resolve():
+            continue
+        for number, line in enumerate(
+            path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1
+        ):
+            if foreign.search(line):
+                broken.append(f"{name}:{number}: {line.strip()[:100]}")
+    assert not broken, "\n".join(broken)
+
+
+def test_public_names_load_and_are_documented():
+    for name in kdist.__all__:
+        value = getattr(kdist, name)
+        if name != "__version__":
+            assert inspect.getdoc(value), name
+    for module in ("experimental", "cluster_resolver"):
+        contents = importlib.import_module(f"kdist.{module}")
+        for name in contents.__all__:
+            assert inspect.getdoc(getattr(contents, name)), name
+    assert set(dir(kdist)) == set(kdist.__all__)
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'MirorredStrategy'"):
+        kdist.MirorredStrategy  # noqa: B018
+
+
+def python(code: str) -> float:
+    """Runs code in a fresh Python; returns the seconds it took."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    return time.perf_counter() - start
+
+
+def test_import_is_light():
+    code = f"""
+import sys
+import kdist, kdist.launch, kdist.cluster_resolver, kdist.errors
+for name in kdist.__all__:
+    getattr(kdist, name)
+kdist.get_strategy()
+loaded = sorted({{'keras', 'numpy', 'cloudpickle', *{FRAMEWORKS!r}}} & set(sys.modules))
+assert not loaded, loaded
+"""
+    python(code)
+
+
+def test_import_is_fast(capsys):
+    # In pairs, so that a load that comes and goes strikes both.
+    extra = [(python("import kdist") - python("pass")) * 1000 for _ in range(7)]
+    median = statistics.median(extra)
+    with capsys.disabled():
+        print(
+            f"\n`import kdist` takes {median:.0f} ms more than `python -c pass`: {[round(e) for e in extra]}"
+        )
+    assert median < MOST_IMPORT_MS
