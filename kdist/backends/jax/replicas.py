@@ -128,7 +128,7 @@ class Replicas:
             self.broadcast([np.zeros(1, np.float32)])
 
     def throttle(self, values: Any) -> None:
-        """Called after each step with its results: waits for them where a second step could get in its way."""
+        """Called after each step with its results: waits where a second step could get in the way."""
         if self._one_at_a_time:
             jax.block_until_ready(values)
 

@@ -1,14 +1,14 @@
 """`JaxSteps`: runs the steps of one model as one program over all devices.
 
 Keras's JAX trainer is stateless inside (`train_step(state, data) -> logs, state`) and its state is what is
-placed on the mesh. Since the program sees the whole global batch, every loss, mask, metric, clipping and moving
-statistic is the one of a single device.
+placed on the mesh. Since the program sees the whole global batch, every loss, mask, metric, clipping and
+moving statistic is the one of a single device.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,8 +32,8 @@ class JaxSteps(StepFunction):
     """Runs `train_step`, `test_step` or `predict_step` of a model on global batches.
 
     Between steps the state lives here, replicated over all devices; `sync` shows it in the variables. The
-    variables keep their last values meanwhile, in memory of their own on the first device, so that an error in
-    a step never leaves them without a value.
+    variables keep their last values meanwhile, in memory of their own on the first device, so that an error
+    in a step never leaves them without a value.
 
     With `run_eagerly` or `jit_compile=False` there is no program to divide: every worker computes the whole
     global batch on its first device. This is for debugging; every value is then an ordinary array.
@@ -48,7 +48,7 @@ class JaxSteps(StepFunction):
     """
 
     def __init__(self, model: Any, replicas: Replicas, workers: Workers, kind: str) -> None:
-        self._model = weakref.ref(model)
+        self._model: Callable[[], Any] = weakref.ref(model)
         self._replicas = replicas
         self._workers = workers
         self._kind = kind
@@ -71,8 +71,10 @@ class JaxSteps(StepFunction):
         self._working.__enter__()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        """Shows the state in the variables, whatever happened."""
+    def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
+        """Shows the state in the variables; after an error, the last state that was computed."""
+        if kind is not None:
+            self._forget_failed()
         self._working.__exit__(None, None, None)
         self.sync()
 
@@ -100,7 +102,7 @@ class JaxSteps(StepFunction):
         try:
             outputs, self._state = self._step(self._state, data)
         except BaseException:
-            self._forget_donated()
+            self._forget_failed()
             raise
         self._replicas.throttle((outputs, self._state))
         return self._replicas.show(outputs)
@@ -122,22 +124,31 @@ class JaxSteps(StepFunction):
         state = tuple([variable.value for variable in variables] for variables in groups)
         return state if self._eager else self._replicas.place_state(state)
 
-    def _forget_donated(self) -> None:
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
+    def _forget_failed(self) -> None:
+        """Drops a state that a failed execution has taken or left without values.
+
+        The variables keep the values of the last sync then.
+        """
+        try:
+            jax.block_until_ready(self._state)  # an execution may fail after it was started
+        except (RuntimeError, ValueError):  # deleted; or the engine's error
             keras_hooks.hide_state(self._model())
-            self._state = None  # the variables still have the values of the last sync
+            self._state = None
 
 
 def _state_variables(model: Any, kind: str) -> list[Sequence[Any]]:
     groups = [getattr(model, name) for name in _STATE[kind]]
-    return [group.variables if name == "optimizer" else group for name, group in zip(_STATE[kind], groups)]
+    return [
+        group.variables if name == "optimizer" else group
+        for name, group in zip(_STATE[kind], groups, strict=True)
+    ]
 
 
-def _stateless_step(model_ref: weakref.ref[Any], kind: str) -> Any:
+def _stateless_step(model_ref: Callable[[], Any], kind: str) -> Callable[[Any, Any], tuple[Any, Any]]:
     if kind != "predict":
         return lambda state, data: getattr(model_ref(), f"{kind}_step")(state, data)
 
-    def predict_step(state: Any, data: Any) -> Any:
+    def predict_step(state: Any, data: Any) -> tuple[Any, Any]:
         outputs, non_trainable_variables = model_ref().predict_step(state, data)
         return outputs, (state[0], non_trainable_variables)
 

@@ -120,7 +120,9 @@ class Watch:
 
     def _error(self, culprits: dict[int, str], error: BaseException | None) -> WorkerLostError:
         names = self._cluster.worker_names
-        named = ", and ".join(f"{names[i]}, {what}" for i, what in sorted(culprits.items())) or "another worker"
+        named = (
+            ", and ".join(f"{names[i]}, {what}" for i, what in sorted(culprits.items())) or "another worker"
+        )
         received = {"this_worker": names[self._cluster.worker_index]}
         if error is not None and str(error):
             received["error"] = str(error).splitlines()[0][:200]

@@ -99,9 +99,7 @@ class JoinedWorkers(Workers):
             if kind != everyone[0][0] or len(ids) != len(everyone[0][1]):
                 raise WorkerMismatchError(
                     "Every worker must have the same number of devices, of the same kind.",
-                    received={
-                        self._names[i]: f"{len(everyone[i][1])} {everyone[i][0]}" for i in (0, index)
-                    },
+                    received={self._names[i]: f"{len(everyone[i][1])} {everyone[i][0]}" for i in (0, index)},
                     hint="Pass `devices` to the strategy, or show each worker as many devices.",
                 )
         with self.working():
@@ -132,7 +130,7 @@ class JoinedWorkers(Workers):
             if self.timeout_seconds is not None and waited >= self.timeout_seconds:
                 raise WorkerTimeoutError(
                     f"{self._names[index]} must answer within {self.timeout_seconds:g} s, but did not.",
-                    hint="Look at that worker's log, or pass a larger CommunicationOptions(timeout_seconds=...).",
+                    hint="Look at that worker's log, or choose a larger CommunicationOptions(timeout_seconds=…).",
                 )
 
     def working(self) -> AbstractContextManager[Any]:
@@ -152,7 +150,8 @@ def _message_key(turn: int, index: int) -> str:
 
 # JAX raises ValueError or JaxRuntimeError with the words of XLA, gloo, NCCL or gRPC.
 _CONNECTION_WORDS = re.compile(
-    r"gloo|nccl|coordination.?service|connection (reset|closed|refused)|heartbeat|^(UNAVAILABLE|ABORTED)|rendezvous",
+    r"gloo|nccl|coordination.?service|connection (reset|closed|refused)|heartbeat|rendezvous"
+    r"|^(UNAVAILABLE|ABORTED)",
     re.IGNORECASE,
 )
 
@@ -202,7 +201,9 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
 
 def _check_options(devices: Sequence[str], options: CommunicationOptions) -> None:
     if options.implementation is CommunicationImplementation.NCCL:
-        kinds = {short_name(name).split(":")[0] for name in devices} or ({"gpu"} if visible_gpus() else {"cpu"})
+        kinds = {short_name(name).split(":")[0] for name in devices} or (
+            {"gpu"} if visible_gpus() else {"cpu"}
+        )
         if kinds != {"gpu"}:
             raise DeviceError(
                 "NCCL needs GPUs: it runs on NVIDIA GPUs only, and this worker uses none.",
@@ -242,7 +243,7 @@ def _meet(cluster: Cluster, timeout: float) -> tuple[str, str | None]:
             host, port = split_address(coordinator)
             if cluster.is_chief:
                 check_port_free(join_address(host if is_loopback(host) else "0.0.0.0", port))
-            # The exchange meets at the port after the one it is given: JAX's service takes the same port next.
+            # The exchange meets at the port after the one it is given; JAX's service takes that port next.
             unknown = dataclasses.replace(
                 cluster, addresses=(None,) * cluster.num_workers, coordinator=join_address(host, port - 1)
             )

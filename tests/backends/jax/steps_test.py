@@ -41,14 +41,18 @@ def _model(**compile_arguments: Any) -> keras.Model:
             layers.Dense(3, activation="softmax"),
         ]
     )
-    model.compile("adam", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"], **compile_arguments)
+    model.compile(
+        "adam", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"], **compile_arguments
+    )
     return model
 
 
 def _numbers(model: keras.Model) -> dict[str, Any]:
     x, y, weights = _data()
     keras.utils.set_random_seed(4)
-    history = model.fit(x, y, batch_size=BATCH, epochs=3, sample_weight=weights, validation_split=0.2, verbose=0)
+    history = model.fit(
+        x, y, batch_size=BATCH, epochs=3, sample_weight=weights, validation_split=0.2, verbose=0
+    )
     return {
         "history": history.history,
         "weights": model.get_weights(),
@@ -67,7 +71,9 @@ def strategy(request: pytest.FixtureRequest) -> kdist.Strategy:
     return kdist.MirroredStrategy([f"cpu:{i}" for i in range(request.param)])
 
 
-def _under(strategy: kdist.Strategy, make: Callable[..., keras.Model] = _model, **arguments: Any) -> keras.Model:
+def _under(
+    strategy: kdist.Strategy, make: Callable[..., keras.Model] = _model, **arguments: Any
+) -> keras.Model:
     with strategy.scope():
         return make(**arguments)
 
@@ -76,7 +82,9 @@ def test_numbers_are_those_of_one_device(strategy: kdist.Strategy) -> None:
     _assert_equal(_numbers(_model()), _numbers(_under(strategy)))
 
 
-@pytest.mark.parametrize("arguments", [{"run_eagerly": True}, {"jit_compile": False}, {"steps_per_execution": 2}])
+@pytest.mark.parametrize(
+    "arguments", [{"run_eagerly": True}, {"jit_compile": False}, {"steps_per_execution": 2}]
+)
 def test_ways_to_run_give_the_same_numbers(strategy: kdist.Strategy, arguments: dict[str, Any]) -> None:
     _assert_equal(_numbers(_model()), _numbers(_under(strategy, **arguments)))
 
