@@ -135,7 +135,10 @@ def native_jax(strategy: Any, model: Any, shape: Any, loss: Any, x: Any, y: Any)
         array = np.asarray(array)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    state = [[place(replicated, v.value) for v in part] for part in (model.trainable_variables, optimizer.variables)]
+    state = [
+        [place(replicated, v.value) for v in part]
+        for part in (model.trainable_variables, optimizer.variables)
+    ]
 
     def run() -> float:
         start = time.perf_counter()
@@ -158,6 +161,7 @@ def native_tensorflow(strategy: Any, model: Any, shape: Any, loss: Any, x: Any, 
         optimizer = keras.optimizers.Adam(1e-3)
         optimizer.build(model.trainable_variables)
 
+    @tf.autograph.experimental.do_not_convert
     def replica(batch: Any, labels: Any) -> Any:
         with tf.GradientTape() as tape:
             value = loss(labels, model(batch, training=True))  # Keras divides it by the number of replicas
@@ -165,7 +169,7 @@ def native_tensorflow(strategy: Any, model: Any, shape: Any, loss: Any, x: Any, 
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return value
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(batch: Any, labels: Any) -> Any:
         return native.run(replica, args=(batch, labels))
 
@@ -187,7 +191,9 @@ def main() -> None:
     from statistics import median
 
     backend = sys.argv[1]
-    print(f"{backend}: milliseconds a step, global batches of {ROWS} rows, median of {ROUNDS} rounds of {STEPS} steps")
+    print(
+        f"{backend}: milliseconds a step, global batches of {ROWS} rows, median of {ROUNDS} rounds of {STEPS} steps"
+    )
     print(f"{'model':32}{'workers':>8}{'fit':>10}{'native':>10}{'ratio':>8}")
     for name in MODELS:
         for workers in (1, 2):

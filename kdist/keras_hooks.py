@@ -74,7 +74,7 @@ def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[.
     wrapper = functools.wraps(original)(make(original))
     # Keras reads the arguments of layers' constructors with `inspect.getfullargspec`, which does not look
     # behind a wrapper but believes this attribute.
-    wrapper.__signature__ = inspect.signature(original)
+    wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     setattr(owner, name, wrapper)
 
 
@@ -106,7 +106,7 @@ def _hook_torch_metrics() -> None:
     """Keras 3.16 sums metrics over all processes itself; those of a strategy's model are global already."""
     import keras
 
-    def neutral(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    def neutral(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_metrics_result(self: Any) -> Any:
             return original(self) if strategy_of(self) is None else super(owner, self).get_metrics_result()
 
@@ -206,7 +206,8 @@ def build_layers(model: Any, data_batch: Any) -> None:
         return
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
     symbolic = keras.tree.map_structure(
-        lambda v: None if v is None else keras.KerasTensor(v.shape, keras.backend.standardize_dtype(v.dtype)), x
+        lambda v: None if v is None else keras.KerasTensor(v.shape, keras.backend.standardize_dtype(v.dtype)),
+        x,
     )
     backend.compute_output_spec(model, symbolic, training=False)
 
@@ -376,7 +377,9 @@ def _sum_gradients(replica: Any, grads: list[Any], variables: list[Any]) -> list
     # IndexedSlices (TensorFlow's gradients of embeddings) are made dense: rows differ between replicas. Their
     # shape is not known while tracing, but is the variable's.
     present = [
-        (i, ops.reshape(ops.convert_to_tensor(g), variables[i].shape)) for i, g in enumerate(grads) if g is not None
+        (i, ops.reshape(ops.convert_to_tensor(g), variables[i].shape))
+        for i, g in enumerate(grads)
+        if g is not None
     ]
     for (i, _), total in zip(present, replica.sum_gradients([g for _, g in present]), strict=True):
         grads[i] = total

@@ -12,7 +12,9 @@ CONTRACT = "contract_multi_process_test.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--contract-results", default=None, help="write the result of each contract cell to this file")
+    parser.addoption(
+        "--contract-results", default=None, help="write the result of each contract cell to this file"
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -47,5 +49,7 @@ def _matrix(results: dict[str, str]) -> list[str]:
     lines.append(f"{'':34}" + " ".join(f"{name[-7:]:>7}" for _, name in columns))
     marks = {"passed": "ok", "failed": "FAIL", "error": "ERROR", "": "–"}
     for case in cases:
-        lines.append(f"{case:34}" + " ".join(f"{marks[column.get(case, '')]:>7}" for column in columns.values()))
+        lines.append(
+            f"{case:34}" + " ".join(f"{marks[column.get(case, '')]:>7}" for column in columns.values())
+        )
     return lines

@@ -86,7 +86,10 @@ def _oracle(pool: WorkerPool, backend: str, case: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(c, id=str(c), marks=pytest.mark.xdist_group(f"{c.backend}-{c.configuration}")) for c in CELLS],
+    [
+        pytest.param(c, id=str(c), marks=pytest.mark.xdist_group(f"{c.backend}-{c.configuration}"))
+        for c in CELLS
+    ],
 )
 def test_numbers_are_those_of_one_device(cell: Cell, pools: Pools, oracle_folder: Path) -> None:
     pool = pools.get(cell.backend, cell.configuration)

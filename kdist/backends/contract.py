@@ -139,7 +139,7 @@ class StepFunction(ABC):
     def __enter__(self) -> StepFunction:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
         self.sync()
 
     @abstractmethod
@@ -148,4 +148,4 @@ class StepFunction(ABC):
 
     def sync(self) -> None:
         """Makes the state visible in the model's variables. Called before anybody may look at them."""
-        return None
+        return

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from kdist.errors import DeviceError
 
-_NAME = re.compile(r"(?:/job:[^/]*)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu|cuda)(?::(\d+))?", re.I)
+_NAME = re.compile(
+    r"(?:/job:[^/]*)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu|cuda)(?::(\d+))?", re.I
+)
 
 
 def short_name(name: str) -> str:

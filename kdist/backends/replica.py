@@ -81,7 +81,7 @@ def split_rows(num_rows: int, num_replicas: int) -> list[tuple[slice, RowShare]]
 class Replica(ReplicaContext):
     """A replica while it runs one step: its share, its variables, and the sum over all replicas."""
 
-    def __init__(self, strategy: Strategy | None, replica_id: int, num_replicas: int, rows: RowShare) -> None:
+    def __init__(self, strategy: Strategy, replica_id: int, num_replicas: int, rows: RowShare) -> None:
         super().__init__(strategy, replica_id)
         self.rows = rows
         self.scope: ReplicaScope | None = None
@@ -294,7 +294,9 @@ def run_step(replica: Replica, model: Any, method: str, data: Any) -> Any:
     logs = getattr(model, method)(data)
     replica.scope.aggregate()
     leaves = keras.tree.flatten(logs)
-    others = [i for i, leaf in enumerate(leaves) if leaf is not None and id(leaf) not in replica.global_values]
+    others = [
+        i for i, leaf in enumerate(leaves) if leaf is not None and id(leaf) not in replica.global_values
+    ]
     if others:
         values = [keras.ops.convert_to_tensor(leaves[i], dtype=keras.config.floatx()) for i in others]
         for i, mean in zip(others, replica.mean_over_rows(values), strict=True):

@@ -101,12 +101,13 @@ def _gather(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...
                 _tell(joined, {"missing": missing, "timeout": timeout})
                 raise _missing_error(missing, timeout)
             for key, _ in ready:
-                if key.fileobj is server:
+                client = key.fileobj
+                if client is server or not isinstance(client, socket.socket):
                     _accept(server, _greeting(cluster), selector, buffers, cleanup)
                     continue
-                line = _read_line(key.fileobj, selector, buffers)
+                line = _read_line(client, selector, buffers)
                 if line is not None and _admit(line, cluster, addresses, joined):
-                    joined.append(key.fileobj)
+                    joined.append(client)
         complete = tuple(addresses[index] for index in range(cluster.num_workers))
         _tell(joined, {"addresses": complete})
         return complete

@@ -213,7 +213,12 @@ class MPIClusterResolver(ProcessClusterResolver):
     """
 
     _HINT = "Pass rank 0's address on: mpirun -x MASTER_ADDR=host0 -x MASTER_PORT=2222 python train.py"
-    _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    _OPEN_MPI = (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
     _PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     _JOB_NAMES = (
         "PMIX_NAMESPACE",

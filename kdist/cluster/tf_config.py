@@ -99,7 +99,7 @@ def _read_cluster(cluster: Any) -> ClusterSpec:
         pairs = enumerate(tasks) if isinstance(tasks, list) else tasks.items()
         for index, address in pairs:
             field = f'["cluster"]["{job}"][{index}]'
-            if isinstance(tasks, dict) and not (index.isascii() and index.isdigit()):
+            if isinstance(index, str) and not (index.isascii() and index.isdigit()):
                 raise _wrong(field, "must have an index that is a non-negative integer", index)
             host, port = split_address(address, f"TF_CONFIG{field}")
             if f"{host}:{port}" in seen:

@@ -80,7 +80,7 @@ def _report(one: dict[str, Any], many: dict[str, Any], num_workers: int) -> str:
     if _agree(one, many):
         verdict = f"The runs agree: {workers} trained the network that one device trains."
     else:
-        verdict = f"The runs DISAGREE: the weights differ by more than {_TOLERANCE:g}. Please report this, with `kdist info`."
+        verdict = f"The runs DISAGREE by more than {_TOLERANCE:g}. Please report this, with `kdist info`."
     return "\n".join(["", *lines, "", verdict])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from typing import TYPE_CHECKING
 
 from kdist.context import Scope
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
     from kdist.cluster import ClusterResolver
 
 
-class Strategy(abc.ABC):
+class Strategy:
     """A policy for distributing computation over devices and workers.
 
     Create one, build and compile models in its `scope()`, then call `fit`, `evaluate` and `predict` as on one

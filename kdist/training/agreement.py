@@ -72,7 +72,9 @@ def check_model(runtime: Runtime, model: Any, variables: list[Any]) -> None:
     }
     # Names carry counters ("dense_1"), which may differ where a worker built another model before.
     facts["variables"] = [entry[1:] for entry in facts["variables"]]
-    check_equal(runtime, "model", facts, "Run the same script on every worker, without branches on the worker.")
+    check_equal(
+        runtime, "model", facts, "Run the same script on every worker, without branches on the worker."
+    )
 
 
 def agree_to_stop(runtime: Runtime, stop: bool) -> bool:

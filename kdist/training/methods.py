@@ -69,7 +69,11 @@ def fit(
             batch_size=validation_batch_size or batch_size,
             steps_per_epoch=validation_steps,
         )
-        facts = {"epochs": epochs, "initial_epoch": initial_epoch, "steps_per_execution": model.steps_per_execution}
+        facts = {
+            "epochs": epochs,
+            "initial_epoch": initial_epoch,
+            "steps_per_execution": model.steps_per_execution,
+        }
         facts |= batches.facts() | validation.facts()
         agreement.check_equal(session.runtime, "arguments of fit", facts, _SAME_CALL)
         session.prepare(batches)
@@ -89,7 +93,12 @@ def fit(
 
 
 def _train(
-    session: Session, batches: GlobalBatches, validation: _Validation, callbacks: Any, initial_epoch: int, epochs: int
+    session: Session,
+    batches: GlobalBatches,
+    validation: _Validation,
+    callbacks: Any,
+    initial_epoch: int,
+    epochs: int,
 ) -> None:
     model = session.model
     ballot = Ballot(session.runtime, callbacks)
@@ -301,7 +310,12 @@ def train_on_batch(
 
 
 def test_on_batch(
-    strategy: Strategy, model: Any, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+    strategy: Strategy,
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    return_dict: bool = False,
 ) -> Any:
     """Tests the model on one global batch. As `keras.Model.test_on_batch`."""
     model._assert_compile_called("test_on_batch")
@@ -333,4 +347,3 @@ def predict_on_batch(strategy: Strategy, model: Any, x: Any) -> Any:
 
 def _as_array(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, (int, float, Sequence)) else value
-

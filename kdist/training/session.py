@@ -73,7 +73,9 @@ class Session:
         batches.share_random_state()
         return batches
 
-    def prepare(self, batches: GlobalBatches | None = None, data_batch: Any = None, layers_only: bool = False) -> None:
+    def prepare(
+        self, batches: GlobalBatches | None = None, data_batch: Any = None, layers_only: bool = False
+    ) -> None:
         """Creates what variables are missing and makes them equal on all workers."""
         with self.strategy.scope():
             if layers_only:

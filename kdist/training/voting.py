@@ -25,7 +25,8 @@ class Ballot:
     def __init__(self, runtime: Runtime, callbacks: Any) -> None:
         self._runtime = runtime
         self._votes_after_batch = runtime.num_workers > 1 and any(
-            _acts_on_batches(callback) and not _decides_from_logs(callback) for callback in callbacks.callbacks
+            _acts_on_batches(callback) and not _decides_from_logs(callback)
+            for callback in callbacks.callbacks
         )
 
     def after_batch(self, stop: bool) -> bool:

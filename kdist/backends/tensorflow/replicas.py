@@ -13,7 +13,9 @@ from kdist.backends.replica import Replica, ReplicaScope, RowShare
 class TensorFlowReplica(Replica):
     """A replica that runs inside `tf.distribute.Strategy.run`."""
 
-    def __init__(self, strategy: Any, replica_id: int, num_replicas: int, rows: RowShare, local_index: int) -> None:
+    def __init__(
+        self, strategy: Any, replica_id: int, num_replicas: int, rows: RowShare, local_index: int
+    ) -> None:
         super().__init__(strategy, replica_id, num_replicas, rows)
         self.local_index = local_index
 
@@ -31,6 +33,7 @@ class TensorFlowReplica(Replica):
 
     def all_reduce_with_gradient(self, tensor: Any) -> Any:
         """Sums over all replicas; see the contract for the weights of the gradient."""
+
         @tf.custom_gradient
         def total(x: Any) -> Any:
             def gradient(upstream: Any) -> Any:

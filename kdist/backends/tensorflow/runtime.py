@@ -22,7 +22,9 @@ class TensorFlowRuntime(Runtime):
         workers: The joined workers; `None` for one process.
     """
 
-    def __init__(self, native: tf.distribute.Strategy, devices: Sequence[str], workers: Workers | None) -> None:
+    def __init__(
+        self, native: tf.distribute.Strategy, devices: Sequence[str], workers: Workers | None
+    ) -> None:
         self.native = native
         self.devices = tuple(devices)
         self.workers = workers

@@ -85,7 +85,8 @@ class _ReplicatedFunction(StepFunction):
             index = _local_index(self.runtime)
             rows = RowShare(*tf.unstack(shares[index]))
             replica_id = self.runtime.replica_ids[index]
-            replica = TensorFlowReplica(None, replica_id, self.runtime.num_replicas, rows, index)
+            strategy = keras_hooks.strategy_of(self.model)
+            replica = TensorFlowReplica(strategy, replica_id, self.runtime.num_replicas, rows, index)
             with self._thread_state, replica:
                 return self.in_replica(replica, parts[index])
 

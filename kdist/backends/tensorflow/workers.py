@@ -12,7 +12,13 @@ from tensorflow.python.eager import context as eager_context
 
 from kdist.cluster import environment
 from kdist.cluster.exchange import complete_addresses
-from kdist.errors import ClusterConfigError, DeviceError, StrategyScopeError, WorkerLostError, WorkerTimeoutError
+from kdist.errors import (
+    ClusterConfigError,
+    DeviceError,
+    StrategyScopeError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
@@ -99,7 +105,12 @@ class Workers:
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Returns a `WorkerLostError` for an engine error about another worker."""
-        kinds = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError)
+        kinds = (
+            tf.errors.UnavailableError,
+            tf.errors.AbortedError,
+            tf.errors.CancelledError,
+            tf.errors.InternalError,
+        )
         text = str(error)
         if not isinstance(error, kinds) and "task:" not in text:
             return error

@@ -27,7 +27,9 @@ def table(results: dict[str, str]) -> str:
         One row a case and one column a backend. A cell counts the strategies under which the numbers were
         those of one device.
     """
-    head = ["| under every strategy, the numbers of one device with | " + " | ".join(_BACKENDS.values()) + " |"]
+    head = [
+        "| under every strategy, the numbers of one device with | " + " | ".join(_BACKENDS.values()) + " |"
+    ]
     head.append("| --- |" + " :-: |" * len(_BACKENDS))
     notes: list[str] = []
     rows = [_row(entry, results, notes) for entry in catalogue()]
@@ -70,7 +72,9 @@ def replace_table(text: str, results: dict[str, str]) -> str:
 def main(arguments: list[str]) -> None:
     """Reads the results and rewrites the document."""
     results, document = map(Path, arguments)
-    text = replace_table(document.read_text(encoding="utf-8"), json.loads(results.read_text(encoding="utf-8")))
+    text = replace_table(
+        document.read_text(encoding="utf-8"), json.loads(results.read_text(encoding="utf-8"))
+    )
     document.write_text(text, encoding="utf-8")
 
 

@@ -27,7 +27,9 @@ def data(rows: int = 35, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return x, (x[:, :2] * 2 + 1).astype("float32")
 
 
-def train(strategy: Any, make: Callable[[bool], Any], x: Any, y: Any, **fit: Any) -> tuple[Any, dict[str, Any]]:
+def train(
+    strategy: Any, make: Callable[[bool], Any], x: Any, y: Any, **fit: Any
+) -> tuple[Any, dict[str, Any]]:
     """Trains a model made by `make(whether there is a strategy)`; returns it and its numbers."""
     keras.utils.set_random_seed(7)
     with strategy.scope() if strategy else contextlib.nullcontext():

@@ -36,9 +36,7 @@ def test_synchronised_moments_and_their_gradients_are_those_of_all_rows(rows, re
         return ((((h - mean) / torch.sqrt(variance + 1e-3)) * factor) ** 3).mean(), mean, variance
 
     w = weight.clone().requires_grad_()
-    expected, mean, variance = loss_of(
-        x, w, factor, lambda h: (h.mean((0, 1)), h.var((0, 1), correction=0))
-    )
+    expected, mean, variance = loss_of(x, w, factor, lambda h: (h.mean((0, 1)), h.var((0, 1), correction=0)))
     expected.backward()
 
     def body(replica, own):

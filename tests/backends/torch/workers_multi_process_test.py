@@ -1,0 +1,341 @@
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from kdist.testing import WorkerPool, free_ports
+
+# Of a process that imports Keras and PyTorch on a busy machine.
+START = 120
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorkerPool(2, "torch", timeout=START) as pool:
+        yield pool
+
+
+def _runtime():
+    import kdist
+
+    return kdist.MultiWorkerMirroredStrategy().runtime
+
+
+def test_messages_of_any_length_are_gathered_in_order(pool):
+    def gather():
+        runtime = _runtime()
+        sizes = [0, 1, 247, 248, 249, 5000]
+        found = []
+        for size in sizes:
+            mine = bytes([runtime.worker_index]) * (size * (runtime.worker_index + 1))
+            found.append([(len(part), set(part)) for part in runtime.all_gather_bytes(mine)])
+        return found
+
+    expected = [
+        [(size * (i + 1), {i} if size else set()) for i in range(2)] for size in [0, 1, 247, 248, 249, 5000]
+    ]
+    assert pool.run(gather) == [expected, expected]
+
+
+def test_variables_get_the_chief_s_values_whatever_their_dtype(pool):
+    def broadcast():
+        import keras
+        import numpy as np
+
+        runtime = _runtime()
+        values = [
+            np.full((2, 3), runtime.worker_index + 0.5, "float32"),
+            np.array(runtime.worker_index + 7, "int64"),
+            np.array([runtime.worker_index == 0, True]),
+            np.zeros((0, 2), "float32"),
+            np.full(3, runtime.worker_index, "float16"),
+        ]
+        variables = [keras.Variable(v, dtype=v.dtype.name) for v in values]
+        variables.append(keras.Variable([1.0 - runtime.worker_index], dtype="bfloat16"))
+        runtime.broadcast_variables(variables)
+        return [np.array(v).astype("float64").tolist() for v in variables]
+
+    first, second = pool.run(broadcast)
+    assert first == second == [[[0.5] * 3] * 2, 7.0, [1.0, 1.0], [], [0.0] * 3, [1.0]]
+
+
+def test_every_worker_shuffles_as_the_chief_does_in_every_epoch(pool):
+    def fit():
+        import keras
+        import numpy as np
+        import torch
+
+        import kdist
+
+        seen = []
+
+        class Draws(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                if strategy.runtime.worker_index == 1:
+                    torch.rand(epoch + 5)  # the chief draws nothing
+
+        class Records(keras.layers.Layer):
+            def call(self, x):
+                if kdist.get_replica_context() is not None:
+                    seen.append(np.array(x)[:, 0].tolist())
+                return x
+
+        strategy = kdist.MultiWorkerMirroredStrategy()
+        keras.utils.set_random_seed(3 + strategy.runtime.worker_index)
+        with strategy.scope():
+            model = keras.Sequential([Records(), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        x = np.arange(12, dtype="float32")[:, None]
+        model.fit(x, x, batch_size=6, epochs=3, verbose=0, callbacks=[Draws()])
+        return seen
+
+    first, second = pool.run(fit)
+    for epoch in range(3):
+        rows = sum(first[2 * epoch : 2 * epoch + 2] + second[2 * epoch : 2 * epoch + 2], [])
+        assert sorted(rows) == list(range(12))
+    assert first[:2] != first[2:4]
+
+
+def test_predictions_of_several_outputs_and_uneven_rows(pool):
+    def predict():
+        import keras
+        import numpy as np
+
+        import kdist
+
+        with kdist.MultiWorkerMirroredStrategy().scope():
+            inputs = keras.Input((3, 2))
+            outputs = {
+                "a": inputs * 2.0,
+                "index": keras.ops.argmax(inputs, axis=1),
+                "positive": inputs[:, 0, 0] > 0,
+                "rows": keras.ops.reshape(inputs, (-1, 2)),  # three entries a row
+            }
+            model = keras.Model(inputs, outputs)
+        good = True
+        for rows in (1, 2, 5):
+            x = np.random.default_rng(rows).normal(size=(rows, 3, 2)).astype("float32")
+            found = model.predict_on_batch(x)
+            good = (
+                good and np.array_equal(found["a"], x * 2) and np.array_equal(found["rows"], x.reshape(-1, 2))
+            )
+            good = good and np.array_equal(found["index"], x.argmax(1))
+            good = (
+                good and found["positive"].dtype == bool and np.array_equal(found["positive"], x[:, 0, 0] > 0)
+            )
+        return good
+
+    assert pool.run(predict) == [True, True]
+
+
+def test_a_process_joins_once(pool):
+    def join():
+        import torch.distributed as dist
+
+        import kdist
+        from kdist.cluster_resolver import SimpleClusterResolver
+
+        group = [kdist.MultiWorkerMirroredStrategy() and dist.group.WORLD for _ in range(2)]
+        other = SimpleClusterResolver(
+            kdist.cluster_resolver.ClusterSpec({"worker": ["a:1", "b:1"]}), task_type="worker", task_id=0
+        )
+        try:
+            kdist.MultiWorkerMirroredStrategy(other)
+        except kdist.errors.StrategyScopeError as error:
+            return group[0] is group[1], "one cluster only" in str(error)
+
+    assert pool.run(join) == [(True, True)] * 2
+
+
+# Without a launcher -----------------------------------------------------------------------------------------
+
+
+class Job:
+    """Processes that run one script, each with its place in `TF_CONFIG`."""
+
+    def __init__(self, script, num_workers, tmp_path, indices=None, ports=None, **environ):
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(script))
+        ports = ports or free_ports(num_workers)
+        self.names = [f"worker {i} (127.0.0.1:{port})" for i, port in enumerate(ports)]
+        addresses = ", ".join(f'"127.0.0.1:{port}"' for port in ports)
+        self.processes = []
+        for index in range(num_workers) if indices is None else indices:
+            task = f'{{"type": "worker", "index": {index}}}'
+            variables = {"TF_CONFIG": f'{{"cluster": {{"worker": [{addresses}]}}, "task": {task}}}'}
+            variables |= {"KERAS_BACKEND": "torch", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(path), str(index)],
+                    env={**os.environ, **variables, **environ},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    cwd=os.getcwd(),
+                )
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def outputs(self, timeout=START):
+        deadline = time.monotonic() + timeout
+        return [p.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for p in self.processes]
+
+
+TRAIN = """
+    import os, sys, signal, time
+    import keras, numpy as np, kdist
+    index = int(sys.argv[1])
+    strategy = kdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 5:
+                print("TIME", time.time(), flush=True)
+                if index == VICTIM:
+                    HOW
+
+    model.fit(np.ones((320, 4)), np.ones((320, 2)), batch_size=32, epochs=3, verbose=0, callbacks=[Ends()])
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+# The child keeps gloo's connections open: gloo notices nothing, as with a host that vanishes.
+FORK = "(os.fork() or (time.sleep(30), os._exit(0))) and os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "what"),
+    [
+        (1, KILL, "has died"),
+        (0, KILL, "has died"),
+        (1, FORK, "has died"),
+        (1, "1 / 0", "has failed with an error of its own"),
+        (1, "sys.exit(0)", "has ended before the others"),
+    ],
+    ids=["worker", "chief", "connections stay open", "exception", "exit"],
+)
+def test_a_lost_worker_ends_the_others_in_time_and_is_named(tmp_path, victim, how, what):
+    with Job(TRAIN.replace("VICTIM", str(victim)).replace("HOW", how), 3, tmp_path) as job:
+        survivors = [p for i, p in enumerate(job.processes) if i != victim]
+        for process in survivors:
+            output, _ = process.communicate(timeout=START)
+            ended = time.time()
+            assert process.returncode == 1, output
+            assert (
+                f"WorkerLostError: The job cannot go on without {job.names[victim]}, which {what}" in output
+            )
+            assert ended - float(re.search(r"TIME (\S+)", output)[1]) < 15
+            assert "terminate called" not in output
+
+
+def test_a_worker_may_end_earlier_than_another(tmp_path):
+    script = (
+        TRAIN.replace("VICTIM", "-1").replace("HOW", "pass")
+        + "    time.sleep(2 * (index > 0))\n    print('END')\n"
+    )
+    with Job(script, 3, tmp_path) as job:
+        for output in job.outputs():
+            assert output.rstrip().endswith("END")
+        assert [p.returncode for p in job.processes] == [0, 0, 0]
+
+
+JOIN = """
+    import kdist, time
+    before = time.time()
+    try:
+        kdist.MultiWorkerMirroredStrategy()
+    except kdist.errors.KdistError as error:
+        print(f"{time.time() - before:.0f} s {type(error).__name__}: {error}")
+"""
+
+
+def test_who_does_not_come_is_named(tmp_path):
+    with Job(JOIN, 3, tmp_path, indices=[0, 1], KDIST_JOIN_TIMEOUT="6") as job:
+        for output in job.outputs():
+            assert "WorkerTimeoutError: All 3 workers must come within 6 s, but worker 2" in output
+            assert "KDIST_JOIN_TIMEOUT" in output
+    with Job(JOIN, 2, tmp_path, indices=[1], KDIST_JOIN_TIMEOUT="2") as job:
+        assert f"but {job.names[0]} did not" in job.outputs()[0]
+
+
+def test_two_processes_cannot_be_the_same_worker(tmp_path):
+    with Job(JOIN, 3, tmp_path, indices=[0, 1, 1], KDIST_JOIN_TIMEOUT="10") as job:
+        assert "ClusterConfigError: Every process must be a worker of its own" in "".join(job.outputs())
+
+
+def test_a_port_that_somebody_else_has_is_an_error_within_ten_seconds(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with Job(JOIN, 2, tmp_path, ports=[port, *free_ports(1)]) as job:
+            chief, other = job.outputs()
+    for output, words in (
+        (chief, f"Port {port} must be free"),
+        (other, "something that is not this job listens"),
+    ):
+        assert "ClusterConfigError" in output
+        assert words in output
+        assert int(re.search(r"(\d+) s", output)[1]) <= 10
+
+
+GROUP = """
+    import sys, json, os
+    import numpy as np, keras, torch.distributed as dist, kdist
+    if len(sys.argv) > 1:
+        port = int(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][1].rpartition(":")[2])
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(sys.argv[1]), world_size=2)
+        group = dist.group.WORLD
+    strategy = kdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    loss = model.fit(np.ones((30, 4)), np.ones((30, 2)), batch_size=8, verbose=0).history["loss"]
+    if len(sys.argv) > 1:
+        assert dist.group.WORLD is group
+        dist.destroy_process_group()
+    print("LOSS", strategy.num_replicas_in_sync, loss)
+"""
+
+
+def test_a_process_group_that_the_user_has_made_is_taken(tmp_path):
+    with Job(GROUP, 2, tmp_path) as job:
+        outputs = [re.search(r"LOSS 2 (.*)", output)[1] for output in job.outputs()]
+        assert outputs[0] == outputs[1]
+        assert [p.returncode for p in job.processes] == [0, 0]
+
+
+def test_torchrun_starts_it_too(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(GROUP))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_ports(1)[0]), str(path)]
+    environ = {**os.environ, "KERAS_BACKEND": "torch", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=START)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    losses = re.findall(r"LOSS 2 (.*)", output)
+    assert len(losses) == 2, output
+    assert losses[0] == losses[1]
