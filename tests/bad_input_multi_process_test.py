@@ -1,0 +1,341 @@
+"""Bad input gets a clear error within 10 s, and never a hang: which class, and what its message names."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import time
+
+import numpy as np
+import pytest
+
+from kdist.testing import free_ports
+from tests.processes import BACKENDS, TIMEOUT, Script, each_backend, local_addresses, run, strategy, tf_config
+
+# From the moment at which the script has imported everything: imports take long on a busy machine.
+PROMISED = 10.0
+
+PRELUDE = """
+import os, sys, time, traceback
+import kdist
+from kdist.cluster.environment import keras_backend_name
+def attempt(function):
+    start = time.monotonic()
+    try:
+        function()
+        print("NO ERROR", flush=True)
+    except BaseException as error:
+        print(f"SECONDS {time.monotonic() - start:.2f}")
+        print("CLASSES", [c.__name__ for c in type(error).__mro__])
+        print("MESSAGE", error, flush=True)
+"""
+IMPORT = """
+import importlib, keras
+importlib.import_module(f"kdist.backends.{keras.backend.backend()}.backend")
+"""
+MULTI_WORKER = "attempt(kdist.MultiWorkerMirroredStrategy)\n"
+
+
+@contextlib.contextmanager
+def scripts(folder, source, environments):
+    started = []
+    try:
+        for index, env in enumerate(environments):
+            started.append(Script(folder, f"worker{index}", source, env))
+        yield started
+    finally:
+        for script in started:
+            script.kill()
+
+
+def said(script):
+    """What `attempt` printed: the seconds it took, the names of the error's classes, and its message."""
+    script.wait(TIMEOUT)
+    match = re.search(r"SECONDS ([\d.]+)\nCLASSES (.*)\nMESSAGE ((?:.|\n)*)", script.stdout())
+    assert match, script.stdout() + script.stderr()
+    return float(match[1]), match[2], match[3]
+
+
+def expect(script, error, *words, within=PROMISED):
+    seconds, classes, message = said(script)
+    assert f"'{error}'" in classes, (classes, message)
+    for word in words:
+        assert word in message, message
+    assert seconds < within, message
+
+
+# The backend --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call", ["MirroredStrategy()", "OneDeviceStrategy('cpu:0')", "MultiWorkerMirroredStrategy()"]
+)
+def test_unknown_backend(call, tmp_path):
+    source = PRELUDE + f"attempt(lambda: kdist.{call})\nassert 'keras' not in sys.modules"
+    with scripts(tmp_path, source, [{"KERAS_BACKEND": "theano"}]) as (script,):
+        expect(script, "BackendError", "KERAS_BACKEND='theano'", "jax, tensorflow, torch", within=2)
+
+
+HIDE = """
+import importlib.abc, importlib.machinery
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        return None
+class Blocker(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] == HIDDEN else super().find_spec(name, path, target)
+sys.meta_path[:] = [Blocker if f is importlib.machinery.PathFinder else f for f in sys.meta_path]
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backend_that_is_not_installed(backend, tmp_path):
+    source = PRELUDE + f"HIDDEN = {backend!r}" + HIDE + "attempt(kdist.MirroredStrategy)"
+    with scripts(tmp_path, source, [{"KERAS_BACKEND": backend}]) as (script,):
+        expect(
+            script, "BackendError", f"package '{backend}'", "not installed", f"pip install 'kdist[{backend}]'"
+        )
+
+
+def test_keras_that_is_not_installed(tmp_path):
+    source = PRELUDE + "HIDDEN = 'keras'" + HIDE + "attempt(kdist.MirroredStrategy)"
+    with scripts(tmp_path, source, [{"KERAS_BACKEND": "jax"}]) as (script,):
+        expect(script, "BackendError", "package 'keras'", "not installed")
+
+
+# The cluster --------------------------------------------------------------------------------------------------
+
+MALFORMED = {
+    "not JSON": ("{'cluster': {}}", "ClusterConfigError", "TF_CONFIG"),
+    "a list": ("[1]", "ClusterConfigError", "TF_CONFIG"),
+    "no task": ('{"cluster": {"worker": ["a:1", "b:1"]}}', "ClusterConfigError", "task"),
+    "no type": (
+        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"index": 0}}',
+        "ClusterConfigError",
+        "type",
+    ),
+    "no index": (
+        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker"}}',
+        "ClusterConfigError",
+        "index",
+    ),
+    "index is a word": (tf_config(["a:1", "b:1"], "first"), "ClusterConfigError", "first"),
+    "index too large": (tf_config(["a:1", "b:1"], 2), "ClusterConfigError", "2"),
+    "index negative": (tf_config(["a:1", "b:1"], -1), "ClusterConfigError", "-1"),
+    "unknown job": (tf_config(["a:1", "b:1"], 0, type="trainer"), "ClusterConfigError", "trainer"),
+    "address without port": (tf_config(["a:1", "b"], 0), "ClusterConfigError", "'b'"),
+    "port too large": (tf_config(["a:1", "b:99999"], 0), "ClusterConfigError", "99999"),
+    "worker is a word": ('{"cluster": {"worker": "a:1"}, "task": {"type": "worker", "index": 0}}',)
+    + ("ClusterConfigError", "worker"),
+    "the same address twice": (tf_config(["a:1", "a:1"], 0), "ClusterConfigError", "a:1"),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_malformed_tf_config_reaches_the_strategy(backend, tmp_path):
+    source = PRELUDE + IMPORT + f"values = {[value for value, *_ in MALFORMED.values()]!r}\n"
+    source += (
+        "for value in values:\n    os.environ['TF_CONFIG'] = value\n    "
+        + MULTI_WORKER
+        + "    print('NEXT')\n"
+    )
+    with scripts(tmp_path, source, [{"KERAS_BACKEND": backend}]) as (script,):
+        script.wait()
+        answers = script.stdout().split("NEXT\n")[:-1]
+    assert len(answers) == len(MALFORMED)
+    for (name, (_, error, word)), answer in zip(MALFORMED.items(), answers, strict=True):
+        seconds, classes, message = answer.removesuffix("\n").split("\n", 2)
+        assert f"'{error}'" in classes and word in message, f"{name}: {answer}"
+        assert float(seconds.split()[1]) < 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_port_in_use(backend, tmp_path):
+    # Two workers, so that nobody can say that the second is missing.
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        taken = server.getsockname()[1]
+        addresses = [f"127.0.0.1:{taken}", f"127.0.0.1:{free_ports(1)[0]}"]
+        envs = [
+            {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, i), "KDIST_JOIN_TIMEOUT": "5"}
+            for i in (0, 1)
+        ]
+        chief, _ = stack.enter_context(scripts(tmp_path, PRELUDE + IMPORT + MULTI_WORKER, envs))
+        expect(chief, "ClusterConfigError", str(taken))
+
+
+@pytest.mark.parametrize("missing", [0, 1], ids=["chief", "other"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_worker_that_never_comes(backend, missing, tmp_path):
+    addresses = local_addresses(2)
+    env = {
+        "KERAS_BACKEND": backend,
+        "TF_CONFIG": tf_config(addresses, 1 - missing),
+        "KDIST_JOIN_TIMEOUT": "3",
+    }
+    with scripts(tmp_path, PRELUDE + IMPORT + MULTI_WORKER, [env]) as (script,):
+        words = (f"worker {missing} ({addresses[missing]})", "within 3 s", "KDIST_JOIN_TIMEOUT=")
+        expect(script, "WorkerTimeoutError", *words)
+
+
+# What the workers must agree on ------------------------------------------------------------------------------
+
+
+def make_model(inputs=3, units=4, name=None):
+    import keras
+
+    model = keras.Sequential(
+        [keras.layers.Input((inputs,)), keras.layers.Dense(units), keras.layers.Dense(1)], name=name
+    )
+    model.compile("sgd", "mse")
+    return model
+
+
+def make_data(rows=12, columns=3):
+    x = np.random.RandomState(0).randn(rows, columns).astype("float32")
+    return x, x[:, :1]
+
+
+def dataset(rows, batch=4):
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(make_data(rows)).batch(batch)
+
+
+def mismatch(case):
+    """What worker 0 and worker 1 do differently. `me` is the number of this worker."""
+    me = strategy().runtime.worker_index
+    with strategy().scope():
+        model = (
+            make_model(units=4 + me)
+            if case == "units"
+            else make_model(inputs=3 + me if case == "columns" else 3)
+        )
+        deeper = make_model()
+        deeper.add(__import__("keras").layers.Dense(1 + me))
+        deeper.compile("sgd", "mse")
+    x, y = make_data()
+    actions = {
+        "units": lambda: model.fit(x, y, verbose=0),
+        "last layer": lambda: deeper.fit(x, y, verbose=0),
+        "columns": lambda: model.fit(*make_data(columns=3 + me), verbose=0),
+        "rows": lambda: model.fit(*make_data(rows=12 + 4 * me), batch_size=4, verbose=0),
+        "batch size": lambda: model.fit(x, y, batch_size=4 + me, verbose=0),
+        "epochs": lambda: model.fit(x, y, epochs=2 + me, verbose=0),
+        "initial_epoch": lambda: model.fit(x, y, epochs=5, initial_epoch=me, verbose=0),
+        "steps": lambda: model.fit(x, y, batch_size=2, steps_per_epoch=2 + me, verbose=0),
+        "validation data": lambda: model.fit(x, y, validation_data=(x, y) if me else None, verbose=0),
+        "validation number of rows": lambda: model.fit(
+            x, y, validation_data=make_data(8 + 4 * me), verbose=0
+        ),
+        "kind of data": lambda: model.fit(dataset(12), verbose=0) if me else model.fit(x, y, verbose=0),
+        "longer dataset": lambda: model.fit(dataset(12 + 4 * me), verbose=0),
+        "unknown length": lambda: model.fit(dataset(12 + 4 * me).filter(lambda x, y: True), verbose=0),
+        "last batch": lambda: model.fit(dataset(12 + me).filter(lambda x, y: True), verbose=0),
+        "evaluate": lambda: model.evaluate(*make_data(rows=12 + 4 * me), verbose=0),
+        "predict": lambda: model.predict(make_data(rows=12 + 4 * me)[0], verbose=0),
+        "train_on_batch": lambda: model.train_on_batch(*make_data(rows=6 + me)),
+    }
+    start = time.monotonic()
+    try:
+        actions[case]()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "no error", "", time.monotonic() - start
+
+
+MISMATCHES = {
+    "units": "variables",
+    "last layer": "variables",
+    "columns": "",  # the data or the model, whichever is compared first
+    "rows": "number of rows",
+    "batch size": "batch size",
+    "epochs": "epochs",
+    "initial_epoch": "initial_epoch",
+    "steps": "steps",
+    "validation data": "validation",
+    "validation number of rows": "validation",
+    "kind of data": "kind of data",
+    "longer dataset": "",
+    "unknown length": "step 3",
+    "last batch": "step 3",
+    "evaluate": "number of rows",
+    "predict": "number of rows",
+    "train_on_batch": "rows",
+}
+
+
+@each_backend
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_workers_that_differ(backend, case):
+    results = run(backend, 2, mismatch, case, timeout=60)
+    for kind, message, seconds in results:
+        assert kind == "WorkerMismatchError", f"{case}: {kind} {message}"
+        assert "worker 0" in message and "worker 1" in message and MISMATCHES[case] in message
+        assert seconds < PROMISED
+    assert results[0][1] == results[1][1]
+
+
+def columns_of_the_data():
+    """Both have the same model, and one gives it other data than the other: neither may hang."""
+    me = strategy().runtime.worker_index
+    with strategy().scope():
+        model = __import__("keras").Sequential([__import__("keras").layers.Dense(1)])
+        model.compile("sgd", "mse")
+    start = time.monotonic()
+    try:
+        model.fit(*make_data(columns=3 + me), verbose=0)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "no error", "", 0.0
+
+
+@each_backend
+def test_data_of_another_shape_for_a_model_that_takes_its_shape_from_it(backend):
+    for kind, message, seconds in run(backend, 2, columns_of_the_data, timeout=60):
+        assert kind == "WorkerMismatchError" and "worker 1" in message and seconds < PROMISED
+
+
+def usable_afterwards():
+    with strategy().scope():
+        model = make_model()
+    return model.fit(*make_data(), verbose=0).history["loss"]
+
+
+@each_backend
+def test_workers_can_go_on_after_a_mismatch(backend):
+    run(backend, 2, mismatch, "epochs", timeout=60)
+    one, two = run(backend, 2, usable_afterwards, timeout=60)
+    assert one == two
+
+
+def no_rows():
+    with strategy().scope():
+        model = make_model()
+    messages = []
+    for action in (
+        lambda: model.fit(*make_data(rows=0), verbose=0),
+        lambda: model.fit(*make_data(), batch_size=0, verbose=0),
+        lambda: model.fit(make_data()[0], make_data(rows=5)[1], verbose=0),
+        lambda: model.train_on_batch(*make_data(), sample_weight=np.ones(12), class_weight={0: 1.0}),
+    ):
+        with pytest.raises(Exception) as info:  # Keras's own errors, whichever they are
+            action()
+        messages.append(f"{type(info.value).__name__}: {info.value}")
+    uncompiled = make_model
+    with strategy().scope():
+        import keras
+
+        uncompiled = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="compile"):
+        uncompiled.fit(*make_data(), verbose=0)
+    return messages
+
+
+@each_backend
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_wrong_arguments_are_errors_on_all_workers(backend, num_workers):
+    results = run(backend, num_workers, no_rows, timeout=60)
+    assert all(result == results[0] for result in results)

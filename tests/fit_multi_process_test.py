@@ -1,0 +1,401 @@
+"""`fit` on two workers: stopping together, printing once, equal histories, shuffling, random draws, saved files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.processes import clean_environment, each_backend, run, strategy
+
+# Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
+
+
+def make_model(units=4, compiled=True):
+    import keras
+
+    model = keras.Sequential(
+        [keras.layers.Input((3,)), keras.layers.Dense(units, "tanh"), keras.layers.Dense(1)]
+    )
+    if compiled:
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    return model
+
+
+def make_data(rows=24, columns=3):
+    x = np.random.RandomState(0).randn(rows, columns).astype("float32")
+    return x, (x[:, :1] * 2 - x[:, 1:2]).astype("float32")
+
+
+def seeded(seed=5):
+    import keras
+
+    keras.utils.set_random_seed(seed)
+
+
+def rank():
+    return strategy().runtime.worker_index
+
+
+def weights_of(model):
+    import keras
+
+    return [keras.ops.convert_to_numpy(w) for w in model.weights]
+
+
+def assert_equal_on_workers(results):
+    for other in results[1:]:
+        assert_close(results[0], other, rtol=0)
+
+
+def assert_close(expected, actual, rtol=1e-5, atol=2e-6):
+    if isinstance(expected, dict):
+        assert expected.keys() == actual.keys()
+        for name in expected:
+            np.testing.assert_allclose(
+                actual[name], expected[name], rtol=rtol, atol=rtol and atol, err_msg=name
+            )
+    else:
+        for one, two in zip(expected, actual, strict=True):
+            np.testing.assert_allclose(two, one, rtol=rtol, atol=rtol and atol)
+
+
+# Stopping ----------------------------------------------------------------------------------------------------
+
+
+def in_worker_stop(where, who):
+    import keras
+
+    seen = []
+
+    class Stopper(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(batch)
+            if where == "batch" and rank() == who and len(seen) == 8:
+                self.model.stop_training = True
+
+        def on_epoch_end(self, epoch, logs=None):
+            if where == "epoch" and rank() == who and epoch == 1:
+                self.model.stop_training = True
+
+    class OnlyEpochs(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if rank() == who and epoch == 1:
+                self.model.stop_training = True
+
+    def by_lambda(batch, logs=None):
+        if rank() == who and batch == 1:
+            model.stop_training = True
+
+    callbacks = {
+        "batch": [Stopper()],
+        "epoch": [Stopper()],
+        "only epochs": [OnlyEpochs()],
+        "lambda": [keras.callbacks.LambdaCallback(on_train_batch_end=by_lambda)],
+    }[where]
+    with strategy().scope():
+        model = make_model()
+    history = model.fit(*make_data(), batch_size=4, epochs=5, verbose=0, callbacks=callbacks)
+    return len(history.epoch), int(model.optimizer.iterations), seen, model.stop_training
+
+
+@each_backend
+@pytest.mark.parametrize("who", [0, 1], ids=["chief", "other"])
+def test_stop_training_on_one_worker_stops_all_at_the_same_step(backend, who):
+    # 24 rows in batches of 4 are six steps an epoch.
+    expected = {"batch": (2, 8), "epoch": (2, 12), "only epochs": (2, 12), "lambda": (1, 2)}
+    for where, (epochs, steps) in expected.items():
+        results = run(backend, 2, in_worker_stop, where, who)
+        assert [r[:2] for r in results] == [(epochs, steps)] * 2, where
+        assert results[0][2] == results[1][2]
+        assert [r[3] for r in results] == [True, True]
+
+
+# Printing and histories --------------------------------------------------------------------------------------
+
+
+def in_worker_print():
+    import contextlib
+    import io
+
+    printed = io.StringIO()
+    x, y = make_data()
+    with strategy().scope():
+        model = make_model()
+    with contextlib.redirect_stdout(printed):
+        history = model.fit(x, y, batch_size=8, epochs=2, verbose=2, validation_data=(x, y))
+        model.fit(x, y, batch_size=8, verbose=1)
+        model.evaluate(x, y, verbose=2)
+        model.predict(x, verbose=1)
+    return printed.getvalue(), {name: np.asarray(values) for name, values in history.history.items()}
+
+
+@each_backend
+def test_only_the_chief_prints_and_all_have_its_history(backend):
+    (chief, history), (other, same) = run(backend, 2, in_worker_print)
+    assert "Epoch 1/2" in chief and "val_loss" in chief and other == ""
+    assert set(history) == {"loss", "mae", "val_loss", "val_mae"}
+    assert_equal_on_workers([history, same])
+
+
+# Random numbers ----------------------------------------------------------------------------------------------
+
+
+def in_worker_unseeded():
+    """Workers whose random numbers differ: other weights, and another order of rows, unless they agree."""
+    import random
+
+    import keras
+
+    random.seed(100 + rank())
+    np.random.seed(100 + rank())
+    keras.utils.set_random_seed(100 + rank())
+    with strategy().scope():
+        model = make_model(compiled=False)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    before = weights_of(model)
+    x = np.arange(24, dtype="float32").reshape(8, 3) / 24
+    seen = []
+
+    class Rows(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(float(logs["loss"]))
+
+    # The first loss of a batch depends on which rows are in it.
+    history = model.fit(x, x[:, :1] * 3, batch_size=2, epochs=3, verbose=0, callbacks=[Rows()])
+    return before, weights_of(model), history.history, seen
+
+
+def one_device_losses(initial):
+    """The losses of the first batch for each pair of rows, from given weights."""
+    import keras
+
+    model = make_model(compiled=False)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.set_weights(initial)
+    x = np.arange(24, dtype="float32").reshape(8, 3) / 24
+    pairs = [(i, j) for i in range(8) for j in range(i)]
+    return [float(model.test_on_batch(x[list(p)], x[list(p)][:, :1] * 3)) for p in pairs]
+
+
+@each_backend
+def test_without_a_seed_the_chiefs_weights_and_order_count(backend):
+    results = run(backend, 2, in_worker_unseeded)
+    assert_equal_on_workers([r[1] for r in results])
+    assert_equal_on_workers([r[2] for r in results])
+    assert results[0][3] == results[1][3]
+    possible = run(backend, 1, one_device_losses, results[0][0])[0]
+    assert min(abs(np.array(possible) / results[0][3][0] - 1)) < 1e-4, "training did not start from the chief"
+    # Shuffled: the losses of the first epoch are not those of the rows in order.
+    assert len(set(results[0][2]["loss"])) == 3
+
+
+def in_worker_permutation():
+    """Which rows each global batch has: a model without weights that count reports the sum of its rows."""
+    import keras
+
+    with strategy().scope():
+        model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(keras.optimizers.SGD(0.0), lambda y, p: keras.ops.mean(y, axis=-1) + 0 * p[..., 0])
+    sums = []
+
+    class Sums(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.total = 0.0
+
+        def on_train_batch_end(self, batch, logs=None):
+            total = float(logs["loss"]) * (batch + 1)  # the log is the mean over the epoch so far
+            sums.append(round(total - self.total))
+            self.total = total
+
+    y = 2.0 ** np.arange(12)[:, None]
+    model.fit(
+        np.ones((12, 1), "float32"),
+        y.astype("float32"),
+        batch_size=1,
+        epochs=2,
+        verbose=0,
+        callbacks=[Sums()],
+    )
+    return sums
+
+
+@each_backend
+def test_shuffle_is_a_permutation_the_same_one_on_all_workers(backend):
+    one, two = run(backend, 2, in_worker_permutation)
+    assert one == two
+    orders = [one[:12], one[12:]]
+    for order in orders:
+        assert sorted(order) == [2**i for i in range(12)]
+        assert order != sorted(order)
+    assert orders[0] != orders[1]
+
+
+def in_worker_masks(seed):
+    """The dropout mask that each row of a global batch gets, and the weights after training with it."""
+    import keras
+
+    keras.utils.set_random_seed(seed)
+
+    class Masks(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.drop = keras.layers.Dropout(0.5)
+
+        def call(self, x, training=None):
+            return self.drop(x, training=True)
+
+    with strategy().scope():
+        model = Masks()
+        trained = keras.Sequential(
+            [
+                keras.layers.Input((3,)),
+                keras.layers.Dense(8),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+        )
+        trained.compile("adam", "mse")
+    masks = model.predict(np.ones((8, 64), "float32"), batch_size=8, verbose=0)
+    history = trained.fit(*make_data(), batch_size=6, epochs=2, verbose=0)
+    return masks > 0, weights_of(trained), history.history["loss"]
+
+
+@each_backend
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_replicas_draw_different_masks_and_the_same_seed_draws_them_again(backend, num_workers):
+    first = run(backend, num_workers, in_worker_masks, 11)
+    masks = first[0][0]
+    assert len({mask.tobytes() for mask in masks}) == 8  # the first replica's four rows, and the second's
+    assert not (masks[:4] == masks[4:]).all(axis=1).any()
+    assert 0.3 < masks.mean() < 0.7
+    for other in first[1:]:
+        np.testing.assert_array_equal(other[0], masks)
+        assert_equal_on_workers([first[0][1], other[1]])
+    again = run(backend, num_workers, in_worker_masks, 11)[0]
+    np.testing.assert_array_equal(again[0], masks)
+    assert_close(first[0][1], again[1], rtol=1e-6)
+    assert first[0][2] == pytest.approx(again[2], rel=1e-6)
+    assert (run(backend, num_workers, in_worker_masks, 12)[0][0] != masks).any()
+
+
+# Going on ----------------------------------------------------------------------------------------------------
+
+
+def in_worker_continue(under_strategy):
+    """Two fits, the second with other data, other batches and a validation set; then an evaluation."""
+    import contextlib
+
+    seeded()
+    with strategy().scope() if under_strategy else contextlib.nullcontext():
+        model = make_model(units=5)
+    x, y = make_data()
+    first = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+    x, y = make_data(rows=17)
+    second = model.fit(
+        x, y, batch_size=6, epochs=4, initial_epoch=2, shuffle=False, verbose=0, validation_split=0.25
+    )
+    assert second.epoch == [2, 3]
+    evaluated = np.asarray(model.evaluate(x, y, batch_size=7, verbose=0))
+    return (
+        {f"first {k}": v for k, v in first.history.items()}
+        | {f"second {k}": v for k, v in second.history.items()}
+        | {"evaluate": evaluated, "steps": int(model.optimizer.iterations)}
+    )
+
+
+@each_backend
+def test_a_second_fit_continues_with_data_of_another_length(backend):
+    expected = run(backend, 1, in_worker_continue, False)[0]
+    for actual in run(backend, 2, in_worker_continue, True):
+        assert_close(expected, actual)
+
+
+def in_worker_lengths(under_strategy):
+    """Sequences of one length, then of another: the step is traced for each."""
+    import contextlib
+
+    import keras
+
+    seeded()
+    with strategy().scope() if under_strategy else contextlib.nullcontext():
+        model = keras.Sequential(
+            [keras.layers.Input((None, 3)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    losses = []
+    for length in (4, 6, 4):
+        x = np.random.RandomState(length).randn(10, length, 3).astype("float32")
+        losses += model.fit(x, x.sum(axis=(1, 2)), batch_size=4, shuffle=False, verbose=0).history["loss"]
+    return {"losses": losses}
+
+
+@each_backend
+def test_fits_with_data_of_different_shapes(backend):
+    expected = run(backend, 1, in_worker_lengths, False)[0]
+    for actual in run(backend, 2, in_worker_lengths, True):
+        assert_close(expected, actual)
+
+
+# Saved files -------------------------------------------------------------------------------------------------
+
+
+def in_worker_save(folder):
+    import keras
+
+    seeded()
+    with strategy().scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input((3,)),
+                keras.layers.Dense(4, activation="tanh"),
+                keras.layers.BatchNormalization(synchronized=True),
+                keras.layers.Dropout(0.1),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse")
+    x, y = make_data()
+    model.fit(x, y, batch_size=6, epochs=2, verbose=0)
+    path = f"{folder}/worker-{rank()}.keras"
+    model.save(path)
+    model.save_weights(path.replace(".keras", ".weights.h5"))
+    with strategy().scope():
+        loaded = keras.models.load_model(path)
+    assert_close(model.get_weights(), loaded.get_weights(), rtol=0)
+    loaded.fit(x, y, batch_size=6, verbose=0)
+    return model.predict(x, verbose=0)
+
+
+PLAIN_KERAS = """
+import sys
+import numpy as np
+sys.modules["kdist"] = None  # any import of it is an error
+import keras
+path = sys.argv[1]
+model = keras.models.load_model(path)
+assert "kdist" not in model.to_json()
+x = np.random.RandomState(0).randn(24, 3).astype("float32")
+np.save(sys.argv[2], model.predict(x, verbose=0))
+model.fit(x, x[:, :1], verbose=0)
+model.load_weights(path.replace(".keras", ".weights.h5"))
+assert np.allclose(model.predict(x, verbose=0), np.load(sys.argv[2]))
+"""
+
+
+@each_backend
+def test_saved_files_open_where_kdist_is_not_installed(backend, tmp_path):
+    predictions = run(backend, 2, in_worker_save, str(tmp_path))
+    np.testing.assert_array_equal(*predictions)
+    for worker in (0, 1):
+        env = clean_environment() | {"KERAS_BACKEND": backend}
+        env.pop("PYTHONPATH")
+        result = tmp_path / f"{worker}.npy"
+        command = [sys.executable, "-c", PLAIN_KERAS, str(tmp_path / f"worker-{worker}.keras"), str(result)]
+        done = subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        np.testing.assert_allclose(np.load(result), predictions[0], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,370 @@
+"""The strategies' constructors: signatures of `tf.distribute`, hints, devices, and what they refuse."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+import kdist
+from kdist.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolver
+from kdist.errors import InvalidArgumentError
+from kdist.experimental import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
+from tests.processes import BACKENDS, Script, each_backend, run, strategy
+
+# Signatures ---------------------------------------------------------------------------------------------------
+
+
+def parameters_of(function):
+    """Names and defaults, without `self` and without what may only be given by name."""
+    found = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name == "self" or parameter.kind in (
+            parameter.KEYWORD_ONLY,
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        ):
+            continue
+        default = parameter.default
+        if default is parameter.empty:
+            default = "required"
+        found.append((name, getattr(default, "name", default)))
+    return found
+
+
+def native_signatures():
+    import tensorflow as tf
+
+    native = tf.distribute
+    experimental = native.experimental
+    return {
+        "MirroredStrategy": parameters_of(native.MirroredStrategy.__init__),
+        "MultiWorkerMirroredStrategy": parameters_of(native.MultiWorkerMirroredStrategy.__init__),
+        "experimental.MultiWorkerMirroredStrategy": parameters_of(
+            experimental.MultiWorkerMirroredStrategy.__init__
+        ),
+        "OneDeviceStrategy": parameters_of(native.OneDeviceStrategy.__init__),
+        "HierarchicalCopyAllReduce": parameters_of(native.HierarchicalCopyAllReduce.__init__),
+        "NcclAllReduce": parameters_of(native.NcclAllReduce.__init__),
+        "ReductionToOneDevice": parameters_of(native.ReductionToOneDevice.__init__),
+        "experimental.CommunicationOptions": parameters_of(experimental.CommunicationOptions.__new__)[1:]
+        or parameters_of(experimental.CommunicationOptions.__init__),
+        "experimental_set_strategy": parameters_of(native.experimental_set_strategy),
+        "get_strategy": parameters_of(native.get_strategy),
+        "has_strategy": parameters_of(native.has_strategy),
+        "in_cross_replica_context": parameters_of(native.in_cross_replica_context),
+        "get_replica_context": parameters_of(native.get_replica_context),
+        "Strategy.scope": parameters_of(native.Strategy.scope),
+    }
+
+
+@pytest.mark.xdist_group("pool-tensorflow")
+def test_signatures_are_those_of_tf_distribute():
+    native = run("tensorflow", 1, native_signatures)[0]
+    for name, expected in native.items():
+        target = kdist
+        for part in name.split("."):
+            target = getattr(target, part)
+        ours = parameters_of(target.__init__ if inspect.isclass(target) else target)
+        assert ours == expected, name
+    assert native["MirroredStrategy"] == [("devices", None), ("cross_device_ops", None)]
+
+
+def native_members():
+    import tensorflow as tf
+
+    enum = tf.distribute.experimental.CommunicationImplementation
+    return [member.name for member in enum], tf.distribute.experimental.CollectiveCommunication is enum
+
+
+@pytest.mark.xdist_group("pool-tensorflow")
+def test_communication_implementations_are_those_of_tf_distribute():
+    names, same = run("tensorflow", 1, native_members)[0]
+    assert [member.name for member in CommunicationImplementation] == names
+    assert same and CollectiveCommunication is CommunicationImplementation
+
+
+def test_communication_options():
+    options = CommunicationOptions(50 * 1024 * 1024, timeout_seconds=120.0, implementation="NCCL")
+    assert options.bytes_per_pack == 50 * 1024 * 1024 and options.timeout_seconds == 120.0
+    assert options.implementation is CommunicationImplementation.NCCL
+    assert CommunicationOptions().implementation is CommunicationImplementation.AUTO
+    for arguments, name in (
+        ({"bytes_per_pack": -1}, "bytes_per_pack=-1"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0"),
+        ({"implementation": "MPI"}, "implementation='MPI'"),
+        ({"implementation": 3}, "implementation=3"),
+    ):
+        with pytest.raises(InvalidArgumentError) as info:
+            CommunicationOptions(**arguments)
+        assert name in str(info.value)
+
+
+def test_cross_device_ops():
+    assert kdist.NcclAllReduce(num_packs=2).num_packs == 2
+    assert kdist.HierarchicalCopyAllReduce().num_packs == 1
+    assert kdist.ReductionToOneDevice("cpu:0").reduce_to_device == "cpu:0"
+    with pytest.raises(ValueError, match="num_packs=-1"):
+        kdist.NcclAllReduce(num_packs=-1)
+
+
+# Hints and refusals -------------------------------------------------------------------------------------------
+
+
+def hints():
+    """Strategies with every hint, and what was logged."""
+    import logging
+
+    import keras
+
+    logged = []
+
+    class Log(logging.Handler):
+        def emit(self, record):
+            logged.append(record.getMessage())
+
+    logger = logging.getLogger("kdist")
+    logger.addHandler(handler := Log())
+    logger.setLevel(logging.INFO)
+    devices = ["cpu:0", "cpu:1"]
+    try:
+        made = [
+            kdist.MirroredStrategy(devices, kdist.HierarchicalCopyAllReduce(num_packs=2)),
+            kdist.MirroredStrategy(devices, cross_device_ops=kdist.ReductionToOneDevice()),
+            kdist.MultiWorkerMirroredStrategy(),
+            kdist.MultiWorkerMirroredStrategy(
+                communication_options=CommunicationOptions(implementation="RING")
+            ),
+            kdist.MultiWorkerMirroredStrategy(
+                communication_options=CommunicationOptions(implementation="AUTO")
+            ),
+            kdist.experimental.MultiWorkerMirroredStrategy(CollectiveCommunication.RING),
+            kdist.experimental.MultiWorkerMirroredStrategy(communication=CollectiveCommunication.AUTO),
+        ]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    for one in made:
+        with one.scope():
+            model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    return [one.num_replicas_in_sync for one in made], logged
+
+
+@each_backend
+def test_hints_are_followed_or_logged(backend):
+    replicas, logged = run(backend, 1, hints)[0]
+    assert replicas == [2, 2, 1, 1, 1, 1, 1]
+    assert sum("is a hint" in line and "HierarchicalCopyAllReduce" in line for line in logged) == 1
+    assert sum("is a hint" in line and "ReductionToOneDevice" in line for line in logged) == 1
+
+
+def refused():
+    """What each wrong construction raises: name, classes and message."""
+    from kdist.experimental import CommunicationOptions
+
+    nccl = CommunicationOptions(implementation="NCCL")
+    wrong = {
+        "NCCL between CPUs": lambda: kdist.MultiWorkerMirroredStrategy(communication_options=nccl),
+        "NCCL, experimental": lambda: kdist.experimental.MultiWorkerMirroredStrategy("NCCL"),
+        "NcclAllReduce": lambda: kdist.MirroredStrategy(["cpu:0", "cpu:1"], kdist.NcclAllReduce()),
+        "NcclAllReduce, all devices": lambda: kdist.MirroredStrategy(cross_device_ops=kdist.NcclAllReduce()),
+        "no such GPU": lambda: kdist.MirroredStrategy(["gpu:7"]),
+        "one of them missing": lambda: kdist.MirroredStrategy(["cpu:0", "gpu:9"]),
+        "no such device": lambda: kdist.OneDeviceStrategy("/gpu:7"),
+        "no such GPU of a worker": lambda: kdist.MultiWorkerMirroredStrategy(devices=["gpu:7"]),
+        "TPU": lambda: kdist.MirroredStrategy(["tpu:0"]),
+        "no device name": lambda: kdist.MirroredStrategy(["first"]),
+        "empty": lambda: kdist.MirroredStrategy([]),
+        "a word": lambda: kdist.MirroredStrategy("cpu:0"),
+        "numbers": lambda: kdist.MirroredStrategy([0, 1]),
+        "twice": lambda: kdist.MirroredStrategy(["cpu:0", "/CPU:0"]),
+        "None for one device": lambda: kdist.OneDeviceStrategy(None),
+        "ops of another kind": lambda: kdist.MirroredStrategy(["cpu:0"], cross_device_ops="nccl"),
+        "options of another kind": lambda: kdist.MultiWorkerMirroredStrategy(communication_options="RING"),
+        "resolver of another kind": lambda: kdist.MultiWorkerMirroredStrategy(cluster_resolver="worker"),
+        "unknown communication": lambda: kdist.experimental.MultiWorkerMirroredStrategy("MPI"),
+        "too late for more CPUs": lambda: kdist.MirroredStrategy([f"cpu:{i}" for i in range(5)]),
+    }
+    found = {}
+    for name, call in wrong.items():
+        try:
+            found[name] = ("no error", [], f"{call()}")
+        except Exception as error:
+            found[name] = (type(error).__name__, [c.__name__ for c in type(error).__mro__], str(error))
+    return found
+
+
+REFUSED = {
+    "NCCL between CPUs": ("DeviceError", "NCCL"),
+    "NCCL, experimental": ("DeviceError", "NCCL"),
+    "NcclAllReduce": ("DeviceError", "NCCL"),
+    "NcclAllReduce, all devices": ("DeviceError", "NCCL"),
+    "no such GPU": ("DeviceError", "gpu:7"),
+    "one of them missing": ("DeviceError", "gpu:9"),
+    "no such device": ("DeviceError", "gpu:7"),
+    "no such GPU of a worker": ("DeviceError", "gpu:7"),
+    "TPU": ("DeviceError", "tpu:0"),
+    "no device name": ("DeviceError", "'first'"),
+    "empty": ("InvalidArgumentError", "devices=[]"),
+    "a word": ("InvalidArgumentError", "devices='cpu:0'"),
+    "numbers": ("InvalidArgumentError", "devices=[0, 1]"),
+    "twice": ("InvalidArgumentError", "only once"),
+    "None for one device": ("InvalidArgumentError", "device=None"),
+    "ops of another kind": ("InvalidArgumentError", "cross_device_ops='nccl'"),
+    "options of another kind": ("InvalidArgumentError", "communication_options='RING'"),
+    "resolver of another kind": ("", "worker"),
+    "unknown communication": ("InvalidArgumentError", "'MPI'"),
+    "too late for more CPUs": ("DeviceError", "cpu_devices_needed=5"),
+}
+
+
+@each_backend
+def test_what_cannot_work_is_refused(backend):
+    # Without GPUs, whatever this machine has.
+    found = run(backend, 1, refused)[0]
+    for name, (kind, word) in REFUSED.items():
+        actual, classes, message = found[name]
+        assert "KdistError" in classes and "ValueError" in classes, f"{name}: {actual} {message}"
+        assert kind in (actual, "") and word in message, f"{name}: {actual} {message}"
+    assert "Available: cpu:0" in found["no such GPU"][2]
+
+
+TOO_LATE = """
+import keras, kdist
+keras.ops.convert_to_numpy(keras.ops.matmul(keras.ops.ones((2, 2)), keras.ops.ones((2, 2))))
+for make in (lambda: kdist.MirroredStrategy(["cpu:0", "cpu:1"]), lambda: kdist.MirroredStrategy(["cpu:0"])):
+    try:
+        strategy = make()
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(keras.ops.ones((4, 2)), keras.ops.ones((4, 1)), verbose=0)
+        print("MADE", strategy.num_replicas_in_sync)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logical_cpus_that_come_too_late(backend, tmp_path):
+    script = Script(tmp_path, "late", TOO_LATE, {"KERAS_BACKEND": backend})
+    try:
+        assert script.wait() == 0, script.stderr()
+    finally:
+        script.kill()
+    two, one = script.stdout().splitlines()
+    if backend == "torch":  # its replicas are threads: there is nothing to be too late for
+        assert two == "MADE 2"
+    else:
+        assert two.startswith("DeviceError Logical CPU devices can only be created before"), two
+        assert "cpu_devices_needed=2" in two
+    assert one == "MADE 1"
+
+
+# What strategies know and do ----------------------------------------------------------------------------------
+
+
+def resolvers():
+    from kdist.cluster_resolver import ClusterSpec
+
+    given = SimpleClusterResolver(ClusterSpec({"worker": ["localhost:1"]}), task_type="worker", task_id=0)
+    with_given = kdist.MultiWorkerMirroredStrategy(given)
+    experimental = kdist.experimental.MultiWorkerMirroredStrategy(cluster_resolver=given)
+    found = kdist.MultiWorkerMirroredStrategy()
+    assert with_given.cluster_resolver is given is experimental.cluster_resolver
+    assert isinstance(found.cluster_resolver, TFConfigClusterResolver)
+    assert kdist.MirroredStrategy(["cpu:0"]).cluster_resolver is None
+    assert kdist.OneDeviceStrategy("cpu:0").cluster_resolver is None
+    assert isinstance(experimental, kdist.MultiWorkerMirroredStrategy)
+    assert type(experimental).__name__ == "MultiWorkerMirroredStrategy"
+    names = [str(s) for s in (with_given, kdist.MirroredStrategy(["cpu:0", "cpu:1"]))]
+    return found.cluster_resolver.task_id, names
+
+
+@each_backend
+def test_cluster_resolver_of_one_worker(backend):
+    task, names = run(backend, 1, resolvers)[0]
+    assert task == 0 and "num_replicas_in_sync=1" in names[0]
+    assert names[1] == "<MirroredStrategy num_replicas_in_sync=2>"
+
+
+def resolver_of_two():
+    mine = strategy()
+    resolver = mine.cluster_resolver
+    again = kdist.MultiWorkerMirroredStrategy()
+    assert again.num_replicas_in_sync == mine.num_replicas_in_sync == 2
+    return resolver.task_type, resolver.task_id, resolver.cluster_spec().as_dict(), resolver is not None
+
+
+@each_backend
+def test_cluster_resolver_of_two_workers(backend):
+    one, two = run(backend, 2, resolver_of_two)
+    assert one[:2] == ("worker", 0) and two[:2] == ("worker", 1)
+    assert one[2] == two[2] and len(one[2]["worker"]) == 2
+
+
+def train(make):
+    """The numbers of two epochs under a strategy, or without one."""
+    import contextlib
+
+    import keras
+
+    keras.utils.set_random_seed(9)
+    one = make()
+    with one.scope() if one is not None else contextlib.nullcontext():
+        model = keras.Sequential(
+            [
+                keras.layers.Input((4,)),
+                keras.layers.Dense(5, "relu"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse", metrics=["mae"])
+    x = np.random.RandomState(1).randn(22, 4).astype("float32")
+    history = model.fit(x, x[:, :1], batch_size=5, epochs=2, verbose=0, validation_split=0.2)
+    return {
+        **history.history,
+        "predict": model.predict(x, verbose=0),
+        **{f"weight {i}": keras.ops.convert_to_numpy(w) for i, w in enumerate(model.weights)},
+    }
+
+
+def one_device_and_plain():
+    makers = (
+        lambda: None,
+        lambda: kdist.OneDeviceStrategy("cpu:0"),
+        lambda: kdist.OneDeviceStrategy("/cpu:1"),
+    )
+    return [train(make) for make in makers]
+
+
+@each_backend
+def test_one_device_strategy_gives_the_numbers_of_plain_keras(backend):
+    plain, *others = run(backend, 1, one_device_and_plain)[0]
+    for other in others:
+        for name, expected in plain.items():
+            np.testing.assert_allclose(other[name], expected, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def where():
+    import keras
+
+    found = []
+    for device in ("cpu:0", "cpu:1"):
+        one = kdist.OneDeviceStrategy(device)
+        assert one.num_replicas_in_sync == 1
+        with one.scope():
+            value = keras.Variable([1.0]).value
+        found.append(str(getattr(value, "device", None)))
+    return found
+
+
+@pytest.mark.xdist_group("pool-tensorflow")
+def test_one_device_strategy_places_variables_on_its_device():
+    # Only TensorFlow and JAX tell their logical CPUs apart.
+    first, second = run("tensorflow", 1, where)[0]
+    assert first.endswith("CPU:0") and second.endswith("CPU:1")
