@@ -1,0 +1,113 @@
+"""What the workers of one runtime tell each other, in two and three processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kdist.testing import WorkerPool
+
+pytest.importorskip("jax")
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (3, 1), (2, 2)], ids=["2", "3", "2x2"])
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    num_workers, num_devices = request.param
+    with WorkerPool(num_workers, backend="jax", timeout=180) as pool:
+        pool.run(_join, num_devices)
+        yield pool
+
+
+def _strategy(num_devices: int | None = None) -> Any:
+    import keras
+
+    import kdist
+
+    if num_devices is not None:
+        keras.kdist_test_devices = [f"cpu:{i}" for i in range(num_devices)]  # the worker's memory between calls
+    return kdist.MultiWorkerMirroredStrategy(devices=keras.kdist_test_devices)
+
+
+def _join(num_devices: int) -> None:
+    _strategy(num_devices)
+
+
+def test_messages_come_in_the_order_of_the_workers(pool: WorkerPool) -> None:
+    def gather() -> list[list[bytes]]:
+        runtime = _strategy().runtime
+        me = runtime.worker_index
+        return [runtime.all_gather_bytes(data) for data in (b"", bytes([me]) * (me + 1), b"x" * 100_000)]
+
+    count = pool.num_workers
+    for empty, different, large in pool.run(gather):
+        assert empty == [b""] * count
+        assert different == [bytes([i]) * (i + 1) for i in range(count)]
+        assert large == [b"x" * 100_000] * count
+
+
+def test_variables_become_those_of_the_chief(pool: WorkerPool) -> None:
+    def broadcast() -> list[Any]:
+        import keras
+
+        runtime = _strategy().runtime
+        me = runtime.worker_index
+        dtypes = ("float32", "bfloat16", "uint32", "int32", "bool", "float16")
+        variables = [keras.Variable(np.full((3, 1), me + 1), dtype=dtype) for dtype in dtypes]
+        variables.append(keras.Variable(float("nan") if me == 0 else 1.0))
+        runtime.broadcast_variables(variables)
+        assert [keras.backend.standardize_dtype(v.value.dtype) for v in variables[:6]] == list(dtypes)
+        return [np.asarray(v.value).astype("float32").ravel().tolist() for v in variables]
+
+    for values in pool.run(broadcast):
+        assert values[:6] == [[1.0] * 3] * 6
+        assert np.isnan(values[6]).all()
+
+
+def test_every_worker_predicts_all_rows_in_order(pool: WorkerPool) -> None:
+    def predict(rows: int) -> Any:
+        import keras
+
+        with _strategy().scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        return model.predict(np.arange(rows, dtype="float32")[:, None], batch_size=5, verbose=0).ravel().tolist()
+
+    for rows in (1, 13, 20):
+        assert pool.run(predict, rows) == [list(map(float, range(rows)))] * pool.num_workers
+
+
+def test_numbers_are_those_of_one_device(pool: WorkerPool) -> None:
+    def train(distributed: bool) -> Any:
+        import contextlib
+
+        import keras
+
+        draw = np.random.RandomState(0)
+        x, y = draw.randn(38, 4).astype("float32"), draw.randn(38, 2).astype("float32")
+        strategy = _strategy()
+        with strategy.scope() if distributed else contextlib.nullcontext():
+            keras.utils.set_random_seed(1)
+            layers = [keras.layers.Dense(8, use_bias=False), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
+            model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(2)])
+            model.compile(keras.optimizers.Adam(0.01, clipnorm=0.5), "mse", metrics=["mae"])
+        # Different seeds on the workers: the order of the rows must be the chief's all the same.
+        np.random.seed(7 if not distributed else 7 + strategy.runtime.worker_index)
+        history = model.fit(x, y, batch_size=12, epochs=3, verbose=0).history
+        return history, model.get_weights()
+
+    (expected, weights), *_ = pool.run(train, False)
+    for history, others in pool.run(train, True):
+        for name, values in expected.items():
+            np.testing.assert_allclose(history[name], values, rtol=1e-5)
+        for one, other in zip(weights, others, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_an_error_of_another_kind_is_left_as_it_is(pool: WorkerPool) -> None:
+    def explain() -> bool:
+        error = ValueError("shapes do not fit")
+        return _strategy().runtime.explain_failure(error) is error
+
+    assert all(pool.run(explain))
