@@ -1,0 +1,62 @@
+"""The pages build strictly, load nothing from elsewhere, and name everything that is public."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kdist
+import kdist.cluster_resolver
+import kdist.errors
+import kdist.experimental
+from tests.processes import ROOT, clean_environment
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=clean_environment() | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 10
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="(https?:[^"]*)"', text)
+        loaded += re.findall(
+            r'<link[^>]*rel="(?:stylesheet|preconnect|icon)"[^>]*href="(https?:[^"]*)"', text
+        )
+        assert not loaded, page
+
+
+def test_every_public_name_has_an_entry(site: Path) -> None:
+    reference = "".join(page.read_text(encoding="utf-8") for page in (site / "api").rglob("*.html"))
+    names = [f"kdist.{name}" for name in kdist.__all__ if name != "__version__"]
+    names += [f"kdist.experimental.{name}" for name in kdist.experimental.__all__]
+    names += [f"kdist.cluster_resolver.{name}" for name in kdist.cluster_resolver.__all__]
+    names += [
+        f"kdist.errors.{name}"
+        for name, value in vars(kdist.errors).items()
+        if isinstance(value, type) and value.__module__ == "kdist.errors"
+    ]
+    missing = [
+        name
+        for name in names
+        if name not in reference and name != "kdist.experimental.CollectiveCommunication"
+    ]
+    assert not missing
