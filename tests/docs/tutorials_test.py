@@ -39,11 +39,11 @@ def test_tutorial_runs(tutorial: Path, backend: str, tmp_path: Path) -> None:
         text=True,
     )
     try:
-        output, _ = process.communicate(timeout=150)
+        output, _ = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         process.terminate()  # nbclient ends its kernel then
         output, _ = process.communicate(timeout=20)
-        pytest.fail(f"not finished within 150 s\n{output}")
+        pytest.fail(f"not finished within 240 s\n{output}")
     assert process.returncode == 0, output
     assert f"on {backend}, 2 replicas" in output
     assert "The runs agree." in output
