@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
-import torch
 
 from kdist.backends.contract import Runtime, StepFunction
 from kdist.backends.torch import steps
@@ -54,23 +53,11 @@ class TorchRuntime(Runtime):
         return steps.PredictFunction(self, model)
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Sends the chief's values as one packet of bytes, whatever the dtypes."""
-        if self.workers is None:
+        """Sends the chief's values in one collective."""
+        if self.workers is None or not variables:
             return
-        values = [variable.value.detach() for variable in variables]
-        packet = torch.cat([as_bytes(value).to(self.torch_devices[0]) for value in values])
-        self.workers.broadcast(packet)
-        with torch.no_grad():
-            for value in values:
-                size = value.numel() * value.element_size()
-                value.copy_(packet[:size].clone().view(value.dtype).reshape(value.shape))
-                packet = packet[size:]
+        self.workers.broadcast([variable.value.detach() for variable in variables], self.torch_devices[0])
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Names the worker whose loss made a collective fail."""
         return error if self.workers is None else self.workers.explain_failure(error)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor as a flat tensor."""
-    return tensor.reshape(-1).contiguous().view(torch.uint8)

@@ -144,18 +144,32 @@ class PredictFunction(_ReplicatedFunction):
     def _predict(self, batch: GlobalBatch) -> Any:
         results, split = self.run(batch)
         rows = [part.stop - part.start for part, _ in split]
+        for replica_id, result in zip(self.runtime.replica_ids, results, strict=True):
+            _check_rows(result, rows[replica_id])
         whole = split[0][0] == split[-1][0] and len(split) > 1
         local = [keras.tree.flatten(result) for result in results]
         device = self.runtime.torch_devices[0]
         leaves = [torch.cat([part.to(device) for part in parts]) for parts in zip(*local, strict=True)]
-        if whole:
-            leaves = [part[0] for part in zip(local[0])]
         workers = self.runtime.workers
-        if workers is not None:
+        if whole:
+            leaves = [leaf.clone() for leaf in local[0]]
+            if workers is not None:  # all have the same rows, but a layer may draw random numbers
+                workers.broadcast(leaves, device)
+        elif workers is not None:
             per_worker = len(results)
             sizes = [sum(rows[i : i + per_worker]) for i in range(0, len(rows), per_worker)]
-            leaves = workers.gather_rows(leaves, sizes) if not whole else leaves
+            leaves = workers.gather_rows(leaves, sizes)
         return keras.tree.pack_sequence_as(results[0], leaves)
+
+
+def _check_rows(outputs: Any, num_rows: int) -> None:
+    for leaf in keras.tree.flatten(outputs):
+        if leaf.ndim == 0 or leaf.shape[0] % num_rows:
+            raise InvalidArgumentError(
+                "What `predict_step` returns must have as many rows as its input, or a multiple of them.",
+                received={"rows": num_rows, "shape": tuple(leaf.shape)},
+                hint="Override `predict_step` to return one entry a row.",
+            )
 
 
 def _num_rows(batch: GlobalBatch) -> int:

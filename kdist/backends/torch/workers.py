@@ -70,10 +70,21 @@ class Workers:
         with self._explained():
             self._finish(dist.all_reduce(tensor, group=self._group(tensor), async_op=True), tensor)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Gives every worker the chief's values, in place."""
+    def broadcast(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Gives every worker the chief's values, in place, in one collective for all shapes and dtypes.
+
+        Args:
+            tensors: Contiguous tensors, of equal shapes and dtypes on all workers.
+            device: On which the collective runs.
+        """
+        packet = torch.cat([_bytes_of(tensor).to(device) for tensor in tensors])
         with self._explained():
-            self._finish(dist.broadcast(tensor, 0, group=self._group(tensor), async_op=True), tensor)
+            self._finish(dist.broadcast(packet, 0, group=self._group(packet), async_op=True), packet)
+        with torch.no_grad():
+            for tensor in tensors:
+                size = tensor.numel() * tensor.element_size()
+                tensor.copy_(packet[:size].clone().view(tensor.dtype).reshape(tensor.shape))
+                packet = packet[size:]
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Gathers tensors of equal shape, in the order of the workers."""
@@ -105,8 +116,7 @@ class Workers:
         packets = []
         for leaf in leaves:
             row_bytes = leaf.numel() // mine * leaf.element_size()
-            flat = leaf.reshape(-1).contiguous().view(torch.uint8)
-            packets.append(torch.nn.functional.pad(flat, (0, (largest - mine) * row_bytes)))
+            packets.append(torch.nn.functional.pad(_bytes_of(leaf), (0, (largest - mine) * row_bytes)))
         everyone = self.all_gather(torch.cat(packets))
         results = []
         start = 0
@@ -185,6 +195,10 @@ class Workers:
             received={"this_worker": self._names[self.worker_index]},
             hint="Look at that worker's log, then start the job again.",
         )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def _uint8(data: bytes) -> torch.Tensor:
