@@ -149,8 +149,16 @@ def epoch_iterator(backend: str, **arguments: Any) -> Any:
     native = {"tensorflow": "get_tf_dataset", "jax": "get_jax_iterator", "torch": "get_torch_dataloader"}
 
     class GlobalBatchIterator(EpochIterator):
+        _dataset: Any = None
+
         def _get_iterator(self) -> Any:
-            return getattr(self.data_adapter, native[backend])()
+            if backend != "tensorflow":
+                return getattr(self.data_adapter, native[backend])()
+            # As in Keras's own loop, one dataset for all epochs: its shuffles follow from how often it was
+            # iterated, and building it takes longer than a step.
+            if self._dataset is None:
+                self._dataset = self.data_adapter.get_tf_dataset()
+            return self._dataset
 
     return GlobalBatchIterator(**arguments)
 
@@ -439,6 +447,27 @@ def _hook_seeds() -> None:
         return wrapper
 
     _wrap(keras.random.SeedGenerator, "next", next_seed)
+    if keras.backend.backend() == "torch":
+        _hook_torch_dropout()
+
+
+def _hook_torch_dropout() -> None:
+    """Without a seed of its own, Dropout draws from PyTorch's global generator: the same masks on each device."""
+    import keras
+    from keras.src import backend
+
+    def dropout(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+            replica = _replica()
+            shared = replica is not None and replica.num_replicas_in_sync > 1
+            if shared and noise_shape is None and isinstance(seed, keras.random.SeedGenerator):
+                noise_shape = tuple(inputs.shape)  # Keras asks the seed generator then
+            return original(inputs, rate, noise_shape, seed)
+
+        return wrapper
+
+    # Keras 3.16 keeps the operations of a backend in a package of their own.
+    _wrap(backend.random if hasattr(backend, "random") else backend.ops.random, "dropout", dropout)
 
 
 def _hook_batch_normalization() -> None:

@@ -43,7 +43,9 @@ def check_equal(runtime: Runtime, what: str, facts: Mapping[str, Any], hint: str
         return
     # JSON turns tuples into lists: compare what travelled.
     everyone = gather(runtime, dict(facts))
-    for name, value in everyone[0].items():
+    names = dict.fromkeys(name for worker in everyone for name in worker)  # some may have facts that others lack
+    for name in names:
+        value = everyone[0].get(name)
         for index, other in enumerate(everyone[1:], start=1):
             if other.get(name) != value:
                 mine, theirs = _first_difference(value, other.get(name))

@@ -76,6 +76,7 @@ def fit(
         }
         facts |= batches.facts() | validation.facts()
         agreement.check_equal(session.runtime, "arguments of fit", facts, _SAME_CALL)
+        batches.share_random_state()
         session.prepare(batches)
         batches.reset()
         verbose = session.verbose(verbose)
@@ -326,6 +327,7 @@ def _on_batch(session: Session, kind: str, data: Any, return_dict: bool) -> Any:
     model = session.model
     with session.engine_errors():
         data = keras.tree.map_structure(_as_array, data)
+        _check_batch(session, kind, data)
         session.prepare(data_batch=data)
         model.reset_metrics()
         with session.function(kind) as function:
@@ -339,10 +341,17 @@ def predict_on_batch(strategy: Strategy, model: Any, x: Any) -> Any:
     session = session_of(strategy, model)
     with session.engine_errors():
         data = (keras.tree.map_structure(_as_array, x),)
+        _check_batch(session, "predict", data)
         session.prepare(data_batch=data, layers_only=True)
         with session.function("predict") as function:
             outputs = function([data])
     return keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
+
+
+def _check_batch(session: Session, kind: str, data: Any) -> None:
+    shapes = [list(leaf.shape) for leaf in keras.tree.flatten(data) if leaf is not None]
+    what = f"arguments of {kind}_on_batch"
+    agreement.check_equal(session.runtime, what, {"shapes": shapes}, _SAME_CALL)
 
 
 def _as_array(value: Any) -> Any:

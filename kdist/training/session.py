@@ -69,9 +69,7 @@ class Session:
         """Returns the global batches of an epoch, the same ones in the same order on every worker."""
         from kdist.backends import get_backend
 
-        batches = GlobalBatches(self, keras_hooks.epoch_iterator(get_backend().name, **arguments))
-        batches.share_random_state()
-        return batches
+        return GlobalBatches(self, keras_hooks.epoch_iterator(get_backend().name, **arguments))
 
     def prepare(
         self, batches: GlobalBatches | None = None, data_batch: Any = None, layers_only: bool = False
@@ -137,8 +135,8 @@ class GlobalBatches:
     def share_random_state(self) -> None:
         """Gives every worker the chief's random state: all shuffle as the chief alone would.
 
-        At the beginning of each epoch, since workers may have drawn different numbers in the one before: in a
-        callback, or in a layer that draws as many as it has rows.
+        Once the workers agree on their data, and at the beginning of each epoch, since workers may have drawn
+        different numbers in the one before: in a callback, or in a layer that draws as many as it has rows.
         """
         from kdist.backends import get_backend
 

@@ -24,10 +24,9 @@ class Ballot:
 
     def __init__(self, runtime: Runtime, callbacks: Any) -> None:
         self._runtime = runtime
-        self._votes_after_batch = runtime.num_workers > 1 and any(
-            _acts_on_batches(callback) and not _decides_from_logs(callback)
-            for callback in callbacks.callbacks
-        )
+        wanted = any(_acts_on_batches(c) and not _decides_from_logs(c) for c in callbacks.callbacks)
+        # A worker may have a callback that the others lack: all vote as soon as one wants to.
+        self._votes_after_batch = runtime.num_workers > 1 and agreement.agree_to_stop(runtime, wanted)
 
     def after_batch(self, stop: bool) -> bool:
         """Says whether training stops after this batch."""

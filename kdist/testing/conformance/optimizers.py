@@ -84,7 +84,9 @@ def mixed_precision() -> Numbers:
     keras.config.set_dtype_policy("mixed_float16")
     x, y = a.regression()
     model = a.mlp()
-    model.compile(keras.optimizers.SGD(0.05), "mse")
+    # Far from where float16 overflows: which of two sums does so first depends on how they are grouped.
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=256.0)
+    model.compile(optimizer, "mse")
     return a.numbers(model, a.fit(model, x, y))
 
 
