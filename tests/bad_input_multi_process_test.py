@@ -237,6 +237,7 @@ def mismatch(case):
         "evaluate": lambda: model.evaluate(*make_data(rows=12 + 4 * me), verbose=0),
         "predict": lambda: model.predict(make_data(rows=12 + 4 * me)[0], verbose=0),
         "train_on_batch": lambda: model.train_on_batch(*make_data(rows=6 + me)),
+        "predict_on_batch": lambda: model.predict_on_batch(make_data(rows=6 + me)[0]),
     }
     start = time.monotonic()
     try:
@@ -263,7 +264,8 @@ MISMATCHES = {
     "last batch": "step 3",
     "evaluate": "number of rows",
     "predict": "number of rows",
-    "train_on_batch": "rows",
+    "train_on_batch": "shapes",
+    "predict_on_batch": "shapes",
 }
 
 
@@ -317,14 +319,12 @@ def no_rows():
     messages = []
     for action in (
         lambda: model.fit(*make_data(rows=0), verbose=0),
-        lambda: model.fit(*make_data(), batch_size=0, verbose=0),
         lambda: model.fit(make_data()[0], make_data(rows=5)[1], verbose=0),
         lambda: model.train_on_batch(*make_data(), sample_weight=np.ones(12), class_weight={0: 1.0}),
     ):
         with pytest.raises(Exception) as info:  # Keras's own errors, whichever they are
             action()
         messages.append(f"{type(info.value).__name__}: {info.value}")
-    uncompiled = make_model
     with strategy().scope():
         import keras
 

