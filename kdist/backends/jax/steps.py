@@ -113,6 +113,8 @@ class JaxSteps(StepFunction):
         if state is None:
             return
         keras_hooks.hide_state(self._model())
+        # An execution that failed after it was started raises here, and not where its values are used.
+        jax.block_until_ready(state)
         if not self._eager:
             state = self._replicas.show(state)
         for variables, values in zip(_state_variables(self._model(), self._kind), state, strict=True):

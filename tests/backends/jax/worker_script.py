@@ -27,7 +27,8 @@ class Happens(keras.callbacks.ProgbarLogger):
     """Passes for one of Keras's own callbacks: no vote after each batch, so steps alone connect workers."""
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-        if batch == 50:
+        time.sleep(0.01)  # so that it happens in the middle of an epoch
+        if batch == 20:
             print("BEGAN", time.time(), flush=True)
             if me == WHOM:
                 # From another thread, since that is what a kernel or an operator does.
@@ -57,10 +58,14 @@ if WHAT == "twice":
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-x = np.ones((64, 4), "float32")
+x = np.ones((384, 4), "float32")
 epochs = 1 if WHAT in ("late", "twice", "none") else 500
 Happens.__module__ = "keras.test"
-model.fit(x, x[:, :1], batch_size=1, epochs=epochs, verbose=0, callbacks=[Happens()])
+try:
+    model.fit(x, x[:, :1], batch_size=6, epochs=epochs, verbose=0, callbacks=[Happens()])
+except kdist.errors.WorkerLostError:
+    print("WEIGHTS", np.isfinite(model.get_weights()[0]).all(), flush=True)
+    raise
 if WHAT == "late" and me == WHOM:
     time.sleep(4)
 print("DONE", flush=True)

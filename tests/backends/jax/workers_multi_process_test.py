@@ -102,6 +102,7 @@ def test_the_others_of_three_name_the_same_worker(jobs: list[Job]) -> None:
     assert job.wait() == {0: 1, 1: 1, 2: -signal.SIGKILL}
     for index in (0, 1):
         assert f"without {job.name(2)}, which has died" in job.outputs[index]
+        assert "WEIGHTS True" in job.outputs[index]
 
 
 def test_a_worker_that_stands_still_ends_the_others(jobs: list[Job]) -> None:
