@@ -12,7 +12,7 @@ import pytest
 from kdist.testing import WorkerPool, free_ports
 
 # Of a process that imports Keras and PyTorch on a busy machine.
-START = 120
+START = 180
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ class Job:
 
 TRAIN = """
     import faulthandler, os, sys, signal, time
-    faulthandler.dump_traceback_later(100, exit=True)  # a hang shows where
+    faulthandler.dump_traceback_later(150, exit=True)  # a hang shows where
     import keras, numpy as np, kdist
     index = int(sys.argv[1])
     strategy = kdist.MultiWorkerMirroredStrategy()
