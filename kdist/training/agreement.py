@@ -43,7 +43,9 @@ def check_equal(runtime: Runtime, what: str, facts: Mapping[str, Any], hint: str
         return
     # JSON turns tuples into lists: compare what travelled.
     everyone = gather(runtime, dict(facts))
-    names = dict.fromkeys(name for worker in everyone for name in worker)  # some may have facts that others lack
+    names = dict.fromkeys(
+        name for worker in everyone for name in worker
+    )  # some may have facts that others lack
     for name in names:
         value = everyone[0].get(name)
         for index, other in enumerate(everyone[1:], start=1):

@@ -27,7 +27,9 @@ def _strategy(num_devices: int | None = None) -> Any:
     import kdist
 
     if num_devices is not None:
-        keras.kdist_test_devices = [f"cpu:{i}" for i in range(num_devices)]  # the worker's memory between calls
+        keras.kdist_test_devices = [
+            f"cpu:{i}" for i in range(num_devices)
+        ]  # the worker's memory between calls
     return kdist.MultiWorkerMirroredStrategy(devices=keras.kdist_test_devices)
 
 
@@ -72,7 +74,9 @@ def test_every_worker_predicts_all_rows_in_order(pool: WorkerPool) -> None:
 
         with _strategy().scope():
             model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
-        return model.predict(np.arange(rows, dtype="float32")[:, None], batch_size=5, verbose=0).ravel().tolist()
+        return (
+            model.predict(np.arange(rows, dtype="float32")[:, None], batch_size=5, verbose=0).ravel().tolist()
+        )
 
     for rows in (1, 13, 20):
         assert pool.run(predict, rows) == [list(map(float, range(rows)))] * pool.num_workers
@@ -89,7 +93,11 @@ def test_numbers_are_those_of_one_device(pool: WorkerPool) -> None:
         strategy = _strategy()
         with strategy.scope() if distributed else contextlib.nullcontext():
             keras.utils.set_random_seed(1)
-            layers = [keras.layers.Dense(8, use_bias=False), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
+            layers = [
+                keras.layers.Dense(8, use_bias=False),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+            ]
             model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(2)])
             model.compile(keras.optimizers.Adam(0.01, clipnorm=0.5), "mse", metrics=["mae"])
         # Different seeds on the workers: the order of the rows must be the chief's all the same.
