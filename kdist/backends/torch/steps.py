@@ -191,9 +191,8 @@ def _take_rows(batch: GlobalBatch, rows: slice) -> Any:
         # Strings and objects are for the user's own `train_step`.
         if isinstance(part, np.ndarray) and part.dtype.kind not in "biufcV":
             return part
-        tensor = keras.ops.convert_to_tensor(part)
-        # Keras multiplies sample weights in place. That must reach neither the user's arrays nor another
-        # replica: autograd counts the writes to the whole batch.
-        return tensor.clone() if tensor.device.type == "cpu" or tensor is part else tensor
+        # Keras multiplies sample weights in place. That must reach neither the user's tensors nor another
+        # replica (autograd counts the writes to the whole batch). Arrays are copied as they are converted.
+        return keras.ops.convert_to_tensor(part.clone() if isinstance(part, torch.Tensor) else part)
 
     return keras.tree.map_structure(take, batch)

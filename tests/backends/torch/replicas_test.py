@@ -1,9 +1,13 @@
+import gc
+import weakref
+
+import keras
 import numpy as np
 import pytest
 import torch
 
 from kdist.backends.replica import split_rows
-from kdist.backends.torch.replicas import TorchReplica
+from kdist.backends.torch.replicas import TorchReplica, VariableCopies
 from kdist.backends.torch.threads import ReplicaThreads
 
 
@@ -96,6 +100,28 @@ def test_half_precision_moments_do_not_overflow():
         assert mean.dtype == variance.dtype == torch.float16
         assert mean.shape == (1, 2)
         assert torch.isfinite(mean).all()
+
+
+def test_copies_do_not_keep_variables_alive_and_follow_them():
+    copies = VariableCopies(torch.device("cpu"))
+    variable = keras.Variable([1.0, 2.0])
+    copy = copies.get(variable)
+    copy.grad = torch.ones(2)
+    assert copy.is_leaf
+    assert copy.requires_grad
+    variable.assign([3.0, 4.0])
+    variable.trainable = False
+    copies.start_step()
+    assert copies.get(variable) is copy
+    assert copy.tolist() == [3.0, 4.0]
+    assert copy.grad is None
+    assert not copy.requires_grad
+    gone = weakref.ref(variable)
+    del variable
+    gc.collect()
+    assert gone() is None
+    copies.start_step()
+    assert copies.versions() == {}
 
 
 def test_sums_have_one_collective_a_dtype_and_keep_shapes():

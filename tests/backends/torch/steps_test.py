@@ -61,7 +61,7 @@ class TorchInside(keras.Model):
 
     def call(self, x, training=False):
         if kdist.get_replica_context() is not None and kdist.has_strategy():
-            self.modes.append((training, self.b.training))
+            self.modes.append((training, self.b.training, torch.is_grad_enabled()))
         return self.c(self.b(torch.relu(self.a(x))))
 
 
@@ -76,7 +76,7 @@ def test_torch_modules_inside_a_model(replicas):
     _, expected = train(None, make, x, y)
     model, actual = train(mirrored(replicas), make, x, y)
     assert_same_numbers(actual, expected)
-    assert set(model.modes) == {(True, True), (False, False)}  # the mode that torch modules see
+    assert set(model.modes) == {(True,) * 3, (False,) * 3}  # the mode that torch modules see
     assert isinstance(model.a.module, torch.nn.Linear)
     assert "zero_grad" not in vars(model)
 
@@ -104,15 +104,15 @@ def test_synchronised_batch_normalization_is_that_of_one_device(replicas, rows):
 
 
 @REPLICAS
-def test_the_user_s_arrays_are_not_written_to(replicas):
+@pytest.mark.parametrize("convert", [np.array, torch.tensor])
+def test_the_user_s_data_are_not_written_to(replicas, convert):
     # Keras multiplies sample weights with the mask in place.
     model_input = keras.Input((4,), dtype="int32")
     hidden = keras.layers.Embedding(5, 3, mask_zero=True)(model_input)
     with mirrored(replicas).scope():
         model = keras.Model(model_input, keras.layers.Dense(1)(hidden))
         model.compile("sgd", "mse")
-    x = np.array([[1, 2, 0, 0]] * 4)
-    y, weights = np.ones((4, 4, 1), "float32"), np.full((4, 4), 2.0, "float32")
+    x, y, weights = convert([[1, 2, 0, 0]] * 4), convert([[[1.0]] * 4] * 4), convert([[2.0] * 4] * 4)
     model.train_on_batch(x, y, sample_weight=weights)
     assert (weights == 2).all()
 
@@ -161,6 +161,20 @@ def test_a_step_that_branches_on_the_replica_is_an_error():
         model.compile(loss="mse")
     with pytest.raises(kdist.errors.WorkerMismatchError, match="same collectives"):
         model.evaluate(*data(), verbose=0)
+
+
+@REPLICAS
+def test_values_that_are_set_between_steps_reach_every_replica(replicas):
+    with mirrored(replicas).scope():
+        model = keras.Sequential([keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    x, y = data()
+    model.fit(x, y, verbose=0)
+    kernel, bias = np.array(model.get_weights()[0]) * 3, np.array([1.0, -1.0], "float32")
+    model.set_weights([kernel, bias])
+    expected = ((x @ kernel + bias - y) ** 2).mean()
+    assert model.evaluate(x, y, verbose=0) == pytest.approx(expected, rel=RTOL)
+    np.testing.assert_allclose(model.predict(x, verbose=0), x @ kernel + bias, rtol=RTOL, atol=ATOL)
 
 
 def test_a_model_and_its_threads_can_be_freed():
