@@ -68,6 +68,12 @@ class CommunicationOptions:
                     received={"implementation": implementation},
                 )
             implementation = names[implementation]
+        if not isinstance(implementation, CommunicationImplementation):
+            raise InvalidArgumentError(
+                "implementation must be a CommunicationImplementation or its name.",
+                received={"implementation": implementation},
+                hint='For example: implementation="RING"',
+            )
         self.bytes_per_pack = bytes_per_pack
         self.timeout_seconds = timeout_seconds
         self.implementation = implementation

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from kdist.backends import device_names
 from kdist.backends.contract import Backend
 from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow import workers
@@ -37,7 +38,9 @@ class TensorFlowBackend(Backend):
         self, devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions
     ) -> TensorFlowRuntime:
         """Creates a native `MirroredStrategy`, or joins the workers with `MultiWorkerMirroredStrategy`."""
-        names = tuple(devices) or self.list_devices()
+        names = tuple(map(device_names.short_name, devices)) or self.list_devices()
+        if cluster is None or not names[0].startswith("cpu:"):
+            names = self.require_devices(names)
         if options.implementation is CommunicationImplementation.NCCL and not names[0].startswith("gpu:"):
             raise DeviceError(
                 "NCCL runs on NVIDIA GPUs only, and TensorFlow sees none.",

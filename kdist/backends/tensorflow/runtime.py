@@ -60,7 +60,9 @@ class TensorFlowRuntime(Runtime):
         return self.workers.all_gather_bytes(data)
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Nothing to do: `MultiWorkerMirroredStrategy` broadcasts the chief's value as a variable is created."""
+        """Sends the chief's values with one collective a dtype."""
+        if self.workers is not None and variables:
+            self.workers.broadcast(variables)
 
     def train_function(self, model: Any) -> StepFunction:
         """Runs `model.train_step` in every replica."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import context as eager_context
 
-from kdist.cluster import environment
-from kdist.cluster.exchange import complete_addresses
+from kdist.cluster import (
+    check_port_free,
+    complete_addresses,
+    environment,
+    is_loopback,
+    join_address,
+    split_address,
+)
 from kdist.errors import (
     ClusterConfigError,
     DeviceError,
@@ -84,13 +92,17 @@ class Workers:
         A sum in which every worker fills its own row and leaves the others zero: unlike the gathering of
         `tf.distribute`, it is traced once and not at every call.
         """
-        sent = value if value.dtype in _SUMMABLE else tf.cast(value, tf.int32)
+        rows = [value if i == self.worker_index else tf.zeros_like(value) for i in range(self.num_workers)]
+        return self._sum(tf.stack(rows))
+
+    def _sum(self, value: Any) -> Any:
+        """Sums a tensor over the workers."""
+        sent = value if value.dtype in _SUMMABLE else tf.cast(value, tf.int64)
         key = (sent.dtype, len(sent.shape))
         if key not in self._sums:
-            signature = [tf.TensorSpec([None] * (len(sent.shape) + 1), sent.dtype)]
+            signature = [tf.TensorSpec([None] * len(sent.shape), sent.dtype)]
             self._sums[key] = tf.function(self._sum_over_workers, input_signature=signature)
-        rows = [sent if i == self.worker_index else tf.zeros_like(sent) for i in range(self.num_workers)]
-        return tf.cast(self._sums[key](tf.stack(rows)), value.dtype)
+        return tf.cast(self._sums[key](sent), value.dtype)
 
     def _sum_over_workers(self, value: Any) -> Any:
         @tf.autograph.experimental.do_not_convert
@@ -102,6 +114,19 @@ class Workers:
             return context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
 
         return self._native.experimental_local_results(self._native.run(replica))[0]
+
+    def broadcast(self, variables: Sequence[Any]) -> None:
+        """Gives every worker the chief's values of Keras variables: one collective a dtype."""
+        groups: dict[Any, list[Any]] = {}
+        for variable in variables:
+            groups.setdefault(tf.as_dtype(variable.dtype), []).append(variable)
+        for members in groups.values():
+            values = [tf.convert_to_tensor(variable.value) for variable in members]
+            flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+            flat = self._sum(flat if self.worker_index == 0 else tf.zeros_like(flat))
+            sizes = [int(tf.size(value)) for value in values]
+            for variable, value, part in zip(members, values, tf.split(flat, sizes), strict=True):
+                variable.assign(tf.reshape(part, value.shape))
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Returns a `WorkerLostError` for an engine error about another worker."""
@@ -152,7 +177,7 @@ def join(
             )
         return _joined[1], Workers(cluster, _joined[1])
     timeout = float(environment.get("KDIST_JOIN_TIMEOUT", "300") or 300)
-    addresses = complete_addresses(cluster, timeout)
+    addresses = _meet(cluster, timeout)
     _configure_heartbeats(len(addresses), timeout)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": list(addresses)}),
@@ -170,8 +195,44 @@ def join(
         native = tf.distribute.MultiWorkerMirroredStrategy(resolver, native_options)
     except (RuntimeError, tf.errors.OpError) as error:
         raise _joining_error(error, cluster, timeout) from error
+    _create_variables_alone(native)
     _joined = (cluster, native)
     return native, Workers(cluster, native)
+
+
+def _meet(cluster: Cluster, timeout: float) -> tuple[str, ...]:
+    """Waits until all workers are there; returns their addresses.
+
+    TensorFlow waits too, but its chief does so forever, whatever time it is given to register.
+    """
+    known = tuple(address for address in cluster.addresses if address)
+    try:
+        if cluster.coordinator_taken or len(known) < cluster.num_workers:
+            return complete_addresses(cluster, timeout)
+        host, port = split_address(known[0])
+        if cluster.is_chief:
+            check_port_free(join_address(host if is_loopback(host) else "0.0.0.0", port))
+        # The exchange meets at the port after the one it is given: TensorFlow's server takes the same port next.
+        unknown = dataclasses.replace(
+            cluster, addresses=(None,) * cluster.num_workers, coordinator=join_address(host, port - 1)
+        )
+        complete_addresses(unknown, timeout)
+        return known
+    except WorkerTimeoutError as error:
+        missing = sorted({int(number) for number in re.findall(r"worker (\d+)", error.rule, re.IGNORECASE)})
+        raise _missing_error(cluster, timeout, missing) from error
+
+
+def _create_variables_alone(native: tf.distribute.Strategy) -> None:
+    """Lets each worker create variables without the others, as on the other backends.
+
+    `tf.distribute` broadcasts each value as the variable is created: a collective a variable, which waits
+    forever if workers do not create the same ones. kdist compares the models first, and then broadcasts
+    all values at once. For the replicas of one worker, the method of the base class is right.
+    """
+    extended = native.extended
+    method = mirrored_strategy.MirroredExtended._get_variable_creator_initial_value
+    extended._get_variable_creator_initial_value = method.__get__(extended)
 
 
 def _configure_heartbeats(num_workers: int, timeout: float) -> None:
@@ -204,9 +265,13 @@ def _joining_error(error: Exception, cluster: Cluster, timeout: float) -> Except
             hint="Choose another port, or end that process.",
         )
     missing = sorted({int(task) for task in _TASK.findall(text)} - {cluster.worker_index})
+    return _missing_error(cluster, timeout, missing)
+
+
+def _missing_error(cluster: Cluster, timeout: float, missing: Sequence[int]) -> WorkerTimeoutError:
     named = ", ".join(cluster.worker_names[i] for i in missing if i < cluster.num_workers) or "some workers"
     return WorkerTimeoutError(
         f"All {cluster.num_workers} workers must come within {timeout:g} s, but {named} did not.",
-        received={"this_worker": me, "error": text.splitlines()[0][:200]},
-        hint="Start the missing workers, or wait longer: KDIST_JOIN_TIMEOUT=600",
+        received={"this_worker": cluster.worker_names[cluster.worker_index]},
+        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600",
     )
