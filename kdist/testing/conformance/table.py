@@ -35,7 +35,7 @@ def table(results: dict[str, str]) -> str:
     rows = [_row(entry, results, notes) for entry in catalogue()]
     tested = "; ".join(f"{c.title}{'' if len(c.backends) == 3 else '*'}" for c in CONFIGURATIONS.values())
     partly = [c for c in CONFIGURATIONS.values() if len(c.backends) < 3]
-    lines = [*head, *rows, "", f"✓ n/n: passed under n of n strategies: {tested}."]
+    lines = [*head, *rows, "", f"✓ m/n: all that were run passed, m of the n strategies: {tested}."]
     for c in partly:
         names = ", ".join(_BACKENDS[b] for b in c.backends)
         lines.append(f"\\* {names} only: {c.why_not_all}.")
@@ -56,8 +56,12 @@ def _cell(entry: Entry, backend: str, results: dict[str, str]) -> str:
     if backend not in entry.backends:
         return "–"
     names = [c.name for c in CONFIGURATIONS.values() if backend in c.backends]
-    passed = sum(results.get(f"{backend}-{name}-{entry.name}") == "passed" for name in names)
-    return f"{'✓' if passed == len(names) else '✗'} {passed}/{len(names)}"
+    outcomes = [results.get(f"{backend}-{name}-{entry.name}") for name in names]
+    if not any(outcomes):
+        return "not run"
+    passed = outcomes.count("passed")
+    mark = "✓" if passed == len(names) - outcomes.count(None) else "✗"
+    return f"{mark} {passed}/{len(names)}"
 
 
 def replace_table(text: str, results: dict[str, str]) -> str:
