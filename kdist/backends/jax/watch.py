@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -38,7 +38,11 @@ _GRACE = 3.0
 _NAMING = 13.0
 # How long a chief that has failed serves the others, so that they can read why.
 _FAREWELL = 10.0
+# How long the sockets of a process that was killed may take to close, one after the other.
+_CLOSING = 2.0
 _DIED = "which has died or cannot be reached any more"
+_FAILED = "which has failed"
+_LOST_ANOTHER = "which has lost another worker"
 
 _CHandler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _kept: list[Any] = []  # C code calls or owns these until the process ends
@@ -75,6 +79,7 @@ class Watch:
         self._working = 0
         self._explained = False  # an error has been raised to the user, whose turn it is
         self._leaving = False
+        self._aborted = threading.Event()
         self._changed = threading.Condition()
         # Registered after JAX's own handler, so called before it.
         atexit.register(self._leave)
@@ -91,32 +96,35 @@ class Watch:
         finally:
             self._working -= 1
 
-    def check(self, index: int) -> None:
-        """Raises if a worker that is waited for has gone."""
-        if index == self._cluster.worker_index:
-            return
-        what = self._lost.get(index) or self._ended(index)
-        if what is not None:
+    def check(self, index: int | None = None) -> None:
+        """Raises if a worker is lost, or if the one that is waited for has ended."""
+        culprits = dict(self._lost)
+        if not culprits and index not in (None, self._cluster.worker_index):
+            culprits = self._culprits_among([index])
+        if culprits:
             self._explained = True
-            raise self._error({index: what}, None)
+            raise self._error(culprits, None)
 
     def explain(self, error: BaseException) -> BaseException:
         """Waits until it is known who was lost, and returns the error that says so."""
-        self._explained = True
         deadline = time.monotonic() + _NAMING
-        while not (culprits := self._culprits()) and time.monotonic() < deadline:
+        ended: dict[int, str] = {}
+        # Not in this thread: a question to a chief that is dying is never answered.
+        threading.Thread(
+            target=self._ask, args=(ended, deadline), name="kdist watch: ask", daemon=True
+        ).start()
+        while not (self._lost or ended) and time.monotonic() < deadline:
+            if not self._chief_answers():
+                self._note(0, _DIED)
             with self._changed:
-                self._changed.wait(0.2)
-        return self._error(culprits, error)
+                self._changed.wait(0.1)
+        self._explained = True
+        return self._error(dict(self._lost) or ended, error)
 
-    def _culprits(self) -> dict[int, str]:
-        """Whom to name: who died, else who failed, else who ended early."""
-        if not self._chief_answers():
-            self._note(0, _DIED)
-        if self._lost:
-            return dict(self._lost)
-        ended = {index: what for index in self._others if (what := self._ended(index)) is not None}
-        return {i: what for i, what in ended.items() if what.startswith("which has failed")} or ended
+    def _ask(self, ended: dict[int, str], deadline: float) -> None:
+        while not ended and time.monotonic() < deadline:
+            ended.update(self._culprits_among(self._others))
+            time.sleep(0.1)
 
     def _error(self, culprits: dict[int, str], error: BaseException | None) -> WorkerLostError:
         names = self._cluster.worker_names
@@ -143,27 +151,32 @@ class Watch:
                 # without those whose heartbeats (which need no Python) have stopped.
                 live = self._client.get_live_nodes(everyone)
             except jax.errors.JaxRuntimeError:
-                if not self._leaving and not self._chief_answers():
+                if self._leaving or not self._chief_answers():
                     self._note(0, _DIED)
-                return
+                    return
+                time.sleep(0.2)  # its sockets close one after the other
+                continue
             for index in set(self._others) - set(live) - self._gone:
-                what = self._ended(index)
-                if what is None or what.startswith("which has failed"):
-                    self._note(index, what or _DIED)
+                said = self._said(index)
+                if said is None or said["what"].startswith(_FAILED):
+                    self._note(index, _DIED if said is None else said["what"])
                 self._gone.add(index)
             time.sleep(pause)
 
-    def _ended(self, index: int) -> str | None:
-        """What a worker said when it left, as a clause; `None` if it said nothing or that it lost another."""
+    def _said(self, index: int) -> dict[str, str] | None:
+        """What a worker said when it left; `None` if it is there, or died without a word."""
         if 0 in self._lost:
             return None
         try:
-            said = json.loads(self._client.key_value_try_get(f"kdist/ended/{index}"))
+            return dict(json.loads(self._client.key_value_try_get(_farewell_key(index))))
         except jax.errors.JaxRuntimeError:
             return None
-        if said["lost_another"]:
-            return None
-        return f"which has failed: {said['error']}" if said["error"] else "which has ended before the others"
+
+    def _culprits_among(self, indices: Sequence[int]) -> dict[int, str]:
+        """Those who have left and not because of another: who failed, else who ended."""
+        left = {index: said["what"] for index in indices if (said := self._said(index)) is not None}
+        left = {index: what for index, what in left.items() if what != _LOST_ANOTHER}
+        return {index: what for index, what in left.items() if what.startswith(_FAILED)} or left
 
     def _chief_answers(self) -> bool:
         if self._cluster.is_chief or 0 in self._lost:
@@ -212,13 +225,17 @@ class Watch:
         self._earlier_handler = _libc().signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
 
     def _on_abort(self, number: int) -> None:
-        if self._leaving:  # the chief was faster: nothing is lost
+        if self._leaving and 0 not in self._lost:  # the chief was faster to leave: nothing is lost
             os._exit(1 if _uncaught() else 0)
+        deadline = time.monotonic() + _CLOSING
+        while not self._cluster.is_chief and self._chief_answers() and time.monotonic() < deadline:
+            time.sleep(0.1)
         if self._chief_answers():  # an abort of another kind
             if self._earlier_handler not in (None, 0, 1):
                 _CHandler(self._earlier_handler)(number)
             return
         self._note(0, _DIED)
+        self._aborted.set()
         # The main thread gets an error from the collective and raises it. To return means to abort.
         deadline = time.monotonic() + _GRACE
         while not self._explained:
@@ -233,19 +250,27 @@ class Watch:
     def _leave(self) -> None:
         """Says goodbye; the chief waits for the others, since they need the service that it hosts."""
         self._leaving = True
-        if 0 not in self._lost:
+        if 0 in self._lost:
+            self._aborted.wait(_CLOSING)  # JAX tries to abort once, and is held
+        else:
             error = _uncaught()
-            said = json.dumps({"error": error, "lost_another": bool(error and self._explained)})
+            what = "which has ended before the others" if error is None else f"{_FAILED}: {error}"
+            if error is not None and self._explained:
+                what = _LOST_ANOTHER
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._client.key_value_set(f"kdist/ended/{self._cluster.worker_index}", said)
+                key = _farewell_key(self._cluster.worker_index)
+                self._client.key_value_set(key, json.dumps({"what": what}))
             if self._cluster.is_chief:
                 self._wait_for_others(_FAREWELL if error else None)
                 time.sleep(0.3)  # they disconnect next
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 jax.distributed.shutdown()
             self._thread.join(5.0)
-        # No Python may be called from C once the interpreter is gone.
-        _libc().signal(signal.SIGABRT, None)
+        # No Python may be called from C once the interpreter is gone. Where the chief is lost, threads may
+        # still wait for its answers in C++, and abort the process if they wake too late: it is to end anyway.
+        libc = _libc()
+        end = ctypes.cast(libc._exit, ctypes.c_void_p) if 0 in self._lost else None
+        libc.signal(signal.SIGABRT, end)
 
     def _wait_for_others(self, limit: float | None) -> None:
         began = time.monotonic()
@@ -266,10 +291,14 @@ class Watch:
 
     def _has_left(self, index: int) -> bool:
         try:
-            self._client.blocking_key_value_get(f"kdist/ended/{index}", 500)
+            self._client.blocking_key_value_get(_farewell_key(index), 500)
             return True
         except jax.errors.JaxRuntimeError:
             return False
+
+
+def _farewell_key(index: int) -> str:
+    return f"kdist/farewell/{index}"
 
 
 def _uncaught() -> str | None:

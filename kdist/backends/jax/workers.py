@@ -108,6 +108,7 @@ class JoinedWorkers(Workers):
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker through the key-value store of the service."""
+        self._watch.check()
         turn, self._gathered = self._gathered, self._gathered + 1
         with self.working():
             self._client.key_value_set_bytes(_message_key(turn, self.worker_index), data)

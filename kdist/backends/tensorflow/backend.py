@@ -48,8 +48,7 @@ class TensorFlowBackend(Backend):
                 hint="Use CommunicationImplementation.AUTO or RING.",
             )
         if cluster is None:
-            native = tf.distribute.MirroredStrategy([name.upper() for name in names])
-            return TensorFlowRuntime(native, names, None)
+            return TensorFlowRuntime(_mirrored(names), names, None)
         native, joined = workers.join(cluster, options, names)
         return TensorFlowRuntime(native, names, joined)
 
@@ -65,6 +64,20 @@ class TensorFlowBackend(Backend):
         """Sets the global seed of another worker, unless it is the same: setting it restarts all draws."""
         if _global_seed() != int(state):
             tf.random.set_seed(int(state))
+
+
+# More groups of devices than one strategy uses; TensorFlow's own tests take the same distance.
+_KEYS_PER_STRATEGY = 100_000
+
+
+def _mirrored(names: Sequence[str]) -> tf.distribute.Strategy:
+    """Makes a native strategy whose collectives are not mistaken for those of another one in this process.
+
+    TensorFlow numbers them from the same start in each strategy: a second one, as in a notebook's cell that is
+    run again, fails with "Shape mismatch in the collective instance".
+    """
+    tf.distribute.MirroredStrategy._collective_key_base += _KEYS_PER_STRATEGY
+    return tf.distribute.MirroredStrategy([name.upper() for name in names])
 
 
 def _global_seed() -> int | None:

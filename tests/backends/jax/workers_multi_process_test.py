@@ -57,7 +57,7 @@ class Job:
                 command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
 
-    def wait(self, timeout: float = 180.0) -> dict[int, int]:
+    def wait(self, timeout: float = 120.0) -> dict[int, int]:
         """Waits for all; returns their exit codes."""
         deadline = time.monotonic() + timeout
         for index, process in self.processes.items():
