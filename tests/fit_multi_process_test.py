@@ -293,6 +293,8 @@ def in_worker_continue(under_strategy):
     import contextlib
 
     seeded()
+    import keras
+
     with strategy().scope() if under_strategy else contextlib.nullcontext():
         model = make_model(units=5)
     x, y = make_data()
