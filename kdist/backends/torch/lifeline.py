@@ -24,7 +24,7 @@ _MESSAGE = struct.Struct("!4scI")
 _MAGIC = b"kdl1"
 _HELLO, _DIED, _FAILED, _ENDED = b"H", b"D", b"F", b"E"
 _WORDS = {
-    _DIED: "has died",
+    _DIED: "has died or cannot be reached any more",
     _FAILED: "has failed with an error of its own",
     _ENDED: "has ended before the others",
 }
