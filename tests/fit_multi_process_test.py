@@ -292,6 +292,8 @@ def in_worker_continue(under_strategy):
     """Two fits, the second with other data, other batches and a validation set; then an evaluation."""
     import contextlib
 
+    import keras
+
     seeded()
     import keras
 
