@@ -295,7 +295,6 @@ def in_worker_continue(under_strategy):
     import keras
 
     seeded()
-    import keras
 
     with strategy().scope() if under_strategy else contextlib.nullcontext():
         model = make_model(units=5)

@@ -18,11 +18,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.extend.backend
 
 from kdist.cluster import split_address
 from kdist.errors import WorkerLostError
@@ -40,6 +39,8 @@ _NAMING = 13.0
 _FAREWELL = 10.0
 # How long the sockets of a process that was killed may take to close, one after the other.
 _CLOSING = 2.0
+# How long a worker that has ended in good order may be waited for: what it took part in ends soon, or never.
+_UNANSWERED = 8.0
 _DIED = "which has died or cannot be reached any more"
 _FAILED = "which has failed"
 _LOST_ANOTHER = "which has lost another worker"
@@ -77,6 +78,8 @@ class Watch:
         self._lost: dict[int, str] = {}  # worker -> what happened to it
         self._gone: set[int] = set()  # these, and those that have ended in good order
         self._working = 0
+        self._entered = 0.0  # when the main thread began to wait for others
+        self._watching = True
         self._explained = False  # an error has been raised to the user, whose turn it is
         self._leaving = False
         self._aborted = threading.Event()
@@ -84,12 +87,18 @@ class Watch:
         # Registered after JAX's own handler, so called before it.
         atexit.register(self._leave)
         self._catch_abort()
-        self._thread = threading.Thread(target=self._watch, name="kdist watch", daemon=True)
-        self._thread.start()
+        self._threads: list[threading.Thread] = []
+        self._start(self._watch)
+
+    def _start(self, function: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=function, args=args, name="kdist watch", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Entered while the main thread may wait for other workers."""
+        self._entered = time.monotonic()
         self._working += 1
         try:
             yield
@@ -122,7 +131,7 @@ class Watch:
         return self._error(dict(self._lost) or ended, error)
 
     def _ask(self, ended: dict[int, str], deadline: float) -> None:
-        while not ended and time.monotonic() < deadline:
+        while not (ended or self._lost or self._leaving) and time.monotonic() < deadline:
             ended.update(self._culprits_among(self._others))
             time.sleep(0.1)
 
@@ -145,7 +154,8 @@ class Watch:
     def _watch(self) -> None:
         everyone = list(range(self._cluster.num_workers))
         pause = max(1.0, len(everyone) / 100)
-        while not self._leaving:
+        ended: dict[int, str] = {}  # those who have left in good order
+        while self._watching:
             try:
                 # Waits for the watches of all who are alive, whatever their main threads do, and answers
                 # without those whose heartbeats (which need no Python) have stopped.
@@ -160,8 +170,21 @@ class Watch:
                 said = self._said(index)
                 if said is None or said["what"].startswith(_FAILED):
                     self._note(index, _DIED if said is None else said["what"])
+                else:
+                    ended[index] = said["what"]
                 self._gone.add(index)
+            # A chief that has ended is still alive, for the sake of those who need its service.
+            if 0 not in ended and not self._cluster.is_chief and (said := self._said(0)) is not None:
+                ended[0] = said["what"]
+            self._note_unanswered(ended)
             time.sleep(pause)
+
+    def _note_unanswered(self, ended: dict[int, str]) -> None:
+        """Gives up waiting for workers that have ended and will not answer."""
+        if self._working and time.monotonic() - self._entered > _UNANSWERED:
+            if ended:
+                self._say(_LOST_ANOTHER)
+                self._end(ended)
 
     def _said(self, index: int) -> dict[str, str] | None:
         """What a worker said when it left; `None` if it is there, or died without a word."""
@@ -196,19 +219,19 @@ class Watch:
             self._changed.notify_all()
         if index == 0:
             _abandon_client()
-        threading.Thread(target=self._enforce, name="kdist watch: end", daemon=True).start()
+        self._start(self._enforce)
 
     def _enforce(self) -> None:
         time.sleep(_GRACE)
         while not self._explained and not self._leaving:
             if self._working:
-                self._end()
+                self._end(self._lost)
             time.sleep(0.5)
 
-    def _end(self) -> None:
+    def _end(self, culprits: dict[int, str]) -> None:
         """Ends the process: its main thread waits, in C++, for a worker that will not come."""
         with contextlib.suppress(Exception):
-            print(f"kdist: {self._error(dict(self._lost), None)}", file=sys.stderr, flush=True)
+            print(f"kdist: {self._error(dict(culprits), None)}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         os._exit(1)
 
@@ -240,7 +263,7 @@ class Watch:
         deadline = time.monotonic() + _GRACE
         while not self._explained:
             if time.monotonic() > deadline:
-                self._end()
+                self._end(self._lost)
             time.sleep(0.1)
         while True:  # in C, so that the thread does not wake in an interpreter that is gone
             _libc().sleep(1_000_000)
@@ -257,34 +280,35 @@ class Watch:
             what = "which has ended before the others" if error is None else f"{_FAILED}: {error}"
             if error is not None and self._explained:
                 what = _LOST_ANOTHER
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                key = _farewell_key(self._cluster.worker_index)
-                self._client.key_value_set(key, json.dumps({"what": what}))
+            self._say(what)
             if self._cluster.is_chief:
                 self._wait_for_others(_FAREWELL if error else None)
                 time.sleep(0.3)  # they disconnect next
+            self._watching = False
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 jax.distributed.shutdown()
-            self._thread.join(5.0)
-        # No Python may be called from C once the interpreter is gone. Where the chief is lost, threads may
-        # still wait for its answers in C++, and abort the process if they wake too late: it is to end anyway.
+            for thread in self._threads:
+                thread.join(3.0)
+        # No Python may be called from C once the interpreter is gone. Where a worker is lost, threads may still
+        # wait for answers in C++, and would abort the process if they wake too late: it is to end anyway.
         libc = _libc()
-        end = ctypes.cast(libc._exit, ctypes.c_void_p) if 0 in self._lost else None
+        end = ctypes.cast(libc._exit, ctypes.c_void_p) if self._lost else None
         libc.signal(signal.SIGABRT, end)
+
+    def _say(self, what: str) -> None:
+        """Leaves word for the others why this worker ends."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            key = _farewell_key(self._cluster.worker_index)
+            self._client.key_value_set(key, json.dumps({"what": what}))
 
     def _wait_for_others(self, limit: float | None) -> None:
         began = time.monotonic()
-        told = cleared = False
+        told = False
         for index in self._others:
             while index not in self._gone and not self._has_left(index):
                 waited = time.monotonic() - began
                 if limit is not None and waited > limit:
                     return
-                if waited > 1 and not cleared:
-                    cleared = True
-                    # Closes the connections: who waits in a collective for this worker learns that it left.
-                    with contextlib.suppress(Exception):
-                        jax.extend.backend.clear_backends()
                 if waited > 10 and not told:
                     told = True
                     _log.warning("Waiting for %s to end.", self._cluster.worker_names[index])
