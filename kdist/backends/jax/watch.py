@@ -181,10 +181,9 @@ class Watch:
 
     def _note_unanswered(self, ended: dict[int, str]) -> None:
         """Gives up waiting for workers that have ended and will not answer."""
-        if self._working and time.monotonic() - self._entered > _UNANSWERED:
-            if ended:
-                self._say(_LOST_ANOTHER)
-                self._end(ended)
+        if ended and self._working and time.monotonic() - self._entered > _UNANSWERED:
+            self._say(_LOST_ANOTHER)
+            self._end(ended)
 
     def _said(self, index: int) -> dict[str, str] | None:
         """What a worker said when it left; `None` if it is there, or died without a word."""
