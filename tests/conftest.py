@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 CONTRACT = "contract_multi_process_test.py"
+
+
+# A shell lets what it starts in the background ignore Ctrl-C, and all processes started from there inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

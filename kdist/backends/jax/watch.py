@@ -170,7 +170,7 @@ class Watch:
                 said = self._said(index)
                 if said is None or said["what"].startswith(_FAILED):
                     self._note(index, _DIED if said is None else said["what"])
-                else:
+                elif said["what"] != _LOST_ANOTHER:  # else the one that it has lost is noticed soon
                     ended[index] = said["what"]
                 self._gone.add(index)
             # A chief that has ended is still alive, for the sake of those who need its service.

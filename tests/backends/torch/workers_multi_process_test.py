@@ -319,7 +319,7 @@ def test_a_port_that_somebody_else_has_is_an_error_within_ten_seconds(strangers)
         assert answer[1] < 10
 
 
-GROUP = """
+GROUP = r"""
     import sys, json, os
     import numpy as np, keras, torch.distributed as dist, kdist
     if len(sys.argv) > 1:
