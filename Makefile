@@ -56,7 +56,7 @@ table: .venv/ready
 	$(PYTHON) -m venv .venv-nightly
 	grep -v '^keras' constraints.txt > .venv-nightly/constraints.txt
 	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet install -c .venv-nightly/constraints.txt \
-	  keras-nightly tensorflow-cpu jax torch scikit-learn cloudpickle pytest pytest-xdist hypothesis
+	  keras-nightly tensorflow-cpu jax torch scikit-learn cloudpickle grain pytest pytest-xdist hypothesis
 	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes keras
 	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet install --force-reinstall --no-deps keras-nightly
 	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -e .

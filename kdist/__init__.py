@@ -20,6 +20,9 @@ _CONTENTS = {
         "has_strategy",
         "in_cross_replica_context",
     ),
+    "kdist.data.distributed_dataset": ("DistributedDataset", "DistributedIterator"),
+    "kdist.data.input_context": ("InputContext",),
+    "kdist.data.input_options": ("AutoShardPolicy", "InputOptions", "InputReplicationMode"),
     "kdist.strategies.strategy": ("Strategy",),
     "kdist.strategies.mirrored": ("MirroredStrategy",),
     "kdist.strategies.multi_worker_mirrored": ("MultiWorkerMirroredStrategy",),
@@ -30,6 +33,7 @@ _CONTENTS = {
         "NcclAllReduce",
         "ReductionToOneDevice",
     ),
+    "kdist.values": ("DistributedValues",),
 }
 _MODULES = ("cluster_resolver", "errors", "experimental", "launch")
 _HOME = {name: module for module, names in _CONTENTS.items() for name in names}
@@ -62,6 +66,9 @@ if TYPE_CHECKING:
         has_strategy,
         in_cross_replica_context,
     )
+    from kdist.data.distributed_dataset import DistributedDataset, DistributedIterator
+    from kdist.data.input_context import InputContext
+    from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
     from kdist.strategies.cross_device_ops import (
         CrossDeviceOps,
         HierarchicalCopyAllReduce,
@@ -72,3 +79,4 @@ if TYPE_CHECKING:
     from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
     from kdist.strategies.one_device import OneDeviceStrategy
     from kdist.strategies.strategy import Strategy
+    from kdist.values import DistributedValues

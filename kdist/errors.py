@@ -68,6 +68,14 @@ class WorkerMismatchError(KdistError, RuntimeError):
     """Workers that must agree (on the model, the data, the number of steps) do not."""
 
 
+class DatasetError(KdistError, ValueError):
+    """A dataset gives something that cannot be distributed, or failed while it was read."""
+
+
+class OutOfRangeError(KdistError, IndexError):
+    """There is no next element."""
+
+
 class WorkerTimeoutError(KdistError, TimeoutError):
     """A worker did not come, or did not answer, in time."""
 

@@ -1,5 +1,6 @@
 """`kdist.experimental`: the names that `tf.distribute` keeps in its `experimental` module."""
 
+from kdist.data.input_context import ValueContext
 from kdist.strategies.communication import CommunicationImplementation, CommunicationOptions
 from kdist.strategies.multi_worker_mirrored import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
@@ -13,4 +14,5 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ValueContext",
 ]

@@ -26,10 +26,11 @@ import inspect
 import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kdist import context
+from kdist.errors import StrategyScopeError
 
 if TYPE_CHECKING:
     from kdist.strategies.strategy import Strategy
@@ -121,6 +122,7 @@ def _dispatch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(self)
         if strategy is None:
+            _refuse_distributed(self, name, *args[:1], *[kwargs[key] for key in ("x",) if key in kwargs])
             with _outside_of_scopes():
                 return original(self, *args, **kwargs)
         from kdist.training import methods
@@ -128,6 +130,18 @@ def _dispatch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return getattr(methods, name)(strategy, self, *args, **kwargs)
 
     return method
+
+
+def _refuse_distributed(model: Any, method: str, *data: Any) -> None:
+    """A dataset of a strategy's is of no use to a model that has none."""
+    from kdist.data.distributed_dataset import DistributedDataset
+
+    if any(isinstance(x, DistributedDataset) for x in data):
+        raise StrategyScopeError(
+            f"`{method}` on a distributed dataset needs a model that was created under the strategy.",
+            received={"model": model.name, "dataset": data[0]},
+            hint="Create and compile the model inside `with strategy.scope():`.",
+        )
 
 
 def _outside_of_scopes() -> contextlib.AbstractContextManager[Any]:
@@ -139,6 +153,9 @@ def _outside_of_scopes() -> contextlib.AbstractContextManager[Any]:
 def epoch_iterator(backend: str, **arguments: Any) -> Any:
     """Returns Keras's `EpochIterator` over *global* batches, in the order that plain Keras would give.
 
+    Its attribute `prepare` may be set to a function from the iterable of an epoch's batches to an iterator of
+    what the steps take.
+
     Args:
         backend: `"tensorflow"`, `"jax"` or `"torch"`: whose native iterator to take, since each shuffles
             differently.
@@ -149,9 +166,14 @@ def epoch_iterator(backend: str, **arguments: Any) -> Any:
     native = {"tensorflow": "get_tf_dataset", "jax": "get_jax_iterator", "torch": "get_torch_dataloader"}
 
     class GlobalBatchIterator(EpochIterator):
+        prepare: Callable[[Any], Any] | None = None
         _dataset: Any = None
 
         def _get_iterator(self) -> Any:
+            batches = self._native()
+            return batches if self.prepare is None else self.prepare(batches)
+
+        def _native(self) -> Any:
             if backend != "tensorflow":
                 return getattr(self.data_adapter, native[backend])()
             # As in Keras's own loop, one dataset for all epochs: its shuffles follow from how often it was
@@ -161,6 +183,49 @@ def epoch_iterator(backend: str, **arguments: Any) -> Any:
             return self._dataset
 
     return GlobalBatchIterator(**arguments)
+
+
+def data_adapter(num_batches: int | None, epochs: Iterable[Any]) -> Any:
+    """Returns a `DataAdapter` of Keras for batches that come from kdist.
+
+    Args:
+        num_batches: Steps of an epoch, where known.
+        epochs: Gives the batches of an epoch each time it is iterated; some iterators are never started.
+    """
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+    class DistributedDataAdapter(DataAdapter):
+        batch_size = None
+
+        @property
+        def num_batches(self) -> int | None:
+            return num_batches
+
+        def get_numpy_iterator(self) -> Any:
+            return epochs
+
+        get_tf_dataset = get_jax_iterator = get_torch_dataloader = get_numpy_iterator
+
+    return DistributedDataAdapter()
+
+
+def is_torch_loader(iterator: Any) -> bool:
+    """Says whether an `epoch_iterator` reads a PyTorch `DataLoader`, which may shuffle by the global seed."""
+    from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
+
+    return isinstance(iterator.data_adapter, TorchDataLoaderAdapter)
+
+
+def py_dataset_batches(dataset: Any) -> Iterator[Any]:
+    """Yields the batches of one epoch of a PyDataset, prepared by its own threads or processes."""
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+    adapter = PyDatasetAdapter(dataset, class_weight=None, shuffle=False)
+    adapter.on_epoch_begin()
+    try:
+        yield from adapter.get_numpy_iterator()
+    finally:
+        adapter.on_epoch_end()
 
 
 def shuffles_arrays(iterator: Any) -> bool:
@@ -203,6 +268,16 @@ def callback_list(callbacks: Any, **arguments: Any) -> Any:
 def build(model: Any, data_batch: Any) -> None:
     """Creates the variables of model, metrics, loss and optimiser from the shapes of one global batch."""
     model._symbolic_build(data_batch=data_batch)
+
+
+def is_built(model: Any) -> bool:
+    """Says whether all variables of a compiled model are there: what Keras asks before it looks at the data."""
+    return (
+        all(layer.built for layer in model._flatten_layers())
+        and (model._compile_metrics is None or model._compile_metrics.built)
+        and (model._compile_loss is None or model._compile_loss.built)
+        and (model.optimizer is None or model.optimizer.built)
+    )
 
 
 def build_layers(model: Any, data_batch: Any) -> None:

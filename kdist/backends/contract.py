@@ -10,6 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,8 +19,24 @@ if TYPE_CHECKING:
 
 # A step takes the global batches of one execution (one, or `steps_per_execution`) in Keras's data form:
 # `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each a structure of NumPy arrays or backend tensors with the
-# rows of *all* replicas. Every worker passes the same batches; the backend takes its share.
+# rows of *all* replicas. Every worker passes the same batches; the backend takes its share. Where replicas
+# have batches of their own, a step takes `ReplicaBatches` instead.
 GlobalBatch = Any
+
+
+@dataclass(frozen=True)
+class ReplicaBatches:
+    """What each local replica is to consume in one step, where all replicas have the same number of rows.
+
+    A step function takes it in place of a global batch.
+
+    Args:
+        parts: One batch for each local replica, in Keras's data form; may have been through `Runtime.place`.
+        num_rows: Rows of each.
+    """
+
+    parts: Sequence[Any]
+    num_rows: int
 
 
 class Backend(ABC):
@@ -76,6 +93,12 @@ class Backend(ABC):
     def set_random_state(self, state: bytes) -> None:
         """Sets what `random_state` returned on another worker."""
 
+    def numpy_dataset(self, arrays: Any) -> Any:
+        """Returns a dataset of the rows of NumPy arrays, in the kind that this backend's users know."""
+        from kdist.data.numpy_dataset import NumpyDataset
+
+        return NumpyDataset(arrays)
+
 
 class Runtime(ABC):
     """The devices and workers of one strategy, as a backend drives them."""
@@ -84,6 +107,8 @@ class Runtime(ABC):
     """The local devices, one a replica."""
     num_workers: int
     worker_index: int
+    splits_sparse: bool = True
+    """Whether replicas can have rows of a sparse array, or only the whole one."""
 
     @property
     def num_replicas(self) -> int:
@@ -107,6 +132,17 @@ class Runtime(ABC):
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker, in the order of their indices. Blocks; all must call it."""
+
+    @abstractmethod
+    def place(self, parts: Sequence[Any]) -> list[Any]:
+        """Puts one batch for each local replica on its device. Called ahead of the step, from another thread.
+
+        Args:
+            parts: One batch a replica, of NumPy arrays or any framework's tensors; `None` for none.
+
+        Returns:
+            The same structures of the backend's tensors. What it has no type for (strings) stays as it is.
+        """
 
     @abstractmethod
     def train_function(self, model: Any) -> StepFunction:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from kdist.context import Scope, get_strategy, has_strategy
+from kdist.data.input_context import InputContext, ValueContext
+from kdist.data.input_options import InputOptions
 from kdist.errors import StrategyScopeError
 from kdist.strategies.strategy import Strategy
 
@@ -44,6 +48,22 @@ class DefaultStrategy(Strategy):
     def scope(self) -> Scope:
         """Returns a context manager that does nothing but refuse to be entered under another strategy."""
         return _NoScope(self, contextlib.nullcontext)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """Returns the dataset that the function makes for the only pipeline."""
+        return dataset_fn(InputContext())
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
+        """Returns the dataset as it is."""
+        return dataset
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Returns what the function makes for the only replica."""
+        return value_fn(ValueContext())
 
 
 @functools.cache

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from kdist.backends.messages import gather
 from kdist.errors import WorkerMismatchError
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
-
-
-def gather(runtime: Runtime, value: Any) -> list[Any]:
-    """Gathers a JSON value from every worker, in the order of their indices.
-
-    Args:
-        runtime: The runtime whose workers take part; all must call.
-        value: Anything that JSON can hold.
-
-    Returns:
-        One value a worker.
-    """
-    if runtime.num_workers == 1:
-        return [value]
-    return [json.loads(data) for data in runtime.all_gather_bytes(json.dumps(value).encode())]
 
 
 def check_equal(runtime: Runtime, what: str, facts: Mapping[str, Any], hint: str) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.errors import InvalidArgumentError
 from kdist.training import agreement
-from kdist.training.session import GlobalBatches, Session, session_of
+from kdist.training.batches import GlobalBatches
+from kdist.training.session import Session, session_of
 from kdist.training.voting import Ballot
 
 if TYPE_CHECKING:
@@ -52,22 +53,27 @@ def fit(
             (x, y, sample_weight), validation_split
         )
     with session.engine_errors():
-        batches = session.iterator(
-            x=x,
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps_per_epoch,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            steps_per_execution=model.steps_per_execution,
-        )
-        validation = _Validation(
-            session,
-            validation_data,
-            validation_freq,
-            batch_size=validation_batch_size or batch_size,
-            steps_per_epoch=validation_steps,
+        batches, validation = session.open_data(
+            lambda: (
+                session.iterator(
+                    x=x,
+                    y=y,
+                    sample_weight=sample_weight,
+                    batch_size=batch_size,
+                    steps_per_epoch=steps_per_epoch,
+                    epochs=epochs,
+                    shuffle=shuffle,
+                    class_weight=class_weight,
+                    steps_per_execution=model.steps_per_execution,
+                ),
+                _Validation(
+                    session,
+                    validation_data,
+                    validation_freq,
+                    batch_size=validation_batch_size or batch_size,
+                    steps_per_epoch=validation_steps,
+                ),
+            )
         )
         facts = {
             "epochs": epochs,
@@ -183,14 +189,16 @@ def evaluate(
     session = session_of(strategy, model)
     model._assert_compile_called("evaluate")
     with session.engine_errors():
-        batches = session.iterator(
-            x=x,
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps,
-            shuffle=False,
-            steps_per_execution=model.steps_per_execution,
+        batches = session.open_data(
+            lambda: session.iterator(
+                x=x,
+                y=y,
+                sample_weight=sample_weight,
+                batch_size=batch_size,
+                steps_per_epoch=steps,
+                shuffle=False,
+                steps_per_execution=model.steps_per_execution,
+            )
         )
         agreement.check_equal(session.runtime, "arguments of evaluate", batches.facts(), _SAME_CALL)
         verbose = session.verbose(verbose)
@@ -239,12 +247,14 @@ def predict(
     """Returns all rows, in order, on every worker. Arguments are those of `keras.Model.predict`."""
     session = session_of(strategy, model)
     with session.engine_errors():
-        batches = session.iterator(
-            x=x,
-            batch_size=batch_size,
-            steps_per_epoch=steps,
-            shuffle=False,
-            steps_per_execution=model.steps_per_execution,
+        batches = session.open_data(
+            lambda: session.iterator(
+                x=x,
+                batch_size=batch_size,
+                steps_per_epoch=steps,
+                shuffle=False,
+                steps_per_execution=model.steps_per_execution,
+            )
         )
         agreement.check_equal(session.runtime, "arguments of predict", batches.facts(), _SAME_CALL)
         _build_for_prediction(session, batches)
@@ -263,9 +273,7 @@ def predict(
 def _build_for_prediction(session: Session, batches: GlobalBatches) -> None:
     first = None
     if not all(layer.built for layer in session.model._flatten_layers()):
-        _, _, data = next(iter(batches))
-        first = data[0]
-        batches.reset()
+        first = batches.peek()
     session.prepare(data_batch=first, layers_only=True)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import keras
-
 from kdist import keras_hooks
+from kdist.backends.messages import try_on_all
 from kdist.errors import KdistError
 from kdist.training import agreement
+from kdist.training.batches import GlobalBatches
 
 if TYPE_CHECKING:
     from kdist.backends.contract import StepFunction
@@ -66,10 +66,12 @@ class Session:
         return cached[1]
 
     def iterator(self, **arguments: Any) -> GlobalBatches:
-        """Returns the global batches of an epoch, the same ones in the same order on every worker."""
-        from kdist.backends import get_backend
+        """Returns the batches of an epoch: the same global ones on every worker, or a distributed dataset's."""
+        return GlobalBatches(self, **arguments)
 
-        return GlobalBatches(self, keras_hooks.epoch_iterator(get_backend().name, **arguments))
+    def open_data(self, function: Callable[[], Any]) -> Any:
+        """Calls what makes iterators: Keras looks at the first batches of a generator, which may fail on one worker."""
+        return try_on_all(self.runtime, "Reading the data", function)
 
     def prepare(
         self, batches: GlobalBatches | None = None, data_batch: Any = None, layers_only: bool = False
@@ -79,7 +81,7 @@ class Session:
             if layers_only:
                 keras_hooks.build_layers(self.model, data_batch)
             elif batches is not None:
-                self.model._symbolic_build(iterator=batches.iterator)
+                batches.build(self.model)
             else:
                 keras_hooks.build(self.model, data_batch)
         variables = keras_hooks.all_variables(self.model)
@@ -101,78 +103,6 @@ class Session:
             if explained is error:
                 raise
             raise explained from error
-
-
-class GlobalBatches:
-    """The global batches of an epoch: Keras's own iterator, with the workers' agreement on top.
-
-    Args:
-        session: The model and its strategy.
-        iterator: Keras's `EpochIterator`.
-    """
-
-    def __init__(self, session: Session, iterator: Any) -> None:
-        self._session = session
-        self.iterator = iterator
-        # Arrays are compared before the first step; other data may end anywhere on any worker.
-        self._known_length = hasattr(iterator.data_adapter, "_num_samples")
-
-    @property
-    def num_batches(self) -> int | None:
-        """Steps of an epoch, where known."""
-        return self.iterator.num_batches
-
-    def facts(self) -> dict[str, Any]:
-        """What must be the same on all workers, before the first step."""
-        adapter = self.iterator.data_adapter
-        return {
-            "kind of data": type(adapter).__name__,
-            "number of rows": getattr(adapter, "_num_samples", None),
-            "batch size": adapter.batch_size,
-            "steps": self.iterator.num_batches,
-        }
-
-    def share_random_state(self) -> None:
-        """Gives every worker the chief's random state: all shuffle as the chief alone would.
-
-        Once the workers agree on their data, and at the beginning of each epoch, since workers may have drawn
-        different numbers in the one before: in a callback, or in a layer that draws as many as it has rows.
-        """
-        from kdist.backends import get_backend
-
-        runtime = self._session.runtime
-        if keras_hooks.shuffles_arrays(self.iterator) and runtime.num_workers > 1:
-            backend = get_backend()
-            backend.set_random_state(runtime.all_gather_bytes(backend.random_state())[0])
-
-    def reset(self) -> None:
-        """Starts again from the first batch."""
-        self.iterator.reset()
-
-    def __iter__(self) -> Iterator[tuple[int, int, Sequence[Any]]]:
-        """Yields the index of the first and the last step, and the batches of one execution."""
-        runtime = self._session.runtime
-        must_agree = runtime.num_workers > 1 and not self._known_length
-        step = -1
-        self.share_random_state()
-        for begin, end, data in self.iterator:
-            if must_agree:
-                for offset in range(self.iterator.steps_per_execution):
-                    rows = num_rows(data[offset]) if offset < len(data) else 0
-                    agreement.agree_on_batch(runtime, rows, begin + offset)
-            step = end
-            yield begin, end, data
-        if must_agree and not self._ended_by_count(step):
-            agreement.agree_on_batch(runtime, 0, step + 1)
-
-    def _ended_by_count(self, last_step: int) -> bool:
-        limit = self.iterator.steps_per_epoch
-        return bool(limit) and last_step + 1 >= limit
-
-
-def num_rows(batch: Any) -> int:
-    """Returns the rows of a global batch: the length of its first array."""
-    return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
 
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()

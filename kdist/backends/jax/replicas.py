@@ -15,6 +15,8 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kdist.data.rows import is_ragged, is_tf_sparse, to_dense
+
 BATCH_AXIS = "batch"
 
 
@@ -30,6 +32,7 @@ class Replicas:
     def __init__(self, devices: Sequence[Any], local_devices: Sequence[Any], worker_index: int) -> None:
         self.num_replicas = len(devices)
         self.first_device = local_devices[0]
+        self._local_devices = list(local_devices)
         self._first_local = worker_index * len(local_devices)
         self._num_local = len(local_devices)
         self._is_global = len(devices) > len(local_devices)
@@ -79,6 +82,30 @@ class Replicas:
         for i, placed in zip(indices, self._put(parts, shardings), strict=True):
             leaves[i] = placed
         return keras.tree.pack_sequence_as(batch, leaves)
+
+    def place_parts(self, parts: Sequence[Any]) -> list[Any]:
+        """Puts one batch for each local replica on its device."""
+
+        def put(leaf: Any, device: Any) -> Any:
+            array = _as_array(leaf)
+            is_number = isinstance(array, jax.Array) or (array is not None and array.dtype.kind in "biufcV")
+            return jax.device_put(array, device) if is_number else array
+
+        return [
+            None if part is None else keras.tree.map_structure(lambda leaf, d=device: put(leaf, d), part)
+            for part, device in zip(parts, self._local_devices, strict=True)
+        ]
+
+    def join_parts(self, parts: Sequence[Any], num_rows: int) -> Any:
+        """Returns the global batch whose rows are those of all replicas; nothing is sent."""
+
+        def join(*leaves: Any) -> Any:
+            if leaves[0] is None:
+                return None
+            shape = (num_rows * self.num_replicas, *leaves[0].shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, self.split, list(leaves))
+
+        return keras.tree.map_structure(join, *self.place_parts(parts))
 
     def place_whole(self, batch: Any) -> Any:
         """Puts a global batch on the first device of this worker."""
@@ -159,6 +186,8 @@ def _padded(data: bytes) -> bytes:
 def _as_array(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, (np.ndarray, jax.Array, sparse.BCOO)):
         return leaf
+    if is_tf_sparse(leaf):
+        return sparse.BCOO((leaf.values.numpy(), leaf.indices.numpy()), shape=tuple(leaf.shape))
     if hasattr(leaf, "detach"):  # a PyTorch tensor, possibly on a GPU
         leaf = leaf.detach().cpu()
-    return np.asarray(leaf)
+    return np.asarray(to_dense(leaf) if is_ragged(leaf) else leaf)

@@ -24,6 +24,8 @@ class JaxRuntime(Runtime):
         workers: The workers, joined.
     """
 
+    splits_sparse = False  # a sparse array of JAX belongs to one device, or to all alike
+
     def __init__(self, devices: Sequence[str], workers: Workers) -> None:
         self.devices = tuple(devices)
         self.num_workers = workers.num_workers
@@ -45,6 +47,10 @@ class JaxRuntime(Runtime):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker, in the order of their indices."""
         return self._workers.all_gather_bytes(data)
+
+    def place(self, parts: Sequence[Any]) -> list[Any]:
+        """Puts one batch for each local replica on its device."""
+        return self.replicas.place_parts(parts)
 
     def train_function(self, model: Any) -> StepFunction:
         """Returns the function that runs `model.train_step` on global batches."""

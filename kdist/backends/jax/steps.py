@@ -16,9 +16,10 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.backends.contract import GlobalBatch, StepFunction
+from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
 from kdist.backends.jax.replicas import Replicas
 from kdist.backends.jax.workers import Workers
+from kdist.data.exchange import gather_rows
 
 # What each step's state consists of, in the order of Keras's JAX trainer.
 _STATE = {
@@ -78,7 +79,7 @@ class JaxSteps(StepFunction):
         self._working.__exit__(None, None, None)
         self.sync()
 
-    def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
+    def __call__(self, batches: Sequence[GlobalBatch | ReplicaBatches]) -> Any:
         """Runs one step a batch. Returns the last logs (train, test) or the rows of all batches (predict)."""
         outputs = []
         for batch in batches:
@@ -89,16 +90,21 @@ class JaxSteps(StepFunction):
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
 
-    def _run(self, batch: GlobalBatch) -> Any:
+    def _run(self, batch: GlobalBatch | ReplicaBatches) -> Any:
         if self._state is None:
             # A callback may have changed anything since the last sync: the variables are the truth.
             self._state = self._read()
             keras_hooks.show_state(self._model(), self.sync)
         if self._eager:
+            if isinstance(batch, ReplicaBatches):
+                batch = gather_rows(self._workers, batch.parts)
             data = self._replicas.place_whole(batch)
             outputs, self._state = self._step(self._state, data)
             return outputs
-        data = self._replicas.place_batch(batch)
+        if isinstance(batch, ReplicaBatches):
+            data = self._replicas.join_parts(batch.parts, batch.num_rows)
+        else:
+            data = self._replicas.place_batch(batch)
         try:
             outputs, self._state = self._step(self._state, data)
         except BaseException:

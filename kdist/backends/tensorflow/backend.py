@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -64,6 +64,10 @@ class TensorFlowBackend(Backend):
         """Sets the global seed of another worker, unless it is the same: setting it restarts all draws."""
         if _global_seed() != int(state):
             tf.random.set_seed(int(state))
+
+    def numpy_dataset(self, arrays: Any) -> Any:
+        """Returns a `tf.data.Dataset`."""
+        return tf.data.Dataset.from_tensor_slices(arrays)
 
 
 # More groups of devices than one strategy uses; TensorFlow's own tests take the same distance.

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from kdist.backends.contract import Runtime, StepFunction
@@ -63,6 +64,14 @@ class TensorFlowRuntime(Runtime):
         """Sends the chief's values with one collective a dtype."""
         if self.workers is not None and variables:
             self.workers.broadcast(variables)
+
+    def place(self, parts: Sequence[Any]) -> list[Any]:
+        """Puts one batch for each local replica on its device."""
+        placed = []
+        for part, name in zip(parts, self.devices, strict=True):
+            with tf.device(name):
+                placed.append(None if part is None else keras.tree.map_structure(steps.as_tensor, part))
+        return placed
 
     def train_function(self, model: Any) -> StepFunction:
         """Runs `model.train_step` in every replica."""

@@ -13,9 +13,10 @@ import keras
 import tensorflow as tf
 
 from kdist import keras_hooks
-from kdist.backends.contract import GlobalBatch, StepFunction
+from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
 from kdist.backends.replica import RowShare, global_metric_results, run_step, split_rows
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
+from kdist.data.rows import num_rows, take
 
 if TYPE_CHECKING:
     from kdist.backends.tensorflow.runtime import TensorFlowRuntime
@@ -35,19 +36,28 @@ class _ReplicatedFunction(StepFunction):
         """The model, which owns this function and not the other way round."""
         return self._model()
 
-    def run(self, batch: GlobalBatch) -> tuple[tuple[Any, ...], list[slice]]:
+    def run(self, batch: GlobalBatch | ReplicaBatches) -> tuple[tuple[Any, ...], list[slice]]:
         """Returns what each local replica returned, and which rows each of all replicas had."""
+        parts, split = self._split(batch)
+        local = [split[i][1] for i in self.runtime.replica_ids]
         # Tuples, not lists: TensorFlow would wrap lists among the arguments of a function.
-        leaves = [leaf if leaf is None else _as_tensor(leaf) for leaf in keras.tree.flatten(batch)]
-        num_rows = int(next(leaf for leaf in leaves if leaf is not None).shape[0])
-        split = split_rows(num_rows, self.runtime.num_replicas)
-        local = [split[i] for i in self.runtime.replica_ids]
-        tensors = []
-        for rows, _ in local:
-            tensors += [leaf[rows.start : rows.stop] for leaf in leaves if leaf is not None]
-        tensors += [tf.constant([s.share, s.counts, s.scalar_weight], tf.float32) for _, s in local]
+        leaves = [
+            [None if leaf is None else as_tensor(leaf) for leaf in keras.tree.flatten(p)] for p in parts
+        ]
+        tensors = [leaf for part in leaves for leaf in part if leaf is not None]
+        tensors += [tf.constant([s.share, s.counts, s.scalar_weight], tf.float32) for s in local]
         self._thread_state = keras_hooks.ThreadState()  # not while tracing: it may create a variable
-        return self._function(batch, leaves)(*tensors), [rows for rows, _ in split]
+        return self._function(parts[0], leaves[0])(*tensors), [rows for rows, _ in split]
+
+    def _split(self, batch: GlobalBatch | ReplicaBatches) -> tuple[Sequence[Any], list[Any]]:
+        """Returns the batches of the local replicas, and the rows and shares of all."""
+        replicas = self.runtime.num_replicas
+        if isinstance(batch, ReplicaBatches):
+            return batch.parts, split_rows(batch.num_rows * replicas, replicas)
+        split = split_rows(num_rows(batch), replicas)
+        tensors = keras.tree.map_structure(lambda leaf: None if leaf is None else as_tensor(leaf), batch)
+        bounds = [split[i][0] for i in self.runtime.replica_ids]
+        return [take(tensors, rows.start, rows.stop) for rows in bounds], split
 
     def _function(self, batch: GlobalBatch, leaves: list[Any]) -> Callable[..., Any]:
         """Returns the function for batches of this structure: one trace for any number of rows.
@@ -56,11 +66,11 @@ class _ReplicatedFunction(StepFunction):
         """
         present = [leaf for leaf in leaves if leaf is not None]
         structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, batch)
-        key = (repr(structure), tuple((leaf.dtype, tuple(leaf.shape[1:])) for leaf in present))
+        key = (repr(structure), tuple((type(leaf), leaf.dtype, tuple(leaf.shape[1:])) for leaf in present))
         if key not in self._compiled:
             run = tf.autograph.experimental.do_not_convert(functools.partial(self._run_flat, structure))
             if not self._eager:
-                rows = [tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in present]
+                rows = [_spec_of_any_rows(leaf) for leaf in present]
                 replicas = len(self.runtime.devices)
                 signature = rows * replicas + [tf.TensorSpec([3], tf.float32)] * replicas
                 run = tf.function(run, input_signature=signature)
@@ -109,7 +119,7 @@ class LogsFunction(_ReplicatedFunction):
         super().__init__(runtime, model)
         self._method = method
 
-    def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
+    def __call__(self, batches: Sequence[GlobalBatch | ReplicaBatches]) -> Any:
         """Returns the logs of the last batch."""
         for batch in batches:
             results, _ = self.run(batch)
@@ -128,12 +138,12 @@ class LogsFunction(_ReplicatedFunction):
 class PredictFunction(_ReplicatedFunction):
     """Runs `model.predict_step` and gathers the rows of all replicas."""
 
-    def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
+    def __call__(self, batches: Sequence[GlobalBatch | ReplicaBatches]) -> Any:
         """Returns the predictions for all rows of all batches, in order, as tensors."""
         outputs = [self._predict(batch) for batch in batches]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *outputs)
 
-    def _predict(self, batch: GlobalBatch) -> Any:
+    def _predict(self, batch: GlobalBatch | ReplicaBatches) -> Any:
         results, rows = self.run(batch)
         gather = self._gather_whole if rows[0] == rows[-1] else self._gather_parts
         return keras.tree.map_structure(lambda *parts: gather(parts, rows), *results)
@@ -158,8 +168,23 @@ class PredictFunction(_ReplicatedFunction):
             return self.model.predict_step(data)
 
 
-def _as_tensor(leaf: Any) -> Any:
-    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+def as_tensor(leaf: Any) -> Any:
+    """Returns an array of any kind as a tensor of TensorFlow's; `None`, sparse and ragged ones as they are."""
+    if leaf is None or tf.is_tensor(leaf):
+        return leaf
+    if hasattr(leaf, "detach"):  # of PyTorch
+        leaf = leaf.detach().cpu()
+        leaf = leaf.float() if str(leaf.dtype) == "torch.bfloat16" else leaf.numpy()
+    return tf.convert_to_tensor(leaf)
+
+
+def _spec_of_any_rows(leaf: Any) -> Any:
+    shape = [None, *leaf.shape[1:]]
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.SparseTensorSpec(shape, leaf.dtype)
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+    return tf.TensorSpec(shape, leaf.dtype)
 
 
 def _local_index(runtime: TensorFlowRuntime) -> int:

@@ -40,6 +40,13 @@ class TorchRuntime(Runtime):
         """Gathers a message from every worker."""
         return [data] if self.workers is None else self.workers.all_gather_bytes(data)
 
+    def place(self, parts: Sequence[Any]) -> list[Any]:
+        """Puts one batch for each local replica on its device."""
+        return [
+            None if part is None else steps.to_device(part, device)
+            for part, device in zip(parts, self.torch_devices, strict=True)
+        ]
+
     def train_function(self, model: Any) -> StepFunction:
         """Runs `model.train_step` in every replica."""
         return steps.TrainFunction(self, model)

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from kdist import keras_hooks
-from kdist.backends.contract import GlobalBatch, StepFunction
+from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
 from kdist.backends.replica import RowShare, global_metric_results, run_step, split_rows
 from kdist.backends.torch.devices import keras_device
 from kdist.backends.torch.modules import shared_by_replicas
 from kdist.backends.torch.replicas import TorchReplica, TorchScope, VariableCopies
+from kdist.data.rows import num_rows, take, to_dense
 from kdist.errors import InvalidArgumentError
 from kdist.strategies.communication import hint_ignored
 
@@ -46,13 +47,13 @@ class _ReplicatedFunction(StepFunction):
         """The model, which owns this function and not the other way round."""
         return self._model()
 
-    def run(self, batch: GlobalBatch) -> tuple[list[Any], Split]:
+    def run(self, batch: GlobalBatch | ReplicaBatches) -> tuple[list[Any], Split]:
         """Returns what each local replica returned, and which rows each of all replicas had."""
         model = self.model
         # As Keras does: layers that are torch modules may ask.
         if model.training != self.training:
             model.train(self.training)
-        split = split_rows(_num_rows(batch), self.runtime.num_replicas)
+        parts, split = self._split(batch)
         shares = [rows for _, rows in split]
         strategy = keras_hooks.strategy_of(model)
         state = keras_hooks.ThreadState() if self._copies else None
@@ -72,13 +73,22 @@ class _ReplicatedFunction(StepFunction):
                 copies = self._copies[index - 1] if index > 0 else None
                 scope = TorchScope(replica, copies, () if index > 0 else self._copies)
                 stack.enter_context(scope)
-                return self.in_replica(replica, _take_rows(batch, split[replica_id][0]))
+                return self.in_replica(replica, _tensors(parts[index]))
 
         with (
             self.around_replicas(model),
             shared_by_replicas(model) if self._copies else contextlib.nullcontext(),
         ):
             return self.runtime.threads.run(one_replica), split
+
+    def _split(self, batch: GlobalBatch | ReplicaBatches) -> tuple[Sequence[Any], Split]:
+        """Returns the batches of the local replicas, and the rows and shares of all."""
+        replicas = self.runtime.num_replicas
+        if isinstance(batch, ReplicaBatches):
+            return batch.parts, split_rows(batch.num_rows * replicas, replicas)
+        split = split_rows(num_rows(batch), replicas)
+        bounds = [split[i][0] for i in self.runtime.replica_ids]
+        return [take(batch, rows.start, rows.stop) for rows in bounds], split
 
     def around_replicas(self, model: Any) -> AbstractContextManager[Any]:
         """Entered once, outside the replicas."""
@@ -92,7 +102,7 @@ class _ReplicatedFunction(StepFunction):
 class _LogsFunction(_ReplicatedFunction):
     method: str
 
-    def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
+    def __call__(self, batches: Sequence[GlobalBatch | ReplicaBatches]) -> Any:
         """Runs one step a batch. Returns the logs of the last one."""
         logs: Any = {}
         for batch in batches:
@@ -129,7 +139,7 @@ class TestFunction(_LogsFunction):
 class PredictFunction(_ReplicatedFunction):
     """Runs `model.predict_step` and gathers the rows of all replicas."""
 
-    def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
+    def __call__(self, batches: Sequence[GlobalBatch | ReplicaBatches]) -> Any:
         """Returns the predictions for all rows of all batches, in order, as tensors."""
         outputs = [self._predict(batch) for batch in batches]
         return keras.tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
@@ -141,7 +151,7 @@ class PredictFunction(_ReplicatedFunction):
         replica.scope.aggregate()
         return outputs
 
-    def _predict(self, batch: GlobalBatch) -> Any:
+    def _predict(self, batch: GlobalBatch | ReplicaBatches) -> Any:
         results, split = self.run(batch)
         rows = [part.stop - part.start for part, _ in split]
         for replica_id, result in zip(self.runtime.replica_ids, results, strict=True):
@@ -172,27 +182,36 @@ def _check_rows(outputs: Any, num_rows: int) -> None:
             )
 
 
-def _num_rows(batch: GlobalBatch) -> int:
-    for leaf in keras.tree.flatten(batch):
-        if leaf is not None:
-            return int(leaf.shape[0])
-    raise InvalidArgumentError("A batch must have at least one array.", received={"batch": batch})
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Returns a batch whose numbers are tensors on a device. Strings stay as they are."""
+
+    def put(leaf: Any) -> Any:
+        if leaf is None or (isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV"):
+            return leaf
+        if not isinstance(leaf, torch.Tensor):
+            leaf = torch.from_numpy(_writable(to_dense(leaf)))
+        return leaf.to(device, non_blocking=True)
+
+    return keras.tree.map_structure(put, batch)
 
 
-def _take_rows(batch: GlobalBatch, rows: slice) -> Any:
-    """Returns the rows of one replica as tensors on its device, in the structure of the batch."""
+def _writable(array: np.ndarray) -> np.ndarray:
+    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
 
-    def take(leaf: Any) -> Any:
+
+def _tensors(batch: Any) -> Any:
+    """Returns one replica's batch as tensors of its own on the device in scope."""
+
+    def convert(leaf: Any) -> Any:
         if leaf is None:
             return None
         if not isinstance(leaf, torch.Tensor):
-            leaf = np.asarray(leaf)
-        part = leaf[rows] if leaf.ndim else leaf
-        # Strings and objects are for the user's own `train_step`.
-        if isinstance(part, np.ndarray) and part.dtype.kind not in "biufcV":
-            return part
+            leaf = to_dense(leaf)
+            # Strings and objects are for the user's own `train_step`.
+            if leaf.dtype.kind not in "biufcV":
+                return leaf
         # Keras multiplies sample weights in place. That must reach neither the user's tensors nor another
         # replica (autograd counts the writes to the whole batch). Arrays are copied as they are converted.
-        return keras.ops.convert_to_tensor(part.clone() if isinstance(part, torch.Tensor) else part)
+        return keras.ops.convert_to_tensor(leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
 
-    return keras.tree.map_structure(take, batch)
+    return keras.tree.map_structure(convert, batch)

@@ -1,0 +1,123 @@
+"""How a strategy makes distributed datasets and values: what `Strategy` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from kdist.backends.messages import gather, try_on_all
+from kdist.data.distributed_dataset import DistributedDataset
+from kdist.data.input_context import InputContext, ValueContext
+from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
+from kdist.data.reading import Place, read_global, read_per_replica, read_pieces
+from kdist.data.sources import source_of
+from kdist.data.sources.source import Source
+from kdist.errors import InvalidArgumentError
+from kdist.values import regroup
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+
+
+def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) -> DistributedDataset:
+    """Distributes a dataset of global batches by its policy. All workers must call it."""
+    place = place_of(runtime)
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        raise InvalidArgumentError(
+            "experimental_distribute_dataset has one pipeline a worker.",
+            received={"experimental_replication_mode": options.experimental_replication_mode},
+            hint="Use `distribute_datasets_from_function`.",
+        )
+
+    def prepare() -> tuple[Source, AutoShardPolicy]:
+        source = source_of(dataset)
+        policy: AutoShardPolicy = options.auto_shard_policy or source.policy
+        if place.num_workers == 1 and policy is not AutoShardPolicy.HINT:
+            return source, AutoShardPolicy.DATA
+        if policy is AutoShardPolicy.AUTO:
+            policy = AutoShardPolicy.FILE if source.reads_files else AutoShardPolicy.DATA
+        if policy is AutoShardPolicy.FILE:
+            source = source.share_of_files(place.num_workers, place.worker_index)
+        elif policy is AutoShardPolicy.HINT:
+            source = source.hinted(place.num_workers, place.worker_index)
+        return source, policy
+
+    source, policy = try_on_all(runtime, "Distributing the dataset", prepare)
+    is_global = policy is AutoShardPolicy.DATA
+    if is_global:
+        _share_seed(runtime, source)
+    read = read_global if is_global else read_pieces
+    return DistributedDataset(
+        runtime,
+        lambda epoch, start: read(source, place, epoch, start),
+        kind=source.kind,
+        num_steps=_longest(runtime, source.num_batches) if is_global else None,
+        is_infinite=source.is_infinite,
+        is_global=is_global,
+        options=options,
+    )
+
+
+def distribute_from_function(
+    runtime: Runtime, dataset_fn: Callable[[InputContext], Any], options: InputOptions
+) -> DistributedDataset:
+    """Distributes each worker's own pipeline of per-replica batches. All workers must call it."""
+    place = place_of(runtime)
+    per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+    if per_replica and place.num_workers > 1:
+        raise InvalidArgumentError(
+            "InputReplicationMode.PER_REPLICA is for strategies of one process.",
+            received={"num_workers": place.num_workers},
+            hint="Use InputReplicationMode.PER_WORKER.",
+        )
+    pipelines = place.num_replicas if per_replica else place.num_workers
+    mine = range(place.num_replicas) if per_replica else [place.worker_index]
+
+    def call() -> list[Source]:
+        contexts = [InputContext(pipelines, i, place.num_replicas) for i in mine]
+        return [source_of(dataset_fn(context)) for context in contexts]
+
+    sources: list[Source] = try_on_all(runtime, "The dataset_fn", call)
+    return DistributedDataset(
+        runtime,
+        lambda epoch, start: read_per_replica(sources, place, epoch, start),
+        kind=sources[0].kind,
+        num_steps=_longest(runtime, _steps_of(sources, place)),
+        is_infinite=any(source.is_infinite for source in sources),
+        is_global=False,
+        options=options,
+    )
+
+
+def distribute_values(runtime: Runtime, value_fn: Callable[[ValueContext], Any]) -> Any:
+    """Returns one value a local replica, made by the user's function."""
+    values = [value_fn(ValueContext(i, runtime.num_replicas)) for i in runtime.replica_ids]
+    return regroup(values, keras.tree.map_structure)
+
+
+def place_of(runtime: Runtime) -> Place:
+    """Returns where this worker stands among the replicas."""
+    return Place(runtime.num_replicas, len(runtime.devices), runtime.replica_ids[0], runtime.splits_sparse)
+
+
+def _steps_of(sources: Sequence[Source], place: Place) -> int | None:
+    lengths = [source.num_batches for source in sources]
+    if None in lengths:
+        return None
+    longest = max(length for length in lengths if length is not None)
+    return -(-longest // place.num_local) if len(sources) == 1 else longest
+
+
+def _longest(runtime: Runtime, num_steps: int | None) -> int | None:
+    """Steps until the last worker has run out; `None` unless all workers know theirs."""
+    everyone = gather(runtime, num_steps)
+    return None if None in everyone else max(everyone)
+
+
+def _share_seed(runtime: Runtime, source: Source) -> None:
+    """Gives all workers the chief's seed, where the order of a dataset follows from one."""
+    seed = gather(runtime, getattr(source, "seed", None))[0]
+    if seed is not None:
+        source.seed = seed  # type: ignore[attr-defined]

@@ -1,0 +1,285 @@
+"""`DistributedDataset` and `DistributedIterator`: a dataset as the replicas of a strategy consume it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kdist.errors import DatasetError, InvalidArgumentError, OutOfRangeError
+from kdist.values import regroup
+
+# What needs Keras is imported when a dataset is read: the class alone is light.
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+    from kdist.data.input_options import InputOptions
+    from kdist.data.reading import WorkerBatch
+    from kdist.data.steps import Step, Steps
+
+    Reader = Callable[[int, int], Iterator[WorkerBatch]]
+
+
+class DistributedDataset:
+    """A dataset whose elements have one batch for each replica.
+
+    Comes from `Strategy.experimental_distribute_dataset` and `Strategy.distribute_datasets_from_function`.
+    Iterate over it, or hand it to `fit`, `evaluate` and `predict`; it can be iterated again and again, and all
+    workers must iterate alike. Pipelines of different lengths are fine: nothing hangs and no row is lost.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        reader: Reader,
+        *,
+        kind: str,
+        num_steps: int | None,
+        is_infinite: bool,
+        is_global: bool,
+        options: InputOptions,
+    ) -> None:
+        self._runtime = runtime
+        self._reader = reader
+        self._options = options
+        self._is_global = is_global
+        self._element_spec: Any = None
+        self._position = {"epoch": 0, "step": 0}
+        self._resumes = True  # whether the next iterator goes on in the middle of an epoch
+        self._waiting: DistributedIterator | None = None
+        self.kind = kind
+        """What the dataset was made of, for messages."""
+        self.num_steps = num_steps
+        """Steps of an epoch; `None` where unknown or without end."""
+        self.is_infinite = is_infinite
+        """Whether an epoch is known to have no end."""
+
+    def __len__(self) -> int:
+        if self.num_steps is None:
+            raise TypeError(f"The number of steps of {self.kind} is not known.")
+        return self.num_steps
+
+    def __iter__(self) -> DistributedIterator:
+        """Starts the next epoch, or goes on where `set_state` said."""
+        waiting, self._waiting = self._waiting, None
+        return waiting or DistributedIterator(self)
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of an element, with a `keras.KerasTensor` for the shape and dtype of each array.
+
+        Shapes are those of one replica, without the number of rows. Where the dataset has not been read yet,
+        this reads the first step; all workers must ask.
+        """
+        if self._element_spec is None:
+            self._note_spec(self.peek())
+        return self._element_spec
+
+    def peek(self) -> Any:
+        """Returns the batch of one replica in the next step, without consuming it. All workers must call it."""
+        from kdist.data import rows
+        from kdist.data.steps import as_parts
+
+        iterator = iter(self)
+        step = iterator.peek()
+        if step is None:
+            raise DatasetError("A dataset must have at least one batch.", received={"dataset": self.kind})
+        self._waiting = iterator
+        parts = as_parts(self._runtime, step)
+        return next((part for part in parts if rows.num_rows(part)), parts[0])
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position: how many epochs and steps have been consumed. Equal on all workers.
+
+        A new dataset, made in the same way (on the same number of workers, unless it holds global batches),
+        goes on from there after `set_state`.
+        """
+        return dict(self._position)
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on, with the next iterator, where `get_state` was called.
+
+        Args:
+            state: What `get_state` returned, in this process or another.
+
+        Raises:
+            InvalidArgumentError: It is something else.
+        """
+        if set(state) != {"epoch", "step"} or any(not isinstance(v, int) or v < 0 for v in state.values()):
+            raise InvalidArgumentError(
+                "The state of a dataset has an epoch and a step, from 0.", received={"state": dict(state)}
+            )
+        self._position = dict(state)
+        self._resumes = True
+        self._waiting = None
+
+    def _steps(self) -> Steps:
+        from kdist.data.prefetch import Prefetch
+        from kdist.data.steps import Steps
+
+        if not self._resumes and self._position["step"]:  # the epoch before was left early
+            self._position.update(epoch=self._position["epoch"] + 1, step=0)
+        self._resumes = False
+        epoch, start = self._position["epoch"], self._position["step"]
+        reader = self._reader(epoch, start)
+        if self._options.experimental_fetch_to_device is not False:
+            reader = self._placed(reader)
+        buffer = self._options.experimental_per_replica_buffer_size
+        # One more than the steps that wait on a device: it is being prepared meanwhile.
+        pipeline = Prefetch(reader, buffer + 1 if buffer else 0)
+        return Steps(self._runtime, pipeline, self._is_global, start)
+
+    def _placed(self, reader: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
+        for batch in reader:
+            if batch.parts is not None:
+                batch = dataclasses.replace(batch, parts=self._runtime.place(batch.parts))
+            yield batch
+
+    def _note_spec(self, part: Any) -> None:
+        import keras
+
+        def spec(leaf: Any) -> Any:
+            if leaf is None or not hasattr(leaf, "dtype"):
+                return leaf
+            try:
+                dtype = keras.backend.standardize_dtype(leaf.dtype)
+            except ValueError:  # strings
+                return None
+            return keras.KerasTensor((None, *leaf.shape[1:]), dtype)
+
+        if self._element_spec is None:
+            self._element_spec = keras.tree.map_structure(spec, part)
+
+    def __repr__(self) -> str:
+        return f"<DistributedDataset of {self.kind}, num_steps={self.num_steps}>"
+
+
+class DistributedIterator:
+    """Goes through one epoch of a `DistributedDataset`.
+
+    Each element has the structure of the dataset's, with a `PerReplica` of one batch a local replica for every
+    array; where the worker has one replica, the array itself.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
+    """
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._dataset = dataset
+        self._generator: Iterator[Step] | None = None
+        self._source: Steps | None = None
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        """The steps themselves, for the training loop; they are read once."""
+        if self._generator is None:
+            self._source = self._dataset._steps()
+            self._generator = self._counted(iter(self._source))
+        return self._generator
+
+    def _counted(self, steps: Iterator[Step]) -> Iterator[Step]:
+        position = self._dataset._position
+        assert self._source is not None
+        try:
+            for step in steps:
+                position["step"] += 1
+                yield step
+            position.update(epoch=position["epoch"] + 1, step=0)
+        finally:
+            self._source.close()
+
+    def peek(self) -> Step | None:
+        """Returns the next step without consuming it; `None` at the end."""
+        steps = self.steps
+        step = next(steps, None)
+        if step is not None:
+            # It counts when it is consumed.
+            position = self._dataset._position
+            position["step"] -= 1
+
+            def again() -> Iterator[Step]:
+                position["step"] += 1
+                yield step
+                yield from steps
+
+            self._generator = again()
+        return step
+
+    def batches(self) -> Iterator[Any]:
+        """What step functions take, for the training loop. The epoch ends with the iterator, however it ends."""
+        from kdist.data.steps import as_batch
+
+        return (as_batch(self._dataset._runtime, step) for step in self.steps)
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        import keras
+
+        from kdist.data.steps import as_parts
+
+        runtime = self._dataset._runtime
+        parts = runtime.place(as_parts(runtime, next(self.steps)))
+        self._dataset._note_spec(parts[0])
+        return regroup(parts, keras.tree.map_structure)
+
+    def get_next(self) -> Any:
+        """Returns the next element.
+
+        Raises:
+            OutOfRangeError: The epoch has ended.
+        """
+        try:
+            return next(self)
+        except StopIteration:
+            raise OutOfRangeError(
+                "The distributed dataset has ended.",
+                received={"dataset": self._dataset.kind},
+                hint="Create another iterator, or repeat the dataset.",
+            ) from None
+
+    def get_next_as_optional(self) -> Optional:
+        """Returns the next element, or an empty `Optional` at the end of the epoch."""
+        try:
+            return Optional((next(self),))
+        except StopIteration:
+            return Optional(())
+
+    @property
+    def element_spec(self) -> Any:
+        """As `DistributedDataset.element_spec`."""
+        return self._dataset.element_spec
+
+    def get_state(self) -> dict[str, Any]:
+        """As `DistributedDataset.get_state`."""
+        return self._dataset.get_state()
+
+    def close(self) -> None:
+        """Ends the pipeline before its end, with its threads."""
+        if self._source is not None:
+            self._source.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Optional:
+    """An element that may be missing, in the manner of `tf.experimental.Optional`."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+
+    def has_value(self) -> bool:
+        """Says whether there is an element."""
+        return bool(self._values)
+
+    def get_value(self) -> Any:
+        """Returns the element.
+
+        Raises:
+            OutOfRangeError: There is none.
+        """
+        if not self._values:
+            raise OutOfRangeError("An empty Optional has no value.", hint="Ask `has_value()` first.")
+        return self._values[0]

@@ -1,0 +1,137 @@
+"""Rows that travel: where the replicas' parts differ in length, every worker gets the whole global batch.
+
+The last batches of unequal pipelines are the only ones that travel. A step on the whole batch has the numbers
+of one device, whatever the replicas had; and no replica is left without a row, whose loss would be 0 / 0.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kdist.data import rows
+from kdist.errors import DatasetError
+
+if TYPE_CHECKING:
+
+    class Messenger(Protocol):
+        """Whoever connects the workers: a runtime, or what it holds of them."""
+
+        def all_gather_bytes(self, data: bytes) -> list[bytes]: ...
+
+
+def gather_rows(messenger: Messenger, parts: Sequence[Any]) -> Any:
+    """Returns the rows of all replicas, in the order of the replicas. All workers must call it.
+
+    Args:
+        messenger: Connects the workers.
+        parts: One batch for each local replica; `None` for a replica without rows.
+
+    Raises:
+        DatasetError: The parts have arrays that cannot travel, or different structures.
+    """
+    local = [rows.to_host(part) for part in parts if part is not None]
+    message = encode(rows.join(local)) if local else b""
+    received = [data for data in messenger.all_gather_bytes(message) if data]
+    batches = [decode(data) for data in received]
+    try:
+        return rows.join(batches)
+    except ValueError as error:
+        raise DatasetError(
+            "The batches of all workers must have the same structure and inner shapes.",
+            received={"error": str(error).splitlines()[0]},
+            hint="Return the same kind of batches on every worker.",
+        ) from error
+
+
+def encode(batch: Any) -> bytes:
+    """Encodes a batch of NumPy arrays: a line of JSON that says its structure, then the arrays' bytes."""
+    arrays: list[np.ndarray] = []
+
+    def describe(value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, dict):
+            return {"dict": [[key, describe(item)] for key, item in value.items()]}
+        if isinstance(value, (tuple, list)):
+            return {type(value).__name__ if type(value) is list else "tuple": [describe(v) for v in value]}
+        array = np.asarray(value) if not rows.is_tf_sparse(value) and not rows.is_ragged(value) else None
+        if array is None or not (array.dtype.kind in "biufcSU" or array.dtype.kind == "O"):
+            raise DatasetError(
+                "Sparse and ragged tensors cannot be sent to other workers, so all replicas must have "
+                "the same number of rows.",
+                received={"type": type(value).__name__},
+                hint="Batch with drop_remainder=True, or make the tensors dense.",
+            )
+        if array.dtype.kind == "O":
+            return {"shape": list(array.shape), "strings": [_text(item) for item in array.ravel()]}
+        arrays.append(np.ascontiguousarray(array))
+        return {"shape": list(array.shape), "dtype": array.dtype.str}
+
+    header = json.dumps(describe(batch)).encode()
+    return b"\n".join([header, b"".join(a.tobytes() for a in arrays)])
+
+
+def decode(data: bytes) -> Any:
+    """Returns what `encode` was given."""
+    header, _, body = data.partition(b"\n")
+    position = 0
+
+    def build(node: Any) -> Any:
+        nonlocal position
+        if node is None:
+            return None
+        if "dict" in node:
+            return {key: build(item) for key, item in node["dict"]}
+        if "tuple" in node:
+            return tuple(build(item) for item in node["tuple"])
+        if "list" in node:
+            return [build(item) for item in node["list"]]
+        shape = node["shape"]
+        if "strings" in node:
+            array = np.empty(len(node["strings"]), object)
+            array[:] = [_from_text(item) for item in node["strings"]]
+            return array.reshape(shape)
+        dtype = np.dtype(node["dtype"])
+        count = int(np.prod(shape, dtype=np.int64))
+        array = np.frombuffer(body, dtype, count, position).reshape(shape)
+        position += count * dtype.itemsize
+        return array.copy()
+
+    return build(json.loads(header))
+
+
+def _text(item: Any) -> list[str]:
+    if isinstance(item, bytes):
+        return ["bytes", base64.b64encode(item).decode()]
+    if isinstance(item, str):
+        return ["str", item]
+    raise DatasetError(
+        "Arrays of objects may hold strings only.",
+        received={"type": type(item).__name__},
+        hint="Give numbers or strings.",
+    )
+
+
+def _from_text(item: list[str]) -> bytes | str:
+    kind, text = item
+    return base64.b64decode(text) if kind == "bytes" else text
+
+
+def empty_parts(messenger: Messenger, parts: Sequence[Any]) -> list[Any]:
+    """Fills in batches of no rows for replicas without any. All workers must call it.
+
+    Args:
+        messenger: Connects the workers.
+        parts: One batch for each local replica; `None` for a replica without rows. At least one replica of
+            one worker has rows.
+    """
+    like = next((rows.empty_like(rows.to_host(part)) for part in parts if part is not None), None)
+    messages = messenger.all_gather_bytes(b"" if like is None else encode(like))
+    if like is None:
+        like = decode(next(message for message in messages if message))
+    return [like if part is None else part for part in parts]

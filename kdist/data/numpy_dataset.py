@@ -1,0 +1,149 @@
+"""`NumpyDataset`: the little of `tf.data` that arrays need, for backends whose users may not have TensorFlow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdist.errors import InvalidArgumentError
+
+
+class NumpyDataset:
+    """Rows of arrays, in the words of `tf.data.Dataset`: `shuffle`, `repeat`, `take`, `skip`, `batch`.
+
+    Each method returns a new dataset. The elements of the first one are single rows.
+
+    Args:
+        arrays: A structure of arrays with the same number of rows.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from kdist.data.numpy_dataset import NumpyDataset
+    >>> [batch.tolist() for batch in NumpyDataset(np.arange(5)).batch(2)]
+    [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(self, arrays: Any) -> None:
+        self._arrays = keras.tree.map_structure(np.asarray, arrays)
+        lengths = {len(array) if array.ndim else None for array in keras.tree.flatten(self._arrays)}
+        if len(lengths) != 1 or None in lengths:
+            raise InvalidArgumentError(
+                "All arrays must have the same number of rows.",
+                received={"shapes": [array.shape for array in keras.tree.flatten(self._arrays)]},
+            )
+        (self._num_items,) = lengths
+        self._items: Callable[[int], Iterator[Any]] = lambda epoch: iter(range(len(self)))
+        self._iterated = 0
+
+    def _derived(
+        self, items: Callable[[int], Iterator[Any]], count: Callable[[int], int | None]
+    ) -> NumpyDataset:
+        derived = object.__new__(NumpyDataset)
+        derived._arrays = self._arrays
+        derived._num_items = None if self._num_items is None else count(self._num_items)
+        derived._items = items
+        derived._iterated = 0
+        return derived
+
+    def shuffle(
+        self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True
+    ) -> NumpyDataset:
+        """Draws each element at random from a buffer; in another order each time the dataset is iterated.
+
+        Args:
+            buffer_size: Elements to draw from; those of the whole dataset for a perfect shuffle.
+            seed: Makes the orders reproducible. All workers must have the same one.
+            reshuffle_each_iteration: `False` for the same order each time.
+        """
+        outer = self._items
+        base = int(np.random.randint(2**31)) if seed is None else seed
+
+        def items(epoch: int) -> Iterator[Any]:
+            random = np.random.default_rng([base, epoch if reshuffle_each_iteration else 0])
+            source = outer(epoch)
+            buffer = list(itertools.islice(source, buffer_size))
+            for item in source:
+                drawn = int(random.integers(len(buffer)))
+                yield buffer[drawn]
+                buffer[drawn] = item
+            yield from (buffer[i] for i in random.permutation(len(buffer)))
+
+        return self._derived(items, lambda count: count)
+
+    def repeat(self, count: int | None = None) -> NumpyDataset:
+        """Repeats the dataset `count` times, or without end."""
+        outer = self._items
+        times = -1 if count is None else count
+
+        def items(epoch: int) -> Iterator[Any]:
+            rounds = itertools.count() if times < 0 else range(times)
+            # Each round is shuffled anew, and no round of another epoch has the same number.
+            return itertools.chain.from_iterable(outer(epoch * max(times, 1_000_003) + i) for i in rounds)
+
+        return self._derived(items, lambda length: None if times < 0 else length * times)
+
+    def take(self, count: int) -> NumpyDataset:
+        """Keeps the first `count` elements."""
+        outer = self._items
+        derived = self._derived(
+            lambda epoch: itertools.islice(outer(epoch), count), lambda length: min(length, count)
+        )
+        derived._num_items = count if self._num_items is None else derived._num_items
+        return derived
+
+    def skip(self, count: int) -> NumpyDataset:
+        """Leaves out the first `count` elements."""
+        outer = self._items
+        return self._derived(
+            lambda epoch: itertools.islice(outer(epoch), count, None), lambda length: max(length - count, 0)
+        )
+
+    def batch(self, batch_size: int, drop_remainder: bool = False) -> NumpyDataset:
+        """Joins rows to batches.
+
+        Args:
+            batch_size: Rows of a batch: of a global one, for `experimental_distribute_dataset`.
+            drop_remainder: Whether to leave out a last batch of fewer rows.
+        """
+        if batch_size < 1:
+            raise InvalidArgumentError("A batch has at least one row.", received={"batch_size": batch_size})
+        outer = self._items
+
+        def items(epoch: int) -> Iterator[Any]:
+            source = outer(epoch)
+            while indices := list(itertools.islice(source, batch_size)):
+                if len(indices) == batch_size or not drop_remainder:
+                    yield np.array(indices)
+
+        def count(length: int) -> int:
+            return length // batch_size if drop_remainder else -(-length // batch_size)
+
+        return self._derived(items, count)
+
+    def prefetch(self, buffer_size: int) -> NumpyDataset:
+        """Does nothing: distributed datasets prepare batches ahead by themselves."""
+        return self
+
+    def __len__(self) -> int:
+        if self._num_items is None:
+            raise TypeError("The dataset has no end.")
+        return self._num_items
+
+    def cardinality(self) -> int:
+        """Number of elements; -1 for a dataset without end."""
+        return -1 if self._num_items is None else self._num_items
+
+    def __iter__(self) -> Iterator[Any]:
+        """Starts the next epoch."""
+        epoch, self._iterated = self._iterated, self._iterated + 1
+        return self.epoch(epoch)
+
+    def epoch(self, epoch: int) -> Iterator[Any]:
+        """Yields the elements of one epoch, from 0, in its order."""
+        for item in self._items(epoch):
+            yield keras.tree.map_structure(lambda array, i=item: array[i], self._arrays)

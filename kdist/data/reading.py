@@ -1,0 +1,143 @@
+"""What one worker reads for each step: its replicas' parts of a global batch, by the policy of the dataset."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kdist.data import rows
+from kdist.data.sources.source import Source
+from kdist.errors import DatasetError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands among the replicas.
+
+    Args:
+        num_replicas: Replicas over all workers.
+        num_local: Replicas of this worker.
+        first: Index of its first one.
+        splits_sparse: Whether replicas can have rows of a sparse array, or only the whole one.
+    """
+
+    num_replicas: int
+    num_local: int
+    first: int
+    splits_sparse: bool = True
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers; every worker has the same number of replicas."""
+        return self.num_replicas // self.num_local
+
+    @property
+    def worker_index(self) -> int:
+        """This worker."""
+        return self.first // self.num_local
+
+
+@dataclass
+class WorkerBatch:
+    """What one worker has read for one step.
+
+    Either `parts` or `whole` is there: the latter where a worker has the whole global batch, which its
+    replicas cannot share evenly.
+
+    Args:
+        counts: Rows of each local part; for global batches, the rows of the whole one alone.
+        parts: One batch for each local replica; `None` for a replica without rows.
+        whole: The global batch.
+    """
+
+    counts: list[int]
+    parts: Sequence[Any] | None = None
+    whole: Any = None
+
+
+def read_global(source: Source, place: Place, epoch: int, start: int) -> Iterator[WorkerBatch]:
+    """Reads global batches, the same ones on every worker, and keeps the rows of this worker's replicas."""
+
+    def choose(count: int) -> tuple[int, int] | None:
+        size, odd = divmod(count, place.num_replicas)
+        return None if odd else (place.first * size, (place.first + place.num_local) * size)
+
+    for count, part, whole in source.chosen(epoch, start, choose):
+        if count == 0:
+            continue
+        bounds = choose(count)
+        if bounds is None or (whole is not None and not place.splits_sparse and rows.has_sparse(whole)):
+            yield WorkerBatch([count], whole=whole)
+            continue
+        mine = rows.take(whole, *bounds) if part is None else part
+        size = count // place.num_replicas
+        _check_chosen(mine, size * place.num_local)
+        parts = [rows.take(mine, i * size, (i + 1) * size) for i in range(place.num_local)]
+        yield WorkerBatch([count], parts=parts)
+
+
+def _check_chosen(part: Any, expected: int) -> None:
+    if (found := rows.num_rows(part)) != expected:
+        raise DatasetError(
+            "The collate_fn of a DataLoader must give one row for each sample.",
+            received={"samples": expected, "rows": found},
+            hint="Use `distribute_datasets_from_function` for a loader that makes its own number of rows.",
+        )
+
+
+def read_pieces(source: Source, place: Place, epoch: int, start: int) -> Iterator[WorkerBatch]:
+    """Reads the batches of this worker's own share of the data, cut into steps.
+
+    A dataset of global batches of B rows gives this worker's replicas the rows that they would have of a
+    global batch, at each step: a batch lasts for as many steps as there are workers.
+    """
+    sizes: list[int] = []
+    skip = start
+    for batch in source.batches(epoch):
+        host = rows.to_host(batch)
+        count = rows.num_rows(host)
+        if not sizes:
+            split = rows.even_split(count, place.num_replicas)
+            local = split[place.first : place.first + place.num_local]
+            sizes = [stop - first for first, stop in local]
+            if not sum(sizes):
+                raise DatasetError(
+                    "A global batch must have at least one row a replica.",
+                    received={"rows": count, "num_replicas_in_sync": place.num_replicas},
+                    hint="Use larger batches.",
+                )
+        for piece in range(0, count, sum(sizes)):
+            if skip:
+                skip -= 1
+                continue
+            bounds = [min(piece + sum(sizes[:i]), count) for i in range(len(sizes) + 1)]
+            parts = [rows.take(host, *pair) for pair in itertools.pairwise(bounds)]
+            yield _of_parts(parts)
+
+
+def read_per_replica(
+    sources: Sequence[Source], place: Place, epoch: int, start: int
+) -> Iterator[WorkerBatch]:
+    """Reads one batch for each replica: from one pipeline in turn, or from one pipeline a replica."""
+    if len(sources) == 1:
+        batches = sources[0].batches(epoch, start * place.num_local)
+        pipelines = [batches] * place.num_local
+    else:
+        pipelines = [source.batches(epoch, start) for source in sources]
+    while True:
+        parts = []
+        for pipeline in pipelines:
+            batch = next(pipeline, None)
+            parts.append(None if batch is None else rows.to_host(batch))
+        if all(part is None for part in parts):
+            return
+        batch = _of_parts(parts)
+        if any(batch.counts):
+            yield batch
+
+
+def _of_parts(parts: Sequence[Any]) -> WorkerBatch:
+    counts = [0 if part is None else rows.num_rows(part) for part in parts]
+    return WorkerBatch(counts, parts=[p if n else None for p, n in zip(parts, counts, strict=True)])

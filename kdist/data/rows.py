@@ -1,0 +1,176 @@
+"""Rows of batches: counting, taking and joining them, whatever the arrays are.
+
+A batch is a structure (tuples, lists, dictionaries, `None`) whose leaves are arrays with the rows first: NumPy
+arrays, tensors of any framework, TensorFlow's sparse and ragged tensors, SciPy's sparse matrices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdist.errors import DatasetError
+
+
+def leaves_of(batch: Any) -> list[Any]:
+    """Returns the arrays of a batch, without the parts that are `None`."""
+    return [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+
+
+def num_rows(batch: Any) -> int:
+    """Returns the number of rows of a batch.
+
+    Raises:
+        DatasetError: There is no array, one has no rows, or they differ in their rows.
+    """
+    leaves = leaves_of(batch)
+    if not leaves:
+        raise DatasetError(
+            "A batch must have at least one array.",
+            received={"batch": type(batch).__name__},
+            hint="Yield `x`, `(x, y)` or `(x, y, sample_weight)`.",
+        )
+    counts = [_rows_of(leaf) for leaf in leaves]
+    if None in counts:
+        raise DatasetError(
+            "A dataset must give batches: arrays whose first dimension counts rows.",
+            received={"shapes": [_shape(leaf) for leaf in leaves]},
+            hint="Batch it first: `dataset.batch(64)`, or `DataLoader(dataset, batch_size=64)`.",
+        )
+    if len(set(counts)) > 1:
+        raise DatasetError(
+            "All parts of a batch must have the same number of rows.",
+            received={"rows": counts},
+            hint="Check what the dataset yields as x, y and sample_weight.",
+        )
+    assert counts[0] is not None
+    return counts[0]
+
+
+def _shape(leaf: Any) -> tuple[Any, ...]:
+    return tuple(getattr(leaf, "shape", ()))
+
+
+def _rows_of(leaf: Any) -> int | None:
+    shape = getattr(leaf, "shape", None)
+    if shape is None or len(shape) == 0:
+        return None
+    if shape[0] is None and hasattr(leaf, "dense_shape"):
+        return int(leaf.dense_shape[0])
+    return int(shape[0])
+
+
+def take(batch: Any, start: int, stop: int) -> Any:
+    """Returns rows `start` to `stop` of a batch."""
+    return keras.tree.map_structure(lambda leaf: take_leaf(leaf, start, stop), batch)
+
+
+def take_leaf(leaf: Any, start: int, stop: int) -> Any:
+    """Returns rows `start` to `stop` of one array."""
+    if leaf is None:
+        return None
+    if is_tf_sparse(leaf):
+        return _tensorflow().sparse.slice(
+            leaf, [start, *[0] * (len(leaf.shape) - 1)], [stop - start, *_inner_shape(leaf)]
+        )
+    return leaf[start:stop]
+
+
+def _inner_shape(leaf: Any) -> list[int]:
+    return [int(size) for size in leaf.dense_shape[1:]]
+
+
+def to_host(batch: Any) -> Any:
+    """Returns a batch whose dense arrays are NumPy's, in host memory, without a copy where possible.
+
+    What NumPy cannot hold (sparse and ragged tensors, bfloat16 of PyTorch) stays as it is. Lists of numbers
+    become arrays, as in `fit`.
+    """
+    return keras.tree.map_structure(_leaf_to_host, batch)
+
+
+def _leaf_to_host(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, np.ndarray) or is_tf_sparse(leaf) or is_ragged(leaf):
+        return leaf
+    if hasattr(leaf, "detach"):  # of PyTorch
+        leaf = leaf.detach().cpu()
+        return leaf if str(leaf.dtype) == "torch.bfloat16" or leaf.is_sparse else leaf.numpy()
+    if hasattr(leaf, "tocsr") or type(leaf).__module__.startswith("jax.experimental.sparse"):
+        return leaf
+    return np.asarray(leaf)
+
+
+def is_tf_sparse(leaf: Any) -> bool:
+    """Says whether an array is a `tf.SparseTensor`."""
+    return type(leaf).__name__ == "SparseTensor" and type(leaf).__module__.startswith("tensorflow.")
+
+
+def has_sparse(batch: Any) -> bool:
+    """Says whether a part of a batch is sparse."""
+    return any(is_tf_sparse(leaf) or not hasattr(leaf, "__array__") for leaf in leaves_of(batch))
+
+
+def is_ragged(leaf: Any) -> bool:
+    """Says whether an array is a `tf.RaggedTensor`."""
+    return type(leaf).__name__ == "RaggedTensor" and type(leaf).__module__.startswith("tensorflow.")
+
+
+def _tensorflow() -> Any:
+    # Somebody has made a tensor of it.
+    return sys.modules["tensorflow"]
+
+
+def to_dense(leaf: Any) -> Any:
+    """Returns an array of any kind as NumPy's dense one.
+
+    Raises:
+        DatasetError: It is ragged, which only TensorFlow has a type for.
+    """
+    if is_ragged(leaf):
+        raise DatasetError(
+            "Ragged tensors can be used with the TensorFlow backend only.",
+            received={"shape": tuple(leaf.shape)},
+            hint="Make them dense in the pipeline: `dataset.map(lambda x: x.to_tensor())`.",
+        )
+    if is_tf_sparse(leaf):
+        return _tensorflow().sparse.to_dense(leaf).numpy()
+    return np.asarray(leaf.toarray() if hasattr(leaf, "toarray") else leaf)
+
+
+def empty_like(batch: Any) -> Any:
+    """Returns a batch of no rows, with the structure, dtypes and inner shapes of another."""
+    return take(batch, 0, 0)
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """Joins the rows of batches of NumPy arrays."""
+    if len(batches) == 1:
+        return batches[0]
+    return keras.tree.map_structure(
+        lambda *leaves: None if leaves[0] is None else np.concatenate(leaves), *batches
+    )
+
+
+def even_split(rows: int, replicas: int) -> list[tuple[int, int]]:
+    """Splits the rows of a global batch over the replicas: as even as possible, the larger parts first.
+
+    As TensorFlow rebatches full batches (`experimental_distribute_dataset`): some replicas get
+    ⌈rows / replicas⌉ rows and the others ⌊rows / replicas⌋. Short last batches are split likewise.
+
+    Returns:
+        One pair (start, stop) a replica.
+
+    Example:
+
+    >>> from kdist.data.rows import even_split
+    >>> even_split(8, 3)
+    [(0, 3), (3, 6), (6, 8)]
+    """
+    size, larger = divmod(rows, replicas)
+    bounds = [i * size + min(i, larger) for i in range(replicas + 1)]
+    return list(itertools.pairwise(bounds))

@@ -1,0 +1,89 @@
+"""Generators, generator functions, Grain's datasets and any other iterable of batches as sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kdist.data.sources.source import Source, skipped
+
+
+class IterableSource(Source):
+    """Reads anything that can be iterated again and again: a list of batches, an object with `__iter__`."""
+
+    kind = "an iterable"
+
+    @property
+    def num_batches(self) -> int | None:
+        """The length, where there is one."""
+        return len(self.dataset) if hasattr(self.dataset, "__len__") else None
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Yields what the iterable yields."""
+        return skipped(iter(self.dataset), start)
+
+
+class GeneratorFunctionSource(Source):
+    """Reads a function without arguments that returns an iterator, called once an epoch."""
+
+    kind = "a generator function"
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Calls the function and yields what its iterator yields."""
+        return skipped(iter(self.dataset()), start)
+
+
+class IteratorSource(Source):
+    """Reads an iterator, which can be read once: the next epoch goes on where the last one stopped."""
+
+    kind = "a generator"
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Yields what is left."""
+        return skipped(self.dataset, start)
+
+
+class GrainSource(Source):
+    """Reads a `grain.MapDataset`, `grain.IterDataset` or `grain.DataLoader`."""
+
+    kind = "a Grain dataset"
+
+    @property
+    def num_batches(self) -> int | None:
+        """The length of a map dataset that ends."""
+        import sys
+
+        length = len(self.dataset) if hasattr(self.dataset, "__len__") else sys.maxsize
+        return length if length < sys.maxsize else None
+
+    @property
+    def is_infinite(self) -> bool:
+        """Whether a map dataset repeats without end."""
+        return hasattr(self.dataset, "__len__") and self.num_batches is None
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Yields NumPy arrays. A map dataset goes to its start at once."""
+        if start and hasattr(self.dataset, "__getitem__"):
+            return iter(self.dataset[start:])
+        return skipped(iter(self.dataset), start)
+
+
+class NumpySource(Source):
+    """Reads kdist's own `NumpyDataset`."""
+
+    kind = "a dataset of NumPy arrays"
+
+    @property
+    def num_batches(self) -> int | None:
+        """The dataset's cardinality."""
+        cardinality = self.dataset.cardinality()
+        return cardinality if cardinality >= 0 else None
+
+    @property
+    def is_infinite(self) -> bool:
+        """Whether the dataset repeats without end."""
+        return self.num_batches is None
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Yields the batches in the order of this epoch; those left out are not made."""
+        return self.dataset.skip(start).epoch(epoch)

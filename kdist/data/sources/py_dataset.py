@@ -1,0 +1,52 @@
+"""`keras.utils.PyDataset` as a source: Keras's own adapter runs its threads or processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from kdist import keras_hooks
+from kdist.data.sources.source import Source
+
+
+class PyDatasetSource(Source):
+    """Reads a `keras.utils.PyDataset`."""
+
+    kind = "a PyDataset"
+
+    @property
+    def num_batches(self) -> int | None:
+        """The dataset's own number of batches."""
+        return self.dataset.num_batches
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Yields NumPy arrays, prepared by the dataset's workers. Calls its hooks of the epoch."""
+        dataset = _Tail(self.dataset, start) if start else self.dataset
+        for batch in keras_hooks.py_dataset_batches(dataset):
+            # Keras makes a tuple of a single array.
+            yield batch[0] if len(batch) == 1 else batch
+
+
+class _Tail(keras.utils.PyDataset):
+    """A PyDataset without its first batches."""
+
+    def __init__(self, dataset: Any, start: int) -> None:
+        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
+        self._dataset = dataset
+        self._start = start
+
+    @property
+    def num_batches(self) -> int | None:
+        length = self._dataset.num_batches
+        return None if length is None else max(length - self._start, 0)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index + self._start]
+
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dataset.on_epoch_end()

@@ -1,0 +1,137 @@
+"""`torch.utils.data.DataLoader` as a source, on every backend.
+
+A map-style loader is sharded by index: each worker loads only the samples that its replicas need. All workers
+must then draw the same order: the one that the loader itself would draw where it has a seeded generator, else
+one that follows from a seed of kdist's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kdist.data import rows
+from kdist.data.sources.source import Choice, Source, with_share_of_files
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+
+
+def share_random_state(runtime: Runtime) -> None:
+    """Gives all workers the chief's global generator, from which loaders that shuffle draw their seed."""
+    import torch
+
+    if runtime.num_workers > 1:
+        state = torch.get_rng_state()
+        chief = runtime.all_gather_bytes(state.numpy().tobytes())[0]
+        torch.set_rng_state(torch.frombuffer(bytearray(chief), dtype=state.dtype))
+
+
+class TorchLoaderSource(Source):
+    """Reads a PyTorch `DataLoader`."""
+
+    kind = "a DataLoader"
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        from torch.utils.data import IterableDataset
+
+        self._by_index = dataset.batch_sampler is not None and not isinstance(
+            dataset.dataset, IterableDataset
+        )
+        self.seed = random.getrandbits(62)
+        """Where the order of all epochs comes from; the workers agree on the chief's."""
+        sampler = getattr(dataset.batch_sampler, "sampler", dataset.sampler)
+        self._generator: Any = getattr(sampler, "generator", None)
+        # What the generator's state is before each epoch, as far as is known.
+        self._states = {0: self._generator.get_state()} if self._generator is not None else {}
+
+    @property
+    def num_batches(self) -> int | None:
+        """The loader's length, where it is a fact."""
+        # The length of an iterable dataset is what its author guessed.
+        return len(self.dataset) if self._by_index else None
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Yields tensors as the loader collates them."""
+        if self._by_index:
+            yield from self._loader(self._indices(epoch)[start:])
+            return
+        self._set_epoch(epoch)
+        for position, batch in enumerate(self.dataset):
+            if position >= start:
+                yield batch
+
+    def chosen(self, epoch: int, start: int, choose: Choice) -> Iterator[tuple[int, Any, Any]]:
+        """Loads only the chosen samples."""
+        if not self._by_index:
+            yield from super().chosen(epoch, start, choose)
+            return
+        batches = self._indices(epoch)[start:]
+        parts = [choose(len(indices)) for indices in batches]
+        wanted = [
+            indices if part is None else indices[slice(*part)]
+            for indices, part in zip(batches, parts, strict=True)
+        ]
+        for indices, part, batch in zip(batches, parts, self._loader(wanted), strict=True):
+            host = rows.to_host(batch)
+            yield (len(indices), None, host) if part is None else (len(indices), host, None)
+
+    def _indices(self, epoch: int) -> list[list[int]]:
+        """The samples of each batch of an epoch, the same on every worker."""
+        import torch
+
+        self._set_epoch(epoch)
+        if self._generator is not None:
+            return self._indices_by_generator(epoch)
+        # Samplers seed themselves from the global generator when they are first asked.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed((self.seed + epoch) % 2**63)
+            return [list(indices) for indices in self.dataset.batch_sampler]
+
+    def _indices_by_generator(self, epoch: int) -> list[list[int]]:
+        import torch
+
+        known = max(e for e in self._states if e <= epoch)
+        indices: list[list[int]] = []
+        for e in range(known, epoch + 1):
+            self._generator.set_state(self._states[e])
+            if self.dataset.generator is self._generator:
+                # Each iteration of a loader draws the seed of its worker processes first.
+                torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+            indices = [list(batch) for batch in self.dataset.batch_sampler]
+            self._states[e + 1] = self._generator.get_state()
+        return indices
+
+    def _set_epoch(self, epoch: int) -> None:
+        batch_sampler = self.dataset.batch_sampler
+        samplers: list[Any] = [self.dataset.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)]
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def share_of_files(self, num_workers: int, worker_index: int) -> Source:
+        """The dataset that the loader reads says the files."""
+        given = self.dataset
+        share = with_share_of_files(given.dataset, self.kind, num_workers, worker_index)
+        return TorchLoaderSource(
+            self._new_loader(share, batch_size=given.batch_size, drop_last=given.drop_last)
+        )
+
+    def _loader(self, indices: Iterable[list[int]]) -> Any:
+        return self._new_loader(self.dataset.dataset, batch_sampler=list(indices))
+
+    def _new_loader(self, dataset: Any, **batching: Any) -> Any:
+        """Returns a loader that is like the user's in all else."""
+        from torch.utils.data import DataLoader
+
+        given = self.dataset
+        options = {
+            name: getattr(given, name)
+            for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
+        }
+        if given.num_workers:
+            options["multiprocessing_context"] = given.multiprocessing_context
+            options["prefetch_factor"] = given.prefetch_factor
+        return DataLoader(dataset, **batching, **options)

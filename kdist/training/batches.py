@@ -1,0 +1,179 @@
+"""`GlobalBatches`: the batches of an epoch, as the steps take them, on every worker alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kdist import keras_hooks
+from kdist.backends import get_backend
+from kdist.data.distribute import place_of
+from kdist.data.distributed_dataset import DistributedDataset
+from kdist.data.prefetch import Prefetch
+from kdist.data.reading import WorkerBatch, read_global
+from kdist.data.sources.iterables import IteratorSource
+from kdist.data.steps import Steps, as_batch
+from kdist.errors import InvalidArgumentError, StrategyScopeError
+
+if TYPE_CHECKING:
+    from kdist.training.session import Session
+
+# Batches that are prepared ahead where the user gave no options, and one that is being prepared.
+_DEPTH = 2
+
+
+class GlobalBatches:
+    """The batches of an epoch: Keras's own iterator, with the workers' agreement on top.
+
+    Arrays are known on all workers before the first step. Anything else is read ahead by a thread, its parts
+    are put on the devices, and the workers agree on each step.
+
+    Args:
+        session: The model and its strategy.
+        x: What the user passes as `x`; the other arguments are Keras's, too.
+        epochs: How often it is iterated, to read no more of a generator than is needed.
+        **arguments: Those of Keras's `EpochIterator`.
+    """
+
+    def __init__(self, session: Session, x: Any, epochs: int = 1, **arguments: Any) -> None:
+        self._session = session
+        self._distributed = x if isinstance(x, DistributedDataset) else None
+        if self._distributed is not None:
+            x = self._adapter(self._distributed, arguments)
+        self.iterator = keras_hooks.epoch_iterator(get_backend().name, x=x, **arguments)
+        # Arrays are compared before the first step; other data may end anywhere on any worker.
+        self._is_array = hasattr(self.iterator.data_adapter, "_num_samples")
+        steps = arguments.get("steps_per_epoch")
+        self._limit = steps * epochs if steps else None
+
+    def _adapter(self, dataset: DistributedDataset, arguments: dict[str, Any]) -> Any:
+        if dataset._runtime is not self._session.runtime:
+            raise StrategyScopeError(
+                "A distributed dataset and the model must belong to the same strategy.",
+                received={"dataset": dataset, "model": self._session.model.name},
+                hint="Create both with the same strategy object.",
+            )
+        for name in ("y", "sample_weight", "class_weight"):
+            if arguments.get(name) is not None:
+                raise InvalidArgumentError(
+                    f"{name} must not be passed beside a distributed dataset.",
+                    received={name: type(arguments[name]).__name__},
+                    hint="Let the dataset yield (x, y, sample_weight).",
+                )
+        if dataset.is_infinite and not arguments.get("steps_per_epoch"):
+            raise InvalidArgumentError(
+                "A dataset without end needs steps_per_epoch in `fit`, and steps in `evaluate` and `predict`.",
+                received={"dataset": dataset},
+                hint="Pass steps_per_epoch=100, or leave out `.repeat()`.",
+            )
+        arguments["shuffle"] = False
+        return keras_hooks.data_adapter(dataset.num_steps, _Epochs(dataset))
+
+    @property
+    def num_batches(self) -> int | None:
+        """Steps of an epoch, where known."""
+        return self.iterator.num_batches
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all workers, before the first step."""
+        adapter = self.iterator.data_adapter
+        return {
+            "kind of data": type(adapter).__name__,
+            "number of rows": getattr(adapter, "_num_samples", None),
+            "batch size": adapter.batch_size,
+            "steps": self.iterator.num_batches,
+        }
+
+    def build(self, model: Any) -> None:
+        """Creates the variables that are missing, from the shapes of the first batch."""
+        if self._distributed is None:
+            self.iterator.prepare = None
+            model._symbolic_build(iterator=self.iterator)
+        elif not keras_hooks.is_built(model):
+            keras_hooks.build(model, self.peek())
+
+    def peek(self) -> Any:
+        """Returns one batch, of some number of rows, without consuming it."""
+        if self._distributed is None:
+            self.iterator.prepare = None
+            _, _, data = next(iter(self.iterator))
+            self.reset()
+            return data[0]
+        return self._distributed.peek()
+
+    def share_random_state(self) -> None:
+        """Gives every worker the chief's random state: all shuffle as the chief alone would.
+
+        Once the workers agree on their data, and at the beginning of each epoch, since workers may have drawn
+        different numbers in the one before: in a callback, or in a layer that draws as many as it has rows.
+        """
+        runtime = self._session.runtime
+        if runtime.num_workers > 1 and keras_hooks.shuffles_arrays(self.iterator):
+            backend = get_backend()
+            backend.set_random_state(runtime.all_gather_bytes(backend.random_state())[0])
+
+    def reset(self) -> None:
+        """Starts again from the first batch."""
+        self.iterator.reset()
+
+    def __iter__(self) -> Iterator[tuple[int, int, Sequence[Any]]]:
+        """Yields the index of the first and the last step, and the batches of one execution."""
+        self.share_random_state()
+        if self._distributed is None and not self._is_array:
+            self.iterator.prepare = self._prepared
+        return iter(self.iterator)
+
+    def _prepared(self, batches: Any) -> Iterator[Any]:
+        """What the steps take, of Keras's iterable of global batches."""
+        runtime = self._session.runtime
+        if keras_hooks.is_torch_loader(self.iterator):
+            from kdist.data.sources.torch_loader import share_random_state
+
+            share_random_state(runtime)
+        pipeline = Prefetch(self._placed(itertools.islice(_primed(batches), self._limit)), _DEPTH)
+        steps = Steps(runtime, pipeline, is_global=True)
+        try:
+            for step in steps:
+                yield as_batch(runtime, step)
+        finally:
+            steps.close()
+
+    def _placed(self, batches: Iterator[Any]) -> Iterator[WorkerBatch]:
+        runtime = self._session.runtime
+        for batch in read_global(IteratorSource(batches), place_of(runtime), 0, 0):
+            if batch.parts is not None:
+                batch.parts = runtime.place(batch.parts)
+            yield batch
+
+
+def _primed(batches: Iterable[Any]) -> Iterator[Any]:
+    """Reads the first batch at once: a loader that shuffles draws its seed then, and not some time in a thread."""
+    error: Exception | None = None
+    iterator: Iterator[Any] = iter(())
+    first: list[Any] = []
+    try:
+        iterator = iter(batches)
+        first = list(itertools.islice(iterator, 1))
+    except Exception as raised:
+        error = raised
+
+    def rest() -> Iterator[Any]:
+        # Errors belong to the step: all workers learn of them there.
+        if error is not None:
+            raise error
+        yield from first
+        yield from iterator
+
+    return rest()
+
+
+class _Epochs:
+    """The batches of the next epoch, each time it is iterated."""
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator: Keras asks for iterators that it never starts, and an epoch begins with its first batch.
+        yield from iter(self._dataset).batches()

@@ -1,0 +1,548 @@
+"""Datasets in `fit`, `evaluate` and `predict` on two workers: the numbers of one device, and errors for all."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+from tests.processes import each_backend, run, strategy
+
+NUM_WORKERS = 2
+EPOCHS = 2
+
+
+def arrays(rows=22):
+    x = np.random.RandomState(0).randn(rows, 3).astype("float32")
+    return x, (x[:, :1] - x[:, 1:2]).astype("float32")
+
+
+def in_batches(x, y, sizes):
+    ends = np.cumsum(sizes)
+    return [(x[end - size : end], y[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
+
+def new_model(scope=True):
+    import contextlib
+
+    import keras
+
+    keras.utils.set_random_seed(0)
+    with strategy().scope() if scope else contextlib.nullcontext():
+        model = keras.Sequential(
+            [keras.layers.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+        )
+        model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+def on_one_device(batches, epochs=EPOCHS):
+    """The numbers of plain Keras on global batches, one `train_on_batch` after the other."""
+    model = new_model(scope=False)
+    history = model.fit(
+        (batch for _ in range(epochs) for batch in batches),
+        steps_per_epoch=len(batches),
+        epochs=epochs,
+        verbose=0,
+    ).history
+    evaluated = model.evaluate((batch for batch in batches), steps=len(batches), verbose=0)
+    predicted = np.concatenate([model.predict_on_batch(batch[0]) for batch in batches])
+    return {**history, "evaluate": evaluated, "predict": predicted, "weights": flat(model)}
+
+
+def flat(model):
+    return np.concatenate([w.ravel() for w in model.get_weights()])
+
+
+def under_strategy(dataset, **fit):
+    model = new_model()
+    history = model.fit(dataset, epochs=EPOCHS, verbose=0, **fit).history
+    steps = {"steps": fit["steps_per_epoch"]} if "steps_per_epoch" in fit else {}
+    evaluated = model.evaluate(dataset, verbose=0, **steps)
+    predicted = model.predict(dataset, verbose=0, **steps)
+    return {**history, "evaluate": evaluated, "predict": predicted, "weights": flat(model)}
+
+
+def assert_close(expected, actual):
+    assert expected.keys() == actual.keys()
+    for name in expected:
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+# Equal numbers ------------------------------------------------------------------------------------------------
+
+GLOBAL_SIZES = (8, 8, 6)
+ODD_SIZES = (5, 8, 7, 1, 1)
+
+
+def global_datasets(x, y, sizes, plain):
+    import keras
+
+    batches = in_batches(x, y, sizes)
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return len(batches)
+
+        def __getitem__(self, index):
+            return batches[index]
+
+    def generator():
+        yield from batches
+
+    def tf_data():
+        import tensorflow as tf
+
+        kinds = (tf.TensorSpec((None, 3), tf.float32), tf.TensorSpec((None, 1), tf.float32))
+        return tf.data.Dataset.from_generator(generator, output_signature=kinds)
+
+    def loader():
+        import torch
+
+        rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        starts = np.cumsum([0, *sizes])
+        indices = [list(range(a, b)) for a, b in itertools.pairwise(starts)]
+        return torch.utils.data.DataLoader(rows, batch_sampler=indices)
+
+    def grain():
+        import grain
+
+        return grain.MapDataset.source(range(len(batches))).map(lambda i: batches[i])
+
+    return {
+        "list": lambda: batches,
+        "generator function": lambda: generator,
+        # Where Keras looks at the first batch, its own queue of several workers gives this one last.
+        "PyDataset": lambda: Batches(workers=1 if plain else 2),
+        "tf.data": tf_data,
+        "DataLoader": loader,
+        "Grain": grain,
+    }
+
+
+def in_worker_fit_global_batches(kind, sizes, plain):
+    dataset = global_datasets(*arrays(sum(sizes)), sizes, plain)[kind]()
+    if plain:
+        return under_strategy(dataset, shuffle=False)
+    return under_strategy(strategy().experimental_distribute_dataset(dataset))
+
+
+def in_worker_expected(sizes):
+    return on_one_device(in_batches(*arrays(sum(sizes)), sizes))
+
+
+@each_backend
+@pytest.mark.parametrize("sizes", [GLOBAL_SIZES, ODD_SIZES], ids=str)
+@pytest.mark.parametrize(
+    "kind", ["list", "generator function", "PyDataset", "tf.data", "DataLoader", "Grain"]
+)
+def test_global_batches(backend, kind, sizes):
+    expected = run(backend, 1, in_worker_expected, sizes)[0]
+    for found in run(backend, NUM_WORKERS, in_worker_fit_global_batches, kind, sizes, False):
+        assert_close(expected, found)
+
+
+@each_backend
+@pytest.mark.parametrize("kind", ["PyDataset", "tf.data", "DataLoader", "Grain"])
+def test_plain_datasets_need_no_distributing(backend, kind):
+    expected = run(backend, 1, in_worker_expected, ODD_SIZES)[0]
+    for found in run(backend, NUM_WORKERS, in_worker_fit_global_batches, kind, ODD_SIZES, True):
+        assert_close(expected, found)
+
+
+# Unequal lengths: worker 0 has batches of 3, 3 and 1 rows, worker 1 of 3 and 2, and five more steps of 2.
+OWN_SIZES = ((3, 3, 1), (3, 2, 2, 2, 2, 2, 2))
+
+
+def own_batches(worker):
+    x, y = arrays(sum(map(sum, OWN_SIZES)))
+    start = sum(OWN_SIZES[0]) * worker
+    stop = start + sum(OWN_SIZES[worker])
+    return in_batches(x[start:stop], y[start:stop], OWN_SIZES[worker])
+
+
+def in_worker_expected_of_own():
+    steps = []
+    for t in range(max(map(len, OWN_SIZES))):
+        parts = [own_batches(w)[t] for w in range(NUM_WORKERS) if t < len(OWN_SIZES[w])]
+        steps.append(tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    return on_one_device(steps)
+
+
+def in_worker_fit_own(as_loader):
+    def dataset_fn(context):
+        batches = own_batches(context.input_pipeline_id)
+        if not as_loader:
+            return batches
+        import torch
+
+        x, y = (torch.from_numpy(np.concatenate(part)) for part in zip(*batches, strict=True))
+        starts = np.cumsum([0, *OWN_SIZES[context.input_pipeline_id]])
+        indices = [list(range(a, b)) for a, b in itertools.pairwise(starts)]
+        rows = torch.utils.data.TensorDataset(x, y)
+        return torch.utils.data.DataLoader(
+            rows, batch_sampler=indices, num_workers=int(as_loader == "workers")
+        )
+
+    dataset = strategy().distribute_datasets_from_function(dataset_fn)
+    assert len(dataset) == max(map(len, OWN_SIZES))
+    return under_strategy(dataset)
+
+
+@each_backend
+@pytest.mark.parametrize("as_loader", ["", "loader"])
+def test_pipelines_of_unequal_lengths_lose_no_row(backend, as_loader):
+    expected = run(backend, 1, in_worker_expected_of_own)[0]
+    for found in run(backend, NUM_WORKERS, in_worker_fit_own, as_loader):
+        assert_close(expected, found)
+
+
+def in_worker_fit_infinite():
+    x, y = arrays(8)
+
+    def dataset_fn(context):
+        dataset = strategy().make_experimental_numpy_dataset((x, y)).repeat()
+        part = dataset.batch(context.get_per_replica_batch_size(4))
+        return part.skip(context.input_pipeline_id)  # rows 0 1, 2 3, … and 2 3, 4 5, …
+
+    dataset = strategy().distribute_datasets_from_function(dataset_fn)
+    with pytest.raises(ValueError, match="needs steps_per_epoch"):
+        new_model().fit(dataset, verbose=0)
+    model = new_model()
+    history = model.fit(dataset, epochs=EPOCHS, steps_per_epoch=3, verbose=0).history
+    return {**history, "weights": flat(model)}
+
+
+def in_worker_expected_of_infinite():
+    x, y = arrays(8)
+    rows = [[(2 * t + i) % 8 for i in range(4)] for t in range(3 * EPOCHS)]
+    model = new_model(scope=False)
+    history = model.fit(((x[r], y[r]) for r in rows), steps_per_epoch=3, epochs=EPOCHS, verbose=0).history
+    return {**history, "weights": flat(model)}
+
+
+@each_backend
+def test_a_dataset_without_end_goes_on_from_epoch_to_epoch(backend):
+    expected = run(backend, 1, in_worker_expected_of_infinite)[0]
+    for found in run(backend, NUM_WORKERS, in_worker_fit_infinite):
+        assert_close(expected, found)
+
+
+def in_worker_count_rows_of_a_generator():
+    taken = []
+
+    def rows():
+        for i in range(100):
+            taken.append(i)
+            yield np.full((4, 3), i, "float32"), np.zeros((4, 1), "float32")
+
+    generator = rows()
+    model = new_model()
+    model.fit(generator, steps_per_epoch=3, epochs=2, verbose=0)
+    return len(taken), float(next(generator)[0][0, 0])
+
+
+@each_backend
+def test_no_more_of_a_generator_is_read_than_the_epochs_need(backend):
+    for taken, following in run(backend, NUM_WORKERS, in_worker_count_rows_of_a_generator):
+        assert following == taken
+        # tf.data, through which Keras reads a generator on TensorFlow, prefetches by itself.
+        assert taken == 6 or backend == "tensorflow"
+
+
+# Structures ---------------------------------------------------------------------------------------------------
+
+
+def in_worker_fit_dictionaries(scope):
+    import keras
+
+    keras.utils.set_random_seed(0)
+    x, y = arrays(11)
+    weights = np.linspace(0, 1, 11, dtype="float32")
+    a, b = keras.Input((3,), name="a"), keras.Input((3,), name="b")
+
+    def build():
+        return keras.Model({"a": a, "b": b}, {"out": keras.layers.Dense(1, name="out")(a + b)})
+
+    batches = [
+        ({"a": x[i : i + 4], "b": x[i : i + 4] * 2}, {"out": y[i : i + 4]}, weights[i : i + 4])
+        for i in (0, 4, 8)
+    ]
+    if scope:
+        with strategy().scope():
+            model = build()
+        data = strategy().experimental_distribute_dataset(batches)
+    else:
+        model, data = build(), (batch for batch in batches)
+    model.compile("sgd", "mse", weighted_metrics=["mae"])
+    return {**model.fit(data, verbose=0).history, "weights": flat(model)}
+
+
+@each_backend
+def test_dictionaries_and_sample_weights(backend):
+    expected = run(backend, 1, in_worker_fit_dictionaries, False)[0]
+    for found in run(backend, NUM_WORKERS, in_worker_fit_dictionaries, True):
+        assert_close(expected, found)
+
+
+def in_worker_fit_words(scope):
+    """Words through a StringLookup in the pipeline, sparse and ragged tensors where the backend has them."""
+    import contextlib
+
+    import keras
+    import tensorflow as tf
+
+    words = np.array([["a", "b"], ["c", "a"], ["b", "b"], ["zebra", "a"], ["c", "c"]])
+    y = np.arange(5, dtype="float32")[:, None]
+    lookup = keras.layers.StringLookup(vocabulary=["a", "b", "c"])
+    keras.utils.set_random_seed(0)
+    with strategy().scope() if scope else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((2,), dtype="int64"), keras.layers.Embedding(4, 2)])
+        model.add(keras.layers.Flatten())
+        model.add(keras.layers.Dense(1))
+        model.compile("sgd", "mse")
+    dataset = tf.data.Dataset.from_tensor_slices((words, y)).batch(2).map(lambda w, t: (lookup(w), t))
+    if scope:
+        dataset = strategy().experimental_distribute_dataset(dataset)
+    return {**model.fit(dataset, verbose=0).history, "weights": flat(model)}
+
+
+@each_backend
+def test_preprocessing_layers_in_a_pipeline(backend):
+    expected = run(backend, 1, in_worker_fit_words, False)[0]
+    for found in run(backend, NUM_WORKERS, in_worker_fit_words, True):
+        assert_close(expected, found)
+
+
+def in_worker_fit_sparse(scope, plain):
+    import contextlib
+
+    import keras
+    import tensorflow as tf
+
+    dense = np.eye(6, 5, dtype="float32") * np.arange(1, 7, dtype="float32")[:, None]
+    y = np.arange(6, dtype="float32")[:, None]
+    keras.utils.set_random_seed(0)
+    with strategy().scope() if scope else contextlib.nullcontext():
+        model = keras.Sequential(
+            [keras.Input((5,), sparse=keras.backend.backend() != "torch"), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    # Keras itself has no sparse tensors on PyTorch: there they become dense.
+    alone_on_torch = not scope and keras.backend.backend() == "torch"
+    x = dense if alone_on_torch else tf.sparse.from_dense(dense)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    if scope and not plain:
+        dataset = strategy().experimental_distribute_dataset(dataset)
+    return {**model.fit(dataset, verbose=0).history, "weights": flat(model)}
+
+
+@each_backend
+@pytest.mark.parametrize("plain", [True, False])
+def test_sparse_tensors(backend, plain):
+    if backend == "torch" and plain:
+        pytest.skip("Keras itself reads no sparse tensors on PyTorch; a distributed dataset makes them dense")
+    expected = run(backend, 1, in_worker_fit_sparse, False, plain)[0]
+    for found in run(backend, NUM_WORKERS, in_worker_fit_sparse, True, plain):
+        assert_close(expected, found)
+
+
+def in_worker_read_native_kinds():
+    import keras
+    import tensorflow as tf
+
+    strings = tf.data.Dataset.from_tensor_slices([b"a", b"bc", b"d", b"e"]).batch(4)
+    (text,) = list(strategy().experimental_distribute_dataset(strings))
+    ragged = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3], [4, 5, 6], []])).batch(4)
+    try:
+        (numbers,) = list(strategy().experimental_distribute_dataset(ragged))
+        numbers = numbers.to_list()
+    except ValueError as error:
+        numbers = str(error)
+    text = text.numpy() if keras.backend.backend() == "tensorflow" else text
+    return text.tolist(), numbers
+
+
+@each_backend
+def test_strings_and_ragged_tensors(backend):
+    workers = run(backend, NUM_WORKERS, in_worker_read_native_kinds)
+    assert [text for text, _ in workers] == [[b"a", b"bc"], [b"d", b"e"]]
+    if backend == "tensorflow":
+        assert [numbers for _, numbers in workers] == [[[1], [2, 3]], [[4, 5, 6], []]]
+    else:
+        assert all("Ragged tensors can be used with the TensorFlow backend only" in n for _, n in workers)
+
+
+# The iterator -------------------------------------------------------------------------------------------------
+
+
+def in_worker_iterate():
+    import keras
+
+    import kdist
+
+    x, y = arrays(10)
+    dataset = strategy().experimental_distribute_dataset(in_batches(x, y, (4, 4, 2)))
+    spec = [(tuple(s.shape), s.dtype) for s in dataset.element_spec]
+    iterator = iter(dataset)
+    first = keras.ops.convert_to_numpy(iterator.get_next()[0])
+    assert iterator.get_next_as_optional().has_value()
+    state = dataset.get_state()
+    last = keras.ops.convert_to_numpy(iterator.get_next_as_optional().get_value()[0])
+    assert not iterator.get_next_as_optional().has_value()
+    with pytest.raises(kdist.errors.OutOfRangeError):
+        iterator.get_next()
+    return spec, first, last, state, dataset.get_state()
+
+
+@each_backend
+def test_the_iterator(backend):
+    x, _ = arrays(10)
+    for index, (spec, first, last, state, end) in enumerate(run(backend, NUM_WORKERS, in_worker_iterate)):
+        assert spec == [((None, 3), "float32"), ((None, 1), "float32")]
+        np.testing.assert_array_equal(first, x[2 * index : 2 * index + 2])
+        np.testing.assert_array_equal(last, x[8 + index : 9 + index])
+        assert state == {"epoch": 0, "step": 2}
+        assert end == {"epoch": 1, "step": 0}
+
+
+def resumable(kind):
+    """Datasets that shuffle, made anew as after a restart."""
+    import keras
+
+    values = np.arange(12, dtype="int32")
+    if kind == "tf.data":
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices(values).shuffle(12, seed=1).batch(4)
+    if kind == "DataLoader":
+        import torch
+
+        generator = torch.Generator().manual_seed(1)
+        return torch.utils.data.DataLoader(values, batch_size=4, shuffle=True, generator=generator)
+    if kind == "Grain":
+        import grain
+
+        return grain.MapDataset.source(values).shuffle(seed=1).batch(4)
+    if kind == "numpy":
+        from kdist.data.numpy_dataset import NumpyDataset
+
+        return NumpyDataset(values).shuffle(12, seed=1).batch(4)
+
+    class Numbers(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return values[4 * index : 4 * index + 4]
+
+    return Numbers(workers=2)
+
+
+def in_worker_resume(kind):
+    import keras
+
+    def read(dataset, number):
+        return [keras.ops.convert_to_numpy(e).tolist() for _, e in zip(range(number), dataset, strict=False)]
+
+    whole = strategy().experimental_distribute_dataset(resumable(kind))
+    expected = [read(whole, 9) for _ in range(2)]
+    first = strategy().experimental_distribute_dataset(resumable(kind))
+    read(first, 9)
+    begun = iter(first)
+    [next(begun) for _ in range(2)]
+    again = strategy().experimental_distribute_dataset(resumable(kind))
+    again.set_state(first.get_state())
+    begun.close()
+    return expected, first.get_state(), read(again, 9), again.get_state()
+
+
+@each_backend
+@pytest.mark.parametrize("kind", ["tf.data", "DataLoader", "Grain", "numpy", "PyDataset"])
+def test_a_position_is_saved_and_restored(backend, kind):
+    for expected, state, found, end in run(backend, NUM_WORKERS, in_worker_resume, kind):
+        assert state == {"epoch": 1, "step": 2}
+        assert found == expected[1][2:]
+        assert end == {"epoch": 2, "step": 0}
+        assert expected[0] != expected[1] or kind in ("PyDataset", "Grain")  # these have one order
+
+
+# Errors -------------------------------------------------------------------------------------------------------
+
+
+def in_worker_error(what):
+    import time
+
+    import kdist
+
+    index = strategy().runtime.worker_index
+    x, y = arrays(8)
+    good = in_batches(x, y, (4, 4))
+
+    def failing():
+        yield good[0]
+        if index == 1:
+            raise OSError("disk gone")
+        yield good[1]
+
+    def distribute(mine):
+        return strategy().distribute_datasets_from_function(lambda _: mine)
+
+    datasets = {
+        "raises in the middle": lambda: distribute(failing),
+        "raises in the middle, global": lambda: strategy().experimental_distribute_dataset(failing),
+        "not batched": lambda: distribute([np.float32(1)] if index else good),
+        "parts differ": lambda: distribute([(x[:3], y[:2])] if index else good),
+        "returns a number": lambda: distribute(3 if index else good),
+        "returns an array": lambda: distribute(x if index else good),
+        "no batch": lambda: distribute([]),
+        "too few files": lambda: strategy().experimental_distribute_dataset(
+            type("Files", (), {"files": ["one"], "__iter__": lambda self: iter(good)})(),
+            kdist.InputOptions(auto_shard_policy=kdist.AutoShardPolicy.FILE),
+        ),
+        "differ in length": lambda: strategy().experimental_distribute_dataset(good[: 2 - index]),
+    }
+    began = time.monotonic()
+    with pytest.raises((kdist.errors.KdistError, OSError)) as caught:
+        new_model().fit(datasets[what](), verbose=0)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - began
+
+
+ERRORS = {
+    "raises in the middle": ["worker 1 failed in step 1", "OSError: disk gone"],
+    "raises in the middle, global": ["worker 1 failed in step 1", "OSError: disk gone"],
+    "not batched": ["worker 1 failed in step 0", "must give batches", "dataset.batch(64)"],
+    "parts differ": ["worker 1 failed in step 0", "same number of rows"],
+    "returns a number": ["A dataset must be", "a generator function or an iterable"],
+    "returns an array": ["A dataset must be", "make_experimental_numpy_dataset"],
+    "no batch": ["must have at least one batch"],
+    "too few files": ["at least one file a worker", "AutoShardPolicy.DATA"],
+    "differ in length": ["must be given the same dataset", "step 1"],
+}
+
+
+@each_backend
+@pytest.mark.parametrize("what", ERRORS)
+def test_errors_reach_all_workers(backend, what):
+    for _, message, seconds in run(backend, NUM_WORKERS, in_worker_error, what):
+        for words in ERRORS[what]:
+            assert words in message
+        assert seconds < 10
+
+
+def in_worker_fit_outside():
+    import kdist
+
+    dataset = strategy().experimental_distribute_dataset(in_batches(*arrays(8), (4, 4)))
+    with pytest.raises(kdist.errors.StrategyScopeError, match="created under the strategy"):
+        new_model(scope=False).fit(dataset, verbose=0)
+    with pytest.raises(ValueError, match="y must not be passed beside a distributed dataset"):
+        new_model().fit(dataset, np.ones(3), verbose=0)
+    return [thread.name for thread in threading.enumerate() if thread.name == "kdist prefetch"]
+
+
+@each_backend
+def test_a_model_from_outside_and_no_thread_left(backend):
+    assert run(backend, NUM_WORKERS, in_worker_fit_outside) == [[], []]
