@@ -105,7 +105,7 @@ def global_batch_size(name):
 
 
 def multi_worker(name):
-    """The API page's model, with plain arrays: `distribute_datasets_from_function` is another issue."""
+    """The API page's model, with plain arrays."""
     import keras
 
     keras.utils.set_random_seed(4)
@@ -163,3 +163,77 @@ def test_multi_worker_strategy_of_one_worker(backend):
     results = run(backend, 1, results_of, multi_worker, ("none", *MULTI_WORKER))[0]
     for name in MULTI_WORKER:
         assert results[name] == pytest.approx(results["none"], rel=1e-5), name
+
+
+def with_a_dataset_fn(name):
+    """The API page's `dataset_fn`. Its dataset has no end, so `fit` is told when an epoch does."""
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(5)
+    strategy = new_strategy(name)
+
+    with scope_of(strategy):
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(learning_rate=0.1)
+
+    def dataset_fn(ctx):
+        random = np.random.RandomState(ctx.input_pipeline_id)
+        x = random.random_sample((2, 5)).astype(np.float32)
+        y = random.randint(2, size=(2, 1))
+        dataset = tf.data.Dataset.from_tensor_slices((x, y))
+        return dataset.repeat().batch(1, drop_remainder=True)
+
+    if strategy is None:  # both workers' pipelines on one device
+        from kdist import InputContext
+
+        both = [dataset_fn(InputContext(2, i, 2)).as_numpy_iterator() for i in range(2)]
+        pairs = zip(*both, strict=True)
+        dist_dataset = (tuple(np.concatenate(parts) for parts in zip(*pair, strict=True)) for pair in pairs)
+    else:
+        dist_dataset = strategy.distribute_datasets_from_function(dataset_fn)
+
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model.fit(dist_dataset, epochs=2, steps_per_epoch=10, verbose=0).history["loss"]
+
+
+@each_backend
+def test_the_dataset_fn_of_the_api_page(backend):
+    expected = run(backend, 1, with_a_dataset_fn, "none")[0]
+    for losses in run(backend, 2, with_a_dataset_fn, "multi-worker"):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert losses[1] != losses[0]
+
+
+def input_of_the_guide():
+    """ "Using tf.distribute.Strategy with custom training loops": what comes before the loop."""
+    import keras
+
+    import kdist
+
+    mirrored_strategy = kdist.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    global_batch_size = 5 * mirrored_strategy.num_replicas_in_sync
+
+    dataset = dataset_of(global_batch_size)
+    dist_dataset = mirrored_strategy.experimental_distribute_dataset(dataset)
+    seen = [mirrored_strategy.experimental_local_results(dist_inputs) for dist_inputs in dist_dataset]
+    iterator = iter(dist_dataset)
+    seen += [mirrored_strategy.experimental_local_results(next(iterator)) for _ in range(10)]
+
+    inputs, targets = np.ones((100, 1)), np.ones((100, 1))
+    numpy_dataset = mirrored_strategy.make_experimental_numpy_dataset((inputs, targets))
+    for dist_inputs in mirrored_strategy.experimental_distribute_dataset(numpy_dataset.batch(10)):
+        seen.append(mirrored_strategy.experimental_local_results(dist_inputs))
+    return [
+        [(tuple(x.shape), float(keras.ops.sum(x)), tuple(y.shape)) for x, y in replicas] for replicas in seen
+    ]
+
+
+@each_backend
+def test_the_input_of_the_guides_custom_loop(backend):
+    seen = run(backend, 1, input_of_the_guide)[0]
+    assert len(seen) == 10 + 10 + 10
+    for replicas in seen:
+        assert len(replicas) == 2
+        for x_shape, total, y_shape in replicas:
+            assert x_shape[0] == 5 and total == 5.0 and y_shape == x_shape

@@ -55,7 +55,18 @@ def native_signatures():
         "has_strategy": parameters_of(native.has_strategy),
         "in_cross_replica_context": parameters_of(native.in_cross_replica_context),
         "get_replica_context": parameters_of(native.get_replica_context),
-        "Strategy.scope": parameters_of(native.Strategy.scope),
+        **{
+            f"Strategy.{name}": parameters_of(getattr(native.Strategy, name))
+            for name in (
+                "scope",
+                "distribute_datasets_from_function",
+                "experimental_distribute_dataset",
+                "experimental_distribute_values_from_function",
+                "experimental_local_results",
+            )
+        },
+        "InputContext": parameters_of(native.InputContext.__init__),
+        "experimental.ValueContext": parameters_of(experimental.ValueContext.__init__),
     }
 
 
