@@ -209,6 +209,27 @@ def data_adapter(num_batches: int | None, epochs: Iterable[Any]) -> Any:
     return DistributedDataAdapter()
 
 
+def shuffles_py_dataset(iterator: Any) -> bool:
+    """Says whether an `epoch_iterator` shuffles the batches of a PyDataset, with Python's `random`."""
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+    return isinstance(iterator.data_adapter, PyDatasetAdapter) and bool(iterator.data_adapter.shuffle)
+
+
+def first_of_py_dataset(iterator: Any) -> Any:
+    """Returns a batch of a PyDataset without its queue, which would lose what was read and not used."""
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+    if not isinstance(iterator.data_adapter, PyDatasetAdapter):
+        return None
+    return iterator.data_adapter._standardize_batch(iterator.data_adapter.py_dataset[0])
+
+
+def release(iterator: Any) -> None:
+    """Lets go of what an `epoch_iterator` has begun to read."""
+    iterator.prepare = iterator._current_iterator = iterator._epoch_iterator = None
+
+
 def is_torch_loader(iterator: Any) -> bool:
     """Says whether an `epoch_iterator` reads a PyTorch `DataLoader`, which may shuffle by the global seed."""
     from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter

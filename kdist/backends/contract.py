@@ -110,6 +110,9 @@ class Runtime(ABC):
     splits_sparse: bool = True
     """Whether replicas can have rows of a sparse array, or only the whole one."""
 
+    needs_equal_shapes: bool = False
+    """Whether batches of all replicas must have the same inner shapes, as parts of one array."""
+
     @property
     def num_replicas(self) -> int:
         """Number of replicas over all workers; every worker has the same number of devices."""

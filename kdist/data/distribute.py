@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplica
 from kdist.data.reading import Place, read_global, read_per_replica, read_pieces
 from kdist.data.sources import source_of
 from kdist.data.sources.source import Source
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, WorkerMismatchError
 from kdist.values import regroup
 
 if TYPE_CHECKING:
@@ -31,21 +32,22 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
             hint="Use `distribute_datasets_from_function`.",
         )
 
-    def prepare() -> tuple[Source, AutoShardPolicy]:
+    def prepare() -> tuple[Source, AutoShardPolicy, int | None]:
         source = source_of(dataset)
         policy: AutoShardPolicy = options.auto_shard_policy or source.policy
         if place.num_workers == 1 and policy is not AutoShardPolicy.HINT:
-            return source, AutoShardPolicy.DATA
+            return source, AutoShardPolicy.DATA, source.num_batches
         if policy is AutoShardPolicy.AUTO:
             policy = AutoShardPolicy.FILE if source.reads_files else AutoShardPolicy.DATA
         if policy is AutoShardPolicy.FILE:
             source = source.share_of_files(place.num_workers, place.worker_index)
         elif policy is AutoShardPolicy.HINT:
             source = source.hinted(place.num_workers, place.worker_index)
-        return source, policy
+        return source, policy, source.num_batches if policy is AutoShardPolicy.DATA else None
 
-    source, policy = try_on_all(runtime, "Distributing the dataset", prepare)
+    source, policy, num_batches = try_on_all(runtime, "Distributing the dataset", prepare)
     is_global = policy is AutoShardPolicy.DATA
+    _check_alike(runtime, [source.kind, policy.name])
     if is_global:
         _share_seed(runtime, source)
     read = read_global if is_global else read_pieces
@@ -53,10 +55,10 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
         runtime,
         lambda epoch, start: read(source, place, epoch, start),
         kind=source.kind,
-        num_steps=_longest(runtime, source.num_batches) if is_global else None,
+        num_steps=_longest(runtime, num_batches) if is_global else None,
         is_infinite=source.is_infinite,
         is_global=is_global,
-        options=options,
+        options=_options_for([source], options),
     )
 
 
@@ -75,19 +77,20 @@ def distribute_from_function(
     pipelines = place.num_replicas if per_replica else place.num_workers
     mine = range(place.num_replicas) if per_replica else [place.worker_index]
 
-    def call() -> list[Source]:
+    def call() -> tuple[list[Source], int | None]:
         contexts = [InputContext(pipelines, i, place.num_replicas) for i in mine]
-        return [source_of(dataset_fn(context)) for context in contexts]
+        sources = [source_of(dataset_fn(context)) for context in contexts]
+        return sources, _steps_of(sources, place)
 
-    sources: list[Source] = try_on_all(runtime, "The dataset_fn", call)
+    sources, num_steps = try_on_all(runtime, "The dataset_fn", call)
     return DistributedDataset(
         runtime,
         lambda epoch, start: read_per_replica(sources, place, epoch, start),
         kind=sources[0].kind,
-        num_steps=_longest(runtime, _steps_of(sources, place)),
+        num_steps=_longest(runtime, num_steps),
         is_infinite=any(source.is_infinite for source in sources),
         is_global=False,
-        options=options,
+        options=_options_for(sources, options),
     )
 
 
@@ -108,6 +111,24 @@ def _steps_of(sources: Sequence[Source], place: Place) -> int | None:
         return None
     longest = max(length for length in lengths if length is not None)
     return -(-longest // place.num_local) if len(sources) == 1 else longest
+
+
+def _options_for(sources: Sequence[Source], options: InputOptions) -> InputOptions:
+    """Nothing is read ahead of a generator that somebody may go on with."""
+    if all(source.can_read_ahead for source in sources):
+        return options
+    return dataclasses.replace(options, experimental_per_replica_buffer_size=0)
+
+
+def _check_alike(runtime: Runtime, facts: list[str]) -> None:
+    everyone = gather(runtime, facts)
+    for index, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise WorkerMismatchError(
+                "All workers must distribute the same kind of dataset by the same policy.",
+                received={"worker_0": everyone[0], f"worker_{index}": other},
+                hint="Run the same script on every worker, without branches on the worker.",
+            )
 
 
 def _longest(runtime: Runtime, num_steps: int | None) -> int | None:

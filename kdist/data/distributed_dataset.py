@@ -95,7 +95,7 @@ class DistributedDataset:
         A new dataset, made in the same way (on the same number of workers, unless it holds global batches),
         goes on from there after `set_state`.
         """
-        return dict(self._position)
+        return self._in_epoch(self._position)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes on, with the next iterator, where `get_state` was called.
@@ -110,12 +110,18 @@ class DistributedDataset:
             raise InvalidArgumentError(
                 "The state of a dataset has an epoch and a step, from 0.", received={"state": dict(state)}
             )
-        self._position = dict(state)
+        self._position = self._in_epoch(state)
         self._resumes = True
         self._waiting = None
 
+    def _in_epoch(self, position: Mapping[str, int]) -> dict[str, int]:
+        """A position after the last step is the beginning of the next epoch."""
+        epoch, step = position["epoch"], position["step"]
+        ended = self.num_steps is not None and step >= self.num_steps
+        return {"epoch": epoch + 1, "step": 0} if ended else {"epoch": epoch, "step": step}
+
     def _steps(self) -> Steps:
-        from kdist.data.prefetch import Prefetch
+        from kdist.data.prefetch import Prefetch, primed
         from kdist.data.steps import Steps
 
         if not self._resumes and self._position["step"]:  # the epoch before was left early
@@ -126,6 +132,8 @@ class DistributedDataset:
         if self._options.experimental_fetch_to_device is not False:
             reader = self._placed(reader)
         buffer = self._options.experimental_per_replica_buffer_size
+        if buffer:
+            reader = primed(reader)
         # One more than the steps that wait on a device: it is being prepared meanwhile.
         pipeline = Prefetch(reader, buffer + 1 if buffer else 0)
         return Steps(self._runtime, pipeline, self._is_global, start)
@@ -174,19 +182,8 @@ class DistributedIterator:
         """The steps themselves, for the training loop; they are read once."""
         if self._generator is None:
             self._source = self._dataset._steps()
-            self._generator = self._counted(iter(self._source))
+            self._generator = _counted(self._source, self._dataset._position)
         return self._generator
-
-    def _counted(self, steps: Iterator[Step]) -> Iterator[Step]:
-        position = self._dataset._position
-        assert self._source is not None
-        try:
-            for step in steps:
-                position["step"] += 1
-                yield step
-            position.update(epoch=position["epoch"] + 1, step=0)
-        finally:
-            self._source.close()
 
     def peek(self) -> Step | None:
         """Returns the next step without consuming it; `None` at the end."""
@@ -262,6 +259,17 @@ class DistributedIterator:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _counted(source: Steps, position: dict[str, int]) -> Iterator[Step]:
+    # A function, and no method: the iterator would wait for the garbage collector, with its thread and batches.
+    try:
+        for step in source:
+            position["step"] += 1
+            yield step
+        position.update(epoch=position["epoch"] + 1, step=0)
+    finally:
+        source.close()
 
 
 class Optional:

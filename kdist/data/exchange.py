@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import ml_dtypes
 import numpy as np
 
 from kdist.data import rows
 from kdist.errors import DatasetError
+
+_FAILED = b"!"  # what starts no JSON
 
 if TYPE_CHECKING:
 
@@ -35,9 +38,8 @@ def gather_rows(messenger: Messenger, parts: Sequence[Any]) -> Any:
         DatasetError: The parts have arrays that cannot travel, or different structures.
     """
     local = [rows.to_host(part) for part in parts if part is not None]
-    message = encode(rows.join(local)) if local else b""
-    received = [data for data in messenger.all_gather_bytes(message) if data]
-    batches = [decode(data) for data in received]
+    received = _gather(messenger, lambda: encode(rows.join(local)) if local else b"")
+    batches = [decode(data) for data in received if data]
     try:
         return rows.join(batches)
     except ValueError as error:
@@ -46,6 +48,23 @@ def gather_rows(messenger: Messenger, parts: Sequence[Any]) -> Any:
             received={"error": str(error).splitlines()[0]},
             hint="Return the same kind of batches on every worker.",
         ) from error
+
+
+def _gather(messenger: Messenger, encoded: Callable[[], bytes]) -> list[bytes]:
+    """Gathers messages; where one worker cannot make its own, all raise."""
+    error: Exception | None = None
+    message = b""
+    try:
+        message = encoded()
+    except Exception as raised:
+        error = raised
+        message = _FAILED + str(raised).encode()
+    received = messenger.all_gather_bytes(message)
+    for index, data in enumerate(received):
+        if data.startswith(_FAILED):
+            text = data.removeprefix(_FAILED).decode()
+            raise DatasetError(f"The rows of worker {index} cannot be sent to the others. {text}") from error
+    return received
 
 
 def encode(batch: Any) -> bytes:
@@ -60,7 +79,7 @@ def encode(batch: Any) -> bytes:
         if isinstance(value, (tuple, list)):
             return {type(value).__name__ if type(value) is list else "tuple": [describe(v) for v in value]}
         array = np.asarray(value) if not rows.is_tf_sparse(value) and not rows.is_ragged(value) else None
-        if array is None or not (array.dtype.kind in "biufcSU" or array.dtype.kind == "O"):
+        if array is None or not (array.dtype.kind in "biufcSUO" or array.dtype.name == "bfloat16"):
             raise DatasetError(
                 "Sparse and ragged tensors cannot be sent to other workers, so all replicas must have "
                 "the same number of rows.",
@@ -70,7 +89,8 @@ def encode(batch: Any) -> bytes:
         if array.dtype.kind == "O":
             return {"shape": list(array.shape), "strings": [_text(item) for item in array.ravel()]}
         arrays.append(np.ascontiguousarray(array))
-        return {"shape": list(array.shape), "dtype": array.dtype.str}
+        name = "bfloat16" if array.dtype.kind == "V" else array.dtype.str
+        return {"shape": list(array.shape), "dtype": name}
 
     header = json.dumps(describe(batch)).encode()
     return b"\n".join([header, b"".join(a.tobytes() for a in arrays)])
@@ -96,7 +116,7 @@ def decode(data: bytes) -> Any:
             array = np.empty(len(node["strings"]), object)
             array[:] = [_from_text(item) for item in node["strings"]]
             return array.reshape(shape)
-        dtype = np.dtype(node["dtype"])
+        dtype = np.dtype(ml_dtypes.bfloat16 if node["dtype"] == "bfloat16" else node["dtype"])
         count = int(np.prod(shape, dtype=np.int64))
         array = np.frombuffer(body, dtype, count, position).reshape(shape)
         position += count * dtype.itemsize
@@ -131,7 +151,7 @@ def empty_parts(messenger: Messenger, parts: Sequence[Any]) -> list[Any]:
             one worker has rows.
     """
     like = next((rows.empty_like(rows.to_host(part)) for part in parts if part is not None), None)
-    messages = messenger.all_gather_bytes(b"" if like is None else encode(like))
+    messages = _gather(messenger, lambda: b"" if like is None else encode(like))
     if like is None:
         like = decode(next(message for message in messages if message))
     return [like if part is None else part for part in parts]

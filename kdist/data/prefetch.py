@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,32 @@ class End:
     """What comes after the last batch: nothing, or the error that ended the pipeline."""
 
     error: BaseException | None = None
+
+
+def primed(items: Iterable[Any]) -> Iterator[Any]:
+    """Reads the first item at once, in the thread that calls.
+
+    What shuffles draws its seed then, from global generators, and not at some time in another thread. An error
+    waits for its turn: all workers learn of it in the first step.
+    """
+    error: Exception | None = None
+    iterator: Iterator[Any] = iter(())
+    first: list[Any] = []
+    try:
+        iterator = iter(items)
+        first = list(itertools.islice(iterator, 1))
+    except Exception as raised:
+        error = raised
+
+    def rest() -> Iterator[Any]:
+        if error is not None:
+            raise error
+        yield from first
+        # No `yield from`: it would close the user's generator.
+        for item in iterator:  # noqa: UP028
+            yield item
+
+    return rest()
 
 
 class Prefetch:
@@ -42,17 +69,24 @@ class Prefetch:
         )
         self._thread.start()
 
-    def take(self) -> list[Any]:
-        """Returns all items that are ready, at least one; an `End` is the last, and comes again and again."""
+    def take(self, most: int, wait: bool = True) -> list[Any]:
+        """Returns the items that are ready; an `End` is the last, and comes again and again.
+
+        Args:
+            most: How many items to take.
+            wait: Whether to wait for the first one.
+        """
         if self._end is not None:
             return [self._end]
-        taken = [self._take_one(True)]
-        while self._depth and not isinstance(taken[-1], End):
+        taken: list[Any] = []
+        while len(taken) < most and not (taken and isinstance(taken[-1], End)):
+            if not self._depth and taken:
+                break  # reading takes its time
             try:
-                taken.append(self._take_one(False))
+                taken.append(self._take_one(wait and not taken))
             except queue.Empty:
                 break
-        if isinstance(taken[-1], End):
+        if taken and isinstance(taken[-1], End):
             self._end = taken[-1]
         return taken
 
@@ -79,7 +113,7 @@ def _read_one(items: Iterator[Any]) -> Any:
         return next(items)
     except StopIteration:
         return End()
-    except Exception as error:
+    except BaseException as error:  # a SystemExit ends the pipeline, and the main thread must learn of it
         return End(error)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
+
 from kdist.data import rows
 from kdist.data.sources.source import Source
 from kdist.errors import DatasetError
@@ -56,6 +58,19 @@ class WorkerBatch:
     parts: Sequence[Any] | None = None
     whole: Any = None
 
+    def kind(self) -> list[str]:
+        """What must be alike on all workers: the structure with its dtypes, and the inner shapes."""
+        batch = self.whole
+        if batch is None:
+            assert self.parts is not None
+            batch = next(part for part in self.parts if part is not None)
+        structure = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else rows.dtype_name(leaf), batch
+        )
+        # The rows of sparse and ragged tensors have lengths of their own.
+        shapes = [tuple(leaf.shape[1:]) for leaf in rows.leaves_of(batch) if not rows.is_ragged(leaf)]
+        return [repr(structure), repr(shapes)]
+
 
 def read_global(source: Source, place: Place, epoch: int, start: int) -> Iterator[WorkerBatch]:
     """Reads global batches, the same ones on every worker, and keeps the rows of this worker's replicas."""
@@ -98,16 +113,13 @@ def read_pieces(source: Source, place: Place, epoch: int, start: int) -> Iterato
     for batch in source.batches(epoch):
         host = rows.to_host(batch)
         count = rows.num_rows(host)
+        if not count:
+            continue
         if not sizes:
-            split = rows.even_split(count, place.num_replicas)
+            # A first file may be smaller than a batch: one row for each replica, at least.
+            split = rows.even_split(max(count, place.num_replicas), place.num_replicas)
             local = split[place.first : place.first + place.num_local]
             sizes = [stop - first for first, stop in local]
-            if not sum(sizes):
-                raise DatasetError(
-                    "A global batch must have at least one row a replica.",
-                    received={"rows": count, "num_replicas_in_sync": place.num_replicas},
-                    hint="Use larger batches.",
-                )
         for piece in range(0, count, sum(sizes)):
             if skip:
                 skip -= 1

@@ -86,28 +86,46 @@ def _inner_shape(leaf: Any) -> list[int]:
 
 
 def to_host(batch: Any) -> Any:
-    """Returns a batch whose dense arrays are NumPy's, in host memory, without a copy where possible.
+    """Returns a batch whose dense arrays are NumPy's, in host memory. Sparse and ragged tensors stay as they are.
 
-    What NumPy cannot hold (sparse and ragged tensors, bfloat16 of PyTorch) stays as it is. Lists of numbers
-    become arrays, as in `fit`.
+    Tensors of a framework are fresh, and shared. NumPy arrays are copied: a generator may fill the same one
+    again and again, while batches wait for their step.
     """
     return keras.tree.map_structure(_leaf_to_host, batch)
 
 
 def _leaf_to_host(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, np.ndarray) or is_tf_sparse(leaf) or is_ragged(leaf):
+    if leaf is None or is_tf_sparse(leaf) or is_ragged(leaf):
         return leaf
-    if hasattr(leaf, "detach"):  # of PyTorch
-        leaf = leaf.detach().cpu()
-        return leaf if str(leaf.dtype) == "torch.bfloat16" or leaf.is_sparse else leaf.numpy()
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    if hasattr(leaf, "detach"):
+        return _torch_to_numpy(leaf)
     if hasattr(leaf, "tocsr") or type(leaf).__module__.startswith("jax.experimental.sparse"):
         return leaf
     return np.asarray(leaf)
 
 
+def _torch_to_numpy(tensor: Any) -> Any:
+    tensor = tensor.detach().cpu()
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    if str(tensor.dtype) != "torch.bfloat16":
+        return tensor.numpy()
+    import ml_dtypes  # Keras needs it, too
+
+    torch = sys.modules["torch"]
+    return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+
+
 def is_tf_sparse(leaf: Any) -> bool:
     """Says whether an array is a `tf.SparseTensor`."""
     return type(leaf).__name__ == "SparseTensor" and type(leaf).__module__.startswith("tensorflow.")
+
+
+def dtype_name(leaf: Any) -> str:
+    """Returns what an array consists of, in the same words for all frameworks."""
+    name = getattr(leaf.dtype, "name", str(leaf.dtype)).removeprefix("torch.")
+    return "string" if name in ("object", "string") or name.startswith(("str", "bytes")) else name
 
 
 def has_sparse(batch: Any) -> bool:

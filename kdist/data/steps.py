@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
 
 
+# Steps that one message can be about: what a fast pipeline may have waiting while another worker is slow.
+_MOST = 4
+
+
 @dataclass
 class Step:
     """One step's data, as all workers know it.
@@ -54,12 +58,13 @@ class Steps:
 
     def __iter__(self) -> Iterator[Step]:
         while True:
-            self._read += self._pipeline.take()
+            self._fill()
             everyone = gather(self._runtime, self._message())
             agreed = self._agreed(everyone)
             if agreed == 0:
                 return
             for i in range(agreed):
+                self._check_kinds([worker["kinds"][i : i + 1] for worker in everyone])
                 counts = [c for worker in everyone for c in self._counts(worker["counts"], i)]
                 item = self._read[0]
                 batch = None if isinstance(item, End) else self._read.pop(0)
@@ -67,18 +72,23 @@ class Steps:
                 self._step += 1
                 yield step
 
+    def _fill(self) -> None:
+        """Waits for a batch if there is none, and takes what else is ready, up to a limit."""
+        ended = bool(self._read) and isinstance(self._read[-1], End)
+        if not ended and len(self._read) < _MOST:
+            self._read += self._pipeline.take(_MOST - len(self._read), wait=not self._read)
+
     def close(self) -> None:
         """Ends the pipeline of this worker."""
         self._pipeline.close()
 
     def _message(self) -> dict[str, Any]:
-        batches = [item.counts for item in self._read if not isinstance(item, End)]
+        batches = [item for item in self._read if not isinstance(item, End)]
         end = self._read[-1] if isinstance(self._read[-1], End) else None
-        # Taken again with each call: one is enough.
-        self._read = [item for item in self._read if not isinstance(item, End)] + ([end] if end else [])
         error = end.error if end else None
         return {
-            "counts": batches,
+            "counts": [batch.counts for batch in batches],
+            "kinds": [batch.kind() for batch in batches],
             "ended": end is not None,
             "error": None if error is None else f"{type(error).__name__}: {error}",
         }
@@ -105,6 +115,25 @@ class Steps:
         if step < len(of_worker):
             return of_worker[step]
         return [0] if self._is_global else [0] * len(self._runtime.devices)
+
+    def _check_kinds(self, kinds: list[list[list[str]]]) -> None:
+        """Batches of other dtypes or structures would lead the workers into different programs."""
+        present = [(index, kind[0]) for index, kind in enumerate(kinds) if kind]
+        for index, (structure, shapes) in present[1:]:
+            first, (expected, expected_shapes) = present[0]
+            differ = structure != expected
+            if differ or (shapes != expected_shapes and self._runtime.needs_equal_shapes):
+                raise WorkerMismatchError(
+                    "The batches of all workers must have the same "
+                    + ("structure and dtypes" if differ else "inner shapes")
+                    + f", but in step {self._step} worker {first} and worker {index} differ.",
+                    received={
+                        f"worker_{first}": expected if differ else expected_shapes,
+                        f"worker_{index}": structure if differ else shapes,
+                    },
+                    hint="Make the same kind of batches on every worker"
+                    + ("." if differ else ", padded to the same lengths."),
+                )
 
     def _checked(self, counts: list[int]) -> list[int]:
         if not self._is_global:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import random
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
 from kdist.backends import get_backend
+from kdist.backends.messages import gather, try_on_all
 from kdist.data.distribute import place_of
 from kdist.data.distributed_dataset import DistributedDataset
-from kdist.data.prefetch import Prefetch
+from kdist.data.prefetch import Prefetch, primed
 from kdist.data.reading import WorkerBatch, read_global
 from kdist.data.sources.iterables import IteratorSource
 from kdist.data.steps import Steps, as_batch
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 
 if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
     from kdist.training.session import Session
 
 # Batches that are prepared ahead where the user gave no options, and one that is being prepared.
@@ -87,20 +90,26 @@ class GlobalBatches:
 
     def build(self, model: Any) -> None:
         """Creates the variables that are missing, from the shapes of the first batch."""
-        if self._distributed is None:
-            self.iterator.prepare = None
+        if keras_hooks.is_built(model):
+            return
+        if self._distributed is None and self._is_array:
             model._symbolic_build(iterator=self.iterator)
-        elif not keras_hooks.is_built(model):
+        else:
             keras_hooks.build(model, self.peek())
 
     def peek(self) -> Any:
         """Returns one batch, of some number of rows, without consuming it."""
-        if self._distributed is None:
-            self.iterator.prepare = None
-            _, _, data = next(iter(self.iterator))
-            self.reset()
-            return data[0]
-        return self._distributed.peek()
+        if self._distributed is not None:
+            return self._distributed.peek()
+        return try_on_all(self._session.runtime, "Reading the first batch", self._first)
+
+    def _first(self) -> Any:
+        if (batch := keras_hooks.first_of_py_dataset(self.iterator)) is not None:
+            return batch
+        self.iterator.prepare = None
+        _, _, data = next(iter(self.iterator))
+        self.reset()
+        return data[0]
 
     def share_random_state(self) -> None:
         """Gives every worker the chief's random state: all shuffle as the chief alone would.
@@ -117,11 +126,17 @@ class GlobalBatches:
         """Starts again from the first batch."""
         self.iterator.reset()
 
+    def close(self) -> None:
+        """Ends what reads ahead, with its thread."""
+        keras_hooks.release(self.iterator)
+
     def __iter__(self) -> Iterator[tuple[int, int, Sequence[Any]]]:
         """Yields the index of the first and the last step, and the batches of one execution."""
         self.share_random_state()
         if self._distributed is None and not self._is_array:
             self.iterator.prepare = self._prepared
+        if keras_hooks.shuffles_py_dataset(self.iterator) and self._session.runtime.num_workers > 1:
+            share_python_random_state(self._session.runtime)
         return iter(self.iterator)
 
     def _prepared(self, batches: Any) -> Iterator[Any]:
@@ -131,7 +146,7 @@ class GlobalBatches:
             from kdist.data.sources.torch_loader import share_random_state
 
             share_random_state(runtime)
-        pipeline = Prefetch(self._placed(itertools.islice(_primed(batches), self._limit)), _DEPTH)
+        pipeline = Prefetch(self._placed(itertools.islice(primed(batches), self._limit)), _DEPTH)
         steps = Steps(runtime, pipeline, is_global=True)
         try:
             for step in steps:
@@ -147,25 +162,10 @@ class GlobalBatches:
             yield batch
 
 
-def _primed(batches: Iterable[Any]) -> Iterator[Any]:
-    """Reads the first batch at once: a loader that shuffles draws its seed then, and not some time in a thread."""
-    error: Exception | None = None
-    iterator: Iterator[Any] = iter(())
-    first: list[Any] = []
-    try:
-        iterator = iter(batches)
-        first = list(itertools.islice(iterator, 1))
-    except Exception as raised:
-        error = raised
-
-    def rest() -> Iterator[Any]:
-        # Errors belong to the step: all workers learn of them there.
-        if error is not None:
-            raise error
-        yield from first
-        yield from iterator
-
-    return rest()
+def share_python_random_state(runtime: Runtime) -> None:
+    """Gives all workers the chief's state of Python's `random`, with which Keras shuffles a PyDataset."""
+    version, words, gauss = gather(runtime, random.getstate())[0]
+    random.setstate((version, tuple(words), gauss))
 
 
 class _Epochs:

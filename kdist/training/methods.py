@@ -95,7 +95,11 @@ def fit(
             steps=batches.num_batches,
             model=model,
         )
-        _train(session, batches, validation, callbacks, model._initial_epoch or initial_epoch, epochs)
+        try:
+            _train(session, batches, validation, callbacks, model._initial_epoch or initial_epoch, epochs)
+        finally:
+            batches.close()
+            validation.close()
     return model.history
 
 
@@ -166,6 +170,10 @@ class _Validation:
             return {"validation data": None}
         return {f"validation {name}": value for name, value in self._batches.facts().items()}
 
+    def close(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+
     def run(self, epoch: int, callbacks: Any) -> dict[str, Any]:
         if self._batches is None or not self._session.model._should_eval(epoch, self._freq):
             return {}
@@ -210,7 +218,10 @@ def evaluate(
             steps=batches.num_batches,
             model=model,
         )
-        logs = _evaluate(session, batches, callbacks)
+        try:
+            logs = _evaluate(session, batches, callbacks)
+        finally:
+            batches.close()
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
@@ -267,7 +278,10 @@ def predict(
             steps=batches.num_batches,
             model=model,
         )
-        return _predict(session, batches, callbacks)
+        try:
+            return _predict(session, batches, callbacks)
+        finally:
+            batches.close()
 
 
 def _build_for_prediction(session: Session, batches: GlobalBatches) -> None:

@@ -16,6 +16,7 @@ from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdist.data.rows import is_ragged, is_tf_sparse, to_dense
+from kdist.errors import DatasetError
 
 BATCH_AXIS = "batch"
 
@@ -88,6 +89,8 @@ class Replicas:
 
         def put(leaf: Any, device: Any) -> Any:
             array = _as_array(leaf)
+            if isinstance(array, sparse.BCOO):
+                return array
             is_number = isinstance(array, jax.Array) or (array is not None and array.dtype.kind in "biufcV")
             return jax.device_put(array, device) if is_number else array
 
@@ -102,6 +105,12 @@ class Replicas:
         def join(*leaves: Any) -> Any:
             if leaves[0] is None:
                 return None
+            if isinstance(leaves[0], sparse.BCOO):
+                raise DatasetError(
+                    "On JAX a sparse array belongs to the whole global batch, not to a replica.",
+                    received={"shape": tuple(leaves[0].shape)},
+                    hint="Use `experimental_distribute_dataset` with AutoShardPolicy.DATA, or dense arrays.",
+                )
             shape = (num_rows * self.num_replicas, *leaves[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, self.split, list(leaves))
 

@@ -26,6 +26,8 @@ class JaxRuntime(Runtime):
 
     splits_sparse = False  # a sparse array of JAX belongs to one device, or to all alike
 
+    needs_equal_shapes = True
+
     def __init__(self, devices: Sequence[str], workers: Workers) -> None:
         self.devices = tuple(devices)
         self.num_workers = workers.num_workers

@@ -182,15 +182,19 @@ def _check_rows(outputs: Any, num_rows: int) -> None:
             )
 
 
+_SAME_DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """Returns a batch whose numbers are tensors on a device. Strings stay as they are."""
 
     def put(leaf: Any) -> Any:
-        if leaf is None or (isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV"):
+        # Keras gives other dtypes their places: uint16 becomes int32, as in `fit` on arrays.
+        if leaf is None or (isinstance(leaf, np.ndarray) and leaf.dtype.name not in _SAME_DTYPES):
             return leaf
         if not isinstance(leaf, torch.Tensor):
             leaf = torch.from_numpy(_writable(to_dense(leaf)))
-        return leaf.to(device, non_blocking=True)
+        return leaf.to(device)
 
     return keras.tree.map_structure(put, batch)
 

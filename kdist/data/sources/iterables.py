@@ -37,6 +37,7 @@ class IteratorSource(Source):
     """Reads an iterator, which can be read once: the next epoch goes on where the last one stopped."""
 
     kind = "a generator"
+    can_read_ahead = False
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yields what is left."""

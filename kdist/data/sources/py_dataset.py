@@ -15,6 +15,7 @@ class PyDatasetSource(Source):
     """Reads a `keras.utils.PyDataset`."""
 
     kind = "a PyDataset"
+    _epochs = 0
 
     @property
     def num_batches(self) -> int | None:
@@ -23,10 +24,18 @@ class PyDatasetSource(Source):
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yields NumPy arrays, prepared by the dataset's workers. Calls its hooks of the epoch."""
+        while self._epochs < epoch:  # a dataset may change between epochs
+            self.dataset.on_epoch_begin()
+            self.dataset.on_epoch_end()
+            self._epochs += 1
+        self._epochs += 1
+        if start and self.num_batches is not None and start >= self.num_batches:
+            return
         dataset = _Tail(self.dataset, start) if start else self.dataset
         for batch in keras_hooks.py_dataset_batches(dataset):
             # Keras makes a tuple of a single array.
-            yield batch[0] if len(batch) == 1 else batch
+            single = isinstance(batch, tuple) and len(batch) == 1 and hasattr(batch[0], "shape")
+            yield batch[0] if single else batch
 
 
 class _Tail(keras.utils.PyDataset):

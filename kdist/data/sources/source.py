@@ -63,6 +63,11 @@ class Source(ABC):
             yield count, None, whole
 
     @property
+    def can_read_ahead(self) -> bool:
+        """Whether batches that are read and not used can be read again."""
+        return True
+
+    @property
     def policy(self) -> AutoShardPolicy:
         """The policy that the dataset itself asks for."""
         return AutoShardPolicy.AUTO
@@ -111,4 +116,6 @@ def skipped(batches: Iterator[Any], start: int) -> Iterator[Any]:
     for _ in range(start):
         if next(batches, None) is None:
             return
-    yield from batches
+    # No `yield from`: it would close the user's generator, which the next epoch goes on with.
+    for batch in batches:  # noqa: UP028
+        yield batch

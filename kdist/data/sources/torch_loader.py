@@ -7,12 +7,17 @@ one that follows from a seed of kdist's.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kdist.data import rows
 from kdist.data.sources.source import Choice, Source, with_share_of_files
+from kdist.errors import DatasetError
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
@@ -28,6 +33,25 @@ def share_random_state(runtime: Runtime) -> None:
         torch.set_rng_state(torch.frombuffer(bytearray(chief), dtype=state.dtype))
 
 
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Within this, what samplers draw from is in a known state, and afterwards as it was."""
+    import torch
+
+    # The CPU's generator alone: `torch.manual_seed` would seed GPUs, too.
+    generator = torch.default_generator
+    states = generator.get_state(), random.getstate(), np.random.get_state()
+    generator.manual_seed(seed % 2**63)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        generator.set_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
 class TorchLoaderSource(Source):
     """Reads a PyTorch `DataLoader`."""
 
@@ -35,12 +59,16 @@ class TorchLoaderSource(Source):
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset)
-        from torch.utils.data import IterableDataset
+        import torch
+        from torch.utils.data import DataLoader, IterableDataset
 
-        self._by_index = dataset.batch_sampler is not None and not isinstance(
-            dataset.dataset, IterableDataset
+        self._by_index = (
+            dataset.batch_sampler is not None
+            and not isinstance(dataset.dataset, IterableDataset)
+            and type(dataset).__iter__ is DataLoader.__iter__  # a subclass may make batches of its own
         )
-        self.seed = random.getrandbits(62)
+        # As a loader does when it is iterated: what `torch.manual_seed` has set leads to the same order again.
+        self.seed = int(torch.empty((), dtype=torch.int64).random_().item()) % 2**62
         """Where the order of all epochs comes from; the workers agree on the chief's."""
         sampler = getattr(dataset.batch_sampler, "sampler", dataset.sampler)
         self._generator: Any = getattr(sampler, "generator", None)
@@ -50,8 +78,12 @@ class TorchLoaderSource(Source):
     @property
     def num_batches(self) -> int | None:
         """The loader's length, where it is a fact."""
-        # The length of an iterable dataset is what its author guessed.
-        return len(self.dataset) if self._by_index else None
+        if not self._by_index:
+            return None  # the length of an iterable dataset is what its author guessed
+        try:
+            return len(self.dataset)
+        except TypeError:  # a sampler without a length
+            return None
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yields tensors as the loader collates them."""
@@ -59,7 +91,10 @@ class TorchLoaderSource(Source):
             yield from self._loader(self._indices(epoch)[start:])
             return
         self._set_epoch(epoch)
-        for position, batch in enumerate(self.dataset):
+        with _seeded(self.seed + epoch):
+            batches = iter(self.dataset)
+            first = list(itertools.islice(batches, 1))
+        for position, batch in enumerate(itertools.chain(first, batches)):
             if position >= start:
                 yield batch
 
@@ -80,14 +115,10 @@ class TorchLoaderSource(Source):
 
     def _indices(self, epoch: int) -> list[list[int]]:
         """The samples of each batch of an epoch, the same on every worker."""
-        import torch
-
         self._set_epoch(epoch)
         if self._generator is not None:
             return self._indices_by_generator(epoch)
-        # Samplers seed themselves from the global generator when they are first asked.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed((self.seed + epoch) % 2**63)
+        with _seeded(self.seed + epoch):
             return [list(indices) for indices in self.dataset.batch_sampler]
 
     def _indices_by_generator(self, epoch: int) -> list[list[int]]:
@@ -114,6 +145,12 @@ class TorchLoaderSource(Source):
     def share_of_files(self, num_workers: int, worker_index: int) -> Source:
         """The dataset that the loader reads says the files."""
         given = self.dataset
+        if given.batch_size is None or self._by_index:
+            raise DatasetError(
+                "AutoShardPolicy.FILE needs a DataLoader with a batch_size, over an IterableDataset.",
+                received={"dataset": type(given.dataset).__name__, "batch_size": given.batch_size},
+                hint="Use AutoShardPolicy.DATA, or `distribute_datasets_from_function`.",
+            )
         share = with_share_of_files(given.dataset, self.kind, num_workers, worker_index)
         return TorchLoaderSource(
             self._new_loader(share, batch_size=given.batch_size, drop_last=given.drop_last)

@@ -1,0 +1,249 @@
+"""Datasets at their corners: generators that go on, buffers that are reused, workers that differ, threads."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from tests.data.fit_multi_process_test import arrays, in_batches, new_model
+from tests.processes import each_backend, run, strategy
+
+
+def numbers(batches):
+    """The first number of each local batch of a distributed dataset."""
+    import keras
+
+    return [keras.ops.convert_to_numpy(batch)[:, 0].tolist() for batch in batches]
+
+
+def rows_of(number, rows=2):
+    return np.full((rows, 3), number, "float32"), np.zeros((rows, 1), "float32")
+
+
+def in_worker_generator_goes_on():
+    used = []
+
+    def endless():
+        number = 0
+        while True:
+            used.append(number)
+            yield rows_of(number)
+            number += 1
+
+    generator = endless()
+    dataset = strategy().experimental_distribute_dataset(generator)
+    model = new_model()
+    model.fit(dataset, steps_per_epoch=3, epochs=2, verbose=0)
+    after_fit = len(used)
+    model.evaluate(dataset, steps=2, verbose=0)
+    gc.collect()
+    return after_fit, float(next(generator)[0][0, 0])
+
+
+@each_backend
+def test_a_generator_goes_on_where_it_was_left(backend):
+    assert run(backend, 2, in_worker_generator_goes_on) == [(6, 8.0)] * 2
+
+
+def in_worker_reused_buffer():
+    def refilling():
+        buffer = np.zeros((2, 3), "float32")
+        for number in range(6):
+            buffer[:] = number
+            yield buffer
+
+    import kdist
+
+    options = kdist.InputOptions(experimental_per_replica_buffer_size=3)
+    return numbers(strategy().experimental_distribute_dataset(refilling, options))
+
+
+@each_backend
+def test_a_buffer_may_be_filled_again(backend):
+    assert run(backend, 2, in_worker_reused_buffer) == [[[float(n)] for n in range(6)]] * 2
+
+
+def in_worker_unseeded_shuffle(kind):
+    """The rows that this worker trains on, where nobody has seeded anything alike."""
+    import keras
+
+    x = np.arange(12, dtype="float32")[:, None] * np.ones((12, 3), "float32")
+    y = np.zeros((12, 1), "float32")
+    random.seed(strategy().runtime.worker_index)
+    seen = []
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return x[4 * index : 4 * index + 4], y[4 * index : 4 * index + 4]
+
+    def loader():
+        import torch
+
+        torch.manual_seed(strategy().runtime.worker_index)
+        rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        return torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+
+    from kdist.training import batches
+
+    as_batch = batches.as_batch
+
+    def note(runtime, step):
+        seen.append(keras.ops.convert_to_numpy(step.batch.parts[0][0])[:, 0].tolist())
+        return as_batch(runtime, step)
+
+    batches.as_batch = note
+    try:
+        new_model_without_seed().fit({"PyDataset": Batches, "DataLoader": loader}[kind](), verbose=0)
+    finally:
+        batches.as_batch = as_batch
+    return seen
+
+
+def new_model_without_seed():
+    """As `new_model`, but leaves the random state as it is."""
+    state = random.getstate()
+    model = new_model()
+    random.setstate(state)
+    return model
+
+
+@each_backend
+@pytest.mark.parametrize("kind", ["PyDataset", "DataLoader"])
+def test_workers_shuffle_alike_without_a_seed(backend, kind):
+    first, second = run(backend, 2, in_worker_unseeded_shuffle, kind)
+    assert sorted(row for step in first + second for row in step) == [float(n) for n in range(12)]
+
+
+def in_worker_position_after_fit(kind):
+    import keras
+
+    x, y = arrays(12)
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return x[4 * index : 4 * index + 4], y[4 * index : 4 * index + 4]
+
+    data = {"list": in_batches(x, y, (4, 4, 4)), "PyDataset": Batches(workers=2)}[kind]
+    dataset = strategy().experimental_distribute_dataset(data)
+    new_model().fit(dataset, epochs=2, verbose=0)
+    state = dataset.get_state()
+    again = strategy().experimental_distribute_dataset(data)
+    again.set_state({"epoch": 1, "step": 3})
+    model = new_model()
+    model.fit(again, verbose=0)
+    return state, int(keras.ops.convert_to_numpy(model.optimizer.iterations)), again.get_state()
+
+
+@each_backend
+@pytest.mark.parametrize("kind", ["list", "PyDataset"])
+def test_the_position_after_an_epoch_of_fit(backend, kind):
+    for state, steps, end in run(backend, 2, in_worker_position_after_fit, kind):
+        assert state == {"epoch": 2, "step": 0}
+        assert steps == 3
+        assert end == {"epoch": 3, "step": 0}
+
+
+def in_worker_stop_early():
+    import keras
+
+    x, y = arrays(24)
+    batches = in_batches(x, y, (4,) * 6)
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = True
+
+    gc.disable()
+    try:
+        dataset = strategy().experimental_distribute_dataset(batches)
+        new_model().fit(dataset, verbose=0, callbacks=[Stop()])
+        new_model().fit((batch for batch in batches), steps_per_epoch=2, verbose=0)
+        for _ in dataset:
+            break
+        names = [thread.name for thread in threading.enumerate()]
+    finally:
+        gc.enable()
+    return names.count("kdist prefetch")
+
+
+@each_backend
+def test_no_thread_is_left_after_an_early_end(backend):
+    assert run(backend, 2, in_worker_stop_early) == [0, 0]
+
+
+def in_worker_differ(what):
+    import time
+
+    import kdist
+
+    index = strategy().runtime.worker_index
+    ((x, y),) = in_batches(*arrays(4), (4,))
+    own = {
+        "dtype": [(x, y.astype("float64") if index else y)],
+        "structure": [(x, y, np.ones(4)) if index else (x, y)],
+        # Worker 1 has ended when worker 0 has a row of strings left, of a kind that cannot be sent.
+        "unsendable": [(x, y)] if index else [(x, y), (np.array([[object()] * 3], object), y[:1])],
+        "exit": lambda: leave(index, (x, y)),
+    }[what]
+    began = time.monotonic()
+    with pytest.raises((kdist.errors.KdistError, SystemExit)) as caught:
+        new_model().fit(strategy().distribute_datasets_from_function(lambda _: own), verbose=0)
+    return str(caught.value), time.monotonic() - began
+
+
+def leave(index, batch):
+    yield batch
+    if index:
+        raise SystemExit(3)
+    yield batch
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("dtype", "must have the same structure and dtypes"),
+        ("structure", "must have the same structure and dtypes"),
+        ("unsendable", "worker 0"),
+        ("exit", "worker 1 failed in step 1: SystemExit: 3"),
+    ],
+)
+def test_workers_that_differ_get_an_error(backend, what, words):
+    for message, seconds in run(backend, 2, in_worker_differ, what):
+        assert words in message
+        assert seconds < 10
+
+
+def in_worker_small_first_file():
+    import keras
+
+    import kdist
+
+    class Files:
+        def __init__(self):
+            self.files = [[0], [1, 2, 3], [4], [5]]
+
+        def __iter__(self):
+            return (np.array(file) for file in self.files)
+
+    options = kdist.InputOptions(auto_shard_policy=kdist.AutoShardPolicy.FILE)
+    return [
+        keras.ops.convert_to_numpy(part).tolist()
+        for part in strategy().experimental_distribute_dataset(Files(), options)
+    ]
+
+
+@each_backend
+def test_a_first_file_that_is_smaller_than_the_replicas(backend):
+    first, second = run(backend, 2, in_worker_small_first_file)
+    assert sorted(n for step in first + second for n in step) == list(range(6))
