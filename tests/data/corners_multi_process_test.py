@@ -189,7 +189,7 @@ def in_worker_differ(what):
     index = strategy().runtime.worker_index
     ((x, y),) = in_batches(*arrays(4), (4,))
     own = {
-        "dtype": [(x, y.astype("float64") if index else y)],
+        "dtype": [(x, y.astype("int32") if index else y)],
         "structure": [(x, y, np.ones(4)) if index else (x, y)],
         # Worker 1 has ended when worker 0 has a row of strings left, of a kind that cannot be sent.
         "unsendable": [(x, y)] if index else [(x, y), (np.array([[object()] * 3], object), y[:1])],
