@@ -598,6 +598,10 @@ def _hook_batch_normalization() -> None:
 # State of JAX ------------------------------------------------------------------------------------------------
 
 
+# The second is what Keras 3.16 calls it.
+_STATE_SYNC = ("jax_state_sync", "state_sync")
+
+
 def show_state(model: Any, write: Callable[[], None]) -> None:
     """Lets callbacks that look at `self.model` in the middle of an epoch see the present weights.
 
@@ -608,12 +612,14 @@ def show_state(model: Any, write: Callable[[], None]) -> None:
         model: The model that trains.
         write: Writes the state into the variables; may be called at any time between steps.
     """
-    model.__dict__["jax_state_sync"] = write
+    for name in _STATE_SYNC:
+        model.__dict__[name] = write
 
 
 def hide_state(model: Any) -> None:
     """Undoes `show_state`."""
-    model.__dict__.pop("jax_state_sync", None)
+    for name in _STATE_SYNC:
+        model.__dict__.pop(name, None)
 
 
 # Threads -----------------------------------------------------------------------------------------------------
