@@ -86,7 +86,7 @@ def by_hand(dataset: Any) -> float:
     start = time.perf_counter()
     batches = dataset() if callable(dataset) else dataset
     if hasattr(batches, "__getitem__") and hasattr(batches, "num_batches"):  # a PyDataset
-        batches = (batches[i] for i in range(len(batches)))
+        batches = map(batches.__getitem__, range(len(batches)))
     count = sum(1 for _ in batches)
     assert count == STEPS
     return time.perf_counter() - start
