@@ -249,6 +249,11 @@ def py_dataset_batches(dataset: Any) -> Iterator[Any]:
         adapter.on_epoch_end()
 
 
+def num_array_rows(iterator: Any) -> int | None:
+    """Returns the rows of the arrays that an `epoch_iterator` reads; `None` for data of other kinds."""
+    return getattr(iterator.data_adapter, "_num_samples", None)
+
+
 def shuffles_arrays(iterator: Any) -> bool:
     """Says whether the order of an `epoch_iterator` comes from the backend's global random state."""
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kdist.errors import DatasetError
+from kdist.errors import DatasetError, WorkerMismatchError
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
@@ -25,6 +25,47 @@ def gather(runtime: Runtime, value: Any) -> list[Any]:
     if runtime.num_workers == 1:
         return [value]
     return [json.loads(data) for data in runtime.all_gather_bytes(json.dumps(value).encode())]
+
+
+def check_equal(runtime: Runtime, what: str, facts: Mapping[str, Any], hint: str) -> None:
+    """Raises on all workers, with the same words, unless all have the same facts.
+
+    Args:
+        runtime: The runtime whose workers are compared.
+        what: What is compared, for the message: "model", "arguments of fit".
+        facts: Names and JSON values; lists are compared item by item, to name the first that differs.
+        hint: What to do.
+
+    Raises:
+        WorkerMismatchError: Names the first fact that differs and the value of each worker.
+    """
+    if runtime.num_workers == 1:
+        return
+    # JSON turns tuples into lists: compare what travelled.
+    everyone = gather(runtime, dict(facts))
+    names = dict.fromkeys(
+        name for worker in everyone for name in worker
+    )  # some may have facts that others lack
+    for name in names:
+        value = everyone[0].get(name)
+        for index, other in enumerate(everyone[1:], start=1):
+            if other.get(name) != value:
+                mine, theirs = _first_difference(value, other.get(name))
+                raise WorkerMismatchError(
+                    f"All workers must have the same {what}, but worker 0 and worker {index} differ in {name}.",
+                    received={"worker_0": mine, f"worker_{index}": theirs},
+                    hint=hint,
+                )
+
+
+def _first_difference(a: Any, b: Any) -> tuple[Any, Any]:
+    if isinstance(a, list) and isinstance(b, list):
+        for x, y in zip(a, b, strict=False):
+            if x != y:
+                return _first_difference(x, y)
+        if len(a) != len(b):
+            return f"{len(a)} items", f"{len(b)} items"
+    return a, b
 
 
 def try_on_all(runtime: Runtime, what: str, function: Callable[[], Any]) -> Any:

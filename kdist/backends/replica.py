@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from kdist.context import ReplicaContext, current_replica
+from kdist.data.rows import even_split
 
 if TYPE_CHECKING:
     from kdist.strategies.strategy import Strategy
@@ -67,15 +68,10 @@ def split_rows(num_rows: int, num_replicas: int) -> list[tuple[slice, RowShare]]
     if num_rows < num_replicas:
         whole = slice(0, num_rows)
         return [(whole, RowShare(1.0 / num_replicas, float(i == 0), 1.0)) for i in range(num_replicas)]
-    size, larger = divmod(num_rows, num_replicas)
-    parts = []
-    start = 0
-    for i in range(num_replicas):
-        stop = start + size + (i < larger)
-        share = (stop - start) / num_rows
-        parts.append((slice(start, stop), RowShare(share, 1.0, share)))
-        start = stop
-    return parts
+    return [
+        (slice(start, stop), RowShare(share := (stop - start) / num_rows, 1.0, share))
+        for start, stop in even_split(num_rows, num_replicas)
+    ]
 
 
 class Replica(ReplicaContext):

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from kdist.backends.messages import gather, try_on_all
+from kdist.backends.messages import check_equal, gather, try_on_all
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_context import InputContext, ValueContext
 from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
 from kdist.data.reading import Place, read_global, read_per_replica, read_pieces
 from kdist.data.sources import source_of
 from kdist.data.sources.source import Source
-from kdist.errors import InvalidArgumentError, WorkerMismatchError
+from kdist.errors import InvalidArgumentError
 from kdist.values import regroup
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
 
     source, policy, num_batches = try_on_all(runtime, "Distributing the dataset", prepare)
     is_global = policy is AutoShardPolicy.DATA
-    _check_alike(runtime, [source.kind, policy.name])
+    facts = {"kind": source.kind, "policy": policy.name}
+    check_equal(runtime, "distributed dataset", facts, "Make it in the same way on every worker.")
     if is_global:
         _share_seed(runtime, source)
     read = read_global if is_global else read_pieces
@@ -118,17 +119,6 @@ def _options_for(sources: Sequence[Source], options: InputOptions) -> InputOptio
     if all(source.can_read_ahead for source in sources):
         return options
     return dataclasses.replace(options, experimental_per_replica_buffer_size=0)
-
-
-def _check_alike(runtime: Runtime, facts: list[str]) -> None:
-    everyone = gather(runtime, facts)
-    for index, other in enumerate(everyone):
-        if other != everyone[0]:
-            raise WorkerMismatchError(
-                "All workers must distribute the same kind of dataset by the same policy.",
-                received={"worker_0": everyone[0], f"worker_{index}": other},
-                hint="Run the same script on every worker, without branches on the worker.",
-            )
 
 
 def _longest(runtime: Runtime, num_steps: int | None) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -121,28 +120,13 @@ class DistributedDataset:
         return {"epoch": epoch + 1, "step": 0} if ended else {"epoch": epoch, "step": step}
 
     def _steps(self) -> Steps:
-        from kdist.data.prefetch import Prefetch, primed
-        from kdist.data.steps import Steps
+        from kdist.data.steps import open_steps
 
         if not self._resumes and self._position["step"]:  # the epoch before was left early
             self._position.update(epoch=self._position["epoch"] + 1, step=0)
         self._resumes = False
         epoch, start = self._position["epoch"], self._position["step"]
-        reader = self._reader(epoch, start)
-        if self._options.experimental_fetch_to_device is not False:
-            reader = self._placed(reader)
-        buffer = self._options.experimental_per_replica_buffer_size
-        if buffer:
-            reader = primed(reader)
-        # One more than the steps that wait on a device: it is being prepared meanwhile.
-        pipeline = Prefetch(reader, buffer + 1 if buffer else 0)
-        return Steps(self._runtime, pipeline, self._is_global, start)
-
-    def _placed(self, reader: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
-        for batch in reader:
-            if batch.parts is not None:
-                batch = dataclasses.replace(batch, parts=self._runtime.place(batch.parts))
-            yield batch
+        return open_steps(self._runtime, self._reader(epoch, start), self._options, self._is_global, start)
 
     def _note_spec(self, part: Any) -> None:
         import keras

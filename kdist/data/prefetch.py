@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,6 @@ class Prefetch:
     def __init__(self, items: Iterator[Any], depth: int) -> None:
         self._depth = depth
         self._end: End | None = None
-        self._next: Callable[[], Any]
         if depth == 0:
             self._items = items
             return

@@ -11,12 +11,13 @@ from kdist.backends.contract import ReplicaBatches
 from kdist.backends.messages import gather
 from kdist.data import rows
 from kdist.data.exchange import empty_parts, gather_rows
-from kdist.data.prefetch import End, Prefetch
+from kdist.data.prefetch import End, Prefetch, primed
 from kdist.data.reading import WorkerBatch
 from kdist.errors import DatasetError, KdistError, WorkerMismatchError
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
+    from kdist.data.input_options import InputOptions
 
 
 # Steps that one message can be about: what a fast pipeline may have waiting while another worker is slow.
@@ -148,6 +149,34 @@ class Steps:
                 "share.",
             )
         return [stop - first for first, stop in rows.even_split(counts[0], self._runtime.num_replicas)]
+
+
+def open_steps(
+    runtime: Runtime, reader: Iterator[WorkerBatch], options: InputOptions, is_global: bool, start: int = 0
+) -> Steps:
+    """Starts to read ahead, and to put on the devices, what a worker reads.
+
+    Args:
+        runtime: The runtime whose workers take part.
+        reader: What this worker reads.
+        options: How much to read ahead, and where to.
+        is_global: Whether the workers read the same global batches, or each its own part.
+        start: Index of the first step, for messages.
+    """
+    if options.experimental_fetch_to_device is not False:
+        reader = _placed(runtime, reader)
+    buffer = options.experimental_per_replica_buffer_size
+    if not buffer:
+        return Steps(runtime, Prefetch(reader, 0), is_global, start)
+    # One more than the steps that wait on a device: it is being prepared meanwhile.
+    return Steps(runtime, Prefetch(primed(reader), buffer + 1), is_global, start)
+
+
+def _placed(runtime: Runtime, reader: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
+    for batch in reader:
+        if batch.parts is not None:
+            batch.parts = runtime.place(batch.parts)
+        yield batch
 
 
 def as_batch(runtime: Runtime, step: Step) -> Any:

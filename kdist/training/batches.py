@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
 from kdist.backends import get_backend
-from kdist.backends.messages import gather, try_on_all
+from kdist.backends.messages import try_on_all
 from kdist.data.distribute import place_of
 from kdist.data.distributed_dataset import DistributedDataset
-from kdist.data.prefetch import Prefetch, primed
-from kdist.data.reading import WorkerBatch, read_global
+from kdist.data.input_options import InputOptions
+from kdist.data.reading import read_global
+from kdist.data.sources import py_dataset, torch_loader
 from kdist.data.sources.iterables import IteratorSource
-from kdist.data.steps import Steps, as_batch
+from kdist.data.steps import as_batch, open_steps
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 
 if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
     from kdist.training.session import Session
-
-# Batches that are prepared ahead where the user gave no options, and one that is being prepared.
-_DEPTH = 2
 
 
 class GlobalBatches:
@@ -46,7 +42,7 @@ class GlobalBatches:
             x = self._adapter(self._distributed, arguments)
         self.iterator = keras_hooks.epoch_iterator(get_backend().name, x=x, **arguments)
         # Arrays are compared before the first step; other data may end anywhere on any worker.
-        self._is_array = hasattr(self.iterator.data_adapter, "_num_samples")
+        self._is_array = keras_hooks.num_array_rows(self.iterator) is not None
         steps = arguments.get("steps_per_epoch")
         self._limit = steps * epochs if steps else None
 
@@ -83,7 +79,7 @@ class GlobalBatches:
         adapter = self.iterator.data_adapter
         return {
             "kind of data": type(adapter).__name__,
-            "number of rows": getattr(adapter, "_num_samples", None),
+            "number of rows": keras_hooks.num_array_rows(self.iterator),
             "batch size": adapter.batch_size,
             "steps": self.iterator.num_batches,
         }
@@ -135,37 +131,24 @@ class GlobalBatches:
         self.share_random_state()
         if self._distributed is None and not self._is_array:
             self.iterator.prepare = self._prepared
-        if keras_hooks.shuffles_py_dataset(self.iterator) and self._session.runtime.num_workers > 1:
-            share_python_random_state(self._session.runtime)
+        if keras_hooks.shuffles_py_dataset(self.iterator):
+            py_dataset.share_random_state(self._session.runtime)
         return iter(self.iterator)
 
     def _prepared(self, batches: Any) -> Iterator[Any]:
         """What the steps take, of Keras's iterable of global batches."""
         runtime = self._session.runtime
         if keras_hooks.is_torch_loader(self.iterator):
-            from kdist.data.sources.torch_loader import share_random_state
-
-            share_random_state(runtime)
-        pipeline = Prefetch(self._placed(itertools.islice(primed(batches), self._limit)), _DEPTH)
-        steps = Steps(runtime, pipeline, is_global=True)
+            torch_loader.share_random_state(runtime)
+        source = IteratorSource(itertools.islice(batches, self._limit))
+        steps = open_steps(
+            runtime, read_global(source, place_of(runtime), 0, 0), InputOptions(), is_global=True
+        )
         try:
             for step in steps:
                 yield as_batch(runtime, step)
         finally:
             steps.close()
-
-    def _placed(self, batches: Iterator[Any]) -> Iterator[WorkerBatch]:
-        runtime = self._session.runtime
-        for batch in read_global(IteratorSource(batches), place_of(runtime), 0, 0):
-            if batch.parts is not None:
-                batch.parts = runtime.place(batch.parts)
-            yield batch
-
-
-def share_python_random_state(runtime: Runtime) -> None:
-    """Gives all workers the chief's state of Python's `random`, with which Keras shuffles a PyDataset."""
-    version, words, gauss = gather(runtime, random.getstate())[0]
-    random.setstate((version, tuple(words), gauss))
 
 
 class _Epochs:

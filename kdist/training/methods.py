@@ -13,8 +13,8 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
+from kdist.backends.messages import check_equal
 from kdist.errors import InvalidArgumentError
-from kdist.training import agreement
 from kdist.training.batches import GlobalBatches
 from kdist.training.session import Session, session_of
 from kdist.training.voting import Ballot
@@ -81,7 +81,7 @@ def fit(
             "steps_per_execution": model.steps_per_execution,
         }
         facts |= batches.facts() | validation.facts()
-        agreement.check_equal(session.runtime, "arguments of fit", facts, _SAME_CALL)
+        check_equal(session.runtime, "arguments of fit", facts, _SAME_CALL)
         batches.share_random_state()
         session.prepare(batches)
         batches.reset()
@@ -208,7 +208,7 @@ def evaluate(
                 steps_per_execution=model.steps_per_execution,
             )
         )
-        agreement.check_equal(session.runtime, "arguments of evaluate", batches.facts(), _SAME_CALL)
+        check_equal(session.runtime, "arguments of evaluate", batches.facts(), _SAME_CALL)
         verbose = session.verbose(verbose)
         callbacks = keras_hooks.callback_list(
             callbacks,
@@ -267,7 +267,7 @@ def predict(
                 steps_per_execution=model.steps_per_execution,
             )
         )
-        agreement.check_equal(session.runtime, "arguments of predict", batches.facts(), _SAME_CALL)
+        check_equal(session.runtime, "arguments of predict", batches.facts(), _SAME_CALL)
         _build_for_prediction(session, batches)
         verbose = session.verbose(verbose)
         callbacks = keras_hooks.callback_list(
@@ -373,7 +373,7 @@ def predict_on_batch(strategy: Strategy, model: Any, x: Any) -> Any:
 def _check_batch(session: Session, kind: str, data: Any) -> None:
     shapes = [list(leaf.shape) for leaf in keras.tree.flatten(data) if leaf is not None]
     what = f"arguments of {kind}_on_batch"
-    agreement.check_equal(session.runtime, what, {"shapes": shapes}, _SAME_CALL)
+    check_equal(session.runtime, what, {"shapes": shapes}, _SAME_CALL)
 
 
 def _as_array(value: Any) -> Any:

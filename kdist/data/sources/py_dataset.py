@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from kdist import keras_hooks
+from kdist.backends.messages import gather
 from kdist.data.sources.source import Source
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+
+
+def share_random_state(runtime: Runtime) -> None:
+    """Gives all workers the chief's state of Python's `random`, with which Keras shuffles a PyDataset."""
+    if runtime.num_workers > 1:
+        version, words, gauss = gather(runtime, random.getstate())[0]
+        random.setstate((version, tuple(words), gauss))
 
 
 class PyDatasetSource(Source):
