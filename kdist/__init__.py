@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _CONTENTS = {
+    "kdist.collectives": ("all_gather_object", "barrier", "broadcast"),
     "kdist.context": (
         "ReplicaContext",
         "experimental_set_strategy",
@@ -23,6 +24,8 @@ _CONTENTS = {
     "kdist.data.distributed_dataset": ("DistributedDataset", "DistributedIterator"),
     "kdist.data.input_context": ("InputContext",),
     "kdist.data.input_options": ("AutoShardPolicy", "InputOptions", "InputReplicationMode"),
+    "kdist.functions": ("function", "value_and_grad"),
+    "kdist.strategies.running": ("RunOptions",),
     "kdist.strategies.strategy": ("Strategy",),
     "kdist.strategies.mirrored": ("MirroredStrategy",),
     "kdist.strategies.multi_worker_mirrored": ("MultiWorkerMirroredStrategy",),
@@ -33,9 +36,9 @@ _CONTENTS = {
         "NcclAllReduce",
         "ReductionToOneDevice",
     ),
-    "kdist.values": ("DistributedValues",),
+    "kdist.values": ("DistributedValues", "ReduceOp"),
 }
-_MODULES = ("cluster_resolver", "errors", "experimental", "launch")
+_MODULES = ("cluster_resolver", "errors", "experimental", "launch", "nn")
 _HOME = {name: module for module, names in _CONTENTS.items() for name in names}
 
 __all__ = sorted(["__version__", *_HOME, *_MODULES])
@@ -57,7 +60,8 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from kdist import cluster_resolver, errors, experimental, launch
+    from kdist import cluster_resolver, errors, experimental, launch, nn
+    from kdist.collectives import all_gather_object, barrier, broadcast
     from kdist.context import (
         ReplicaContext,
         experimental_set_strategy,
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
     from kdist.data.distributed_dataset import DistributedDataset, DistributedIterator
     from kdist.data.input_context import InputContext
     from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
+    from kdist.functions import function, value_and_grad
     from kdist.strategies.cross_device_ops import (
         CrossDeviceOps,
         HierarchicalCopyAllReduce,
@@ -78,5 +83,6 @@ if TYPE_CHECKING:
     from kdist.strategies.mirrored import MirroredStrategy
     from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
     from kdist.strategies.one_device import OneDeviceStrategy
+    from kdist.strategies.running import RunOptions
     from kdist.strategies.strategy import Strategy
-    from kdist.values import DistributedValues
+    from kdist.values import DistributedValues, ReduceOp

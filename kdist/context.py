@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kdist.errors import StrategyScopeError
+from kdist.errors import InvalidArgumentError, StrategyScopeError
+from kdist.values import ReduceOp
 
 if TYPE_CHECKING:
     from kdist.strategies.strategy import Strategy
@@ -20,6 +24,18 @@ class _ThreadState(threading.local):
 
 
 _state = _ThreadState()
+# The strategy by which this process has joined others: a process joins once.
+_joined: list[weakref.ref[Strategy]] = []
+
+
+def note_joined(strategy: Strategy) -> None:
+    """Remembers the strategy by which this process has joined other workers."""
+    _joined[:] = [weakref.ref(strategy)]
+
+
+def joined_strategy() -> Strategy | None:
+    """Returns the strategy by which this process has joined other workers, if there is one."""
+    return _joined[0]() if _joined else None
 
 
 class ReplicaContext:
@@ -51,6 +67,103 @@ class ReplicaContext:
     def num_replicas_in_sync(self) -> int:
         """Number of replicas over all workers."""
         return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of this replica, as a tuple of one name."""
+        return ()
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
+        """Reduces a value over all replicas; every replica gets the result. Differentiable.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
+
+        Args:
+            reduce_op: `kdist.ReduceOp.SUM` or `MEAN`, or its name.
+            value: This replica's tensor or structure of tensors; of equal shapes on all replicas.
+            options: A `kdist.experimental.CommunicationOptions`, for the sake of the signature: the strategy's
+                options count.
+
+        Returns:
+            A structure like `value`.
+
+        Raises:
+            InvalidArgumentError: There is no such operation, or the value is a distributed one.
+
+        Example:
+
+        ```python
+        def step(x):
+            return kdist.get_replica_context().all_reduce("SUM", x)
+
+        strategy.run(step, args=(keras.ops.ones(()),))  # the number of replicas, on each
+        ```
+        """
+        op = ReduceOp.of(reduce_op)
+        return self._map("all_reduce", lambda tensor: self.reduce_tensor(op, tensor), value)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Concatenates the tensors of all replicas along an axis; every replica gets the result. Differentiable.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
+
+        Args:
+            value: This replica's tensor, or structure of tensors, of rank 1 at least. Only the lengths along
+                `axis` may differ between replicas.
+            axis: The axis to concatenate along.
+            options: As in `all_reduce`.
+
+        Returns:
+            A structure like `value`.
+
+        Raises:
+            InvalidArgumentError: A tensor has no such axis, or the value is a distributed one.
+        """
+
+        def gather(tensor: Any) -> Any:
+            return self.gather_tensor(tensor, checked_axis(axis, len(tensor.shape)))
+
+        return self._map("all_gather", gather, value)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls a function once for all replicas of this worker, in cross-replica context.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
+
+        Args:
+            merge_fn: Called with the strategy, then `args` and `kwargs`, in which the values of all local
+                replicas are joined to `kdist.DistributedValues`.
+            args: This replica's positional arguments.
+            kwargs: This replica's keyword arguments.
+
+        Returns:
+            What the function returns; of distributed values, this replica's component.
+        """
+        with cross_replica(self._strategy):
+            return merge_fn(self._strategy, *args, **(kwargs or {}))
+
+    def reduce_tensor(self, op: ReduceOp, tensor: Any) -> Any:
+        """Reduces one tensor over all replicas, of which the default strategy has one."""
+        return tensor
+
+    def gather_tensor(self, tensor: Any, axis: int) -> Any:
+        """Concatenates one tensor of each replica."""
+        return tensor
+
+    def _map(self, method: str, function: Callable[[Any], Any], value: Any) -> Any:
+        if _state.replica is not None and _state.replica is not self:
+            raise StrategyScopeError(
+                f"`{method}` must be called on the context of the replica that runs.",
+                hint="Call kdist.get_replica_context() inside the function that `strategy.run` runs.",
+            )
+        from kdist.backends.structures import map_tensors
+
+        return map_tensors(method, function, value)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.replica_id_in_sync_group} of {self.num_replicas_in_sync}>"
 
     def __enter__(self) -> ReplicaContext:
         self._outer = _state.replica
@@ -104,6 +217,30 @@ class Scope:
             )
         _state.scopes.pop()
         self._entered.pop().__exit__(kind, value, trace)
+        if kind is None and not _state.scopes:
+            self._strategy.new_variables.share()
+
+
+def checked_axis(axis: int, rank: int) -> int:
+    """Returns an axis of a tensor as a number from 0; raises unless the tensor has it."""
+    if isinstance(axis, int) and -rank <= axis < rank:
+        return axis % rank
+    raise InvalidArgumentError(
+        "axis must be an axis of the value; a scalar has none.",
+        received={"axis": axis, "rank": rank},
+        hint="Give the value an axis: keras.ops.expand_dims(value, 0)",
+    )
+
+
+@contextlib.contextmanager
+def cross_replica(strategy: Strategy) -> Iterator[None]:
+    """Within this, a thread that runs a replica speaks for all of them."""
+    replica, scopes = _state.replica, _state.scopes
+    _state.replica, _state.scopes = None, [Scope(strategy, contextlib.nullcontext)]
+    try:
+        yield
+    finally:
+        _state.replica, _state.scopes = replica, scopes
 
 
 def get_strategy() -> Strategy:

@@ -5,6 +5,7 @@ from kdist.strategies.communication import CommunicationImplementation, Communic
 from kdist.strategies.multi_worker_mirrored import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from kdist.synchrony import check_in_sync
 
 # The older name of the same class.
 CollectiveCommunication = CommunicationImplementation
@@ -15,4 +16,5 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ValueContext",
+    "check_in_sync",
 ]

@@ -4,6 +4,7 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 `install` is idempotent and runs when the first strategy is created. The hooks and why each is needed:
 
 - `Trainer.__init__` remembers the strategy a model is created under; `fit` and its relatives dispatch on it.
+- `Variable.__init__` tells the strategy in scope, which gives all workers the chief's values.
 - `get_metrics_result` of PyTorch's trainer in Keras 3.16, which sums over processes a second time.
 - `reduce_values`, `apply_mask`, `reduce_weighted_values` (keras.src.losses.loss): denominators of losses that
   are not a plain mean over rows must be counted over all replicas. There is no public place between a loss's
@@ -50,6 +51,7 @@ def install() -> None:
         if _installed:
             return
         _hook_models()
+        _hook_variables()
         _hook_torch_metrics()
         _hook_losses()
         _hook_scalars()
@@ -68,6 +70,15 @@ def _replica() -> Any:
     """The replica that this thread runs on behalf of a step, or `None`."""
     replica = context.current_replica()
     return replica if getattr(replica, "scope", None) is not None else None
+
+
+def _model_replica() -> Any:
+    """The replica that runs a step of a model's, whose losses are to be those of all rows; or `None`.
+
+    In a function that `strategy.run` runs, losses are what the function makes of them.
+    """
+    replica = _replica()
+    return replica if replica is not None and replica.is_model_step else None
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -101,6 +112,21 @@ def _hook_models() -> None:
 
     for name in MODEL_METHODS:
         _wrap(keras.Model, name, functools.partial(_dispatch, name))
+
+
+def _hook_variables() -> None:
+    """A strategy whose scope sees a new variable is to make it equal on all workers."""
+    import keras
+
+    def note(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if context.in_cross_replica_context() and hasattr(context.get_strategy(), "new_variables"):
+                context.get_strategy().new_variables.add(self)
+
+        return __init__
+
+    _wrap(keras.Variable, "__init__", note)
 
 
 def _hook_torch_metrics() -> None:
@@ -344,7 +370,7 @@ def _hook_losses() -> None:
 
     def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
-            replica = _replica()
+            replica = _model_replica()
             if replica is None or len(values.shape) == 0:
                 return original(values, sample_weight, reduction)
             return _reduce_rows(replica, original, values, sample_weight, reduction)
@@ -353,7 +379,7 @@ def _hook_losses() -> None:
 
     def apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
-            replica = _replica()
+            replica = _model_replica()
             if replica is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
                 return original(sample_weight, mask, dtype, reduction)
             # With reduction="sum" Keras leaves the mask as zeros and ones; what is missing is the factor.
@@ -364,7 +390,7 @@ def _hook_losses() -> None:
 
     def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(values: Any, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-            replica = _replica()
+            replica = _model_replica()
             if replica is None or sample_weight is None or len(values.shape) > 0:
                 return original(values, sample_weight, *args, **kwargs)
             # A scalar loss with weights: Keras multiplies it with the mean weight, of all rows.
@@ -375,15 +401,24 @@ def _hook_losses() -> None:
 
         return wrapper
 
-    def unless_replica(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda value: original(value) if _replica() is None else value
+    def scaled(original: Callable[..., Any], up: bool) -> Callable[..., Any]:
+        def wrapper(value: Any) -> Any:
+            replica = _replica()
+            if replica is None or replica.is_model_step:
+                # A model's step takes a mean over the replicas: nothing is to be divided for a sum to follow.
+                return original(value) if replica is None else value
+            # In the user's own function gradients are summed: there a mean loss counts one part in as many as
+            # there are replicas, as Keras has it on TensorFlow.
+            number = replica.num_replicas_in_sync
+            return value * number if up else value / number
+
+        return wrapper
 
     _wrap(losses, "reduce_values", reduce_values)
     _wrap(losses, "apply_mask", apply_mask)
     _wrap(losses, "reduce_weighted_values", reduce_weighted_values)
-    # On TensorFlow Keras divides by the number of replicas, for a sum to follow; kdist takes a mean.
-    _wrap(losses, "scale_loss_for_distribution", unless_replica)
-    _wrap(losses, "unscale_loss_for_distribution", unless_replica)
+    _wrap(losses, "scale_loss_for_distribution", functools.partial(scaled, up=False))
+    _wrap(losses, "unscale_loss_for_distribution", functools.partial(scaled, up=True))
 
 
 def _reduce_rows(replica: Any, original: Any, values: Any, sample_weight: Any, reduction: str) -> Any:
@@ -425,7 +460,7 @@ def _hook_scalars() -> None:
 
     def update_state(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, values: Any, sample_weight: Any = None) -> Any:
-            replica = _replica()
+            replica = _model_replica()
             if replica is not None and sample_weight is None and _is_scalar(values):
                 sample_weight = keras.ops.cast(replica.rows.scalar_weight, self.dtype)
             return original(self, values, sample_weight)
@@ -571,6 +606,19 @@ def _hook_torch_dropout() -> None:
     _wrap(backend.random if hasattr(backend, "random") else backend.ops.random, "dropout", dropout)
 
 
+def hook_torch_modules(zero_grad: Callable[..., Any], call_module: Callable[..., Any]) -> None:
+    """Puts the hooks into what goes around Keras's variables on PyTorch; called once, by the backend.
+
+    Args:
+        zero_grad: Wraps `Layer.zero_grad`, which clears gradients.
+        call_module: Wraps `TorchModuleWrapper.call`, which runs modules of PyTorch's own.
+    """
+    import keras
+
+    _wrap(keras.Layer, "zero_grad", zero_grad)
+    _wrap(keras.layers.TorchModuleWrapper, "call", call_module)
+
+
 def _hook_batch_normalization() -> None:
     import keras
     from keras.src import backend
@@ -625,6 +673,26 @@ def hide_state(model: Any) -> None:
     """Undoes `show_state`."""
     for name in _STATE_SYNC:
         model.__dict__.pop(name, None)
+
+
+def stateless_scope() -> Any:
+    """Returns the innermost `keras.StatelessScope` of this thread, or `None`; Keras has no public way to."""
+    from keras.src.backend.common.stateless_scope import get_stateless_scope
+
+    return get_stateless_scope()
+
+
+@contextlib.contextmanager
+def without_scope() -> Iterator[None]:
+    """Within this, variables are as outside of any `keras.StatelessScope`."""
+    from keras.src.backend.common import global_state
+
+    scope = stateless_scope()
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
 
 
 # Threads -----------------------------------------------------------------------------------------------------

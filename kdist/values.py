@@ -1,9 +1,43 @@
-"""`DistributedValues` and `PerReplica`: one value for each replica of this worker."""
+"""`DistributedValues` and `PerReplica`: one value for each replica of this worker; `ReduceOp`."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from kdist.errors import InvalidArgumentError
+
+
+class ReduceOp(enum.Enum):
+    """How the values of all replicas become one.
+
+    * `SUM`: Add all the values.
+    * `MEAN`: Take the arithmetic mean of the values.
+
+    Wherever one is asked for, its name does as well, in either case: `"SUM"`, `"mean"`.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReduceOp
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def of(cls, value: Any) -> ReduceOp:
+        """Returns the operation of a name, or an operation as it is.
+
+        Raises:
+            InvalidArgumentError: There is no such operation.
+        """
+        name = getattr(value, "name", value)  # that of `tf.distribute`, too
+        if isinstance(name, str) and name.upper() in cls.__members__:
+            return cls[name.upper()]
+        raise InvalidArgumentError(
+            "reduce_op must be kdist.ReduceOp.SUM or kdist.ReduceOp.MEAN, or the name of one.",
+            received={"reduce_op": value},
+            hint='For example: strategy.reduce("SUM", value, axis=None)',
+        )
 
 
 class DistributedValues:
@@ -26,6 +60,14 @@ class DistributedValues:
     def values(self) -> tuple[Any, ...]:
         """The components, in the order of the local replicas."""
         return self._values
+
+    # TensorFlow's protocol for values that enter and leave a `tf.function`.
+    def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
+        return (type(self),), self._values
+
+    @classmethod
+    def __tf_unflatten__(cls, metadata: Any, components: Sequence[Any]) -> DistributedValues:
+        return metadata[0](components)
 
     def __repr__(self) -> str:
         lines = "".join(f"  {i}: {value!r},\n" for i, value in enumerate(self._values))
@@ -61,6 +103,23 @@ def regroup(parts: Sequence[Any], map_structure: Callable[..., Any]) -> Any:
     return map_structure(join, *parts)
 
 
+def component(value: Any, index: int, map_structure: Callable[..., Any]) -> Any:
+    """Returns one local replica's part of a structure; what is not distributed is the same for all."""
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, DistributedValues):
+            return leaf
+        if index >= len(leaf.values):
+            raise InvalidArgumentError(
+                "A distributed value must have one component for each replica of this worker.",
+                received={"components": len(leaf.values), "replica": index},
+                hint="Use values that come from this strategy.",
+            )
+        return leaf.values[index]
+
+    return map_structure(take, value)
+
+
 def local_results(
     value: Any, map_structure: Callable[..., Any], flatten: Callable[[Any], list[Any]]
 ) -> tuple:
@@ -69,7 +128,4 @@ def local_results(
     if not sizes:
         return (value,)
 
-    def component(index: int) -> Callable[[Any], Any]:
-        return lambda leaf: leaf.values[index] if isinstance(leaf, DistributedValues) else leaf
-
-    return tuple(map_structure(component(i), value) for i in range(max(sizes)))
+    return tuple(component(value, i, map_structure) for i in range(max(sizes)))

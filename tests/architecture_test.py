@@ -30,6 +30,7 @@ LEVELS = (
     {"data", "context", "backends", "keras_hooks"},
     {"strategies"},
     {"training", "checkpoint"},
+    {"collectives", "functions", "nn", "synchrony"},
     {"experimental", "cluster_resolver"},  # tables of contents
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
@@ -42,9 +43,12 @@ UPWARD = {
 # Beside the files that all backends have: what one of them needs because its engine lacks it.
 EXTRA_FILES = {
     "tensorflow": set(),
-    "jax": {"watch.py"},  # JAX ends the process from C++ when a worker is lost
+    "jax": {
+        "watch.py",  # JAX ends the process from C++ when a worker is lost
+        "programs.py",  # JAX compiles pure functions, and Keras code has state
+        "uneven.py",  # and only for equal shapes on all devices
+    },
     "torch": {
-        "threads.py",  # PyTorch has no replicas in one process
         "meeting.py",  # nor a rendezvous that says who is missing
         "lifeline.py",  # nor heartbeats
         "modules.py",  # modules of PyTorch inside a Keras model read their parameters directly

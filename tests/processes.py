@@ -42,8 +42,8 @@ def run(
 ) -> list[Any]:
     """Runs a function in all workers of the pool of a backend; returns one result a worker.
 
-    The workers have their strategy already: with one worker, a `MirroredStrategy` on two CPU devices, else a
-    `MultiWorkerMirroredStrategy`; see `strategy`. After a failure the pool is thrown away.
+    The workers have their strategies already: with one worker, a `MirroredStrategy` on two CPU devices and one
+    on three, else a `MultiWorkerMirroredStrategy`; see `strategy`. After a failure the pool is thrown away.
     """
     key = (backend, num_workers)
     try:
@@ -66,19 +66,25 @@ def _fresh(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
-_in_worker: list[Any] = []
+_in_worker: dict[int, Any] = {}
 
 
-def strategy() -> Any:
-    """In a worker of a pool: its strategy, made at the first call, before anything is computed."""
+def strategy(num_replicas: int = 2) -> Any:
+    """In a worker of a pool: its strategy, made at the first call, before anything is computed.
+
+    Args:
+        num_replicas: 2 or 3; with several workers there is one strategy only.
+    """
     import kdist
 
     if not _in_worker:
         if int(os.environ["WORLD_SIZE"]) == 1:
-            _in_worker.append(kdist.MirroredStrategy(["cpu:0", "cpu:1"]))
+            for number in (3, 2):  # devices cannot be added later
+                _in_worker[number] = kdist.MirroredStrategy([f"cpu:{i}" for i in range(number)])
         else:
-            _in_worker.append(kdist.MultiWorkerMirroredStrategy())
-    return _in_worker[0]
+            joined = kdist.MultiWorkerMirroredStrategy()
+            _in_worker[joined.num_replicas_in_sync] = joined
+    return _in_worker[num_replicas] if num_replicas in _in_worker else next(iter(_in_worker.values()))
 
 
 def _prepare() -> None:

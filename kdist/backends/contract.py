@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
     from kdist.strategies.communication import CommunicationOptions
+    from kdist.strategies.strategy import Strategy
 
 # A step takes the global batches of one execution (one, or `steps_per_execution`) in Keras's data form:
 # `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each a structure of NumPy arrays or backend tensors with the
@@ -93,6 +94,16 @@ class Backend(ABC):
     def set_random_state(self, state: bytes) -> None:
         """Sets what `random_state` returned on another worker."""
 
+    @abstractmethod
+    def function(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Compiles a function that speaks for all replicas; see `kdist.function`."""
+
+    @abstractmethod
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        """Returns a function that gives a loss and its gradients; see `kdist.value_and_grad`."""
+
     def numpy_dataset(self, arrays: Any) -> Any:
         """Returns a dataset of the rows of NumPy arrays, in the kind that this backend's users know."""
         from kdist.data.numpy_dataset import NumpyDataset
@@ -148,6 +159,34 @@ class Runtime(ABC):
         """
 
     @abstractmethod
+    def run(
+        self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sequence[Any]:
+        """Calls a function of the user's in every local replica.
+
+        Args:
+            strategy: The strategy whose runtime this is.
+            fn: Runs in replica context. What it writes to Keras variables is aggregated at its end.
+            args: Structures; of a `DistributedValues` each replica gets its component.
+            kwargs: As `args`.
+
+        Returns:
+            What the function returned, for each local replica.
+        """
+
+    @abstractmethod
+    def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns tensors of the local replicas as tensors on the first device of this worker."""
+
+    @abstractmethod
+    def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums tensors of equal shapes over the workers. All must call it."""
+
+    @abstractmethod
+    def gather_over_workers(self, tensor: Any) -> Any:
+        """Concatenates the rows of the workers' tensors, in their order. The numbers of rows may differ."""
+
+    @abstractmethod
     def train_function(self, model: Any) -> StepFunction:
         """Returns the function that runs `model.train_step` on global batches; returns logs."""
 
@@ -162,6 +201,10 @@ class Runtime(ABC):
     @abstractmethod
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives every worker the values that the chief has, for Keras variables in the same order."""
+
+    def local_values(self, variable: Any) -> Sequence[Any]:
+        """Returns the values of a Keras variable that this worker holds: one, or one for each replica."""
+        return [variable.value]
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Turns an engine's error into one that names the worker, where it comes from a lost worker."""

@@ -14,16 +14,16 @@ per-row mean need no correction then; `keras_hooks` corrects the others.
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
 
-from kdist.context import ReplicaContext, current_replica
+from kdist.context import ReplicaContext
 from kdist.data.rows import even_split
+from kdist.values import ReduceOp
 
 if TYPE_CHECKING:
     from kdist.strategies.strategy import Strategy
@@ -45,6 +45,11 @@ class RowShare:
     share: Any
     counts: Any
     scalar_weight: Any
+
+
+def equal_shares(num_replicas: int) -> list[RowShare]:
+    """The shares of replicas that run a function of the user's, where each counts as much as any other."""
+    return [RowShare(1.0 / num_replicas, 1.0, 1.0)] * num_replicas
 
 
 def split_rows(num_rows: int, num_replicas: int) -> list[tuple[slice, RowShare]]:
@@ -75,15 +80,48 @@ def split_rows(num_rows: int, num_replicas: int) -> list[tuple[slice, RowShare]]
 
 
 class Replica(ReplicaContext):
-    """A replica while it runs one step: its share, its variables, and the sum over all replicas."""
+    """A replica while it runs one step: its share, its variables, and the sum over all replicas.
 
-    def __init__(self, strategy: Strategy, replica_id: int, num_replicas: int, rows: RowShare) -> None:
+    Args:
+        strategy: The strategy that runs it.
+        replica_id: Its index over all workers; a backend scalar where one program runs on all devices.
+        num_replicas: Number of replicas over all workers.
+        rows: How much its rows count.
+        local_index: Its index among the replicas of this process.
+        is_model_step: Whether it runs a step of a model's, whose loss is to be that of all rows. In a function
+            of the user's, losses and gradients are what the function makes of them, and gradients are summed.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        replica_id: Any,
+        num_replicas: int,
+        rows: RowShare,
+        local_index: int = 0,
+        is_model_step: bool = True,
+    ) -> None:
         super().__init__(strategy, replica_id)
+        self.is_model_step = is_model_step
         self.rows = rows
+        self.local_index = local_index
         self.scope: ReplicaScope | None = None
         self.global_values: dict[int, Any] = {}
         self.loss_is_weighted = False
         self._num_replicas = num_replicas
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of this replica, as a tuple of one name."""
+        return (self.strategy.runtime.devices[self.local_index],)
+
+    def reduce_tensor(self, op: ReduceOp, tensor: Any) -> Any:
+        """Reduces one tensor over all replicas, differentiably where it is of floating point."""
+        if keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)):
+            total = self.all_reduce_with_gradient(tensor)
+        else:
+            (total,) = self.all_reduce_sum([tensor])
+        return total if op is ReduceOp.SUM else divide(total, self.num_replicas_in_sync)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -93,6 +131,16 @@ class Replica(ReplicaContext):
     @abstractmethod
     def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums each tensor over all replicas. Not differentiable. All replicas must call it."""
+
+    @abstractmethod
+    def gather_tensor(self, tensor: Any, axis: int) -> Any:
+        """Concatenates the tensors of all replicas along an axis, differentiably: gradients are summed."""
+
+    @abstractmethod
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls a function once for all replicas of this worker; see `kdist.ReplicaContext.merge_call`."""
 
     def all_reduce_packed(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums each tensor over all replicas with one collective a dtype."""
@@ -127,25 +175,34 @@ class Replica(ReplicaContext):
     @property
     def gradient_weight(self) -> Any:
         """What gradients are still to be multiplied with before they are summed over the replicas."""
-        return 1.0 if self.loss_is_weighted else self.rows.share
+        return self.rows.share if self.is_model_step and not self.loss_is_weighted else 1.0
 
     def weight_loss(self, loss: Any) -> Any:
         """Weights a loss with this replica's share before its gradients are computed instead of after.
 
         For loss scaling: float16 gradients must be as large as on one device, to overflow where they would.
         """
+        if not self.is_model_step:
+            return loss
         self.loss_is_weighted = True
         return loss * keras.ops.cast(self.rows.share, loss.dtype)
 
     def sum_gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """Returns the gradients of the global loss."""
-        if self.loss_is_weighted:
+        if self.loss_is_weighted or not self.is_model_step:
             return self.all_reduce_packed(gradients)
         return self.mean_over_rows(gradients)
 
     def mean_over_rows(self, tensors: Sequence[Any]) -> list[Any]:
         """Means over all rows, of tensors that are means over the rows of each replica."""
         return self.all_reduce_packed([t * keras.ops.cast(self.rows.share, t.dtype) for t in tensors])
+
+
+def divide(total: Any, number: Any) -> Any:
+    """Divides a sum by how many were summed; integers are rounded down, as their dtype stays."""
+    if keras.backend.is_float_dtype(keras.backend.standardize_dtype(total.dtype)):
+        return total / keras.ops.cast(number, total.dtype)
+    return keras.ops.floor_divide(total, keras.ops.cast(number, total.dtype))
 
 
 def packed(reduce: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any]) -> list[Any]:
@@ -221,6 +278,11 @@ class ReplicaScope(keras.StatelessScope):
         """Within this, writes are known to be equal on all replicas and need no aggregation."""
         return _Untracked(self)
 
+    @property
+    def is_untracked(self) -> bool:
+        """Whether what is written now needs no aggregation."""
+        return self._untracked > 0
+
     def aggregate(self) -> None:
         """Makes all variables written since the last call equal on all replicas: one collective a dtype."""
         written = list(self._written.values())
@@ -246,7 +308,9 @@ class ReplicaScope(keras.StatelessScope):
         if how == "mean":
             return value * keras.ops.cast(rows.share, value.dtype)
         first = self._replica.replica_id_in_sync_group == 0
-        return value if first else keras.ops.zeros_like(value)
+        if isinstance(first, bool):
+            return value if first else keras.ops.zeros_like(value)
+        return value * keras.ops.cast(first, value.dtype)
 
 
 def aggregation_of(variable: Any) -> str:
@@ -270,73 +334,3 @@ class _Untracked:
 
     def __exit__(self, *exc: object) -> None:
         self._scope._untracked -= 1
-
-
-def run_step(replica: Replica, model: Any, method: str, data: Any) -> Any:
-    """Runs `model.train_step` or `model.test_step` in a replica and returns logs that are equal on all replicas.
-
-    Call it inside the replica's context and scope, within `global_metric_results(model)`.
-
-    Args:
-        replica: The replica that runs.
-        model: A compiled Keras model.
-        method: `"train_step"` or `"test_step"`.
-        data: This replica's rows.
-
-    Returns:
-        The logs of the global batch. Results of metrics are exact; other scalars are means weighted by rows.
-    """
-    assert replica.scope is not None
-    logs = getattr(model, method)(data)
-    replica.scope.aggregate()
-    leaves = keras.tree.flatten(logs)
-    others = [
-        i for i, leaf in enumerate(leaves) if leaf is not None and id(leaf) not in replica.global_values
-    ]
-    if others:
-        values = [keras.ops.convert_to_tensor(leaves[i], dtype=keras.config.floatx()) for i in others]
-        for i, mean in zip(others, replica.mean_over_rows(values), strict=True):
-            leaves[i] = mean
-    return keras.tree.pack_sequence_as(logs, leaves)
-
-
-@contextlib.contextmanager
-def global_metric_results(model: Any) -> Iterator[None]:
-    """For the time of a step, lets `metric.result()` in a replica answer for all replicas.
-
-    An attribute of the instance that is gone afterwards, not a change of a class: Keras's metrics each
-    override `result`, so no method of a base class sees every call. Enter it outside the replicas.
-    """
-    metrics = _metrics_of(model)
-    for metric in metrics:
-        metric.__dict__["result"] = _global_result(type(metric).result.__get__(metric))
-    try:
-        yield
-    finally:
-        for metric in metrics:
-            metric.__dict__.pop("result", None)
-
-
-def _global_result(result: Callable[[], Any]) -> Callable[[], Any]:
-    def wrapper() -> Any:
-        replica = current_replica()
-        if not isinstance(replica, Replica) or replica.scope is None:
-            return result()
-        replica.scope.aggregate()
-        value = result()
-        # Kept in the replica, not only its id: an id is unique among living objects only.
-        replica.global_values.update((id(leaf), leaf) for leaf in keras.tree.flatten(value))
-        return value
-
-    return wrapper
-
-
-def _metrics_of(model: Any) -> list[Any]:
-    found: dict[int, Any] = {}
-    stack = list(model.metrics)
-    while stack:
-        metric = stack.pop()
-        if id(metric) not in found:
-            found[id(metric)] = metric
-            stack.extend(getattr(metric, "metrics", ()) or ())
-    return list(found.values())

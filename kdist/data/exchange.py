@@ -78,6 +78,8 @@ def encode(batch: Any) -> bytes:
             return {"dict": [[key, describe(item)] for key, item in value.items()]}
         if isinstance(value, (tuple, list)):
             return {type(value).__name__ if type(value) is list else "tuple": [describe(v) for v in value]}
+        if type(value) in (bool, int, float, str):
+            return {"value": value}
         array = np.asarray(value) if not rows.is_tf_sparse(value) and not rows.is_ragged(value) else None
         if array is None or not (array.dtype.kind in "biufcSUO" or array.dtype.name == "bfloat16"):
             raise DatasetError(
@@ -105,6 +107,8 @@ def decode(data: bytes) -> Any:
         nonlocal position
         if node is None:
             return None
+        if "value" in node:
+            return node["value"]
         if "dict" in node:
             return {key: build(item) for key, item in node["dict"]}
         if "tuple" in node:

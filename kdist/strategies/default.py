@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kdist.context import Scope, get_strategy, has_strategy
 from kdist.data.input_context import InputContext, ValueContext
 from kdist.data.input_options import InputOptions
 from kdist.errors import StrategyScopeError
 from kdist.strategies.strategy import Strategy
+from kdist.values import ReduceOp
+
+if TYPE_CHECKING:
+    from kdist.strategies.running import RunOptions
 
 
 class _NoScope(Scope):
@@ -60,6 +64,30 @@ class DefaultStrategy(Strategy):
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
         """Returns the dataset as it is."""
         return dataset
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Calls the function."""
+        return fn(*args, **(kwargs or {}))
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+        """Reduces along the axis; over the only replica there is nothing to reduce."""
+        op = ReduceOp.of(reduce_op)
+        if axis is None:
+            return value
+        import keras
+
+        along = keras.ops.sum if op is ReduceOp.SUM else keras.ops.mean
+        return keras.tree.map_structure(lambda leaf: along(leaf, axis=axis), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Returns the value of the only replica."""
+        return value
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Returns what the function makes for the only replica."""

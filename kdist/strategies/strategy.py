@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kdist.context import Scope
+from kdist.context import Scope, note_joined
 from kdist.data.input_options import InputOptions
 
 if TYPE_CHECKING:
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from kdist.cluster import ClusterResolver
     from kdist.data.distributed_dataset import DistributedDataset
     from kdist.data.input_context import InputContext, ValueContext
+    from kdist.strategies.running import RunOptions
+    from kdist.values import ReduceOp
 
 
 class Strategy:
@@ -38,9 +40,13 @@ class Strategy:
 
     def __init__(self, runtime: Runtime) -> None:
         from kdist import keras_hooks
+        from kdist.strategies.new_variables import NewVariables
 
         keras_hooks.install()
         self._runtime = runtime
+        self.new_variables = NewVariables(runtime)
+        if runtime.num_workers > 1:
+            note_joined(self)
 
     @property
     def runtime(self) -> Runtime:
@@ -61,14 +67,16 @@ class Strategy:
         """Returns a context manager that makes this strategy current.
 
         Models, optimisers and metrics created inside belong to the strategy, and remember it: `fit` works
-        outside the scope too. Scopes of the same strategy may be nested, those of different ones not; a scope
-        counts for the thread that entered it.
+        outside the scope too. At its end all workers have the chief's values of the variables that were created
+        inside: every worker must leave it, having created the same ones. Scopes of the same strategy may be
+        nested, those of different ones not; a scope counts for the thread that entered it.
 
         Returns:
             A context manager whose `as` target is the strategy.
 
         Raises:
             StrategyScopeError: On entering, inside the scope of another strategy or inside a replica.
+            WorkerMismatchError: On leaving, if workers have created different variables.
         """
         return Scope(self, self._runtime.scope)
 
@@ -188,6 +196,112 @@ class Strategy:
         from kdist.data.distribute import distribute_values
 
         return distribute_values(self.runtime, value_fn)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Calls a function in every replica, each with its component of distributed arguments.
+
+        In the function, `kdist.get_replica_context()` says which replica runs. Gradients that
+        `optimizer.apply` is given are summed over all replicas; what the function writes to Keras variables is
+        aggregated at its end, by each variable's `aggregation`. A mean loss of Keras's is divided by the number
+        of replicas, so that the sum is a mean.
+
+        On JAX the function is compiled, once for each structure, shape and dtype of its arguments; Python
+        numbers, strings and what the function closes over are constants of the program. On TensorFlow and
+        PyTorch it runs as it is; `kdist.function` around the call compiles it on TensorFlow.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
+
+        Args:
+            fn: The function of a replica.
+            args: Positional arguments. Of a `kdist.DistributedValues` (what a distributed dataset gives) each
+                replica gets its component; anything else goes to all as it is.
+            kwargs: Keyword arguments, as `args`.
+            options: A `kdist.RunOptions`.
+
+        Returns:
+            What the function returns: a structure of `kdist.DistributedValues` with one component for each
+            replica of this worker, or the value itself where there is one replica.
+
+        Raises:
+            StrategyScopeError: Inside a replica.
+
+        Example:
+
+        ```python
+        def step(x):
+            return keras.ops.sum(x)
+
+        for batch in strategy.experimental_distribute_dataset(dataset):
+            total = strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
+        ```
+        """
+        from kdist.strategies.running import run
+
+        return run(self, fn, args, kwargs, options)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+        """Reduces a value over all replicas, of all workers.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
+
+        Args:
+            reduce_op: `kdist.ReduceOp.SUM` or `MEAN`, or its name.
+            value: A `kdist.DistributedValues`, or a structure of them, such as `run` returns.
+            axis: An axis to reduce along too, within each replica; usually 0, the rows. In a `MEAN` every
+                element then counts the same, also where replicas have different numbers of rows. `None` to
+                reduce over the replicas only, whose shapes must be equal.
+
+        Returns:
+            A structure of tensors, equal on all workers.
+
+        Raises:
+            InvalidArgumentError: There is no such operation or axis, or a value that is not distributed is to
+                be summed.
+            StrategyScopeError: Inside a replica.
+
+        Example:
+
+        ```python
+        losses = strategy.run(step, args=(batch,))  # per-row losses
+        mean = strategy.reduce("MEAN", losses, axis=0)
+        ```
+        """
+        from kdist.strategies.reductions import reduce
+
+        return reduce(self.runtime, reduce_op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the values of all replicas, of all workers, along an axis.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
+
+        Args:
+            value: A `kdist.DistributedValues` of tensors of rank 1 at least, or a structure of them. Their
+                shapes may differ along `axis`.
+            axis: The axis to concatenate along.
+
+        Returns:
+            A structure of tensors, equal on all workers, in the order of the replicas.
+
+        Raises:
+            InvalidArgumentError: The values have no such axis, or differ along another one.
+            StrategyScopeError: Inside a replica.
+
+        Example:
+
+        ```python
+        predictions = strategy.gather(strategy.run(model, args=(batch,)), axis=0)
+        ```
+        """
+        from kdist.strategies.reductions import gather
+
+        return gather(self.runtime, value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns the components of a value, one for each replica of this worker.

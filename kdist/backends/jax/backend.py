@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
-from kdist.backends.jax import workers
+from kdist.backends.jax import loops, workers
 from kdist.backends.jax.runtime import JaxRuntime
 
 if TYPE_CHECKING:
@@ -43,6 +43,16 @@ class JaxBackend(Backend):
         if not devices and names[0].startswith("cpu"):
             names = names[:1]
         return JaxRuntime(names, group)
+
+    def function(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Compiles a function with `jax.jit`, unless it calls `strategy.run`."""
+        return loops.function(fn, **options)
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        """Differentiates with `jax.value_and_grad`."""
+        return loops.value_and_grad(fn, variables, has_aux)
 
     def random_state(self) -> bytes:
         """Returns the state of NumPy's global generator, which Keras's array adapter shuffles with on JAX."""

@@ -6,8 +6,8 @@ divides its rows. So "placing" is all there is: state is replicated, batches are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import keras
@@ -15,8 +15,11 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kdist.backends.replica import Replica, equal_shares
+from kdist.context import cross_replica
 from kdist.data.rows import is_ragged, is_tf_sparse, to_dense
 from kdist.errors import DatasetError
+from kdist.values import DistributedValues, PerReplica
 
 BATCH_AXIS = "batch"
 
@@ -38,10 +41,12 @@ class Replicas:
         self._num_local = len(local_devices)
         self._is_global = len(devices) > len(local_devices)
         mesh, local_mesh = (Mesh(np.array(list(d)), (BATCH_AXIS,)) for d in (devices, local_devices))
+        self.mesh = mesh
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.split = NamedSharding(mesh, PartitionSpec(BATCH_AXIS))
         self._local_replicated = NamedSharding(local_mesh, PartitionSpec())
         self._local_split = NamedSharding(local_mesh, PartitionSpec(BATCH_AXIS))
+        self._sum = jax.jit(lambda rows: rows.sum(0), out_shardings=self.replicated)
         # Several executions in flight on several CPU devices can exhaust XLA's threads, each waiting for the
         # other's collectives. PJRT_NPROC makes this unlikely, one execution at a time makes it impossible.
         self._one_at_a_time = len(local_devices) > 1 and self.first_device.platform == "cpu"
@@ -116,6 +121,32 @@ class Replicas:
 
         return keras.tree.map_structure(join, *self.place_parts(parts))
 
+    def join_values(self, values: Sequence[Sequence[Any]]) -> list[Any]:
+        """Returns the values of all replicas as arrays over the mesh, concatenated by rows; scalars as rows.
+
+        Args:
+            values: For each value one array a local replica, of equal shapes.
+        """
+        placed = []
+        for parts in values:
+            shape = parts[0].shape
+            if self.num_replicas == 1:
+                placed.append(jax.device_put(parts[0], self.replicated))
+                continue
+            rows = parts if shape else [part.reshape(1) for part in parts]
+            local = [jax.device_put(p, d) for p, d in zip(rows, self._local_devices, strict=True)]
+            whole = (local[0].shape[0] * self.num_replicas, *shape[1:])
+            placed.append(jax.make_array_from_single_device_arrays(whole, self.split, local))
+        return placed
+
+    def sum_over_workers(self, tensor: Any) -> Any:
+        """Sums tensors of the workers, of equal shapes; on this worker's first device."""
+        if isinstance(tensor, jax.core.Tracer):  # in a `merge_call`: every device has its worker's sum
+            return jax.lax.psum(tensor, BATCH_AXIS) / self._num_local
+        rows = [tensor[None], *[jax.numpy.zeros_like(tensor)[None]] * (self._num_local - 1)]
+        (stacked,) = self.join_values([rows])
+        return self._sum(stacked).addressable_data(0)
+
     def place_whole(self, batch: Any) -> Any:
         """Puts a global batch on the first device of this worker."""
         leaves = [_as_array(leaf) for leaf in keras.tree.flatten(batch)]
@@ -186,6 +217,140 @@ class Replicas:
             return jax.make_array_from_single_device_arrays(local.shape, self.replicated, shards)
         rows = shards[0].shape[0] * self.num_replicas
         return jax.make_array_from_single_device_arrays((rows, *local.shape[1:]), self.split, shards)
+
+
+class Collectives(Protocol):
+    """What connects the replicas of a function of the user's."""
+
+    replica_id: Any
+    local_index: Any
+
+    def sum(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums each tensor over all replicas."""
+
+    def gather(self, rows: Any) -> tuple[Any, Any]:
+        """Returns the rows of all replicas, and the index of this replica's first one."""
+
+    def merge(self, function: Callable[..., Any], values: Any) -> Any:
+        """Calls a function once with the values of all local replicas; returns this one's component."""
+
+
+class MeshCollectives:
+    """The collectives of a program that all devices run."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._num_replicas = runtime.num_replicas
+        self._num_local = len(runtime.devices)
+        alone = self._num_replicas == 1
+        self.replica_id: Any = 0 if alone else jax.lax.axis_index(BATCH_AXIS)
+        self.local_index: Any = 0 if self._num_local == 1 else self.replica_id % self._num_local
+
+    def sum(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums each tensor over all devices."""
+        return list(tensors) if self._num_replicas == 1 else list(jax.lax.psum(tuple(tensors), BATCH_AXIS))
+
+    def gather(self, rows: Any) -> tuple[Any, Any]:
+        """Returns the rows of all devices: as many of each, since they run one program."""
+        if self._num_replicas == 1:
+            return rows, 0
+        return jax.lax.all_gather(rows, BATCH_AXIS, tiled=True), self.replica_id * rows.shape[0]
+
+    def merge(self, function: Callable[..., Any], values: Any) -> Any:
+        """Calls a function on every device, with the values of all devices of its worker."""
+        if self._num_local == 1:
+            return function(values)
+        first = self.replica_id - self.local_index
+
+        def join(leaf: Any) -> Any:
+            if not isinstance(leaf, (jax.Array, np.ndarray)):
+                return leaf
+            everyone = jax.lax.all_gather(leaf, BATCH_AXIS)
+            return PerReplica([everyone[first + i] for i in range(self._num_local)])
+
+        def choose(leaf: Any) -> Any:
+            if not isinstance(leaf, DistributedValues):
+                return leaf
+            return jax.numpy.stack(leaf.values)[self.local_index]
+
+        result = function(keras.tree.map_structure(join, values))
+        return keras.tree.map_structure(choose, result)
+
+
+class JaxReplica(Replica):
+    """A replica that runs a function of the user's.
+
+    Args:
+        strategy: What it belongs to.
+        collectives: What connects it with the others.
+    """
+
+    def __init__(self, strategy: Any, collectives: Collectives) -> None:
+        number = strategy.num_replicas_in_sync
+        super().__init__(
+            strategy,
+            collectives.replica_id,
+            number,
+            equal_shares(number)[0],
+            collectives.local_index,
+            is_model_step=False,
+        )
+        self._collectives = collectives
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of this replica; of one program for several devices, all of them."""
+        names = self.strategy.runtime.devices
+        return (names[self.local_index],) if isinstance(self.local_index, int) else tuple(names)
+
+    def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums each tensor over all replicas."""
+        return self._collectives.sum(tensors)
+
+    def all_reduce_with_gradient(self, tensor: Any) -> Any:
+        """Sums a tensor over all replicas; its gradient is the sum of theirs."""
+
+        @jax.custom_vjp
+        def total(x: Any) -> Any:
+            return self._collectives.sum([x])[0]
+
+        total.defvjp(lambda x: (total(x), None), lambda _, gradient: (total(gradient),))
+        return total(tensor)
+
+    def gather_tensor(self, tensor: Any, axis: int) -> Any:
+        """Concatenates the tensors of all replicas; what each is used for counts in the gradient."""
+        numpy = jax.numpy
+        number = tensor.shape[axis]
+
+        @jax.custom_vjp
+        def gather(x: Any) -> Any:
+            return self._collectives.gather(x)[0]
+
+        def backward(first: Any, gradient: Any) -> Any:
+            total = self._collectives.sum([gradient])[0]
+            return (jax.lax.dynamic_slice_in_dim(total, first, number),)
+
+        gather.defvjp(self._collectives.gather, backward)
+        return numpy.moveaxis(gather(numpy.moveaxis(tensor, axis, 0)), 0, axis)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls the function for all replicas of this worker."""
+
+        def call(values: Any) -> Any:
+            merged_args, merged_kwargs = values
+            assert self.scope is not None
+            # All replicas get to write the same values.
+            with self.scope.untracked(), cross_replica(self.strategy):
+                return merge_fn(self.strategy, *merged_args, **merged_kwargs)
+
+        return self._collectives.merge(call, (tuple(args), dict(kwargs or {})))
+
+    def apply_gradients(self, apply: Callable[[], Any]) -> Any:
+        """Runs Keras's `optimizer.apply`; all replicas do the same sums."""
+        assert self.scope is not None
+        with self.scope.untracked():
+            return apply()
 
 
 def _padded(data: bytes) -> bytes:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 
 from kdist.backends.contract import Runtime, StepFunction
 from kdist.backends.jax.devices import find_devices
+from kdist.backends.jax.loops import Loops
 from kdist.backends.jax.replicas import Replicas
 from kdist.backends.jax.steps import JaxSteps
 from kdist.backends.jax.workers import Workers, without_chatter
+from kdist.data.exchange import gather_rows
 
 
 class JaxRuntime(Runtime):
@@ -32,9 +35,10 @@ class JaxRuntime(Runtime):
         self.devices = tuple(devices)
         self.num_workers = workers.num_workers
         self.worker_index = workers.worker_index
-        self._workers = workers
+        self.workers = workers
         local = find_devices(self.devices)
         self.replicas = Replicas(workers.all_devices(local), local, self.worker_index)
+        self._loops = Loops(self)
         if self.num_workers > 1:
             with without_chatter(), workers.working():
                 self.replicas.connect()
@@ -48,23 +52,50 @@ class JaxRuntime(Runtime):
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker, in the order of their indices."""
-        return self._workers.all_gather_bytes(data)
+        return self.workers.all_gather_bytes(data)
 
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""
         return self.replicas.place_parts(parts)
 
+    def run(
+        self, strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sequence[Any]:
+        """Calls a function in every replica, as one compiled program."""
+        return self._loops.run(strategy, fn, args, kwargs)
+
+    def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns tensors on the first device of this worker."""
+        return [
+            part if isinstance(part, jax.core.Tracer) else jax.device_put(part, self.replicas.first_device)
+            for part in parts
+        ]
+
+    def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums tensors over the workers."""
+        if self.num_workers == 1:
+            return list(tensors)
+        with self.workers.working():
+            return [self.replicas.sum_over_workers(tensor) for tensor in tensors]
+
+    def gather_over_workers(self, tensor: Any) -> Any:
+        """Concatenates the rows of the workers' tensors."""
+        if self.num_workers == 1:
+            return tensor
+        rows = gather_rows(self.workers, [np.asarray(tensor)])
+        return jax.device_put(rows, self.replicas.first_device)
+
     def train_function(self, model: Any) -> StepFunction:
         """Returns the function that runs `model.train_step` on global batches."""
-        return JaxSteps(model, self.replicas, self._workers, "train")
+        return JaxSteps(model, self.replicas, self.workers, "train")
 
     def test_function(self, model: Any) -> StepFunction:
         """Returns the function that runs `model.test_step` on global batches."""
-        return JaxSteps(model, self.replicas, self._workers, "test")
+        return JaxSteps(model, self.replicas, self.workers, "test")
 
     def predict_function(self, model: Any) -> StepFunction:
         """Returns the function that runs `model.predict_step` on global batches."""
-        return JaxSteps(model, self.replicas, self._workers, "predict")
+        return JaxSteps(model, self.replicas, self.workers, "predict")
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives every worker the values that the chief has."""
@@ -75,4 +106,4 @@ class JaxRuntime(Runtime):
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Names the worker that was lost, where an error of JAX comes from that."""
-        return self._workers.explain_failure(error)
+        return self.workers.explain_failure(error)

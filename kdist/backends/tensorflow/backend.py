@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -11,7 +11,7 @@ import tensorflow as tf
 from kdist.backends import device_names
 from kdist.backends.contract import Backend
 from kdist.backends.tensorflow import devices as tensorflow_devices
-from kdist.backends.tensorflow import workers
+from kdist.backends.tensorflow import loops, workers
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
 from kdist.errors import DeviceError
 from kdist.strategies.communication import CommunicationImplementation
@@ -25,6 +25,9 @@ class TensorFlowBackend(Backend):
     """Strategies are native ones of `tf.distribute`."""
 
     name = "tensorflow"
+
+    def __init__(self) -> None:
+        _keep_from_autograph()
 
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
         """Returns the devices of this process."""
@@ -52,6 +55,16 @@ class TensorFlowBackend(Backend):
         native, joined = workers.join(cluster, options, names)
         return TensorFlowRuntime(native, names, joined)
 
+    def function(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Returns a `tf.function`."""
+        return loops.function(fn, **options)
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        """Differentiates with `tf.GradientTape`."""
+        return loops.value_and_grad(fn, variables, has_aux)
+
     def random_state(self) -> bytes:
         """Returns TensorFlow's global seed, setting one where the user has not: array shuffles derive from it."""
         seed = _global_seed()
@@ -68,6 +81,14 @@ class TensorFlowBackend(Backend):
     def numpy_dataset(self, arrays: Any) -> Any:
         """Returns a `tf.data.Dataset`."""
         return tf.data.Dataset.from_tensor_slices(arrays)
+
+
+def _keep_from_autograph() -> None:
+    """Lets AutoGraph call what belongs to kdist as it is, as it does with Keras; users' functions it converts."""
+    from tensorflow.python.autograph.core import config
+
+    # There is no public way to except a package.
+    config.CONVERSION_RULES = (config.DoNotConvert("kdist"), *config.CONVERSION_RULES)
 
 
 # More groups of devices than one strategy uses; TensorFlow's own tests take the same distance.

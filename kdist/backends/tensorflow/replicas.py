@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from kdist.backends.replica import Replica, ReplicaScope, RowShare
+from kdist import keras_hooks
+from kdist.backends.replica import Replica, ReplicaScope
+from kdist.context import cross_replica
+from kdist.values import component, regroup
 
 
 class TensorFlowReplica(Replica):
     """A replica that runs inside `tf.distribute.Strategy.run`."""
-
-    def __init__(
-        self, strategy: Any, replica_id: int, num_replicas: int, rows: RowShare, local_index: int
-    ) -> None:
-        super().__init__(strategy, replica_id, num_replicas, rows)
-        self.local_index = local_index
 
     def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums with the all-reduce of `tf.distribute`."""
@@ -44,11 +42,44 @@ class TensorFlowReplica(Replica):
 
         return total(tensor)
 
+    def gather_tensor(self, tensor: Any, axis: int) -> Any:
+        """Gathers with `tf.distribute`, which differentiates it."""
+        sent = tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
+        return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis), tensor.dtype)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls the function with the `merge_call` of `tf.distribute`."""
+        # The structure goes around TensorFlow, which would take it apart; the tensors with it.
+        caught: list[Any] = []
+
+        @tf.autograph.experimental.do_not_convert
+        def merge(native: Any, values: Any) -> None:
+            joined = values.values if isinstance(values, tf.distribute.DistributedValues) else [values]
+            merged_args, merged_kwargs = regroup([v.value for v in joined], keras.tree.map_structure)
+            with cross_replica(self.strategy):
+                caught.append(merge_fn(self.strategy, *merged_args, **merged_kwargs))
+            for value in joined:
+                value.result = caught[0]
+
+        mine = _Boxed((tuple(args), dict(kwargs or {})))
+        tf.distribute.get_replica_context().merge_call(merge, args=(mine,))
+        return component(mine.result, self.local_index, keras.tree.map_structure)
+
     def apply_gradients(self, apply: Callable[[], Any]) -> Any:
         """Runs Keras's `optimizer.apply` on this replica's own components; all replicas do the same sums."""
         assert self.scope is not None
         with self.scope.untracked():
             return apply()
+
+
+class _Boxed:
+    """Something that TensorFlow does not look into."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.result: Any = None
 
 
 class TensorFlowScope(ReplicaScope):
@@ -62,11 +93,15 @@ class TensorFlowScope(ReplicaScope):
 
     def __init__(self, replica: TensorFlowReplica, variables: Iterable[Any]) -> None:
         super().__init__(replica)
+        self._strategy = replica.strategy
+        self._runtime = replica.strategy.runtime
         self._index = replica.local_index
         self._at_start = {id(v): self.snapshot(v) for v in variables}
 
     def local(self, variable: Any) -> Any:
         """Returns the `tf.Variable` on this replica's device."""
+        if variable._value is None:
+            self._initialize(variable)
         value = variable._value
         if isinstance(value, tf.distribute.DistributedValues):
             return value.values[self._index]
@@ -90,3 +125,12 @@ class TensorFlowScope(ReplicaScope):
         """Notes the value from which later writes in the same step are counted."""
         super().aggregated(variable, value)
         self._at_start[id(variable)] = tf.identity(value)
+
+    def _initialize(self, variable: Any) -> None:
+        # Keras defers the value of a variable that is created in a scope until a scope is left. It is made
+        # outside of replicas and graphs, as if before the step.
+        runtime = self._runtime
+        with keras_hooks.without_scope(), tf.init_scope(), runtime.suspended(), cross_replica(self._strategy):
+            with runtime.scope(), keras.StatelessScope():
+                pass
+            runtime.broadcast_variables([variable])

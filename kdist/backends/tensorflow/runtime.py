@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from kdist.backends.contract import Runtime, StepFunction
-from kdist.backends.tensorflow import steps
+from kdist.backends.tensorflow import loops, steps
 from kdist.backends.tensorflow.workers import Workers
 
 
@@ -73,6 +73,28 @@ class TensorFlowRuntime(Runtime):
                 placed.append(None if part is None else keras.tree.map_structure(steps.as_tensor, part))
         return placed
 
+    def run(
+        self, strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sequence[Any]:
+        """Calls a function in every local replica."""
+        return loops.run(self, strategy, fn, args, kwargs)
+
+    def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns tensors on the first device of this worker."""
+        with tf.device(self.devices[0]):
+            return [tf.identity(part) for part in parts]
+
+    def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums tensors over the workers."""
+        return list(tensors) if self.workers is None else [self.workers.sum(tensor) for tensor in tensors]
+
+    def gather_over_workers(self, tensor: Any) -> Any:
+        """Concatenates the rows of the workers' tensors."""
+        if self.workers is None:
+            return tensor
+        mine = tf.one_hot(self.worker_index, self.num_workers, dtype=tf.int32) * tf.shape(tensor)[0]
+        return self.workers.gather_uneven(tensor, self.workers.sum(mine))
+
     def train_function(self, model: Any) -> StepFunction:
         """Runs `model.train_step` in every replica."""
         return steps.LogsFunction(self, model, "train_step")
@@ -84,6 +106,11 @@ class TensorFlowRuntime(Runtime):
     def predict_function(self, model: Any) -> StepFunction:
         """Runs `model.predict_step` in every replica and gathers the rows."""
         return steps.PredictFunction(self, model)
+
+    def local_values(self, variable: Any) -> Sequence[Any]:
+        """Returns the components of a mirrored variable."""
+        value = variable.value
+        return value.values if isinstance(value, tf.distribute.DistributedValues) else [value]
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Names the worker that an error of the engine is about."""

@@ -14,7 +14,9 @@ import tensorflow as tf
 
 from kdist import keras_hooks
 from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
-from kdist.backends.replica import RowShare, global_metric_results, run_step, split_rows
+from kdist.backends.model_step import global_metric_results, run_step
+from kdist.backends.replica import RowShare, split_rows
+from kdist.backends.tensorflow.loops import local_index
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
 from kdist.data.rows import num_rows, take
 
@@ -92,10 +94,10 @@ class _ReplicatedFunction(StepFunction):
 
         @tf.autograph.experimental.do_not_convert
         def one_replica() -> Any:
-            index = _local_index(self.runtime)
+            index = local_index(self.runtime)
             rows = RowShare(*tf.unstack(shares[index]))
             replica_id = self.runtime.replica_ids[index]
-            strategy = keras_hooks.strategy_of(self.model)
+            strategy: Any = keras_hooks.strategy_of(self.model)
             replica = TensorFlowReplica(strategy, replica_id, self.runtime.num_replicas, rows, index)
             with self._thread_state, replica:
                 return self.in_replica(replica, parts[index])
@@ -185,11 +187,3 @@ def _spec_of_any_rows(leaf: Any) -> Any:
     if isinstance(leaf, tf.RaggedTensor):
         return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
     return tf.TensorSpec(shape, leaf.dtype)
-
-
-def _local_index(runtime: TensorFlowRuntime) -> int:
-    """The index, among this worker's replicas, of the one that runs in this thread, as a Python number."""
-    if len(runtime.devices) == 1:
-        return 0
-    replica_id = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
-    return int(replica_id) - runtime.replica_ids[0]

@@ -69,6 +69,12 @@ class Workers:
         everyone = self._gather(tf.pad(local, padding))
         return tf.concat([rows[:size] for rows, size in zip(everyone, sizes, strict=True)], axis=0)
 
+    def gather_uneven(self, local: Any, sizes: Any) -> Any:
+        """Concatenates the rows of every worker, also in a graph: `sizes` may be a tensor."""
+        padding = tf.reduce_max(sizes) - sizes[self.worker_index]
+        everyone = self._gather(tf.pad(local, [[0, padding]] + [[0, 0]] * (len(local.shape) - 1)))
+        return tf.concat([everyone[i][: sizes[i]] for i in range(self.num_workers)], axis=0)
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from each worker: short ones in one collective, with their lengths in front."""
         head = len(data).to_bytes(4, "little") + data[: _SHORT - 4]
@@ -93,9 +99,9 @@ class Workers:
         `tf.distribute`, it is traced once and not at every call.
         """
         rows = [value if i == self.worker_index else tf.zeros_like(value) for i in range(self.num_workers)]
-        return self._sum(tf.stack(rows))
+        return self.sum(tf.stack(rows))
 
-    def _sum(self, value: Any) -> Any:
+    def sum(self, value: Any) -> Any:
         """Sums a tensor over the workers."""
         sent = value if value.dtype in _SUMMABLE else tf.cast(value, tf.int64)
         key = (sent.dtype, len(sent.shape))
@@ -123,7 +129,7 @@ class Workers:
         for members in groups.values():
             values = [tf.convert_to_tensor(variable.value) for variable in members]
             flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
-            flat = self._sum(flat if self.worker_index == 0 else tf.zeros_like(flat))
+            flat = self.sum(flat if self.worker_index == 0 else tf.zeros_like(flat))
             sizes = [int(tf.size(value)) for value in values]
             for variable, value, part in zip(members, values, tf.split(flat, sizes), strict=True):
                 variable.assign(tf.reshape(part, value.shape))

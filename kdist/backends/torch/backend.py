@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from kdist import keras_hooks
 from kdist.backends.contract import Backend
 from kdist.backends.torch import devices as torch_devices
+from kdist.backends.torch import loops, modules
 from kdist.backends.torch.runtime import TorchRuntime
 from kdist.backends.torch.workers import join
 from kdist.errors import DeviceError
@@ -24,6 +26,9 @@ class TorchBackend(Backend):
     """Keras on PyTorch."""
 
     name = "torch"
+
+    def __init__(self) -> None:
+        keras_hooks.hook_torch_modules(modules.zero_grad, modules.call_module)
 
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
         """Returns the devices of this process."""
@@ -48,6 +53,16 @@ class TorchBackend(Backend):
         if options.bytes_per_pack:
             hint_ignored(f"bytes_per_pack={options.bytes_per_pack}", "all gradients of a dtype are one pack.")
         return TorchRuntime(names, join(cluster, names, options) if cluster is not None else None)
+
+    def function(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Returns the function; compiled by `torch.compile` with `jit_compile=True`."""
+        return loops.function(fn, **options)
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        """Differentiates with autograd."""
+        return loops.value_and_grad(fn, variables, has_aux)
 
     def random_state(self) -> bytes:
         """Returns the state of PyTorch's generator, from which Keras's data loaders shuffle."""

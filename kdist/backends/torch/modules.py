@@ -7,55 +7,48 @@ Keras reads its variables through a scope, which shows each replica its own. Two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import keras
 import torch
 
 from kdist.backends.torch.replicas import TorchScope, VariableCopies
 from kdist.context import current_replica
 
 
-@contextmanager
-def shared_by_replicas(model: Any) -> Iterator[None]:
-    """For the time of a step, lets `zero_grad` and torch modules work on the calling replica's variables.
+def zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `Layer.zero_grad`: in a replica, its own gradients are forgotten."""
 
-    Attributes of the instances, gone afterwards. Enter it outside the replicas.
-    """
-    layers = list({id(layer): layer for layer in [model, *model._flatten_layers()]}.values())
-    wrappers = [layer for layer in layers if isinstance(layer, keras.layers.TorchModuleWrapper)]
-    for layer in layers:
-        layer.__dict__["zero_grad"] = _zero_grad(layer)
-    for wrapper in wrappers:
-        wrapper.__dict__["module"] = _ModuleOfReplica(wrapper)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("zero_grad", None)
-        for wrapper in wrappers:
-            wrapper.__dict__.pop("module", None)
+    def wrapper(self: Any, set_to_none: bool = True) -> None:
+        copies = _copies()
+        if copies is None:
+            original(self, set_to_none)
+        else:
+            copies.forget_gradients(self.parameters())
+
+    return wrapper
+
+
+def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `TorchModuleWrapper.call`: in a replica, the module computes with its parameters."""
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _copies() is None:
+            return original(self, *args, **kwargs)
+        # An attribute of the instance, gone afterwards; only one replica runs at a time.
+        self.__dict__["module"] = _ModuleOfReplica(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.__dict__.pop("module", None)
+
+    return wrapper
 
 
 def _copies() -> VariableCopies | None:
     """The copies of the replica that runs; `None` for one that works on the real variables."""
     scope = getattr(current_replica(), "scope", None)
     return scope.copies if isinstance(scope, TorchScope) else None
-
-
-def _zero_grad(layer: Any) -> Callable[..., None]:
-    original = type(layer).zero_grad.__get__(layer)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        copies = _copies()
-        if copies is None:
-            original(set_to_none)
-        else:
-            copies.forget_gradients(layer.parameters())
-
-    return zero_grad
 
 
 class _ModuleOfReplica:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +13,11 @@ import keras
 import torch
 
 from kdist.backends.replica import Replica, ReplicaScope, RowShare
+from kdist.context import cross_replica
+from kdist.values import component, regroup
 
 if TYPE_CHECKING:
-    from kdist.backends.torch.threads import Baton
+    from kdist.backends.threads import Baton
     from kdist.backends.torch.workers import Workers
 
 
@@ -28,6 +31,8 @@ class TorchReplica(Replica):
         local_index: Its index among the replicas of this process.
         baton: Hands the turn to the other replicas of this process; `None` where there are none.
         workers: The other processes; `None` where there are none.
+        copies: The variables of the other local replicas, all but the first.
+        is_model_step: Whether it runs a step of a model's.
     """
 
     def __init__(
@@ -38,10 +43,12 @@ class TorchReplica(Replica):
         local_index: int = 0,
         baton: Baton | None = None,
         workers: Workers | None = None,
+        copies: Sequence[VariableCopies] = (),
+        is_model_step: bool = True,
     ) -> None:
-        super().__init__(strategy, replica_id, len(shares), shares[replica_id])
+        super().__init__(strategy, replica_id, len(shares), shares[replica_id], local_index, is_model_step)
+        self.copies = copies
         self._shares = shares
-        self._index = local_index
         self._baton = baton
         self._workers = workers
 
@@ -75,6 +82,8 @@ class TorchReplica(Replica):
         x = keras.ops.convert_to_tensor(x)
         if self.num_replicas_in_sync == 1:
             return keras.ops.moments(x, axes, keepdims)
+        if not self.is_model_step:  # nobody knows the other replicas' rows
+            return super().moments(x, axes, keepdims)
         axes = [axis % x.ndim for axis in axes]
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         variance, mean = torch.var_mean(precise, dim=axes, correction=0, keepdim=True)
@@ -96,10 +105,58 @@ class TorchReplica(Replica):
         The gradients were summed before, so the other replicas stand still until it goes on; their copies
         follow, for steps that use the new weights.
         """
-        if self._index > 0:
+        if self.local_index > 0:
             return None
         assert isinstance(self.scope, TorchScope)
         return self.scope.change_real_variables(apply)
+
+    def gather_tensor(self, tensor: Any, axis: int) -> Any:
+        """Concatenates the tensors of all replicas along an axis, differentiably."""
+        return _GatherWithGradient.apply(tensor.movedim(axis, 0), self).movedim(0, axis)
+
+    def gather_rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Returns the rows of all replicas, and the index of this replica's first one."""
+
+        def combine(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+            local = torch.cat([value.to(values[0].device) for value in values])
+            starts = list(itertools.accumulate((len(value) for value in values), initial=0))
+            if self._workers is None:
+                return local, starts
+            whole, first = self._workers.gather_uneven(local)
+            return whole, [first + start for start in starts]
+
+        mine = tensor.detach().contiguous()
+        if self._baton is None:
+            whole, starts = combine([mine])
+        else:
+            what = ("gathering", (tensor.dtype, tuple(tensor.shape[1:])))
+            whole, starts = self._baton.meet(self.local_index, what, mine, combine)
+        return whole.to(tensor.device), starts[self.local_index]
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Gives the replicas of all workers the chief's values, in place."""
+        if self._workers is not None:
+            self._workers.broadcast([tensor.detach()], tensor.device)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Lets the last local replica call the function, for all, on the real variables."""
+
+        def combine(values: Sequence[Any]) -> Any:
+            joined_args, joined_kwargs = regroup(values, keras.tree.map_structure)
+            assert isinstance(self.scope, TorchScope)
+            with cross_replica(self.strategy):
+                return self.scope.change_real_variables(
+                    lambda: merge_fn(self.strategy, *joined_args, **joined_kwargs)
+                )
+
+        mine = (tuple(args), dict(kwargs or {}))
+        if self._baton is None:
+            result = combine([mine])
+        else:
+            result = self._baton.meet(self.local_index, ("merge_call", None), mine, combine)
+        return component(result, self.local_index, keras.tree.map_structure)
 
     def _sum_packed(self, tensors: Sequence[Any], weight: float) -> list[Any]:
         if self.num_replicas_in_sync == 1:
@@ -122,7 +179,7 @@ class TorchReplica(Replica):
         if self._baton is None:
             return self._sum_over_workers(tensors)
         what = ("sum", [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
-        totals = self._baton.meet(self._index, what, tensors, self._sum_over_replicas)
+        totals = self._baton.meet(self.local_index, what, tensors, self._sum_over_replicas)
         return [total.to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
     def _sum_over_replicas(self, values: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -155,24 +212,35 @@ class _SumWithGradient(torch.autograd.Function):
         return _SumWithGradient.apply(gradient * weight, ctx.replica) / weight, None
 
 
+class _GatherWithGradient(torch.autograd.Function):
+    """The rows of all replicas. What they are used for elsewhere counts in their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, replica: TorchReplica) -> torch.Tensor:
+        ctx.replica, ctx.number = replica, len(rows)
+        whole, ctx.first = replica.gather_rows(rows)
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        total = _SumWithGradient.apply(gradient, ctx.replica)
+        return total[ctx.first : ctx.first + ctx.number], None
+
+
 class TorchScope(ReplicaScope):
     """Shows the first local replica the real variables, and each other one its copies.
 
     Args:
         replica: The replica.
         copies: Its copies; `None` for the first local replica.
-        others: The copies of all other local replicas, for the first one, whose writes they follow.
     """
 
-    def __init__(
-        self,
-        replica: TorchReplica,
-        copies: VariableCopies | None = None,
-        others: Sequence[VariableCopies] = (),
-    ) -> None:
+    def __init__(self, replica: TorchReplica, copies: VariableCopies | None = None) -> None:
         super().__init__(replica)
+        self.replica = replica
         self.copies = copies
-        self._others = others
+        # Those that follow this replica's writes: of all others, if it is the first.
+        self._others = replica.copies if copies is None else ()
 
     def local(self, variable: Any) -> torch.Tensor:
         """Returns the tensor that this replica reads, writes and differentiates for."""
@@ -202,10 +270,11 @@ class TorchScope(ReplicaScope):
 
     def change_real_variables(self, change: Callable[[], Any]) -> Any:
         """Calls a function that changes real variables without this scope, and lets the copies follow."""
-        before = [copies.versions() for copies in self._others]
+        followers = self.replica.copies
+        before = [copies.versions() for copies in followers]
         with self.suspended(), torch.no_grad():
             result = change()
-        for copies, versions in zip(self._others, before, strict=True):
+        for copies, versions in zip(followers, before, strict=True):
             copies.refresh(unless=versions)
         return result
 
@@ -213,6 +282,7 @@ class TorchScope(ReplicaScope):
         # Keras defers the value of a variable created in a scope until a scope is left that initialises.
         with self.suspended(), keras.StatelessScope():
             pass
+        self.replica.broadcast(variable._value)
 
 
 @dataclass
@@ -245,8 +315,8 @@ class VariableCopies:
         copy = real.detach().to(self._device, copy=True).requires_grad_(real.requires_grad)
         return _Copy(weakref.ref(variable), real, copy)
 
-    def start_step(self) -> None:
-        """Takes over the values of the real variables, and forgets gradients."""
+    def start_step(self, keep_gradients: bool = False) -> None:
+        """Takes over the values of the real variables, and forgets gradients unless told to keep them."""
         for key, known in list(self._copies.items()):
             variable = known.variable()
             if variable is None:
@@ -254,7 +324,8 @@ class VariableCopies:
             elif variable._value is not known.real:
                 self._copies[key] = self._make(variable)
             else:
-                known.copy.grad = None
+                if not keep_gradients:
+                    known.copy.grad = None
                 known.copy.requires_grad_(known.real.requires_grad)
         self.refresh()
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
 from kdist.backends.contract import Runtime, StepFunction
-from kdist.backends.torch import steps
+from kdist.backends.threads import ReplicaThreads
+from kdist.backends.torch import loops, steps
 from kdist.backends.torch.devices import keras_device, torch_device
-from kdist.backends.torch.threads import ReplicaThreads
+from kdist.backends.torch.replicas import VariableCopies
 from kdist.backends.torch.workers import Workers
 
 
@@ -29,6 +30,8 @@ class TorchRuntime(Runtime):
         self.workers = workers
         self.num_workers = workers.num_workers if workers else 1
         self.worker_index = workers.worker_index if workers else 0
+        # The first replica works on the real variables.
+        self.copies = [VariableCopies(device) for device in self.torch_devices[1:]]
         first = self.replica_ids[0]
         self.threads = ReplicaThreads([f"replica {first + i} ({name})" for i, name in enumerate(devices)])
 
@@ -47,6 +50,29 @@ class TorchRuntime(Runtime):
             for part, device in zip(parts, self.torch_devices, strict=True)
         ]
 
+    def run(
+        self, strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sequence[Any]:
+        """Calls a function in every local replica, one at a time."""
+        return loops.run(self, strategy, fn, args, kwargs)
+
+    def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns tensors on the first device of this worker."""
+        return [keras.ops.convert_to_tensor(part).to(self.torch_devices[0]) for part in parts]
+
+    def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums tensors over the workers."""
+        if self.workers is None:
+            return list(tensors)
+        totals = [tensor.detach().clone() for tensor in tensors]
+        for total in totals:
+            self.workers.all_reduce(total)
+        return totals
+
+    def gather_over_workers(self, tensor: Any) -> Any:
+        """Concatenates the rows of the workers' tensors."""
+        return tensor if self.workers is None else self.workers.gather_uneven(tensor.detach())[0]
+
     def train_function(self, model: Any) -> StepFunction:
         """Runs `model.train_step` in every replica."""
         return steps.TrainFunction(self, model)
@@ -64,6 +90,10 @@ class TorchRuntime(Runtime):
         if self.workers is None or not variables:
             return
         self.workers.broadcast([variable.value.detach() for variable in variables], self.torch_devices[0])
+
+    def local_values(self, variable: Any) -> Sequence[Any]:
+        """Returns the real value, on the host; the copies of other replicas follow it at every step."""
+        return [variable.value.detach().cpu()]
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Names the worker whose loss made a collective fail."""

@@ -15,17 +15,16 @@ import torch
 
 from kdist import keras_hooks
 from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
-from kdist.backends.replica import RowShare, global_metric_results, run_step, split_rows
-from kdist.backends.torch.devices import keras_device
-from kdist.backends.torch.modules import shared_by_replicas
-from kdist.backends.torch.replicas import TorchReplica, TorchScope, VariableCopies
+from kdist.backends.model_step import global_metric_results, run_step
+from kdist.backends.replica import RowShare, split_rows
+from kdist.backends.torch.loops import in_replicas
+from kdist.backends.torch.replicas import TorchReplica
 from kdist.data.rows import num_rows, take, to_dense
 from kdist.errors import InvalidArgumentError
 from kdist.strategies.communication import hint_ignored
 
 if TYPE_CHECKING:
     from kdist.backends.torch.runtime import TorchRuntime
-    from kdist.backends.torch.threads import Baton
 
 Split = Sequence[tuple[slice, RowShare]]
 
@@ -38,7 +37,6 @@ class _ReplicatedFunction(StepFunction):
     def __init__(self, runtime: TorchRuntime, model: Any) -> None:
         self.runtime = runtime
         self._model = weakref.ref(model)
-        self._copies = [VariableCopies(device) for device in runtime.torch_devices[1:]]
         if getattr(model, "jit_compile", False):
             hint_ignored("jit_compile=True", "steps with collectives run eagerly on PyTorch.")
 
@@ -54,32 +52,14 @@ class _ReplicatedFunction(StepFunction):
         if model.training != self.training:
             model.train(self.training)
         parts, split = self._split(batch)
-        shares = [rows for _, rows in split]
-        strategy = keras_hooks.strategy_of(model)
-        state = keras_hooks.ThreadState() if self._copies else None
-        for copies in self._copies:
-            copies.start_step()
 
-        def one_replica(index: int, baton: Baton | None) -> Any:
-            runtime = self.runtime
-            replica_id = runtime.replica_ids[index]
-            replica = TorchReplica(strategy, replica_id, shares, index, baton, runtime.workers)
-            with contextlib.ExitStack() as stack:
-                if index > 0 and state is not None:
-                    stack.enter_context(state)
-                stack.enter_context(keras.device(keras_device(runtime.devices[index])))
-                stack.enter_context(replica)
-                stack.enter_context(torch.set_grad_enabled(self.training))
-                copies = self._copies[index - 1] if index > 0 else None
-                scope = TorchScope(replica, copies, () if index > 0 else self._copies)
-                stack.enter_context(scope)
-                return self.in_replica(replica, _tensors(parts[index]))
+        def body(replica: TorchReplica, index: int) -> Any:
+            return self.in_replica(replica, _tensors(parts[index]))
 
-        with (
-            self.around_replicas(model),
-            shared_by_replicas(model) if self._copies else contextlib.nullcontext(),
-        ):
-            return self.runtime.threads.run(one_replica), split
+        with self.around_replicas(model):
+            shares = [rows for _, rows in split]
+            strategy = keras_hooks.strategy_of(model)
+            return in_replicas(self.runtime, strategy, body, shares, self.training), split
 
     def _split(self, batch: GlobalBatch | ReplicaBatches) -> tuple[Sequence[Any], Split]:
         """Returns the batches of the local replicas, and the rows and shares of all."""

@@ -130,6 +130,17 @@ class Workers:
             start += packet.numel()
         return results
 
+    def gather_uneven(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Returns the rows of all workers, of whatever number, and the index of this worker's first one."""
+        sizes = [int(data) for data in self.all_gather_bytes(str(len(rows)).encode())]
+        padding = [0, 0] * (rows.ndim - 1) + [0, max(sizes) - len(rows)]
+        packet = _bytes_of(torch.nn.functional.pad(rows, padding))
+        parts = [
+            part.view(rows.dtype).reshape(-1, *rows.shape[1:])[:size]
+            for part, size in zip(self.all_gather(packet), sizes, strict=True)
+        ]
+        return torch.cat(parts), sum(sizes[: self.worker_index])
+
     def explain_failure(self, error: BaseException) -> BaseException:
         """Returns kdist's own error where one is behind `error`, which Keras may have wrapped."""
         seen: BaseException | None = error

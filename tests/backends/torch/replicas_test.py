@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kdist.backends.replica import split_rows
+from kdist.backends.threads import ReplicaThreads
 from kdist.backends.torch.replicas import TorchReplica, VariableCopies
-from kdist.backends.torch.threads import ReplicaThreads
 
 
 def in_replicas(rows, replicas, body):

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from kdist.backends.torch.threads import ReplicaThreads
+from kdist.backends.threads import ReplicaThreads
 from kdist.errors import WorkerMismatchError
 
 NAMES = ["replica 0", "replica 1", "replica 2"]

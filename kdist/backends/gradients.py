@@ -1,0 +1,42 @@
+"""What `value_and_grad` asks of the user's function, on every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from kdist.errors import InvalidArgumentError
+
+
+def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Returns the loss and what else a function has returned.
+
+    Raises:
+        InvalidArgumentError: With `has_aux`, the function must return a pair.
+    """
+    if not has_aux:
+        return result, None
+    if isinstance(result, (tuple, list)) and len(result) == 2:
+        return result[0], result[1]
+    raise InvalidArgumentError(
+        "With has_aux=True the function must return a pair: the loss, and anything else.",
+        received={"result": type(result).__name__},
+        hint="For example: return loss, predictions",
+    )
+
+
+def check_loss(loss: Any) -> None:
+    """Raises unless a loss is a scalar of floating point."""
+    shape = getattr(loss, "shape", None)
+    if shape is not None and len(shape) == 0 and keras.backend.is_float_dtype(_dtype(loss)):
+        return
+    raise InvalidArgumentError(
+        "value_and_grad differentiates a function that returns one number, a scalar of floating point.",
+        received={"shape": None if shape is None else tuple(shape), "type": type(loss).__name__},
+        hint="Reduce the loss: keras.ops.mean(losses). For more results, pass has_aux=True.",
+    )
+
+
+def _dtype(loss: Any) -> str:
+    return keras.backend.standardize_dtype(loss.dtype)

@@ -1,0 +1,315 @@
+"""Functions of the user's in replicas on JAX: one program over all devices, with Keras's state in and out."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from kdist import keras_hooks
+from kdist.backends.gradients import check_loss, split_aux
+from kdist.backends.jax import uneven
+from kdist.backends.jax.programs import (
+    GradientScope,
+    JaxScope,
+    Outputs,
+    Placed,
+    PlainScope,
+    Store,
+    constant_key,
+    function_key,
+    initial_value,
+    initialize,
+    is_array,
+)
+from kdist.backends.jax.replicas import BATCH_AXIS, JaxReplica, MeshCollectives
+from kdist.context import current_replica
+from kdist.errors import KdistError
+from kdist.strategies.communication import hint_ignored
+from kdist.values import DistributedValues
+
+if TYPE_CHECKING:
+    from kdist.backends.jax.runtime import JaxRuntime
+
+_MOST_PROGRAMS = 128
+_MANY_PROGRAMS = 16
+
+
+class Loops:
+    """What a runtime keeps for functions of the user's: compiled programs, and variables on all devices."""
+
+    def __init__(self, runtime: JaxRuntime) -> None:
+        self._runtime = runtime
+        self.placed = Placed(runtime.replicas)
+        self._programs: collections.OrderedDict[Any, _Program] = collections.OrderedDict()
+        self._counts: collections.Counter[Any] = collections.Counter()
+
+    def run(self, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Sequence[Any]:
+        """Calls the user's function in every replica."""
+        if isinstance(keras_hooks.stateless_scope(), PlainScope):
+            raise RunInFunction
+        runtime = self._runtime
+        call = _Call(args, kwargs, len(runtime.devices))
+        if uneven.on_any_worker(runtime, call.parts):
+            return uneven.run(runtime, strategy, fn, args, kwargs)
+        key = (function_key(fn), call.key())
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = _Program(runtime, strategy, fn, call)
+            self._limit(key)
+        self._programs.move_to_end(key)
+        with runtime.workers.working():
+            return program(self.placed, call)
+
+    def _limit(self, key: Any) -> None:
+        if len(self._programs) > _MOST_PROGRAMS:
+            self._programs.popitem(last=False)
+        code = key[0][1]
+        self._counts[code] += 1
+        if self._counts[code] == _MANY_PROGRAMS:
+            hint_ignored(
+                f"strategy.run has compiled {key[0][0]} {getattr(code, 'co_name', code)!r} "
+                f"{_MANY_PROGRAMS} times",
+                "Python numbers among its arguments, and what it closes over, are constants of the program: "
+                "pass what changes as arrays, in args, and of few shapes.",
+            )
+
+
+class RunInFunction(Exception):
+    """Tells `function` that what it traces calls `strategy.run`, which compiles by itself."""
+
+
+class _Call:
+    """The arguments of one call: arrays of the replicas, and constants."""
+
+    def __init__(self, args: Any, kwargs: Any, num_local: int) -> None:
+        self.structure = (args, kwargs)
+        leaves = keras.tree.flatten(self.structure)
+        self.parts: list[list[Any]] = []
+        self.constants: list[Any] = []
+        for leaf in leaves:
+            parts = _parts(leaf, num_local)
+            self.constants.append(None if parts is not None else leaf)
+            if parts is not None:
+                self.parts.append(parts)
+        self.is_data = [_parts(leaf, num_local) is not None for leaf in leaves]
+
+    def key(self) -> Any:
+        """What another call must have in common to run the same program."""
+        shapes = tuple((tuple(parts[0].shape), str(parts[0].dtype)) for parts in self.parts)
+        return repr(_skeleton(self.structure)), constant_key(tuple(self.constants)), shapes
+
+    def arguments(self, values: Sequence[Any]) -> Any:
+        """Returns args and kwargs with values in place of the arrays."""
+        data = iter(values)
+        leaves = [
+            next(data) if d else constant for d, constant in zip(self.is_data, self.constants, strict=True)
+        ]
+        return keras.tree.pack_sequence_as(self.structure, leaves)
+
+
+def _skeleton(structure: Any) -> Any:
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else 0, structure)
+
+
+def _parts(leaf: Any, num_local: int) -> list[Any] | None:
+    """One array for each local replica, or `None` for a constant."""
+    if isinstance(leaf, DistributedValues):
+        return [part if is_array(part) else np.asarray(part) for part in leaf.values]
+    if hasattr(leaf, "detach"):
+        leaf = leaf.detach().cpu().numpy()
+    if isinstance(leaf, float):
+        leaf = np.float32(leaf)
+    return [leaf] * num_local if is_array(leaf) else None
+
+
+class _Program:
+    """A function of the user's, compiled for arguments of one kind.
+
+    Args:
+        runtime: The devices.
+        strategy: What the replicas belong to.
+        fn: The function.
+        call: The first call.
+    """
+
+    def __init__(self, runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], call: _Call) -> None:
+        self._runtime = runtime
+        self._strategy = strategy
+        self._fn = fn
+        self._num_replicas = runtime.num_replicas
+        self._call = call
+        self._scalar = [not parts[0].shape for parts in call.parts]
+        self._variables = self._discover(call)
+        self._compiled = jax.jit(self._whole, donate_argnums=0)
+
+    def __call__(self, placed: Placed, call: _Call) -> Sequence[Any]:
+        inputs = self._runtime.replicas.join_values(call.parts)
+        written = placed.read(self._written)
+        read = placed.read(self._only_read)
+        state, outputs = self._compiled(written, read, inputs)
+        placed.write(self._written, state)
+        self._runtime.replicas.throttle((state, outputs))
+        # Not `addressable_data`, which takes any shard of an array that is said to be equal on all devices.
+        shards = [out.addressable_shards for out in outputs]
+        number = len(self._runtime.devices)
+        return [self._outputs.fill([parts[i].data for parts in shards]) for i in range(number)]
+
+    def _discover(self, call: _Call) -> list[Any]:
+        """Traces the function, without compiling it, until all its variables are known."""
+        sizes = [
+            jax.ShapeDtypeStruct(_global_shape(parts[0].shape, self._num_replicas), parts[0].dtype)
+            for parts in call.parts
+        ]
+        created = True
+        while created:  # once more: a layer that is built may use other variables
+            store = Store((), (), initial_value)
+            jax.eval_shape(self._over_mesh(lambda data, s=store: self._replica(s, data)[1]), sizes)
+            created = initialize(store.variables)
+            if created:
+                self._runtime.broadcast_variables(store.variables)
+        self._written = list(store.written.values())
+        self._only_read = [v for v in store.variables if id(v) not in store.written]
+        return [*self._written, *self._only_read]
+
+    def _whole(self, written: Any, read: Any, inputs: Any) -> Any:
+        def body(written: Any, read: Any, inputs: Any) -> Any:
+            store = Store(self._variables, [*written, *read], initial_value)
+            return self._replica(store, inputs)
+
+        return (
+            self._over_mesh(body)(written, read, inputs)
+            if self._num_replicas > 1
+            else body(written, read, inputs)
+        )
+
+    def _over_mesh(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        if self._num_replicas == 1:
+            return body
+        split, whole = PartitionSpec(BATCH_AXIS), PartitionSpec()
+
+        def mapped(*args: Any) -> Any:
+            specs = (*[whole] * (len(args) - 1), split)
+            # Unchecked: each device keeps what it computed, which its shards show.
+            return jax.shard_map(
+                body, mesh=self._runtime.replicas.mesh, in_specs=specs, out_specs=whole, check_vma=False
+            )(*args)
+
+        return mapped
+
+    def _replica(self, store: Store, inputs: Sequence[Any]) -> Any:
+        """What every device does: returns the variables that were written, and the arrays of the result."""
+        if self._num_replicas > 1:
+            inputs = [part[0] if scalar else part for part, scalar in zip(inputs, self._scalar, strict=True)]
+        replica = JaxReplica(self._strategy, MeshCollectives(self._runtime))
+        try:
+            with replica, JaxScope(replica, store) as scope:
+                args, kwargs = self._call.arguments(inputs)
+                result = self._fn(*args, **kwargs)
+                scope.aggregate()
+        except KdistError:
+            raise
+        except Exception as error:
+            error.add_note("Raised in the function of all replicas, which JAX traces once.")
+            raise
+        self._outputs = Outputs(result)
+        return store.results(list(store.written.values())), self._outputs.take()
+
+
+def _global_shape(shape: tuple[int, ...], num_replicas: int) -> tuple[int, ...]:
+    if num_replicas == 1:
+        return shape
+    return (num_replicas * shape[0], *shape[1:]) if shape else (num_replicas,)
+
+
+def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Returns a function that is compiled, unless it calls `strategy.run`, which compiles by itself."""
+    if options:
+        hint_ignored(f"options of kdist.function: {sorted(options)}", "on JAX all functions are compiled.")
+    programs: dict[Any, _PlainProgram] = {}
+    calls_run = False
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls_run
+        if calls_run or current_replica() is not None or keras_hooks.stateless_scope() is not None:
+            return fn(*args, **kwargs)
+        call = _Call(args, kwargs, 1)
+        key = call.key()
+        try:
+            if key not in programs:
+                programs[key] = _PlainProgram(fn, call)
+        except RunInFunction:
+            calls_run = True
+            return fn(*args, **kwargs)
+        return programs[key](call)
+
+    return wrapper
+
+
+class _PlainProgram:
+    """A function that runs in no replica, compiled for arguments of one kind."""
+
+    def __init__(self, fn: Callable[..., Any], call: _Call) -> None:
+        self._fn = fn
+        self._call = call
+        created = True
+        while created:
+            store = Store((), (), initial_value)
+            jax.eval_shape(lambda data, s=store: self._trace(s, data)[1], [parts[0] for parts in call.parts])
+            created = initialize(store.variables)
+        self._variables = store.variables
+        self._written = list(store.written.values())
+        self._compiled = jax.jit(
+            lambda values, data: self._trace(Store(self._variables, values, initial_value), data)
+        )
+
+    def __call__(self, call: _Call) -> Any:
+        values = [variable.value for variable in self._variables]
+        state, arrays = self._compiled(values, [parts[0] for parts in call.parts])
+        for variable, value in zip(self._written, state, strict=True):
+            variable.assign(value)
+        return self._outputs.fill(arrays)
+
+    def _trace(self, store: Store, data: Sequence[Any]) -> Any:
+        with PlainScope(store):
+            args, kwargs = self._call.arguments(data)
+            result = self._fn(*args, **kwargs)
+        self._outputs = Outputs(result)
+        return store.results(list(store.written.values())), self._outputs.take()
+
+
+def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool) -> Callable[..., Any]:
+    """Returns a function that gives a loss and its gradients, by `jax.value_and_grad`."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        outer = keras_hooks.stateless_scope()
+        caught: list[Any] = []
+
+        def pure(values: Sequence[Any]) -> Any:
+            with GradientScope(outer, variables, values) as scope:
+                loss, aux = split_aux(fn(*args, **kwargs), has_aux)
+                check_loss(loss)
+            caught[:] = [scope, Outputs(aux)]
+            return loss, (caught[1].take(), scope.results())
+
+        values = [variable.value for variable in variables]
+        (loss, (data, written)), gradients = jax.value_and_grad(pure, has_aux=True)(values)
+        scope, outputs = caught
+        for (key, variable), value in zip(scope.written.items(), written, strict=True):
+            if key in scope.quiet:
+                with outer.untracked():
+                    variable.assign(value)
+            else:
+                variable.assign(value)
+        if not has_aux:
+            return loss, list(gradients)
+        return (loss, outputs.fill(data)), list(gradients)
+
+    return wrapper

@@ -1,0 +1,159 @@
+"""Replicas whose arguments differ in shape: one after the other, uncompiled.
+
+One program for all devices needs equal shapes. A batch that the replicas do not divide is the exception (the
+last one of an epoch), so here simplicity counts: each replica runs in a thread, as on PyTorch, and collectives
+meet on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+import numpy as np
+
+from kdist import keras_hooks
+from kdist.backends.jax.devices import find_devices
+from kdist.backends.jax.programs import JaxScope, Store, initialize
+from kdist.backends.jax.replicas import JaxReplica
+from kdist.backends.messages import gather
+from kdist.backends.threads import ReplicaThreads
+from kdist.data.exchange import gather_rows
+from kdist.errors import StrategyScopeError
+from kdist.values import component, regroup
+
+if TYPE_CHECKING:
+    from kdist.backends.jax.runtime import JaxRuntime
+    from kdist.backends.threads import Baton
+
+
+def on_any_worker(runtime: JaxRuntime, values: Sequence[Sequence[Any]]) -> bool:
+    """Says whether the replicas of a worker have arguments of different shapes; all workers hear the same.
+
+    Where each worker has one replica, its program may have shapes of its own.
+    """
+    if len(runtime.devices) == 1:
+        return False
+    mine = any(part.shape != parts[0].shape for parts in values for part in parts[1:])
+    return mine if runtime.num_workers == 1 else any(gather(runtime, mine))
+
+
+def run(runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Sequence[Any]:
+    """Calls the user's function in every local replica, one at a time."""
+    devices = find_devices(runtime.devices)
+    state = keras_hooks.ThreadState()
+    stores: list[Any] = [None] * len(devices)
+
+    def one_replica(index: int, baton: Baton | None) -> Any:
+        device = devices[index]
+        collectives = HostCollectives(runtime, index, device, baton)
+        replica = JaxReplica(strategy, collectives)
+        with contextlib.ExitStack() as stack:
+            if index > 0:
+                stack.enter_context(state)
+            stack.enter_context(jax.default_device(device))
+            stack.enter_context(replica)
+            store = stores[index] = Store((), (), lambda variable: _value_on(runtime, variable, device))
+            scope = stack.enter_context(JaxScope(replica, store))
+            own_args, own_kwargs = component((args, kwargs), index, keras.tree.map_structure)
+            result = fn(*own_args, **own_kwargs)
+            scope.aggregate()
+            return result
+
+    threads = ReplicaThreads(
+        [f"replica {runtime.replica_ids[i]} ({n})" for i, n in enumerate(runtime.devices)]
+    )
+    with runtime.workers.working():
+        results = threads.run(one_replica)
+    written = list(stores[0].written.values())
+    for variable, value in zip(written, stores[0].results(written), strict=True):
+        variable.assign(value)
+    return results
+
+
+def _value_on(runtime: JaxRuntime, variable: Any, device: Any) -> Any:
+    if initialize([variable]):
+        runtime.broadcast_variables([variable])
+    return jax.device_put(variable._value, device)
+
+
+class HostCollectives:
+    """The collectives of replicas that run one at a time, outside of any program.
+
+    Args:
+        runtime: Whose replicas.
+        local_index: Of this one.
+        device: On which it computes.
+        baton: Hands the turn to the others.
+    """
+
+    def __init__(self, runtime: JaxRuntime, local_index: int, device: Any, baton: Baton | None) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._baton = baton
+        self.local_index: Any = local_index
+        self.replica_id: Any = runtime.replica_ids[local_index]
+
+    def sum(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums each tensor over all replicas."""
+        mine = [_on_host(tensor) for tensor in tensors]
+
+        def combine(values: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+            totals = [sum(parts[1:], parts[0]) for parts in zip(*values, strict=True)]
+            return self._sum_over_workers(totals)
+
+        what = ("sum", [(str(array.dtype), array.shape) for array in mine])
+        return [jax.device_put(total, self._device) for total in self._meet(what, mine, combine)]
+
+    def gather(self, rows: Any) -> tuple[Any, Any]:
+        """Returns the rows of all replicas, and the index of this replica's first one."""
+        mine = _on_host(rows)
+
+        def combine(values: Sequence[np.ndarray]) -> Any:
+            local = np.concatenate(values)
+            starts = list(itertools.accumulate((len(value) for value in values), initial=0))
+            if self._runtime.num_workers == 1:
+                return local, starts
+            sizes = gather(self._runtime, len(local))
+            first = sum(sizes[: self._runtime.worker_index])
+            return gather_rows(self._runtime.workers, [local]), [first + start for start in starts]
+
+        what = ("gathering", (str(mine.dtype), mine.shape[1:]))
+        whole, starts = self._meet(what, mine, combine)
+        return jax.device_put(whole, self._device), starts[self.local_index]
+
+    def merge(self, function: Callable[..., Any], values: Any) -> Any:
+        """Calls a function once, in the last replica."""
+        host = keras.tree.map_structure(
+            lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, values
+        )
+        result = self._meet(
+            ("merge_call", None), host, lambda parts: function(regroup(parts, keras.tree.map_structure))
+        )
+        return component(result, self.local_index, keras.tree.map_structure)
+
+    def _meet(self, what: Any, value: Any, combine: Callable[[Any], Any]) -> Any:
+        if self._baton is None:
+            return combine([value])
+        return self._baton.meet(self.local_index, what, value, combine)
+
+    def _sum_over_workers(self, totals: list[np.ndarray]) -> list[np.ndarray]:
+        if self._runtime.num_workers == 1:
+            return totals
+        everyone = [gather_rows(self._runtime.workers, [total[None]]) for total in totals]
+        return [rows.sum(0, dtype=rows.dtype) for rows in everyone]
+
+
+def _on_host(tensor: Any) -> np.ndarray:
+    if isinstance(tensor, jax.core.Tracer):
+        raise StrategyScopeError(
+            "Where replicas have rows of different numbers, JAX runs them one by one: a collective must not be "
+            "inside jax.jit, a scan, or a rematerialised layer.",
+            received={"value": tensor},
+            hint="Use a batch size that the replicas divide, and drop_remainder=True.",
+        )
+    return np.asarray(tensor)

@@ -1,0 +1,108 @@
+"""Functions of the user's in replicas on PyTorch: a thread for each local replica, and autograd."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import torch
+
+from kdist import keras_hooks
+from kdist.backends.gradients import check_loss, split_aux
+from kdist.backends.replica import RowShare, equal_shares
+from kdist.backends.torch.devices import keras_device
+from kdist.backends.torch.replicas import TorchReplica, TorchScope
+from kdist.values import component
+
+if TYPE_CHECKING:
+    from kdist.backends.threads import Baton
+    from kdist.backends.torch.runtime import TorchRuntime
+
+
+def in_replicas(
+    runtime: TorchRuntime,
+    strategy: Any,
+    body: Callable[[TorchReplica, int], Any],
+    shares: Sequence[RowShare] | None = None,
+    gradients: bool = True,
+) -> list[Any]:
+    """Calls `body(replica, local_index)` in each local replica, in its context and scope.
+
+    Args:
+        runtime: Whose replicas.
+        strategy: What the replicas belong to.
+        body: What a replica does.
+        shares: How much the rows of each replica count in a step of a model's; `None` for the user's function.
+        gradients: Whether autograd records.
+    """
+    state = keras_hooks.ThreadState() if runtime.copies else None
+    for copies in runtime.copies:
+        copies.start_step(keep_gradients=shares is None)
+
+    def one_replica(index: int, baton: Baton | None) -> Any:
+        replica = TorchReplica(
+            strategy,
+            runtime.replica_ids[index],
+            shares or equal_shares(runtime.num_replicas),
+            index,
+            baton,
+            runtime.workers,
+            copies=runtime.copies,
+            is_model_step=shares is not None,
+        )
+        with contextlib.ExitStack() as stack:
+            if index > 0 and state is not None:
+                stack.enter_context(state)
+            stack.enter_context(keras.device(keras_device(runtime.devices[index])))
+            stack.enter_context(replica)
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            stack.enter_context(TorchScope(replica, runtime.copies[index - 1] if index > 0 else None))
+            return body(replica, index)
+
+    return runtime.threads.run(one_replica)
+
+
+def run(
+    runtime: TorchRuntime, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any
+) -> Sequence[Any]:
+    """Calls the user's function in every local replica; what it writes to variables is aggregated at its end."""
+
+    def body(replica: TorchReplica, index: int) -> Any:
+        own_args, own_kwargs = component((args, kwargs), index, keras.tree.map_structure)
+        result = fn(*own_args, **own_kwargs)
+        assert replica.scope is not None
+        replica.scope.aggregate()
+        return result
+
+    return in_replicas(runtime, strategy, body, gradients=torch.is_grad_enabled())
+
+
+def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Returns the function as it is, or compiled by `torch.compile` where that is asked for."""
+    if not options.pop("jit_compile", False):
+        return fn
+    return torch.compile(fn, **options)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool) -> Callable[..., Any]:
+    """Returns a function that gives a loss and its gradients, by `torch.autograd.grad`."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            tensors = [variable.value for variable in variables]
+            loss, aux = split_aux(fn(*args, **kwargs), has_aux)
+            check_loss(loss)
+            if loss.requires_grad:
+                gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+            else:
+                gradients = (None,) * len(tensors)
+        value, aux = keras.tree.map_structure(_detached, (loss, aux))
+        return ((value, aux) if has_aux else value), list(gradients)
+
+    return wrapper

@@ -1,0 +1,201 @@
+"""What workers exchange outside of `Strategy.run`: values, objects, and that all are there."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from kdist.context import get_strategy, joined_strategy
+from kdist.errors import DatasetError, InvalidArgumentError, WorkerMismatchError, WorkerTimeoutError
+
+if TYPE_CHECKING:
+    from kdist.strategies.strategy import Strategy
+
+
+def broadcast(value: Any, source: int = 0, strategy: Strategy | None = None) -> Any:
+    """Gives every worker the value that one worker has. All workers must call it.
+
+    Args:
+        value: A structure of tensors, arrays, numbers, strings and `None`; counts on worker `source` alone.
+        source: The worker whose value it is.
+        strategy: Whose workers take part; by default the one in scope, else the one that joined workers.
+
+    Returns:
+        The value of worker `source`, with tensors of the backend in place of tensors and arrays.
+
+    Raises:
+        InvalidArgumentError: There is no such worker, or it has something else in its value.
+
+    Example:
+
+    >>> import kdist
+    >>> kdist.broadcast({"rate": 0.1})
+    {'rate': 0.1}
+    """
+    runtime = _runtime(strategy)
+    workers = 1 if runtime is None else runtime.num_workers
+    if not isinstance(source, int) or not 0 <= source < workers:
+        raise InvalidArgumentError(
+            "source must be the index of a worker.", received={"source": source, "num_workers": workers}
+        )
+    if runtime is None or workers == 1:
+        return value
+    from kdist.data.exchange import decode
+
+    error: Exception | None = None
+    message = b""
+    if runtime.worker_index == source:
+        try:
+            message = _encoded(value)
+        except InvalidArgumentError as raised:
+            error = raised
+    said = runtime.all_gather_bytes(message)[source]
+    if not said:
+        raise error or InvalidArgumentError(
+            f"The value of worker {source} cannot be sent.", hint="Look at that worker's traceback."
+        )
+    return _as_tensors(decode(said))
+
+
+def all_gather_object(value: Any, strategy: Strategy | None = None) -> list[Any]:
+    """Returns the objects of all workers, in their order. All workers must call it.
+
+    Nothing is pickled: what may travel are numbers, strings, `None`, arrays (as NumPy arrays), and lists,
+    tuples and dictionaries of these.
+
+    Args:
+        value: This worker's object.
+        strategy: As in `broadcast`.
+
+    Returns:
+        One object a worker.
+
+    Raises:
+        InvalidArgumentError: Some worker has something else; on all workers.
+
+    Example:
+
+    >>> import kdist
+    >>> kdist.all_gather_object({"loss": 0.5})
+    [{'loss': 0.5}]
+    """
+    runtime = _runtime(strategy)
+    if runtime is None or runtime.num_workers == 1:
+        return [value]
+    from kdist.data.exchange import decode
+
+    error: Exception | None = None
+    message = b""
+    try:
+        message = _encoded(value)
+    except InvalidArgumentError as raised:
+        error = raised
+    everyone = runtime.all_gather_bytes(message)
+    for index, data in enumerate(everyone):
+        if not data:
+            raise error or InvalidArgumentError(
+                f"The object of worker {index} cannot be sent.", hint="Look at that worker's traceback."
+            )
+    return [decode(data) for data in everyone]
+
+
+def barrier(name: str = "barrier", timeout: float | None = None, strategy: Strategy | None = None) -> None:
+    """Waits until all workers have come here.
+
+    Args:
+        name: Which barrier it is; workers at barriers of different names are told so.
+        timeout: Seconds to wait; `None` for as long as all workers are alive. After a timeout this process can
+            take part in nothing else, and should end.
+        strategy: As in `broadcast`.
+
+    Raises:
+        WorkerMismatchError: A worker has come to another barrier.
+        WorkerTimeoutError: A worker did not come in time.
+
+    Example:
+
+    >>> import kdist
+    >>> kdist.barrier("data is there", timeout=60)
+    """
+    runtime = _runtime(strategy)
+    if runtime is None or runtime.num_workers == 1:
+        return
+    names = _within(
+        timeout, name, lambda: [data.decode() for data in runtime.all_gather_bytes(name.encode())]
+    )
+    for index, other in enumerate(names):
+        if other != names[0]:
+            raise WorkerMismatchError(
+                f"All workers must come to the same barrier, but worker 0 and worker {index} differ.",
+                received={"worker_0": names[0], f"worker_{index}": other},
+                hint="Let every worker run the same script, without branches on the worker around a barrier.",
+            )
+
+
+def _within(timeout: float | None, name: str, function: Any) -> Any:
+    if timeout is None:
+        return function()
+
+    result: list[Any] = []
+
+    def wait() -> None:
+        try:
+            result.append(function())
+        except BaseException as error:
+            result.append(error)
+
+    # No engine can be told how long to wait for this one message.
+    thread = threading.Thread(target=wait, name="kdist barrier", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        raise WorkerTimeoutError(
+            f"All workers must come to the barrier {name!r} within {timeout:g} s, but some did not.",
+            hint="Look at the other workers' logs, or wait longer: kdist.barrier(name, timeout=600)",
+        )
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
+
+
+def _runtime(strategy: Strategy | None) -> Any:
+    chosen = strategy or get_strategy()
+    if not hasattr(chosen, "runtime"):  # the default strategy, which is no one's choice
+        chosen = joined_strategy() or chosen
+    return getattr(chosen, "runtime", None)
+
+
+def _encoded(value: Any) -> bytes:
+    import keras
+
+    from kdist.data import rows
+    from kdist.data.exchange import encode
+
+    def host(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, (bool, int, float, str)):
+            return leaf
+        if not hasattr(leaf, "shape"):
+            raise InvalidArgumentError(
+                "Workers can exchange numbers, strings, None, arrays, and structures of these.",
+                received={"type": type(leaf).__name__},
+                hint="Turn it into a dictionary of such values.",
+            )
+        return rows.to_host(leaf)
+
+    try:
+        return encode(keras.tree.map_structure(host, value))
+    except (DatasetError, TypeError) as error:
+        raise InvalidArgumentError(
+            "Workers can exchange numbers, strings, None, arrays, and structures of these.",
+            received={"error": str(error)[:200]},
+        ) from error
+
+
+def _as_tensors(value: Any) -> Any:
+    import keras
+
+    def convert(leaf: Any) -> Any:
+        numeric = hasattr(leaf, "dtype") and leaf.dtype.kind in "biufcV"
+        return keras.ops.convert_to_tensor(leaf) if numeric else leaf
+
+    return keras.tree.map_structure(convert, value)

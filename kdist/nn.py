@@ -1,0 +1,100 @@
+"""`kdist.nn`: losses of a replica that add up to the loss of the global batch, as `tf.nn` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kdist.context import get_replica_context
+from kdist.errors import InvalidArgumentError, StrategyScopeError
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+) -> Any:
+    """Divides a replica's losses by the number of rows of all replicas, so that their sum is the mean loss.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
+
+    Args:
+        per_example_loss: The losses of this replica's rows, of rank 1 or more.
+        sample_weight: Weights, of a shape that broadcasts to the losses'; `None` for ones.
+        global_batch_size: Rows of all replicas, a number. `None` for this replica's rows times the number of
+            replicas, which is right where all have as many.
+
+    Returns:
+        A scalar: this replica's part of the mean. `strategy.reduce("SUM", …)` gives the mean, and so do the
+        gradients, which `optimizer.apply` sums.
+
+    Raises:
+        InvalidArgumentError: The losses are a scalar, or the batch size is no whole number.
+        StrategyScopeError: In cross-replica context.
+
+    Example:
+
+    ```python
+    def replica_step(x, y):
+        per_example_loss = keras.losses.mean_squared_error(y, model(x))
+        return kdist.nn.compute_average_loss(per_example_loss, global_batch_size=128)
+    ```
+    """
+    from keras import ops
+
+    num_replicas = _num_replicas("compute_average_loss")
+    losses = ops.convert_to_tensor(per_example_loss)
+    if not losses.shape:
+        raise InvalidArgumentError(
+            "per_example_loss must have a loss for each row, not one for all.",
+            received={"shape": tuple(losses.shape)},
+            hint='Use a loss with reduction=None, as in keras.losses.MeanSquaredError(reduction="none").',
+        )
+    if sample_weight is not None:
+        weights = ops.cast(sample_weight, losses.dtype)
+        while len(weights.shape) < len(losses.shape):
+            weights = ops.expand_dims(weights, -1)
+        losses = losses * weights
+    if global_batch_size is None:
+        global_batch_size = ops.shape(losses)[0] * num_replicas
+    elif isinstance(global_batch_size, (bool, float)) or len(getattr(global_batch_size, "shape", ())):
+        raise InvalidArgumentError(
+            "global_batch_size must be a whole number, the rows of all replicas.",
+            received={"global_batch_size": global_batch_size},
+            hint="For example: global_batch_size=128",
+        )
+    return ops.sum(losses) / ops.cast(global_batch_size, losses.dtype)
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """Divides a regularisation loss, which every replica has in full, by the number of replicas.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
+
+    Args:
+        regularization_loss: A tensor, or a list of them (`model.losses`); they are added up.
+
+    Returns:
+        A scalar: this replica's part.
+
+    Raises:
+        StrategyScopeError: In cross-replica context.
+
+    Example:
+
+    ```python
+    loss += kdist.nn.scale_regularization_loss(model.losses)
+    ```
+    """
+    import keras
+
+    num_replicas = _num_replicas("scale_regularization_loss")
+    leaves = [keras.ops.sum(leaf) for leaf in keras.tree.flatten(regularization_loss)]
+    return sum(leaves, keras.ops.zeros(())) / num_replicas
+
+
+def _num_replicas(function: str) -> int:
+    replica = get_replica_context()
+    if replica is None:
+        raise StrategyScopeError(
+            f"kdist.nn.{function} must be called in a replica, not in cross-replica context.",
+            hint="Call it in the function that `strategy.run` runs.",
+        )
+    return replica.num_replicas_in_sync

@@ -1,0 +1,54 @@
+"""Variables that a strategy's scope has seen, until all workers have the chief's values of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kdist.backends.messages import check_equal
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+
+
+class NewVariables:
+    """The variables that were created in a scope since the workers last shared their values.
+
+    Workers may draw different random numbers for them. They share at the end of the scope and before a
+    function runs in the replicas: in one collective for all variables, since one for each would take as long as
+    hundreds of training steps.
+
+    Args:
+        runtime: The runtime whose workers take part.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        # Held, since what one worker's garbage collector has taken another one's may have left.
+        self._found: list[Any] = []
+
+    def add(self, variable: Any) -> None:
+        """Notes a variable."""
+        if self._runtime.num_workers > 1:
+            self._found.append(variable)
+
+    def share(self) -> None:
+        """Gives every worker the chief's values. All workers must call it, having created the same variables.
+
+        Raises:
+            WorkerMismatchError: The workers have created different variables.
+        """
+        if self._runtime.num_workers == 1:
+            return
+        variables = [variable for variable in self._found if variable._value is not None]
+        noted, self._found = bool(self._found), []
+        if not noted:
+            return
+        # Names carry counters ("dense_1"), which may differ where a worker built another model before.
+        facts = {f"variable {i}": [list(v.shape), str(v.dtype)] for i, v in enumerate(variables)}
+        check_equal(
+            self._runtime,
+            "variables in the scope of the strategy",
+            {"their number": len(variables), **facts},
+            "Create the same models, optimisers and metrics on every worker, in the same order.",
+        )
+        self._runtime.broadcast_variables(variables)

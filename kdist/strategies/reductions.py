@@ -1,0 +1,105 @@
+"""`Strategy.reduce` and `Strategy.gather`: from one value a replica to one value for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from kdist.backends.replica import divide
+from kdist.context import checked_axis, current_replica
+from kdist.errors import InvalidArgumentError, StrategyScopeError
+from kdist.values import DistributedValues, ReduceOp
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+
+
+def reduce(runtime: Runtime, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
+    """Reduces a value over all replicas, and along an axis of it; see `Strategy.reduce`."""
+    require_cross_replica("reduce")
+    op = ReduceOp.of(reduce_op)
+    return keras.tree.map_structure(lambda leaf: _reduce_leaf(runtime, op, leaf, axis), value)
+
+
+def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None) -> Any:
+    if leaf is None:
+        return None
+    if len(runtime.devices) > 1 and not isinstance(leaf, DistributedValues):
+        return _reduce_equal(op, leaf, axis)
+    ops = keras.ops
+    parts = runtime.to_first_device(_parts(leaf))
+    number: Any = runtime.num_replicas
+    if axis is not None:
+        axis = checked_axis(axis, len(parts[0].shape))
+        lengths = [ops.shape(part)[axis] for part in parts]
+        parts = [ops.sum(part, axis=axis) for part in parts]
+        if op is ReduceOp.MEAN:
+            # Every element counts the same, whichever replica has it.
+            local = ops.cast(sum(lengths), "float32")
+            (number,) = runtime.sum_over_workers(runtime.to_first_device([local]))
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    (total,) = runtime.sum_over_workers([total])
+    return total if op is ReduceOp.SUM else divide(total, number)
+
+
+def _reduce_equal(op: ReduceOp, value: Any, axis: int | None) -> Any:
+    """Reduces what is the same on all replicas, as `tf.distribute` does: the mean, or the sum of nothing."""
+    if op is ReduceOp.SUM and not (isinstance(value, (int, float)) and value == 0):
+        raise InvalidArgumentError(
+            "A value that is not distributed cannot be summed over several replicas.",
+            received={"value": value},
+            hint='Reduce what `strategy.run` returns, or take its "MEAN".',
+        )
+    tensor = keras.ops.convert_to_tensor(value)
+    return tensor if axis is None else keras.ops.mean(tensor, axis=checked_axis(axis, len(tensor.shape)))
+
+
+def gather(runtime: Runtime, value: Any, axis: int) -> Any:
+    """Concatenates the components of all replicas along an axis; see `Strategy.gather`."""
+    require_cross_replica("gather")
+    return keras.tree.map_structure(lambda leaf: _gather_leaf(runtime, leaf, axis), value)
+
+
+def _gather_leaf(runtime: Runtime, leaf: Any, axis: int) -> Any:
+    if leaf is None:
+        return None
+    ops = keras.ops
+    parts = runtime.to_first_device(_parts(leaf))
+    axis = checked_axis(axis, len(parts[0].shape))
+    shapes = [tuple(part.shape) for part in parts]
+    for shape in shapes[1:]:
+        if len(shape) != len(shapes[0]) or shape[:axis] + shape[axis + 1 :] != (
+            shapes[0][:axis] + shapes[0][axis + 1 :]
+        ):
+            raise InvalidArgumentError(
+                "gather concatenates: the shapes of all replicas may differ along `axis` only.",
+                received={"axis": axis, "shapes": shapes},
+                hint="Gather along the axis that differs, or pad the values.",
+            )
+    parts = [ops.moveaxis(part, axis, 0) for part in parts]
+    local = parts[0] if len(parts) == 1 else ops.concatenate(parts)
+    return ops.moveaxis(runtime.gather_over_workers(local), 0, axis)
+
+
+def _parts(leaf: Any) -> Sequence[Any]:
+    if isinstance(leaf, DistributedValues):
+        return [keras.ops.convert_to_tensor(part) for part in leaf.values]
+    return [keras.ops.convert_to_tensor(leaf)]
+
+
+def require_cross_replica(method: str) -> None:
+    """Raises inside a replica."""
+    replica = current_replica()
+    if replica is not None:
+        inside = {"reduce": "all_reduce", "gather": "all_gather"}.get(method)
+        raise StrategyScopeError(
+            f"`Strategy.{method}` must be called in cross-replica context, not inside a replica.",
+            received={"replica": replica},
+            hint=f"Inside a replica: kdist.get_replica_context().{inside}(…)"
+            if inside
+            else "Call it outside of the function that `strategy.run` runs.",
+        )

@@ -1,0 +1,87 @@
+"""`Strategy.run` and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kdist.errors import InvalidArgumentError, KdistError
+from kdist.strategies.communication import hint_ignored
+from kdist.values import regroup
+
+if TYPE_CHECKING:
+    from kdist.strategies.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `Strategy.run`, with the names of `tf.distribute.RunOptions`.
+
+    They speak of XLA on TPUs under TensorFlow, and are hints: no backend of kdist needs them.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/RunOptions
+
+    Args:
+        experimental_enable_dynamic_batch_size: Whether batches may differ in size; they always may.
+        experimental_bucketizing_dynamic_shape: Whether to pad inputs to a few sizes.
+        experimental_xla_options: Options of XLA.
+
+    Example:
+
+    >>> import kdist
+    >>> kdist.RunOptions().experimental_enable_dynamic_batch_size
+    True
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None
+
+
+def run(
+    strategy: Strategy,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    options: RunOptions | None,
+) -> Any:
+    """Calls a function in every replica; see `Strategy.run`."""
+    import keras
+
+    from kdist.strategies.reductions import require_cross_replica
+
+    require_cross_replica("run")
+    if not callable(fn):
+        raise InvalidArgumentError(
+            "`Strategy.run` takes a function.", received={"fn": fn}, hint="strategy.run(step, args=(batch,))"
+        )
+    if not isinstance(args, (tuple, list)):
+        raise InvalidArgumentError(
+            "`args` must be a tuple of the function's arguments.",
+            received={"args": type(args).__name__},
+            hint="With one argument, mind the comma: strategy.run(step, args=(batch,))",
+        )
+    if options is not None and options != RunOptions():
+        hint_ignored(f"options={options}", "they are for TPUs under TensorFlow.")
+    runtime = strategy.runtime
+    try:
+        strategy.new_variables.share()
+        results = runtime.run(strategy, fn, tuple(args), dict(kwargs or {}))
+    except KdistError:
+        raise
+    except Exception as error:
+        explained = runtime.explain_failure(error)
+        if explained is error:
+            raise
+        raise explained from error
+    for index, other in enumerate(results[1:], start=1):
+        try:
+            keras.tree.assert_same_structure(results[0], other)
+        except (ValueError, TypeError) as error:
+            raise InvalidArgumentError(
+                "The function must return the same structure in every replica.",
+                received={"replica_0": results[0], f"replica_{index}": other},
+                hint="A replica that has nothing to return may return None in the same places as the others.",
+            ) from error
+    return regroup(results, keras.tree.map_structure)

@@ -1,0 +1,94 @@
+"""`check_in_sync`: whether all replicas have the same variables, and by how much they differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kdist.errors import InvalidArgumentError, WorkerMismatchError
+
+if TYPE_CHECKING:
+    from kdist.strategies.strategy import Strategy
+
+
+def check_in_sync(model: Any, strategy: Strategy | None = None) -> None:
+    """Raises unless all replicas of all workers have the same values of a model's variables.
+
+    Replicas drift apart when something other than kdist changes them: a variable that one worker alone assigned,
+    an optimiser of the user's own, weights loaded from different files. All workers must call it. It costs one
+    small message, and the values of the first variable that differs.
+
+    Args:
+        model: A model, or a list of Keras variables. Of a model the optimiser, the metrics and the seeds too.
+        strategy: Whose replicas are compared; by default the model's, else the one in scope.
+
+    Raises:
+        WorkerMismatchError: Names the first variable that differs, the worker (or its replica) and the largest
+            difference to worker 0; on all workers.
+        InvalidArgumentError: There is no strategy.
+
+    Example:
+
+    ```python
+    kdist.experimental.check_in_sync(model)
+    ```
+    """
+    import numpy as np
+
+    from kdist import keras_hooks
+    from kdist.backends.messages import gather
+    from kdist.collectives import all_gather_object
+    from kdist.context import get_strategy, joined_strategy
+
+    is_model = not isinstance(model, (list, tuple))
+    variables = keras_hooks.all_variables(model) if is_model else list(model)
+    strategy = strategy or (keras_hooks.strategy_of(model) if is_model else None) or get_strategy()
+    if not hasattr(strategy, "runtime"):
+        strategy = joined_strategy() or strategy
+    if not hasattr(strategy, "runtime"):
+        raise InvalidArgumentError(
+            "check_in_sync needs a strategy.",
+            received={"model": model},
+            hint="Create the model in a strategy's scope, or pass strategy=…",
+        )
+    runtime = strategy.runtime
+    values = [[np.asarray(v) for v in runtime.local_values(variable)] for variable in variables]
+    digests = gather(runtime, [[_digest(value) for value in parts] for parts in values])
+    for index, variable in enumerate(variables):
+        everyone = [worker[index] if index < len(worker) else ["missing"] for worker in digests]
+        if len({digest for worker in everyone for digest in worker}) == 1:
+            continue
+        parts = all_gather_object(values[index], strategy=strategy)
+        where, difference = _first_difference(parts)
+        differing = sum(
+            len({d for worker in digests for d in worker[i]}) > 1
+            for i in range(len(variables))
+            if all(i < len(worker) for worker in digests)
+        )
+        raise WorkerMismatchError(
+            f"All replicas must have the same variables, but {variable.path!r} of {where} differs from that of "
+            f"worker 0 by up to {difference:.3g}; {differing} of {len(variables)} variables differ.",
+            received={"variable": variable.path, "shape": tuple(variable.shape)},
+            hint="Load the same weights on every worker, and change variables in `fit` or `strategy.run` only.",
+        )
+
+
+def _digest(value: Any) -> str:
+    head = f"{value.dtype.name} {value.shape}".encode()
+    return hashlib.blake2b(head + value.tobytes(), digest_size=8).hexdigest()
+
+
+def _first_difference(workers: Sequence[Sequence[Any]]) -> tuple[str, float]:
+    import numpy as np
+
+    first = workers[0][0]
+    for index, parts in enumerate(workers):
+        for replica, value in enumerate(parts):
+            where = f"worker {index}" + (f", replica {replica} of it" if len(parts) > 1 else "")
+            if value.shape != first.shape:
+                return where, float("nan")
+            if _digest(value) != _digest(first):
+                gap = np.abs(value.astype("float64") - first.astype("float64"))
+                return where, float(gap.max(initial=0.0))
+    return "a replica", 0.0
