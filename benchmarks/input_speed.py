@@ -2,11 +2,15 @@
 
     python benchmarks/input_speed.py torch
 
-Two figures for each kind of dataset, on 1 and 2 workers:
+Three figures for each kind of dataset, on 1 and 2 workers:
 
 - rows per second through `fit` with an empty model, over those of the same pipeline iterated by hand (on two
-  workers, each worker's own pipeline, at the same time on both);
-- the share of a step of 10 ms that is spent waiting for its batch, which includes the workers' agreement.
+  workers, each worker's own pipeline, at the same time on both). The pipeline prepares images: a few
+  milliseconds a batch;
+- what a step of `fit` with an empty model takes where the pipeline takes next to nothing: batches cut from an
+  array;
+- the share of a step of 10 ms that is spent waiting for its batch of images, which includes the workers'
+  agreement.
 
 Both come from the same processes, in several rounds one after the other; what is printed is the median.
 """
@@ -21,47 +25,83 @@ from typing import Any
 
 import kdist
 
-ROUNDS = 5
-STEPS = 200
+ROUNDS = 3
+STEPS = 100
 ROWS = 64  # of a per-replica batch
+SIDE = 64  # of an image
 STEP_SECONDS = 0.01
 
 
-def kinds() -> dict[str, Callable[[], Any]]:
-    """Makes one pipeline of each kind: batches of 64 rows of 256 numbers."""
+def prepare(images: Any) -> Any:
+    """What users do with images: numbers around 0, every other one mirrored."""
+    import numpy as np
+
+    scaled = (images.astype("float32") - 127.5) / 127.5
+    return np.ascontiguousarray(scaled[..., ::-1, :]) if images.ndim == 4 else scaled[:, ::-1, :].copy()
+
+
+def kinds(light: bool = False) -> dict[str, Callable[[], Any]]:
+    """Makes one pipeline of each kind.
+
+    Args:
+        light: Whether batches are cut from an array as they are, instead of prepared from images.
+    """
     import grain
     import keras
     import numpy as np
     import tensorflow as tf
     import torch
 
-    x = np.random.RandomState(0).rand(STEPS * ROWS, 256).astype("float32")
+    random = np.random.RandomState(0)
+    if light:
+        x = random.rand(STEPS * ROWS, 256).astype("float32")
+    else:
+        x = random.randint(0, 256, (STEPS * ROWS, SIDE, SIDE, 3)).astype("uint8")
+
+    def made(rows: Any) -> Any:
+        return rows if light else prepare(rows)
 
     class Batches(keras.utils.PyDataset):
         def __len__(self) -> int:
             return STEPS
 
         def __getitem__(self, index: int) -> Any:
-            return x[index * ROWS : (index + 1) * ROWS]
+            return made(x[index * ROWS : (index + 1) * ROWS])
 
     class Rows(torch.utils.data.Dataset):
         def __len__(self) -> int:
             return len(x)
 
         def __getitem__(self, index: int) -> Any:
-            return x[index]
+            return made(x[index])
 
     def generator() -> Iterator[Any]:
         for start in range(0, len(x), ROWS):
-            yield x[start : start + ROWS]
+            yield made(x[start : start + ROWS])
+
+    def tf_data() -> Any:
+        dataset = tf.data.Dataset.from_tensor_slices(x)
+        if not light:
+            dataset = dataset.map(lambda row: tf.reverse(tf.cast(row, tf.float32) / 127.5 - 1.0, [1]))
+        return dataset.batch(ROWS)
+
+    def from_grain() -> Any:
+        dataset = grain.MapDataset.source(x)
+        return (dataset if light else dataset.map(prepare)).batch(ROWS)
+
+    def from_arrays() -> Any:
+        rows = x if light else prepare(x[: STEPS * ROWS // 4])
+        return (
+            kdist.get_strategy().make_experimental_numpy_dataset(rows).repeat(1 if light else 4).batch(ROWS)
+        )
 
     return {
-        "tf.data": lambda: tf.data.Dataset.from_tensor_slices(x).batch(ROWS),
+        "tf.data": tf_data,
         "DataLoader": lambda: torch.utils.data.DataLoader(Rows(), batch_size=ROWS),
         "PyDataset": Batches,
-        "Grain": lambda: grain.MapDataset.source(x).batch(ROWS),
+        "Grain": from_grain,
         "generator function": lambda: generator,
-        "NumPy": lambda: kdist.get_strategy().make_experimental_numpy_dataset(x).batch(ROWS),
+        "NumPy": from_arrays,
     }
 
 
@@ -92,17 +132,19 @@ def by_hand(dataset: Any) -> float:
     return time.perf_counter() - start
 
 
-def measure(kind: str) -> tuple[list[float], list[float]]:
-    """Runs in every worker: the ratio of speeds and the share of waiting, a round each."""
+def measure(kind: str) -> tuple[list[float], float, list[float]]:
+    """Runs in every worker: the ratio of speeds a round, seconds of an empty step, and the shares of waiting."""
     strategy = kdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        model = empty_model()
-        pipeline = kinds()[kind]()
-    distributed = strategy.distribute_datasets_from_function(lambda context: pipeline)
+        model, empty = empty_model(), empty_model()
+        pipeline, light = kinds()[kind](), kinds(light=True)[kind]()
+    distributed, light = (
+        strategy.distribute_datasets_from_function(lambda context, p=p: p) for p in (pipeline, light)
+    )
 
-    def fit() -> float:
+    def fit(model: Any, dataset: Any) -> float:
         start = time.perf_counter()
-        model.fit(distributed, verbose=0)
+        model.fit(dataset, verbose=0)
         return time.perf_counter() - start
 
     def waiting() -> float:
@@ -114,23 +156,25 @@ def measure(kind: str) -> tuple[list[float], list[float]]:
             asked = time.perf_counter()
         return waited / (time.perf_counter() - begun)
 
-    fit(), by_hand(pipeline)
-    ratios = [by_hand(pipeline) / fit() for _ in range(ROUNDS)]
-    return ratios, [waiting() for _ in range(2)]
+    fit(model, distributed), by_hand(pipeline), fit(empty, light)
+    ratios = [by_hand(pipeline) / fit(model, distributed) for _ in range(ROUNDS)]
+    step = min(fit(empty, light) for _ in range(ROUNDS)) / STEPS
+    return ratios, step, [waiting() for _ in range(2)]
 
 
 def main(backend: str) -> None:
     from kdist.testing import WorkerPool
 
-    print(f"{backend}: batches of {ROWS} rows of 256 numbers a replica")
-    print(f"{'':20}{'workers':>8}{'rows/s over by hand':>22}{'waiting in 10 ms steps':>25}")
+    print(f"{backend}: batches of {ROWS} images of {SIDE} x {SIDE} x 3 a replica")
+    print(f"{'':20}{'workers':>8}{'rows/s over by hand':>22}{'empty step':>14}{'waiting in 10 ms steps':>25}")
     for num_workers in (1, 2):
         for kind in ("tf.data", "DataLoader", "PyDataset", "Grain", "generator function", "NumPy"):
             with WorkerPool(num_workers, backend, timeout=300) as pool:
                 results = pool.run(measure, kind, timeout=300)
-            ratio = min(statistics.median(ratios) for ratios, _ in results)
-            share = max(statistics.median(shares) for _, shares in results)
-            print(f"{kind:20}{num_workers:>8}{ratio:>22.2f}{share:>25.1%}", flush=True)
+            ratio = min(statistics.median(ratios) for ratios, _, _ in results)
+            step = max(step for _, step, _ in results)
+            share = max(statistics.median(shares) for _, _, shares in results)
+            print(f"{kind:20}{num_workers:>8}{ratio:>22.2f}{step * 1e3:>11.2f} ms{share:>25.1%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -85,10 +85,11 @@ class ReplicaContext:
                 options count.
 
         Returns:
-            A structure like `value`.
+            A structure like `value`. A `MEAN` of integers is of floating point.
 
         Raises:
             InvalidArgumentError: There is no such operation, or the value is a distributed one.
+            StrategyScopeError: This is not the context of the replica that runs.
 
         Example:
 
@@ -100,7 +101,15 @@ class ReplicaContext:
         ```
         """
         op = ReduceOp.of(reduce_op)
-        return self._map("all_reduce", lambda tensor: self.reduce_tensor(op, tensor), value)
+
+        def reduce(tensor: Any) -> Any:
+            from kdist.backends.structures import as_float, is_integer
+
+            if op is ReduceOp.SUM or not is_integer(tensor):
+                return self.reduce_tensor(op, tensor)
+            return as_float(self.reduce_tensor(ReduceOp.SUM, tensor)) / self.num_replicas_in_sync
+
+        return self._map("all_reduce", reduce, value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Concatenates the tensors of all replicas along an axis; every replica gets the result. Differentiable.
@@ -118,6 +127,7 @@ class ReplicaContext:
 
         Raises:
             InvalidArgumentError: A tensor has no such axis, or the value is a distributed one.
+            StrategyScopeError: This is not the context of the replica that runs.
         """
 
         def gather(tensor: Any) -> Any:
@@ -140,7 +150,11 @@ class ReplicaContext:
 
         Returns:
             What the function returns; of distributed values, this replica's component.
+
+        Raises:
+            StrategyScopeError: This is not the context of the replica that runs.
         """
+        self.require_running("merge_call")
         with cross_replica(self._strategy):
             return merge_fn(self._strategy, *args, **(kwargs or {}))
 
@@ -152,12 +166,20 @@ class ReplicaContext:
         """Concatenates one tensor of each replica."""
         return tensor
 
-    def _map(self, method: str, function: Callable[[Any], Any], value: Any) -> Any:
-        if _state.replica is not None and _state.replica is not self:
+    def require_running(self, method: str) -> None:
+        """Raises unless this is the context of the replica that this thread runs.
+
+        A collective of another one, or of one that has ended, would wait for replicas that never come.
+        """
+        is_default = type(self) is ReplicaContext and not has_strategy()
+        if _state.replica is not self and not is_default:
             raise StrategyScopeError(
                 f"`{method}` must be called on the context of the replica that runs.",
                 hint="Call kdist.get_replica_context() inside the function that `strategy.run` runs.",
             )
+
+    def _map(self, method: str, function: Callable[[Any], Any], value: Any) -> Any:
+        self.require_running(method)
         from kdist.backends.structures import map_tensors
 
         return map_tensors(method, function, value)

@@ -11,7 +11,8 @@ from kdist.errors import InvalidArgumentError
 def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Compiles a function that speaks for all replicas, such as a training step that calls `strategy.run`.
 
-    What `tf.function` is for TensorFlow, for three backends: `tf.function` on TensorFlow; on JAX, where
+    What `tf.function` is for TensorFlow, for three backends: `tf.function` on TensorFlow (without AutoGraph: use
+    `keras.ops.cond` and `while_loop`, or pass `autograph=True`); on JAX, where
     `strategy.run` compiles what it runs, a function that calls it runs as it is, and any other one is compiled
     by `jax.jit`, with the Keras variables that it reads and writes; on PyTorch the function as it is, or
     compiled by `torch.compile` with `jit_compile=True`.

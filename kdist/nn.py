@@ -41,7 +41,7 @@ def compute_average_loss(
 
     num_replicas = _num_replicas("compute_average_loss")
     losses = ops.convert_to_tensor(per_example_loss)
-    if not losses.shape:
+    if len(losses.shape) == 0:
         raise InvalidArgumentError(
             "per_example_loss must have a loss for each row, not one for all.",
             received={"shape": tuple(losses.shape)},

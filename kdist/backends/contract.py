@@ -143,6 +143,11 @@ class Runtime(ABC):
         """Within this, everything is as outside of `scope`: for models that do not belong to the strategy."""
         return contextlib.nullcontext()
 
+    @property
+    def can_exchange(self) -> bool:
+        """Whether messages can be exchanged now: not while a function is being traced."""
+        return True
+
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker, in the order of their indices. Blocks; all must call it."""

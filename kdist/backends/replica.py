@@ -115,8 +115,12 @@ class Replica(ReplicaContext):
         """The device of this replica, as a tuple of one name."""
         return (self.strategy.runtime.devices[self.local_index],)
 
+    def note(self, collective: str, tensors: Sequence[Any]) -> None:
+        """Under `KDIST_DEBUG=1`, compares with the other workers which collective of the function's comes next."""
+
     def reduce_tensor(self, op: ReduceOp, tensor: Any) -> Any:
         """Reduces one tensor over all replicas, differentiably where it is of floating point."""
+        self.note("all_reduce", [tensor])
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)):
             total = self.all_reduce_with_gradient(tensor)
         else:
@@ -189,6 +193,7 @@ class Replica(ReplicaContext):
 
     def sum_gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """Returns the gradients of the global loss."""
+        self.note("sum of gradients", gradients)
         if self.loss_is_weighted or not self.is_model_step:
             return self.all_reduce_packed(gradients)
         return self.mean_over_rows(gradients)

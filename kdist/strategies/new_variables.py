@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from kdist.backends.messages import check_equal
@@ -25,11 +27,19 @@ class NewVariables:
         self._runtime = runtime
         # Held, since what one worker's garbage collector has taken another one's may have left.
         self._found: list[Any] = []
+        self._seen: dict[int, weakref.ref[Any]] = {}
 
     def add(self, variable: Any) -> None:
         """Notes a variable."""
+        key = id(variable)
+        self._seen[key] = weakref.ref(variable, functools.partial(_forget, self._seen, key))
         if self._runtime.num_workers > 1:
             self._found.append(variable)
+
+    def has_seen(self, variable: Any) -> bool:
+        """Says whether a variable was created in the scope."""
+        ref = self._seen.get(id(variable))
+        return ref is not None and ref() is variable
 
     def share(self) -> None:
         """Gives every worker the chief's values. All workers must call it, having created the same variables.
@@ -52,3 +62,8 @@ class NewVariables:
             "Create the same models, optimisers and metrics on every worker, in the same order.",
         )
         self._runtime.broadcast_variables(variables)
+
+
+def _forget(seen: dict[int, Any], key: int, ref: Any) -> None:
+    if seen.get(key) is ref:
+        del seen[key]

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from kdist.backends import debugging
 from kdist.backends.replica import divide
+from kdist.backends.structures import as_float, is_integer
 from kdist.context import checked_axis, current_replica
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.values import DistributedValues, ReduceOp
@@ -20,7 +22,19 @@ def reduce(runtime: Runtime, reduce_op: ReduceOp | str, value: Any, axis: int | 
     """Reduces a value over all replicas, and along an axis of it; see `Strategy.reduce`."""
     require_cross_replica("reduce")
     op = ReduceOp.of(reduce_op)
+    _debug(runtime, f"Strategy.reduce({op.name}, axis={axis})", value, axis)
     return keras.tree.map_structure(lambda leaf: _reduce_leaf(runtime, op, leaf, axis), value)
+
+
+def _debug(runtime: Runtime, what: str, value: Any, axis: int | None) -> None:
+    if runtime.num_workers == 1 or not debugging.is_on() or not runtime.can_exchange:
+        return
+    tensors = [_parts(leaf)[0] for leaf in keras.tree.flatten(value) if leaf is not None]
+    shapes = debugging.signature(tensors)
+    for _, shape in shapes:
+        if axis is not None and -len(shape) <= axis < len(shape):
+            shape[axis] = None  # may differ
+    debugging.check(runtime, what, shapes)
 
 
 def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None) -> Any:
@@ -39,11 +53,32 @@ def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None) ->
             # Every element counts the same, whichever replica has it.
             local = ops.cast(sum(lengths), "float32")
             (number,) = runtime.sum_over_workers(runtime.to_first_device([local]))
+    _check_equal_shapes(parts)
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     (total,) = runtime.sum_over_workers([total])
-    return total if op is ReduceOp.SUM else divide(total, number)
+    if op is ReduceOp.SUM:
+        return total
+    return divide(as_float(total) if is_integer(total) else total, number)
+
+
+def _check_equal_shapes(parts: Sequence[Any]) -> None:
+    """Raises unless the tensors have the same shape: adding would broadcast a last row over the others."""
+    shapes = [tuple(part.shape) for part in parts]
+    if any(not _agree(shape, shapes[0]) for shape in shapes[1:]):
+        raise InvalidArgumentError(
+            "reduce adds the values of all replicas, whose shapes must be equal.",
+            received={"shapes": shapes},
+            hint='Reduce along the rows too: strategy.reduce("MEAN", value, axis=0)',
+        )
+
+
+def _agree(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Says whether two shapes may be equal; in a graph of TensorFlow some lengths are not known."""
+    return len(shape) == len(other) and all(
+        a == b or a is None or b is None for a, b in zip(shape, other, strict=True)
+    )
 
 
 def _reduce_equal(op: ReduceOp, value: Any, axis: int | None) -> Any:
@@ -61,6 +96,7 @@ def _reduce_equal(op: ReduceOp, value: Any, axis: int | None) -> Any:
 def gather(runtime: Runtime, value: Any, axis: int) -> Any:
     """Concatenates the components of all replicas along an axis; see `Strategy.gather`."""
     require_cross_replica("gather")
+    _debug(runtime, f"Strategy.gather(axis={axis})", value, axis)
     return keras.tree.map_structure(lambda leaf: _gather_leaf(runtime, leaf, axis), value)
 
 
@@ -71,10 +107,9 @@ def _gather_leaf(runtime: Runtime, leaf: Any, axis: int) -> Any:
     parts = runtime.to_first_device(_parts(leaf))
     axis = checked_axis(axis, len(parts[0].shape))
     shapes = [tuple(part.shape) for part in parts]
-    for shape in shapes[1:]:
-        if len(shape) != len(shapes[0]) or shape[:axis] + shape[axis + 1 :] != (
-            shapes[0][:axis] + shapes[0][axis + 1 :]
-        ):
+    others = [shape[:axis] + (None,) + shape[axis + 1 :] for shape in shapes]
+    for shape in others[1:]:
+        if not _agree(shape, others[0]):
             raise InvalidArgumentError(
                 "gather concatenates: the shapes of all replicas may differ along `axis` only.",
                 received={"axis": axis, "shapes": shapes},

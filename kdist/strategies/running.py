@@ -49,6 +49,7 @@ def run(
     """Calls a function in every replica; see `Strategy.run`."""
     import keras
 
+    from kdist.backends import debugging
     from kdist.strategies.reductions import require_cross_replica
 
     require_cross_replica("run")
@@ -62,11 +63,19 @@ def run(
             received={"args": type(args).__name__},
             hint="With one argument, mind the comma: strategy.run(step, args=(batch,))",
         )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidArgumentError(
+            "`kwargs` must be a dictionary of the function's keyword arguments.",
+            received={"kwargs": type(kwargs).__name__},
+            hint='For example: strategy.run(step, args=(batch,), kwargs={"training": True})',
+        )
     if options is not None and options != RunOptions():
         hint_ignored(f"options={options}", "they are for TPUs under TensorFlow.")
     runtime = strategy.runtime
     try:
         strategy.new_variables.share()
+        if debugging.is_on() and runtime.can_exchange:
+            debugging.check(runtime, f"Strategy.run({getattr(fn, '__qualname__', fn)})")
         results = runtime.run(strategy, fn, tuple(args), dict(kwargs or {}))
     except KdistError:
         raise

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kdist.cluster import ClusterResolver
     from kdist.data.distributed_dataset import DistributedDataset
     from kdist.data.input_context import InputContext, ValueContext
+    from kdist.strategies.extended import StrategyExtended
     from kdist.strategies.running import RunOptions
     from kdist.values import ReduceOp
 
@@ -57,6 +58,13 @@ class Strategy:
     def num_replicas_in_sync(self) -> int:
         """Number of replicas over which gradients are summed, over all workers."""
         return self._runtime.num_replicas
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """What most users need not know of a strategy; see `StrategyExtended`."""
+        from kdist.strategies.extended import StrategyExtended
+
+        return StrategyExtended(self)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from kdist import keras_hooks
+from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.jax import uneven
 from kdist.backends.jax.programs import (
@@ -150,6 +151,7 @@ class _Program:
         self._compiled = jax.jit(self._whole, donate_argnums=0)
 
     def __call__(self, placed: Placed, call: _Call) -> Sequence[Any]:
+        self._debug()
         inputs = self._runtime.replicas.join_values(call.parts)
         written = placed.read(self._written)
         read = placed.read(self._only_read)
@@ -160,6 +162,14 @@ class _Program:
         shards = [out.addressable_shards for out in outputs]
         number = len(self._runtime.devices)
         return [self._outputs.fill([parts[i].data for parts in shards]) for i in range(number)]
+
+    def _debug(self) -> None:
+        """Under `KDIST_DEBUG=1`, compares the collectives of this program with those of the other workers' ones."""
+        if self._num_replicas == 1 or not debugging.is_on():
+            return
+        for collective, shapes, site in self._collectives:
+            debugging.check(self._runtime, collective, shapes, site)
+        debugging.check(self._runtime, "end of the function", site=debugging.call_site())
 
     def _discover(self, call: _Call) -> list[Any]:
         """Traces the function, without compiling it, until all its variables are known."""
@@ -213,6 +223,7 @@ class _Program:
                 args, kwargs = self._call.arguments(inputs)
                 result = self._fn(*args, **kwargs)
                 scope.aggregate()
+            self._collectives = replica.log
         except KdistError:
             raise
         except Exception as error:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kdist.backends import debugging
 from kdist.backends.replica import Replica, equal_shares
 from kdist.context import cross_replica
 from kdist.data.rows import is_ragged, is_tf_sparse, to_dense
@@ -247,7 +248,11 @@ class MeshCollectives:
 
     def sum(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums each tensor over all devices."""
-        return list(tensors) if self._num_replicas == 1 else list(jax.lax.psum(tuple(tensors), BATCH_AXIS))
+        if self._num_replicas == 1:
+            return list(tensors)
+        totals = jax.lax.psum(tuple(tensors), BATCH_AXIS)
+        # The sum of truth values would be a number.
+        return [total.astype(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
 
     def gather(self, rows: Any) -> tuple[Any, Any]:
         """Returns the rows of all devices: as many of each, since they run one program."""
@@ -295,12 +300,17 @@ class JaxReplica(Replica):
             is_model_step=False,
         )
         self._collectives = collectives
+        self.log: list[Any] = []
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The device of this replica; of one program for several devices, all of them."""
         names = self.strategy.runtime.devices
         return (names[self.local_index],) if isinstance(self.local_index, int) else tuple(names)
+
+    def note(self, collective: str, tensors: Sequence[Any]) -> None:
+        """Keeps, for `KDIST_DEBUG=1`, which collectives the function has, and where."""
+        self.log.append([collective, debugging.signature(tensors), debugging.call_site()])
 
     def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums each tensor over all replicas."""
@@ -318,6 +328,7 @@ class JaxReplica(Replica):
 
     def gather_tensor(self, tensor: Any, axis: int) -> Any:
         """Concatenates the tensors of all replicas; what each is used for counts in the gradient."""
+        self.note(f"all_gather(axis={axis})", [])
         numpy = jax.numpy
         number = tensor.shape[axis]
 
@@ -336,6 +347,7 @@ class JaxReplica(Replica):
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Calls the function for all replicas of this worker."""
+        self.require_running("merge_call")
 
         def call(values: Any) -> Any:
             merged_args, merged_kwargs = values

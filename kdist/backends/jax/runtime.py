@@ -50,6 +50,11 @@ class JaxRuntime(Runtime):
             return contextlib.nullcontext()  # JAX's default anyway; setting it would trace functions anew
         return jax.default_device(first)
 
+    @property
+    def can_exchange(self) -> bool:
+        """Not in a program, which runs later."""
+        return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker, in the order of their indices."""
         return self.workers.all_gather_bytes(data)

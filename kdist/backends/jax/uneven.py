@@ -21,10 +21,11 @@ from kdist.backends.jax.devices import find_devices
 from kdist.backends.jax.programs import JaxScope, Store, initialize
 from kdist.backends.jax.replicas import JaxReplica
 from kdist.backends.messages import gather
+from kdist.backends.structures import joined
 from kdist.backends.threads import ReplicaThreads
 from kdist.data.exchange import gather_rows
 from kdist.errors import StrategyScopeError
-from kdist.values import component, regroup
+from kdist.values import component
 
 if TYPE_CHECKING:
     from kdist.backends.jax.runtime import JaxRuntime
@@ -131,9 +132,7 @@ class HostCollectives:
         host = keras.tree.map_structure(
             lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, values
         )
-        result = self._meet(
-            ("merge_call", None), host, lambda parts: function(regroup(parts, keras.tree.map_structure))
-        )
+        result = self._meet(("merge_call", None), host, lambda parts: function(joined(parts)))
         return component(result, self.local_index, keras.tree.map_structure)
 
     def _meet(self, what: Any, value: Any, combine: Callable[[Any], Any]) -> Any:

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from kdist import keras_hooks
+from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import equal_shares
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
@@ -27,6 +28,7 @@ def run(
         thread_state = keras_hooks.ThreadState()
     # By a list, not by what is returned: TensorFlow would regroup it.
     results: list[Any] = [None] * len(runtime.devices)
+    logs: list[Any] = [()] * len(runtime.devices)
 
     @tf.autograph.experimental.do_not_convert
     def one_replica() -> None:
@@ -41,12 +43,26 @@ def run(
                 own_args, own_kwargs = component((args, kwargs), index, keras.tree.map_structure)
                 results[index] = called(*own_args, **own_kwargs)
                 scope.aggregate()
+            logs[index] = replica.log
         except Exception as error:
             error.add_note(f"Raised in replica {replica_id} ({runtime.devices[index]}).")
             raise
 
     runtime.native.run(one_replica)
+    _debug(runtime, logs[0])
     return results
+
+
+def _debug(runtime: TensorFlowRuntime, collectives: Sequence[Any]) -> None:
+    """Under `KDIST_DEBUG=1`, compares the collectives of a function that was traced with the other workers'."""
+    if runtime.num_workers == 1 or not debugging.is_on():
+        return
+    with tf.init_scope(), runtime.suspended(), runtime.scope():
+        if not runtime.can_exchange:
+            return
+        for collective, shapes, site in collectives:
+            debugging.check(runtime, collective, shapes, site)
+        debugging.check(runtime, "end of the function", site=debugging.call_site())
 
 
 def converted(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,8 +80,11 @@ def local_index(runtime: TensorFlowRuntime) -> int:
 
 
 def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Returns a `tf.function` that is traced for few shapes."""
-    return tf.function(fn, **{"reduce_retracing": True, **options})
+    """Returns a `tf.function` that is traced for few shapes.
+
+    Without AutoGraph, unless it is asked for: a portable function's `if` and `for` are Python's.
+    """
+    return tf.function(fn, **{"reduce_retracing": True, "autograph": False, **options})
 
 
 def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool) -> Callable[..., Any]:

@@ -9,13 +9,24 @@ import keras
 import tensorflow as tf
 
 from kdist import keras_hooks
+from kdist.backends import debugging
 from kdist.backends.replica import Replica, ReplicaScope
+from kdist.backends.structures import joined
 from kdist.context import cross_replica
-from kdist.values import component, regroup
+from kdist.values import component
 
 
 class TensorFlowReplica(Replica):
     """A replica that runs inside `tf.distribute.Strategy.run`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.log: list[Any] = []
+
+    def note(self, collective: str, tensors: Sequence[Any]) -> None:
+        """Keeps, for `KDIST_DEBUG=1`, which collectives the function has, and where."""
+        if self.local_index == 0 and debugging.is_on():
+            self.log.append([collective, debugging.signature(tensors), debugging.call_site()])
 
     def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums with the all-reduce of `tf.distribute`."""
@@ -23,7 +34,8 @@ class TensorFlowReplica(Replica):
             return list(tensors)
         # TensorFlow keeps small integers on the host, and does not reduce host and device tensors together.
         # float64 holds the integers that are summed here exactly.
-        sent = [tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64) for tensor in tensors]
+        # A tensor made here lies on the replica's device, from which TensorFlow takes where to reduce.
+        sent = [tf.identity(t) if t.dtype.is_floating else tf.cast(t, tf.float64) for t in tensors]
         context = tf.distribute.get_replica_context()
         # One call a tensor: within a call TensorFlow concatenates, whatever the dtypes.
         sums = [context.all_reduce(tf.distribute.ReduceOp.SUM, tensor) for tensor in sent]
@@ -44,24 +56,26 @@ class TensorFlowReplica(Replica):
 
     def gather_tensor(self, tensor: Any, axis: int) -> Any:
         """Gathers with `tf.distribute`, which differentiates it."""
-        sent = tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
+        self.note(f"all_gather(axis={axis})", [])
+        sent = tf.identity(tensor) if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
         return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis), tensor.dtype)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Calls the function with the `merge_call` of `tf.distribute`."""
+        self.require_running("merge_call")
         # The structure goes around TensorFlow, which would take it apart; the tensors with it.
         caught: list[Any] = []
 
         @tf.autograph.experimental.do_not_convert
         def merge(native: Any, values: Any) -> None:
-            joined = values.values if isinstance(values, tf.distribute.DistributedValues) else [values]
-            merged_args, merged_kwargs = regroup([v.value for v in joined], keras.tree.map_structure)
+            boxes = values.values if isinstance(values, tf.distribute.DistributedValues) else [values]
+            merged_args, merged_kwargs = joined([box.value for box in boxes])
             with cross_replica(self.strategy):
                 caught.append(merge_fn(self.strategy, *merged_args, **merged_kwargs))
-            for value in joined:
-                value.result = caught[0]
+            for box in boxes:
+                box.result = caught[0]
 
         mine = _Boxed((tuple(args), dict(kwargs or {})))
         tf.distribute.get_replica_context().merge_call(merge, args=(mine,))

@@ -54,6 +54,11 @@ class TensorFlowRuntime(Runtime):
             distribute_lib._pop_per_thread_mode()
             local._variable_creator_stack = creators
 
+    @property
+    def can_exchange(self) -> bool:
+        """Not in a graph, which runs later."""
+        return bool(tf.executing_eagerly())
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers through the collectives of the native strategy."""
         if self.workers is None:

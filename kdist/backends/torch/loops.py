@@ -74,6 +74,7 @@ def run(
         result = fn(*own_args, **own_kwargs)
         assert replica.scope is not None
         replica.scope.aggregate()
+        replica.note("end of the function", [])
         return result
 
     return in_replicas(runtime, strategy, body, gradients=torch.is_grad_enabled())

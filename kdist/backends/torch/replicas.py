@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
+from kdist.backends import debugging
 from kdist.backends.replica import Replica, ReplicaScope, RowShare
+from kdist.backends.structures import joined
 from kdist.context import cross_replica
-from kdist.values import component, regroup
+from kdist.values import component
 
 if TYPE_CHECKING:
     from kdist.backends.threads import Baton
@@ -51,6 +53,11 @@ class TorchReplica(Replica):
         self._shares = shares
         self._baton = baton
         self._workers = workers
+
+    def note(self, collective: str, tensors: Sequence[Any]) -> None:
+        """Under `KDIST_DEBUG=1`, compares with the other workers which collective comes next."""
+        if self._workers is not None and self.local_index == 0 and debugging.is_on():
+            debugging.check(self.strategy.runtime, collective, debugging.signature(tensors))
 
     def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums over the local replicas in their order, then over the workers.
@@ -112,6 +119,7 @@ class TorchReplica(Replica):
 
     def gather_tensor(self, tensor: Any, axis: int) -> Any:
         """Concatenates the tensors of all replicas along an axis, differentiably."""
+        self.note(f"all_gather(axis={axis})", [])
         return _GatherWithGradient.apply(tensor.movedim(axis, 0), self).movedim(0, axis)
 
     def gather_rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -142,9 +150,10 @@ class TorchReplica(Replica):
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Lets the last local replica call the function, for all, on the real variables."""
+        self.require_running("merge_call")
 
         def combine(values: Sequence[Any]) -> Any:
-            joined_args, joined_kwargs = regroup(values, keras.tree.map_structure)
+            joined_args, joined_kwargs = joined(values)
             assert isinstance(self.scope, TorchScope)
             with cross_replica(self.strategy):
                 return self.scope.change_real_variables(

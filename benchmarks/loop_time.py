@@ -1,0 +1,130 @@
+"""Step time of a custom loop on kdist over that of a native one, on 1 and 2 workers.
+
+    python benchmarks/loop_time.py jax
+
+The portable loop is written once: `kdist.function`, `strategy.run`, `kdist.value_and_grad` and a Keras optimiser.
+The yardsticks: `jit` of a `shard_map` that sums flat gradients (JAX), `tf.function` around `tf.distribute`'s
+`run` (TensorFlow), `DistributedDataParallel` (PyTorch), with the same Keras model and, but for PyTorch's own Adam,
+the same Keras optimiser. Both loops run in the same processes, in several rounds one after the other, on batches
+that lie in memory.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from step_time import ROUNDS, ROWS, STEPS, _share, mlp, native_tensorflow, native_torch
+
+import kdist
+
+WIDTH, DEPTH = 512, 3  # a step of about 5 ms on one core
+
+
+def measure() -> list[tuple[float, float]]:
+    """Runs in every worker: returns seconds a step of the portable and of the native loop, a round each."""
+    import keras
+    import numpy as np
+
+    strategy = kdist.MultiWorkerMirroredStrategy()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model, shape = mlp(WIDTH, DEPTH)
+        optimizer = keras.optimizers.Adam(1e-3)
+        optimizer.build(model.trainable_variables)
+    random = np.random.RandomState(0)
+    x = random.rand(STEPS * ROWS, *shape).astype("float32")
+    y = random.randint(0, 10, STEPS * ROWS).astype("int32")
+
+    def replica_step(images: Any, labels: Any) -> Any:
+        def compute() -> Any:
+            return loss(labels, model(images, training=True))
+
+        value, gradients = kdist.value_and_grad(compute, model.trainable_variables)()
+        optimizer.apply(gradients, model.trainable_variables)
+        return value
+
+    @kdist.function
+    def train_step(images: Any, labels: Any) -> Any:
+        return strategy.run(replica_step, args=(images, labels))
+
+    def portable() -> float:
+        start = time.perf_counter()
+        for step in range(STEPS):
+            images, labels = (keras.ops.convert_to_tensor(_share(strategy, array, step)) for array in (x, y))
+            float(keras.ops.convert_to_numpy(train_step(images, labels)))
+        return (time.perf_counter() - start) / STEPS
+
+    native = NATIVE[keras.backend.backend()](strategy, *mlp(WIDTH, DEPTH), loss, x, y)
+    portable(), native()
+    return [(portable(), native()) for _ in range(ROUNDS)]
+
+
+def native_jax(strategy: Any, model: Any, shape: Any, loss: Any, x: Any, y: Any) -> Any:
+    import jax
+    import keras
+    import numpy as np
+    from jax.flatten_util import ravel_pytree
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()), ("batch",))
+    whole, split = PartitionSpec(), PartitionSpec("batch")
+    optimizer = keras.optimizers.Adam(1e-3)
+    optimizer.build(model.trainable_variables)
+
+    def step(trainable: Any, slots: Any, batch: Any, labels: Any) -> Any:
+        def compute(trainable: Any) -> Any:
+            predicted, _ = model.stateless_call(trainable, [], batch, training=True)
+            return loss(labels, predicted)
+
+        value, gradients = jax.value_and_grad(compute)(trainable)
+        flat, unravel = ravel_pytree(gradients)
+        gradients = unravel(jax.lax.psum(flat, "batch"))
+        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
+        return value, trainable, slots
+
+    specs = {"in_specs": (whole, whole, split, split), "out_specs": whole, "check_vma": False}
+    jitted = jax.jit(jax.shard_map(step, mesh=mesh, **specs), donate_argnums=(0, 1))
+
+    def place(spec: Any, array: Any) -> Any:
+        array = np.asarray(array)
+        return jax.make_array_from_callback(
+            array.shape, NamedSharding(mesh, spec), lambda index: array[index]
+        )
+
+    state = [
+        [place(whole, v.value) for v in part] for part in (model.trainable_variables, optimizer.variables)
+    ]
+
+    def run() -> float:
+        start = time.perf_counter()
+        for i in range(STEPS):
+            part = slice(i * ROWS, (i + 1) * ROWS)
+            value, *state[:] = jitted(*state, place(split, x[part]), place(split, y[part]))
+            float(value)
+        return (time.perf_counter() - start) / STEPS
+
+    return run
+
+
+NATIVE = {"torch": native_torch, "jax": native_jax, "tensorflow": native_tensorflow}
+
+
+def main() -> None:
+    """Prints a row for each number of workers."""
+    from statistics import median
+
+    backend = sys.argv[1] if len(sys.argv) > 1 else "jax"
+    print(f"{backend}: milliseconds a step, global batches of {ROWS} rows, median of {ROUNDS} rounds")
+    print(f"{'workers':>8}{'kdist':>10}{'native':>10}{'ratio':>8}")
+    for workers in (1, 2):
+        env = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+        rounds = kdist.launch(measure, num_workers=workers, backend=backend, env=env)[0]
+        ours, native = (median(r[i] for r in rounds) * 1e3 for i in (0, 1))
+        print(f"{workers:8}{ours:10.1f}{native:10.1f}{median(a / b for a, b in rounds):8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""`KDIST_DEBUG=1`: before each collective the workers compare what they are about to do.
+
+A worker that takes part in another collective than the others, or in none, makes them wait or compute nonsense.
+Under `KDIST_DEBUG=1` every collective is preceded by a message that says which one it is, of which shapes, and which
+line of the user's code has called it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdist.backends.messages import gather
+from kdist.cluster import environment
+from kdist.errors import WorkerMismatchError, WorkerTimeoutError
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = ("site-packages", "dist-packages", "<frozen", "/lib/python")
+
+
+def is_on() -> bool:
+    """Says whether the user has asked for the checks."""
+    return environment.get("KDIST_DEBUG") not in (None, "", "0")
+
+
+def check(runtime: Runtime, what: str, details: Any = None, site: str | None = None) -> None:
+    """Raises on all workers unless all are about to do the same. Does nothing unless the user has asked for it.
+
+    Args:
+        runtime: The runtime whose workers take part; all must call.
+        what: The collective: "Strategy.reduce".
+        details: JSON values that must be equal too, such as shapes.
+        site: The line of the user's code; `None` for the one that is running.
+
+    Raises:
+        WorkerMismatchError: Names two workers that differ, and the lines of code that they are at.
+        WorkerTimeoutError: A worker has not come in time.
+    """
+    if runtime.num_workers == 1 or not is_on():
+        return
+    mine = {"what": what, "details": details, "site": site or call_site()}
+    everyone = _gather_in_time(runtime, mine)
+    first = everyone[0]
+    for index, other in enumerate(everyone[1:], start=1):
+        if (other["what"], other["details"]) != (first["what"], first["details"]):
+            raise WorkerMismatchError(
+                "All workers must come to the same collectives, in the same order, but worker 0 and worker "
+                f"{index} differ.",
+                received={"worker_0": _describe(first), f"worker_{index}": _describe(other)},
+                hint="Let every worker run the same code: no branch on the worker, and no loop of its own length.",
+            )
+
+
+def signature(tensors: Sequence[Any]) -> list[list[Any]]:
+    """Shapes and dtypes, for `details`."""
+    return [
+        [str(tensor.dtype), [int(n) if n is not None else None for n in tensor.shape]] for tensor in tensors
+    ]
+
+
+def call_site() -> str:
+    """Returns the line of the user's code that is running: the innermost outside of kdist and of libraries."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return "outside of the user's code"
+
+
+def _describe(said: dict[str, Any]) -> str:
+    details = "" if said["details"] is None else f" {said['details']}"
+    return f"{said['what']}{details} at {said['site']}"
+
+
+def _gather_in_time(runtime: Runtime, mine: dict[str, Any]) -> list[Any]:
+    seconds = float(environment.get("KDIST_DEBUG_TIMEOUT") or 60)
+    came = threading.Event()
+    # Messages of TensorFlow and PyTorch cannot be given up; so this says where the worker waits, and goes on.
+    late = threading.Timer(seconds, _report, (mine, seconds, came))
+    late.daemon = True
+    late.start()
+    try:
+        return gather(runtime, mine)
+    except WorkerTimeoutError as error:
+        raise WorkerTimeoutError(
+            f"All workers must come to {mine['what']}, but some did not. {error.rule}",
+            received={"this_worker": runtime.worker_index, "waits_at": mine["site"]},
+        ) from error
+    finally:
+        came.set()
+        late.cancel()
+
+
+def _report(mine: dict[str, Any], seconds: float, came: threading.Event) -> None:
+    if not came.is_set():
+        sys.stderr.write(
+            f"kdist: for {seconds:g} s this worker has waited for the others at {_describe(mine)}. Another worker "
+            "is at another place, or has ended.\n"
+        )
+        sys.stderr.flush()

@@ -1,0 +1,119 @@
+"""`Strategy.extended`: what libraries of TensorFlow's, and users who write their own, ask of a strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from kdist.values import DistributedValues, ReduceOp
+
+if TYPE_CHECKING:
+    from kdist.strategies.strategy import Strategy
+
+
+class StrategyExtended:
+    """The parts of a strategy that most users need not know, in the words of `tf.distribute`.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended
+
+    Args:
+        strategy: The strategy that these are parts of.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices of this worker on which replicas run."""
+        return tuple(self._strategy.runtime.devices)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices of this worker that hold variables."""
+        return self.worker_devices
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether all shapes must be known: never."""
+        return False
+
+    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+        """Returns where an optimiser's own variables lie."""
+        return self.parameter_devices
+
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any = None, options: Any = None
+    ) -> Any:
+        """Reduces a value over all replicas.
+
+        Args:
+            reduce_op: `kdist.ReduceOp.SUM` or `MEAN`, or its name.
+            value: A `kdist.DistributedValues`.
+            destinations: A variable or device, for the sake of the signature: the result is on every worker.
+            options: For the sake of the signature.
+
+        Returns:
+            A tensor, equal on all workers.
+        """
+        return self._strategy.reduce(reduce_op, value, axis=None)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: Any = None,
+    ) -> list[Any]:
+        """Reduces several values over all replicas; see `reduce_to`.
+
+        Args:
+            reduce_op: `kdist.ReduceOp.SUM` or `MEAN`, or its name.
+            value_destination_pairs: Pairs of a value and its destination.
+            options: For the sake of the signature.
+
+        Returns:
+            A list of tensors.
+        """
+        return [self.reduce_to(reduce_op, value, where) for value, where in value_destination_pairs]
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls a function that changes a variable, for all replicas at once.
+
+        Args:
+            var: A Keras variable.
+            fn: Called with the variable, then `args` and `kwargs`.
+            args: Values that are equal on all replicas, such as `reduce_to` returns.
+            kwargs: As `args`.
+            group: For the sake of the signature.
+
+        Returns:
+            What the function returns.
+        """
+        import keras
+
+        def first(leaf: Any) -> Any:
+            return leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
+
+        equal_args, equal_kwargs = keras.tree.map_structure(first, (tuple(args), dict(kwargs or {})))
+        return fn(var, *equal_args, **equal_kwargs)
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """Returns a context manager in which variables lie where another one does: they all do."""
+        return contextlib.nullcontext()
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Says whether a Keras variable was created in the scope of this strategy."""
+        return self._strategy.new_variables.has_seen(v)
+
+    def value_container(self, value: Any) -> Any:
+        """Returns the container that a component of a value belongs to; a Keras variable has no components."""
+        return value

@@ -1,0 +1,33 @@
+"""The page on custom training loops: its example runs as it stands there, on every backend."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.processes import BACKENDS, ROOT, Script
+
+DATA = """
+import numpy as np
+from sklearn.datasets import load_digits
+
+digits = load_digits()
+x, y = (digits.data / 16).astype("float32"), digits.target.astype("int32")
+dataset = [(x[i : i + 128], y[i : i + 128]) for i in range(0, len(x), 128)]
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_loop_of_the_page_learns_digits(backend, tmp_path):
+    page = (ROOT / "docs" / "loops.md").read_text(encoding="utf-8")
+    example = re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1)
+    assert "strategy = kdist.MirroredStrategy()" in example
+    on_two = example.replace("MirroredStrategy()", 'MirroredStrategy(["cpu:0", "cpu:1"])')
+    script = Script(tmp_path, "loop", DATA + on_two, {"KERAS_BACKEND": backend})
+    try:
+        assert script.wait() == 0, script.stderr()
+    finally:
+        script.kill()
+    last = script.stdout().splitlines()[-1].split()
+    assert last[0] == "4" and float(last[2]) > 0.75

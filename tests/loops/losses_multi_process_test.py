@@ -1,0 +1,57 @@
+"""`kdist.nn`: parts of losses that add up to the loss of the global batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.processes import each_backend, run, strategy
+
+
+def in_worker_losses(num_replicas):
+    import keras
+
+    import kdist
+
+    chosen = strategy(num_replicas)
+    ops = keras.ops
+    losses = chosen.experimental_distribute_values_from_function(
+        lambda context: np.arange(4, dtype="float32") + 10 * context.replica_id_in_sync_group
+    )
+
+    def step(losses):
+        losses = ops.convert_to_tensor(losses)
+        weights = [0.0, 1.0, 2.0, 3.0]
+        with pytest.raises(kdist.errors.InvalidArgumentError, match="for each row"):
+            kdist.nn.compute_average_loss(ops.sum(losses))
+        with pytest.raises(kdist.errors.InvalidArgumentError, match="whole number"):
+            kdist.nn.compute_average_loss(losses, global_batch_size=8.0)
+        return (
+            kdist.nn.compute_average_loss(losses),
+            kdist.nn.compute_average_loss(losses, sample_weight=weights, global_batch_size=16),
+            kdist.nn.compute_average_loss(ops.stack([losses, losses], axis=1), sample_weight=weights),
+            kdist.nn.scale_regularization_loss([ops.ones(()), ops.ones(2)]),
+        )
+
+    parts = chosen.run(step, args=(losses,))
+    with chosen.scope(), pytest.raises(kdist.errors.StrategyScopeError, match="in a replica"):
+        kdist.nn.compute_average_loss(ops.ones(2))
+    totals = chosen.reduce("SUM", parts, axis=None)
+    alone = kdist.nn.compute_average_loss(ops.convert_to_tensor([1.0, 3.0]))
+    return [float(ops.convert_to_numpy(total)) for total in (*totals, alone)]
+
+
+@each_backend
+@pytest.mark.parametrize(("num_workers", "num_replicas"), [(1, 2), (1, 3), (2, 2)])
+def test_parts_of_losses_add_up_to_the_mean_of_all_rows(backend, num_workers, num_replicas):
+    rows = np.arange(4) + 10 * np.arange(num_replicas)[:, None]
+    weights = np.array([0, 1, 2, 3])
+    expected = [
+        rows.mean(),
+        (rows * weights).sum() / 16,
+        2 * (rows * weights).sum() / rows.size,
+        3.0,
+        2.0,
+    ]
+    for result in run(backend, num_workers, in_worker_losses, num_replicas):
+        np.testing.assert_allclose(result, expected, rtol=1e-6)
