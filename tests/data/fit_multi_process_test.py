@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import threading
 
@@ -27,8 +29,6 @@ def in_batches(x, y, sizes):
 
 
 def new_model(scope=True):
-    import contextlib
-
     import keras
 
     keras.utils.set_random_seed(0)
@@ -40,9 +40,32 @@ def new_model(scope=True):
     return model
 
 
+# One model a process, for the tests that compare numbers: what it has compiled serves all of them.
+_models = {}
+
+
+def same_model(scope=True):
+    """A model as `new_model` makes it, with the same weights and a fresh optimiser, at the first call made anew."""
+    if scope not in _models:
+        model = new_model(scope)
+        with strategy().scope() if scope else contextlib.nullcontext():
+            model.optimizer.build(model.trainable_variables)
+        _models[scope] = (model, [np.array(w) for w in values_of(model)])
+    model, start = _models[scope]
+    for variable, value in zip((*model.variables, *model.optimizer.variables), start, strict=True):
+        variable.assign(value)
+    return model
+
+
+def values_of(model):
+    import keras
+
+    return [keras.ops.convert_to_numpy(v.value) for v in (*model.variables, *model.optimizer.variables)]
+
+
 def on_one_device(batches, epochs=EPOCHS):
     """The numbers of plain Keras on global batches, one `train_on_batch` after the other."""
-    model = new_model(scope=False)
+    model = same_model(scope=False)
     history = model.fit(
         (batch for _ in range(epochs) for batch in batches),
         steps_per_epoch=len(batches),
@@ -59,7 +82,7 @@ def flat(model):
 
 
 def under_strategy(dataset, **fit):
-    model = new_model()
+    model = same_model()
     history = model.fit(dataset, epochs=EPOCHS, verbose=0, **fit).history
     steps = {"steps": fit["steps_per_epoch"]} if "steps_per_epoch" in fit else {}
     evaluated = model.evaluate(dataset, verbose=0, **steps)
@@ -135,12 +158,17 @@ def in_worker_expected(sizes):
     return on_one_device(in_batches(*arrays(sum(sizes)), sizes))
 
 
+@functools.cache
+def expected_of(backend, function, *args):
+    return run(backend, 1, function, *args)[0]
+
+
 @each_backend
 @pytest.mark.parametrize(
     "kind", ["list", "generator function", "PyDataset", "tf.data", "DataLoader", "Grain"]
 )
 def test_global_batches(backend, kind):
-    expected = run(backend, 1, in_worker_expected, ODD_SIZES)[0]
+    expected = expected_of(backend, in_worker_expected, ODD_SIZES)
     for found in run(backend, NUM_WORKERS, in_worker_fit_global_batches, kind, ODD_SIZES, False):
         assert_close(expected, found)
 
@@ -148,7 +176,7 @@ def test_global_batches(backend, kind):
 @each_backend
 @pytest.mark.parametrize("kind", ["PyDataset", "tf.data", "DataLoader", "Grain"])
 def test_plain_datasets_need_no_distributing(backend, kind):
-    expected = run(backend, 1, in_worker_expected, ODD_SIZES)[0]
+    expected = expected_of(backend, in_worker_expected, ODD_SIZES)
     for found in run(backend, NUM_WORKERS, in_worker_fit_global_batches, kind, ODD_SIZES, True):
         assert_close(expected, found)
 
@@ -195,7 +223,7 @@ def in_worker_fit_own(as_loader):
 @each_backend
 @pytest.mark.parametrize("as_loader", ["", "loader"])
 def test_pipelines_of_unequal_lengths_lose_no_row(backend, as_loader):
-    expected = run(backend, 1, in_worker_expected_of_own)[0]
+    expected = expected_of(backend, in_worker_expected_of_own)
     for found in run(backend, NUM_WORKERS, in_worker_fit_own, as_loader):
         assert_close(expected, found)
 

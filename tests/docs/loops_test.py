@@ -30,4 +30,4 @@ def test_the_loop_of_the_page_learns_digits(backend, tmp_path):
     finally:
         script.kill()
     last = script.stdout().splitlines()[-1].split()
-    assert last[0] == "4" and float(last[2]) > 0.75
+    assert last[0] == "4" and float(last[2]) > 0.6
