@@ -80,13 +80,15 @@ def native_jax(strategy: Any, model: Any, shape: Any, loss: Any, x: Any, y: Any)
             return loss(labels, predicted)
 
         value, gradients = jax.value_and_grad(compute)(trainable)
-        flat, unravel = ravel_pytree(gradients)
-        gradients = unravel(jax.lax.psum(flat, "batch"))
+        if mesh.size > 1:
+            flat, unravel = ravel_pytree(gradients)
+            gradients = unravel(jax.lax.psum(flat, "batch"))
         trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
         return value, trainable, slots
 
     specs = {"in_specs": (whole, whole, split, split), "out_specs": whole, "check_vma": False}
-    jitted = jax.jit(jax.shard_map(step, mesh=mesh, **specs), donate_argnums=(0, 1))
+    mapped = jax.shard_map(step, mesh=mesh, **specs) if mesh.size > 1 else step
+    jitted = jax.jit(mapped, donate_argnums=(0, 1))
 
     def place(spec: Any, array: Any) -> Any:
         array = np.asarray(array)

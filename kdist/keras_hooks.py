@@ -546,6 +546,7 @@ def _hook_tensorflow_optimizer(base: Any, loss_scale: Any) -> None:
         "_backend_update_step",
         "_backend_increment_gradient_accumulators",
         "_overwrite_model_variables_with_average_value",
+        "add_variable_from_reference",
     ):
         _wrap(TFOptimizer, name, functools.partial(neutral, name))
 
@@ -646,6 +647,17 @@ def _hook_batch_normalization() -> None:
     _wrap(keras.layers.BatchNormalization, "__init__", init)
     # Keras 3.16 keeps the operations of a backend in a package of their own.
     _wrap(backend.nn if hasattr(backend, "nn") else backend.ops.nn, "moments", moments)
+
+
+def hook_cond(cond: Callable[..., Any]) -> None:
+    """Wraps `keras.ops.cond` on JAX; called once, by the backend.
+
+    A `LossScaleOptimizer` writes variables in the branches, which JAX does not let out.
+    """
+    from keras.src import backend
+
+    # Keras 3.16 keeps the operations of a backend in a package of their own.
+    _wrap(backend.core if hasattr(backend, "core") else backend.ops.core, "cond", cond)
 
 
 # State of JAX ------------------------------------------------------------------------------------------------

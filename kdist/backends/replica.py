@@ -23,6 +23,7 @@ import keras
 
 from kdist.context import ReplicaContext
 from kdist.data.rows import even_split
+from kdist.errors import InvalidArgumentError
 from kdist.values import ReduceOp
 
 if TYPE_CHECKING:
@@ -325,6 +326,12 @@ def aggregation_of(variable: Any) -> str:
     (counters), so that replicas never drift apart silently.
     """
     how = variable.aggregation
+    if how == "mean" and not keras.backend.is_float_dtype(variable.dtype):
+        raise InvalidArgumentError(
+            'aggregation="mean" is for variables of floating point.',
+            received={"variable": variable.path, "dtype": variable.dtype},
+            hint='Use aggregation="sum" or "only_first_replica".',
+        )
     if how in ("sum", "mean", "only_first_replica"):
         return how
     return "mean" if keras.backend.is_float_dtype(variable.dtype) else "only_first_replica"

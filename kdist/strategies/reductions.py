@@ -40,6 +40,7 @@ def _debug(runtime: Runtime, what: str, value: Any, axis: int | None) -> None:
 def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None) -> Any:
     if leaf is None:
         return None
+    check_components(runtime, leaf)
     if len(runtime.devices) > 1 and not isinstance(leaf, DistributedValues):
         return _reduce_equal(op, leaf, axis)
     ops = keras.ops
@@ -103,6 +104,7 @@ def gather(runtime: Runtime, value: Any, axis: int) -> Any:
 def _gather_leaf(runtime: Runtime, leaf: Any, axis: int) -> Any:
     if leaf is None:
         return None
+    check_components(runtime, leaf)
     ops = keras.ops
     parts = runtime.to_first_device(_parts(leaf))
     axis = checked_axis(axis, len(parts[0].shape))
@@ -124,6 +126,16 @@ def _parts(leaf: Any) -> Sequence[Any]:
     if isinstance(leaf, DistributedValues):
         return [keras.ops.convert_to_tensor(part) for part in leaf.values]
     return [keras.ops.convert_to_tensor(leaf)]
+
+
+def check_components(runtime: Runtime, leaf: Any) -> None:
+    """Raises for a distributed value of other replicas than those of this worker."""
+    if isinstance(leaf, DistributedValues) and len(leaf.values) != len(runtime.devices):
+        raise InvalidArgumentError(
+            "A distributed value must have one component for each replica of this worker.",
+            received={"components": len(leaf.values), "replicas": len(runtime.devices)},
+            hint="Use values that come from this strategy.",
+        )
 
 
 def require_cross_replica(method: str) -> None:

@@ -50,7 +50,7 @@ def run(
     import keras
 
     from kdist.backends import debugging
-    from kdist.strategies.reductions import require_cross_replica
+    from kdist.strategies.reductions import check_components, require_cross_replica
 
     require_cross_replica("run")
     if not callable(fn):
@@ -72,6 +72,8 @@ def run(
     if options is not None and options != RunOptions():
         hint_ignored(f"options={options}", "they are for TPUs under TensorFlow.")
     runtime = strategy.runtime
+    for leaf in keras.tree.flatten((args, kwargs)):
+        check_components(runtime, leaf)
     try:
         strategy.new_variables.share()
         if debugging.is_on() and runtime.can_exchange:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kdist import keras_hooks
 from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
-from kdist.backends.jax import loops, workers
+from kdist.backends.jax import loops, programs, workers
 from kdist.backends.jax.runtime import JaxRuntime
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ class JaxBackend(Backend):
     """Keras on JAX."""
 
     name = "jax"
+
+    def __init__(self) -> None:
+        keras_hooks.hook_cond(programs.cond)
 
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
         """Returns the devices of this process; starts JAX's backends."""

@@ -29,9 +29,9 @@ from kdist.backends.jax.programs import (
     initialize,
     is_array,
 )
-from kdist.backends.jax.replicas import BATCH_AXIS, JaxReplica, MeshCollectives
+from kdist.backends.jax.replicas import BATCH_AXIS, JaxReplica, MeshCollectives, UnknownShapes
 from kdist.context import current_replica
-from kdist.errors import KdistError
+from kdist.errors import InvalidArgumentError, KdistError
 from kdist.strategies.communication import hint_ignored
 from kdist.values import DistributedValues
 
@@ -50,19 +50,25 @@ class Loops:
         self.placed = Placed(runtime.replicas)
         self._programs: collections.OrderedDict[Any, _Program] = collections.OrderedDict()
         self._counts: collections.Counter[Any] = collections.Counter()
+        self._gathering: set[Any] = set()
 
     def run(self, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Sequence[Any]:
         """Calls the user's function in every replica."""
-        if isinstance(keras_hooks.stateless_scope(), PlainScope):
-            raise RunInFunction
+        leave_function()
         runtime = self._runtime
         call = _Call(args, kwargs, len(runtime.devices))
-        if uneven.on_any_worker(runtime, call.parts):
-            return uneven.run(runtime, strategy, fn, args, kwargs)
         key = (function_key(fn), call.key())
+        gathers = key[0][1] in self._gathering
+        if uneven.on_any_worker(runtime, call.parts, gathers):
+            return uneven.run(runtime, strategy, fn, call)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = _Program(runtime, strategy, fn, call)
+            try:
+                program = _Program(runtime, strategy, fn, call, gathers)
+            except UnknownShapes:
+                self._gathering.add(key[0][1])
+                return self.run(strategy, fn, args, kwargs)
+            self._programs[key] = program
             self._limit(key)
         self._programs.move_to_end(key)
         with runtime.workers.working():
@@ -82,8 +88,14 @@ class Loops:
             )
 
 
-class RunInFunction(Exception):
+class RunInFunction(BaseException):
     """Tells `function` that what it traces calls `strategy.run`, which compiles by itself."""
+
+
+def leave_function() -> None:
+    """Called by what speaks for all replicas: a `kdist.function` that does runs as it is."""
+    if isinstance(keras_hooks.stateless_scope(), PlainScope):
+        raise RunInFunction
 
 
 class _Call:
@@ -94,12 +106,16 @@ class _Call:
         leaves = keras.tree.flatten(self.structure)
         self.parts: list[list[Any]] = []
         self.constants: list[Any] = []
+        self.is_data: list[bool] = []
         for leaf in leaves:
             parts = _parts(leaf, num_local)
-            self.constants.append(None if parts is not None else leaf)
+            self.is_data.append(parts is not None)
             if parts is not None:
                 self.parts.append(parts)
-        self.is_data = [_parts(leaf, num_local) is not None for leaf in leaves]
+                leaf = None
+            elif isinstance(leaf, DistributedValues):
+                leaf = _same_constant(leaf)
+            self.constants.append(leaf)
 
     def key(self) -> Any:
         """What another call must have in common to run the same program."""
@@ -122,12 +138,24 @@ def _skeleton(structure: Any) -> Any:
 def _parts(leaf: Any, num_local: int) -> list[Any] | None:
     """One array for each local replica, or `None` for a constant."""
     if isinstance(leaf, DistributedValues):
-        return [part if is_array(part) else np.asarray(part) for part in leaf.values]
+        parts = [part if is_array(part) else np.asarray(part) for part in leaf.values]
+        return None if any(part.dtype.kind in "OSU" for part in parts) else parts
     if hasattr(leaf, "detach"):
         leaf = leaf.detach().cpu().numpy()
     if isinstance(leaf, float):
         leaf = np.float32(leaf)
     return [leaf] * num_local if is_array(leaf) else None
+
+
+def _same_constant(leaf: DistributedValues) -> Any:
+    first = leaf.values[0]
+    if all(constant_key(value) == constant_key(first) for value in leaf.values):
+        return first
+    raise InvalidArgumentError(
+        "On JAX one program runs in all replicas: only numbers and arrays may differ between them.",
+        received={"value": leaf},
+        hint="Pass numbers, or what is the same for all replicas.",
+    )
 
 
 class _Program:
@@ -138,10 +166,17 @@ class _Program:
         strategy: What the replicas belong to.
         fn: The function.
         call: The first call.
+        equal_shapes: Whether the workers have compared the shapes of the arguments.
+
+    Raises:
+        UnknownShapes: They have not, and the function gathers.
     """
 
-    def __init__(self, runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], call: _Call) -> None:
+    def __init__(
+        self, runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], call: _Call, equal_shapes: bool
+    ) -> None:
         self._runtime = runtime
+        self._equal_shapes = equal_shapes
         self._strategy = strategy
         self._fn = fn
         self._num_replicas = runtime.num_replicas
@@ -153,7 +188,7 @@ class _Program:
     def __call__(self, placed: Placed, call: _Call) -> Sequence[Any]:
         self._debug()
         inputs = self._runtime.replicas.join_values(call.parts)
-        written = placed.read(self._written)
+        written = placed.read(self._written, donated=True)
         read = placed.read(self._only_read)
         state, outputs = self._compiled(written, read, inputs)
         placed.write(self._written, state)
@@ -217,7 +252,7 @@ class _Program:
         """What every device does: returns the variables that were written, and the arrays of the result."""
         if self._num_replicas > 1:
             inputs = [part[0] if scalar else part for part, scalar in zip(inputs, self._scalar, strict=True)]
-        replica = JaxReplica(self._strategy, MeshCollectives(self._runtime))
+        replica = JaxReplica(self._strategy, MeshCollectives(self._runtime, self._equal_shapes))
         try:
             with replica, JaxScope(replica, store) as scope:
                 args, kwargs = self._call.arguments(inputs)
@@ -251,6 +286,8 @@ def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         nonlocal calls_run
         if calls_run or current_replica() is not None or keras_hooks.stateless_scope() is not None:
             return fn(*args, **kwargs)
+        if any(isinstance(leaf, DistributedValues) for leaf in keras.tree.flatten((args, kwargs))):
+            return fn(*args, **kwargs)  # it speaks for all replicas
         call = _Call(args, kwargs, 1)
         key = call.key()
         try:

@@ -8,6 +8,7 @@ as results. A first trace, without arguments for the state, finds out which vari
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -136,6 +137,31 @@ class GradientScope(keras.StatelessScope):
         return [self._values[key] for key in self.written]
 
 
+def cond(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps Keras's `cond`: the branches may write variables, such as those of a `LossScaleOptimizer`."""
+
+    def wrapper(pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+        outer = keras_hooks.stateless_scope()
+        if not isinstance(outer, (JaxScope, PlainScope, GradientScope)):
+            return original(pred, true_fn, false_fn)
+        written: dict[int, Any] = {}
+
+        def trace(branch: Callable[[], Any]) -> Any:
+            with GradientScope(outer, (), ()) as scope:
+                result = branch()
+                written.update(scope.written)
+                return result, [scope.get_current_value(variable) for variable in written.values()]
+
+        for branch in (true_fn, false_fn):  # which variables either one writes
+            jax.eval_shape(lambda b=branch: trace(b))
+        result, values = original(pred, lambda: trace(true_fn), lambda: trace(false_fn))
+        for variable, value in zip(written.values(), values, strict=True):
+            variable.assign(value)
+        return result
+
+    return wrapper
+
+
 class Placed:
     """The variables' values on all devices, from one call to the next.
 
@@ -146,17 +172,25 @@ class Placed:
     def __init__(self, replicas: Any) -> None:
         self._replicas = replicas
         self._known: dict[int, tuple[Any, Any, Any]] = {}
+        self._holders = 0
 
-    def read(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns the values on all devices."""
+    def read(self, variables: Sequence[Any], donated: bool = False) -> list[Any]:
+        """Returns the values on all devices.
+
+        Args:
+            variables: Keras variables.
+            donated: Whether the buffers are going to be used for something else. Then a value that somebody else
+                holds too (`old = variable.value`, `target.assign(variable)`) is copied.
+        """
         found: list[Any] = [None] * len(variables)
         missing = []
         for i, variable in enumerate(variables):
             ref, shown, placed = self._known.get(id(variable), (None, None, None))
-            if ref is not None and ref() is variable and variable._value is shown:
-                found[i] = placed
-            else:
+            known = ref is not None and ref() is variable and variable._value is shown
+            if not known or (donated and sys.getrefcount(shown) > self._holders):
                 missing.append(i)
+            else:
+                found[i] = placed
         if missing:
             values = self._replicas.place_state([variables[i]._value for i in missing])
             for i, placed in zip(missing, values, strict=True):
@@ -177,6 +211,7 @@ class Placed:
         else:
             ref = self._known[key][0]
         self._known[key] = (ref, shown, placed)
+        self._holders = sys.getrefcount(shown)  # the variable, this object and the local name, as in `read`
         return placed
 
 

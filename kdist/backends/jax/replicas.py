@@ -236,10 +236,20 @@ class Collectives(Protocol):
         """Calls a function once with the values of all local replicas; returns this one's component."""
 
 
-class MeshCollectives:
-    """The collectives of a program that all devices run."""
+class UnknownShapes(BaseException):
+    """Tells who traces a function that it gathers: then the shapes of all workers' arguments must be equal."""
 
-    def __init__(self, runtime: Any) -> None:
+
+class MeshCollectives:
+    """The collectives of a program that all devices run.
+
+    Args:
+        runtime: The devices.
+        equal_shapes: Whether the replicas of all workers are known to have tensors of equal shapes.
+    """
+
+    def __init__(self, runtime: Any, equal_shapes: bool) -> None:
+        self._equal_shapes = equal_shapes or runtime.num_workers == 1
         self._num_replicas = runtime.num_replicas
         self._num_local = len(runtime.devices)
         alone = self._num_replicas == 1
@@ -258,12 +268,14 @@ class MeshCollectives:
         """Returns the rows of all devices: as many of each, since they run one program."""
         if self._num_replicas == 1:
             return rows, 0
+        self._require_equal_shapes()
         return jax.lax.all_gather(rows, BATCH_AXIS, tiled=True), self.replica_id * rows.shape[0]
 
     def merge(self, function: Callable[..., Any], values: Any) -> Any:
         """Calls a function on every device, with the values of all devices of its worker."""
         if self._num_local == 1:
             return function(values)
+        self._require_equal_shapes()
         first = self.replica_id - self.local_index
 
         def join(leaf: Any) -> Any:
@@ -279,6 +291,10 @@ class MeshCollectives:
 
         result = function(keras.tree.map_structure(join, values))
         return keras.tree.map_structure(choose, result)
+
+    def _require_equal_shapes(self) -> None:
+        if not self._equal_shapes:
+            raise UnknownShapes
 
 
 class JaxReplica(Replica):

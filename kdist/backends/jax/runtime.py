@@ -12,7 +12,7 @@ import numpy as np
 
 from kdist.backends.contract import Runtime, StepFunction
 from kdist.backends.jax.devices import find_devices
-from kdist.backends.jax.loops import Loops
+from kdist.backends.jax.loops import Loops, leave_function
 from kdist.backends.jax.replicas import Replicas
 from kdist.backends.jax.steps import JaxSteps
 from kdist.backends.jax.workers import Workers, without_chatter
@@ -80,6 +80,7 @@ class JaxRuntime(Runtime):
         """Sums tensors over the workers."""
         if self.num_workers == 1:
             return list(tensors)
+        leave_function()
         with self.workers.working():
             return [self.replicas.sum_over_workers(tensor) for tensor in tensors]
 
@@ -87,6 +88,7 @@ class JaxRuntime(Runtime):
         """Concatenates the rows of the workers' tensors."""
         if self.num_workers == 1:
             return tensor
+        leave_function()
         rows = gather_rows(self.workers, [np.asarray(tensor)])
         return jax.device_put(rows, self.replicas.first_device)
 

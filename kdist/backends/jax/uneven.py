@@ -32,19 +32,34 @@ if TYPE_CHECKING:
     from kdist.backends.threads import Baton
 
 
-def on_any_worker(runtime: JaxRuntime, values: Sequence[Sequence[Any]]) -> bool:
-    """Says whether the replicas of a worker have arguments of different shapes; all workers hear the same.
+def on_any_worker(runtime: JaxRuntime, values: Sequence[Sequence[Any]], gathers: bool) -> bool:
+    """Says whether replicas have arguments of different shapes; all workers hear the same.
 
-    Where each worker has one replica, its program may have shapes of its own.
+    The program of a worker may have shapes of its own, as long as it gathers nothing: sums have equal shapes
+    anyway.
+
+    Args:
+        runtime: The devices.
+        values: The parts of each argument, one a local replica.
+        gathers: Whether the function concatenates what replicas have.
     """
-    if len(runtime.devices) == 1:
-        return False
     mine = any(part.shape != parts[0].shape for parts in values for part in parts[1:])
-    return mine if runtime.num_workers == 1 else any(gather(runtime, mine))
+    if runtime.num_workers == 1 or (len(runtime.devices) == 1 and not gathers):
+        return mine
+    shapes = [list(parts[0].shape) for parts in values] if gathers else []
+    everyone = gather(runtime, None if mine else shapes)
+    return any(other is None or other != everyone[0] for other in everyone)
 
 
-def run(runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Sequence[Any]:
-    """Calls the user's function in every local replica, one at a time."""
+def run(runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], call: Any) -> Sequence[Any]:
+    """Calls the user's function in every local replica, one at a time.
+
+    Args:
+        runtime: The devices.
+        strategy: What the replicas belong to.
+        fn: The function.
+        call: Its arguments, split into arrays of the replicas and constants.
+    """
     devices = find_devices(runtime.devices)
     state = keras_hooks.ThreadState()
     stores: list[Any] = [None] * len(devices)
@@ -60,7 +75,7 @@ def run(runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], args: Any, k
             stack.enter_context(replica)
             store = stores[index] = Store((), (), lambda variable: _value_on(runtime, variable, device))
             scope = stack.enter_context(JaxScope(replica, store))
-            own_args, own_kwargs = component((args, kwargs), index, keras.tree.map_structure)
+            own_args, own_kwargs = call.arguments([jax.device_put(p[index], device) for p in call.parts])
             result = fn(*own_args, **own_kwargs)
             scope.aggregate()
             return result
@@ -68,8 +83,13 @@ def run(runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], args: Any, k
     threads = ReplicaThreads(
         [f"replica {runtime.replica_ids[i]} ({n})" for i, n in enumerate(runtime.devices)]
     )
-    with runtime.workers.working():
-        results = threads.run(one_replica)
+    try:
+        with runtime.workers.working():
+            results = threads.run(one_replica)
+    except Exception as error:
+        if len(devices) == 1:  # else the threads say it
+            error.add_note(f"Raised in replica {runtime.replica_ids[0]} ({runtime.devices[0]}).")
+        raise
     written = list(stores[0].written.values())
     for variable, value in zip(written, stores[0].results(written), strict=True):
         variable.assign(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import equal_shares
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
+from kdist.context import current_replica
 from kdist.values import component
 
 if TYPE_CHECKING:
@@ -23,6 +26,10 @@ def run(
     runtime: TensorFlowRuntime, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any
 ) -> Sequence[Any]:
     """Calls the user's function in every local replica, eagerly or in the `tf.function` that is being traced."""
+    if isinstance(fn, tf.types.experimental.PolymorphicFunction) or hasattr(fn, _LIFTED):
+        if tf.executing_eagerly():
+            return lifted(strategy, fn)(args, kwargs)
+        fn = fn.python_function  # type: ignore[attr-defined]
     called = converted(fn)
     with tf.init_scope():  # it may create a variable
         thread_state = keras_hooks.ThreadState()
@@ -51,6 +58,31 @@ def run(
     runtime.native.run(one_replica)
     _debug(runtime, logs[0])
     return results
+
+
+_LIFTED = "_kdist_lifted"
+
+
+def lifted(strategy: Any, fn: Any) -> Callable[..., Any]:
+    """Compiles the call of all replicas in place of what each replica calls.
+
+    TensorFlow cannot reduce over replicas inside a `tf.function` that one of them calls; so it does with its own.
+    """
+    if not hasattr(fn, _LIFTED):
+        setattr(fn, _LIFTED, weakref.WeakKeyDictionary())
+    known = getattr(fn, _LIFTED)
+    if strategy not in known:
+        # What is kept must hold neither its key nor the function that keeps it.
+        owner, plain = weakref.ref(strategy), fn.python_function
+
+        def call(args: Any, kwargs: Any) -> Any:
+            alive = owner()
+            assert alive is not None
+            return run(alive.runtime, alive, plain, args, kwargs)
+
+        autograph = getattr(fn, "_autograph", False)
+        known[strategy] = tf.function(call, reduce_retracing=True, autograph=autograph)
+    return known[strategy]
 
 
 def _debug(runtime: TensorFlowRuntime, collectives: Sequence[Any]) -> None:
@@ -82,9 +114,19 @@ def local_index(runtime: TensorFlowRuntime) -> int:
 def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Returns a `tf.function` that is traced for few shapes.
 
-    Without AutoGraph, unless it is asked for: a portable function's `if` and `for` are Python's.
+    Without AutoGraph, unless it is asked for: a portable function's `if` and `for` are Python's. In a replica it
+    is part of what `run` runs.
     """
-    return tf.function(fn, **{"reduce_retracing": True, "autograph": False, **options})
+    compiled = tf.function(fn, **{"reduce_retracing": True, "autograph": False, **options})
+
+    @functools.wraps(fn)
+    @tf.autograph.experimental.do_not_convert
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs) if current_replica() is not None else compiled(*args, **kwargs)
+
+    wrapper.python_function = fn  # type: ignore[attr-defined]
+    setattr(wrapper, _LIFTED, weakref.WeakKeyDictionary())
+    return wrapper
 
 
 def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool) -> Callable[..., Any]:
@@ -92,10 +134,12 @@ def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bo
 
     @tf.autograph.experimental.do_not_convert
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        values = [variable.value for variable in variables]
         with tf.GradientTape() as tape:
+            tape.watch(values)  # also what is not trainable
             loss, aux = split_aux(converted(fn)(*args, **kwargs), has_aux)
             check_loss(loss)
-        gradients = tape.gradient(loss, [variable.value for variable in variables])
+        gradients = tape.gradient(loss, values)
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         return ((loss, aux) if has_aux else loss), dense
 

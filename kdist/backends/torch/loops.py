@@ -77,7 +77,12 @@ def run(
         replica.note("end of the function", [])
         return result
 
-    return in_replicas(runtime, strategy, body, gradients=torch.is_grad_enabled())
+    try:
+        return in_replicas(runtime, strategy, body, gradients=torch.is_grad_enabled())
+    except Exception as error:
+        if len(runtime.devices) == 1:  # else the threads say it
+            error.add_note(f"Raised in replica {runtime.replica_ids[0]} ({runtime.devices[0]}).")
+        raise
 
 
 def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -95,14 +100,21 @@ def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bo
     """Returns a function that gives a loss and its gradients, by `torch.autograd.grad`."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with torch.enable_grad():
-            tensors = [variable.value for variable in variables]
-            loss, aux = split_aux(fn(*args, **kwargs), has_aux)
-            check_loss(loss)
-            if loss.requires_grad:
-                gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
-            else:
-                gradients = (None,) * len(tensors)
+        tensors = [variable.value for variable in variables]
+        frozen = [tensor for tensor in tensors if not tensor.requires_grad]
+        try:
+            with torch.enable_grad():
+                for tensor in frozen:
+                    tensor.requires_grad_(True)
+                loss, aux = split_aux(fn(*args, **kwargs), has_aux)
+                check_loss(loss)
+                if loss.requires_grad:
+                    gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+                else:
+                    gradients = (None,) * len(tensors)
+        finally:
+            for tensor in frozen:
+                tensor.requires_grad_(False)
         value, aux = keras.tree.map_structure(_detached, (loss, aux))
         return ((value, aux) if has_aux else value), list(gradients)
 

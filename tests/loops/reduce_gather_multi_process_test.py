@@ -1,0 +1,195 @@
+"""`Strategy.reduce` and `Strategy.gather`: from one value a replica to one for all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kdist
+from tests.loops.clusters import each_cluster, numpy_of, on_workers, per_replica
+from tests.processes import strategy
+
+# Reduce -------------------------------------------------------------------------------------------------------
+
+
+def in_worker_reduce(num_replicas):
+    import keras
+
+    s = strategy(num_replicas)
+    vectors = per_replica(s, lambda i: np.array([i + 1, 10 * i], "float32"))
+    integers = per_replica(s, lambda i: np.array([i, 7], "int32"))
+    rows = per_replica(s, lambda i: np.arange(2 * (i + 1), dtype="float32").reshape(-1, 2) + 100 * i)
+    scalars = s.run(lambda: keras.ops.cast(kdist.get_replica_context().replica_id_in_sync_group, "float32"))
+    numbers = per_replica(s, lambda i: i + 0.5)
+    structure = {"a": vectors, "b": (scalars, None)}
+
+    @kdist.function
+    def compiled(vectors, rows):
+        doubled = s.run(lambda x: x * 2, args=(vectors,))
+        return s.reduce("SUM", doubled, axis=None), s.reduce("MEAN", rows, axis=0)
+
+    found = {
+        "sum": [s.reduce(op, vectors, axis=None) for op in (kdist.ReduceOp.SUM, "SUM", "sum", "Sum")],
+        "mean": [s.reduce(op, vectors, axis=None) for op in (kdist.ReduceOp.MEAN, "MEAN", "mean")],
+        "structure": s.reduce("SUM", structure, axis=None),
+        "numbers": s.reduce("SUM", numbers, axis=None),
+        "default axis": s.reduce("SUM", vectors),
+        "integers": [s.reduce(op, integers, axis=None) for op in ("SUM", "MEAN")],
+        "integers, axis": [s.reduce(op, integers, axis=0) for op in ("SUM", "MEAN")],
+        "rows": [s.reduce(op, rows, axis=0) for op in ("SUM", "MEAN")],
+        "negative": [s.reduce(op, rows, axis=-2) for op in ("SUM", "MEAN")],
+        "columns": [s.reduce(op, integers, axis=-1) for op in ("SUM", "MEAN")],
+        "compiled": compiled(vectors, rows),
+    }
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        found["sum"].append(s.reduce(tf.distribute.ReduceOp.SUM, vectors, axis=None))
+    return numpy_of(found)
+
+
+@each_cluster
+def test_reduce_adds_or_averages(backend, num_workers, num_replicas):
+    ids = np.arange(num_replicas)
+    total = np.array([ids.sum() + num_replicas, 10 * ids.sum()])
+    rows = np.concatenate([np.arange(2.0 * (i + 1)).reshape(-1, 2) + 100 * i for i in ids])
+    for found in on_workers(backend, num_workers, num_replicas, in_worker_reduce):
+        for value in found["sum"]:
+            np.testing.assert_allclose(value, total)
+        for value in found["mean"]:
+            np.testing.assert_allclose(value, total / num_replicas, rtol=1e-6)
+        np.testing.assert_allclose(found["structure"]["a"], total)
+        assert found["structure"]["b"] == (ids.sum(), None)
+        assert found["numbers"] == ids.sum() + num_replicas / 2
+        np.testing.assert_allclose(found["default axis"], total)
+        np.testing.assert_array_equal(found["integers"][0], [ids.sum(), 7 * num_replicas])
+        assert found["integers"][0].dtype == found["integers, axis"][0].dtype == "int32"
+        np.testing.assert_allclose(found["integers"][1], [ids.mean(), 7], rtol=1e-6)
+        for name in ("integers, axis", "columns"):
+            assert found[name][0] == ids.sum() + 7 * num_replicas
+            np.testing.assert_allclose(found[name][1], (ids.sum() + 7 * num_replicas) / (2 * num_replicas))
+        for name in ("rows", "negative"):  # replicas have 1, 2 and 3 rows, and each row counts the same
+            np.testing.assert_allclose(found[name][0], rows.sum(0))
+            np.testing.assert_allclose(found[name][1], rows.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(found["compiled"][0], 2 * total)
+        np.testing.assert_allclose(found["compiled"][1], rows.mean(0), rtol=1e-6)
+
+
+def in_worker_plain_values(num_replicas):
+    s = strategy(num_replicas)
+    one_replica_a_worker = len(s.runtime.devices) == 1
+    means = [
+        s.reduce("MEAN", 3.0, axis=None),
+        s.reduce("MEAN", np.array([3, 3], "float32"), axis=None)[0],
+        s.reduce("MEAN", np.array([2, 4], "float32"), axis=0),
+        s.reduce("MEAN", {"a": [3.0]}, axis=None)["a"][0],
+    ]
+    if one_replica_a_worker:
+        # Nothing tells it from what `run` returns.
+        assert float(s.reduce("SUM", 3.0, axis=None)) == 3 * num_replicas
+    else:
+        for value in (3.0, np.ones(2, "float32"), {"a": np.float32(1)}):
+            with pytest.raises(kdist.errors.InvalidArgumentError, match="not distributed") as caught:
+                s.reduce("SUM", value, axis=None)
+            assert isinstance(caught.value, ValueError)
+    assert float(s.reduce("SUM", 0, axis=None)) == 0
+    return [float(mean) for mean in means]
+
+
+@each_cluster
+def test_the_mean_of_a_plain_value_is_the_value(backend, num_workers, num_replicas):
+    for means in on_workers(backend, num_workers, num_replicas, in_worker_plain_values):
+        assert means == [3.0] * 4
+
+
+def in_worker_wrong_reductions(num_replicas):
+    s = strategy(num_replicas)
+    wrong = kdist.errors.InvalidArgumentError
+    scalars = per_replica(s, lambda i: np.float32(i))
+    vectors = per_replica(s, lambda i: np.ones(2, "float32"))
+    for op in ("MAX", "", None, 3, sum):
+        with pytest.raises(wrong, match="reduce_op must be"):
+            s.reduce(op, vectors, axis=None)
+    for value, axis in ((scalars, 0), (scalars, -1), (vectors, 1), (vectors, -2), (vectors, "rows")):
+        with pytest.raises(wrong, match="axis"):
+            s.reduce("SUM", value, axis=axis)
+        with pytest.raises(wrong, match="axis"):
+            s.gather(value, axis=axis)
+    with pytest.raises(wrong, match="axis"):
+        s.gather(vectors, axis=None)
+    if len(s.runtime.devices) > 1:
+        # Rows of a short last batch: [1, 1] and [1] must not be added as if the one row were two.
+        uneven = per_replica(s, lambda i: np.ones(1 if i else 2, "float32"))
+        for op in ("SUM", "MEAN"):
+            with pytest.raises(wrong, match="axis=0"):
+                s.reduce(op, uneven, axis=None)
+        other = per_replica(s, lambda i: np.ones((2, 1 + i), "float32"))
+        with pytest.raises(wrong, match="differ along `axis` only"):
+            s.gather(other, axis=0)
+        ranks = per_replica(s, lambda i: np.ones((2,) * (1 + i), "float32"))
+        for call in (lambda: s.gather(ranks, axis=0), lambda: s.reduce("SUM", ranks, axis=None)):
+            with pytest.raises(wrong):
+                call()
+        with pytest.raises(wrong, match="one component for each replica"):
+            s.reduce("SUM", kdist.DistributedValues([np.ones(2, "float32")]), axis=None)
+    return True
+
+
+@each_cluster
+def test_wrong_reductions_are_refused(backend, num_workers, num_replicas):
+    assert all(on_workers(backend, num_workers, num_replicas, in_worker_wrong_reductions))
+
+
+# Gather -------------------------------------------------------------------------------------------------------
+
+
+def part_of(i, shape, dtype):
+    return (np.arange(np.prod(shape)).reshape(shape) % 5 + 10 * i).astype(dtype)
+
+
+def in_worker_gather(num_replicas):
+    s = strategy(num_replicas)
+    even = per_replica(s, lambda i: part_of(i, (2, 3), "float32"))
+    uneven_rows = per_replica(s, lambda i: part_of(i, (i + 1, 2), "int32"))
+    uneven_columns = per_replica(s, lambda i: part_of(i, (2, 3 - i), "float32"))
+    flags = per_replica(s, lambda i: np.array([i == 0, i == 1]))
+    from_run = s.run(lambda x: x[:, 0] * 2, args=(even,))
+    empty_but_first = per_replica(s, lambda i: np.ones((0 if i else 2, 2), "float32"))
+
+    @kdist.function
+    def compiled(value):
+        return s.gather(value, axis=0)
+
+    return numpy_of(
+        {
+            "axis 0": s.gather(even, axis=0),
+            "axis 1": s.gather(even, axis=1),
+            "axis -1": s.gather(even, axis=-1),
+            "uneven rows": s.gather(uneven_rows, axis=0),
+            "uneven columns": s.gather(uneven_columns, axis=1),
+            "structure": s.gather({"a": [flags, None], "b": from_run}, axis=0),
+            "empty": s.gather(empty_but_first, axis=0),
+            "compiled": compiled(uneven_rows),
+        }
+    )
+
+
+@each_cluster
+def test_gather_concatenates(backend, num_workers, num_replicas):
+    ids = range(num_replicas)
+    even = [part_of(i, (2, 3), "float32") for i in ids]
+    uneven = np.concatenate([part_of(i, (i + 1, 2), "int32") for i in ids])
+    for found in on_workers(backend, num_workers, num_replicas, in_worker_gather):
+        np.testing.assert_array_equal(found["axis 0"], np.concatenate(even))
+        for name in ("axis 1", "axis -1"):
+            np.testing.assert_array_equal(found[name], np.concatenate(even, axis=1))
+        for name in ("uneven rows", "compiled"):
+            np.testing.assert_array_equal(found[name], uneven)
+            assert found[name].dtype == "int32"
+        columns = np.concatenate([part_of(i, (2, 3 - i), "float32") for i in ids], axis=1)
+        np.testing.assert_array_equal(found["uneven columns"], columns)
+        flags, none = found["structure"]["a"]
+        assert flags.tolist() == [i == j for i in ids for j in (0, 1)]
+        assert none is None
+        np.testing.assert_array_equal(found["structure"]["b"], np.concatenate([2 * x[:, 0] for x in even]))
+        np.testing.assert_array_equal(found["empty"], np.ones((2, 2)))
