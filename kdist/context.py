@@ -239,8 +239,13 @@ class Scope:
             )
         _state.scopes.pop()
         self._entered.pop().__exit__(kind, value, trace)
-        if kind is None and not _state.scopes:
+        if _state.scopes:
+            return
+        if kind is None:
             self._strategy.new_variables.share()
+        else:
+            # The other workers may have come further, or not as far.
+            self._strategy.new_variables.forget()
 
 
 def checked_axis(axis: int, rank: int) -> int:

@@ -207,14 +207,19 @@ def dataset(rows, batch=4):
 def mismatch(case):
     """What worker 0 and worker 1 do differently. `me` is the number of this worker."""
     me = strategy().runtime.worker_index
+    start = time.monotonic()
+    try:
+        differ(case, me)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "no error", "", time.monotonic() - start
+
+
+def differ(case, me):
     with strategy().scope():
-        model = (
-            make_model(units=4 + me)
-            if case == "units"
-            else make_model(inputs=3 + me if case == "columns" else 3)
-        )
+        model = make_model(units=4 + me if case == "units" else 4, inputs=3 + me if case == "columns" else 3)
         deeper = make_model()
-        deeper.add(__import__("keras").layers.Dense(1 + me))
+        deeper.add(__import__("keras").layers.Dense(1 + me if case == "last layer" else 1))
         deeper.compile("sgd", "mse")
     x, y = make_data()
     actions = {
@@ -239,12 +244,7 @@ def mismatch(case):
         "train_on_batch": lambda: model.train_on_batch(*make_data(rows=6 + me)),
         "predict_on_batch": lambda: model.predict_on_batch(make_data(rows=6 + me)[0]),
     }
-    start = time.monotonic()
-    try:
-        actions[case]()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "no error", "", time.monotonic() - start
+    actions[case]()
 
 
 MISMATCHES = {

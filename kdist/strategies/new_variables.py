@@ -36,6 +36,10 @@ class NewVariables:
         if self._runtime.num_workers > 1:
             self._found.append(variable)
 
+    def forget(self) -> None:
+        """Leaves the new variables as they are on each worker."""
+        self._found = []
+
     def has_seen(self, variable: Any) -> bool:
         """Says whether a variable was created in the scope."""
         ref = self._seen.get(id(variable))

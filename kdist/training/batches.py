@@ -13,7 +13,7 @@ from kdist.data.distribute import place_of
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_options import InputOptions
 from kdist.data.reading import read_global
-from kdist.data.sources import py_dataset, torch_loader
+from kdist.data.sources import is_infinite, py_dataset, torch_loader
 from kdist.data.sources.iterables import IteratorSource
 from kdist.data.steps import as_batch, open_steps
 from kdist.errors import InvalidArgumentError, StrategyScopeError
@@ -38,6 +38,13 @@ class GlobalBatches:
     def __init__(self, session: Session, x: Any, epochs: int = 1, **arguments: Any) -> None:
         self._session = session
         self._distributed = x if isinstance(x, DistributedDataset) else None
+        endless = self._distributed.is_infinite if self._distributed is not None else is_infinite(x)
+        if endless and not arguments.get("steps_per_epoch"):
+            raise InvalidArgumentError(
+                "A dataset without end needs steps_per_epoch in `fit`, and steps in `evaluate` and `predict`.",
+                received={"dataset": x},
+                hint="Pass steps_per_epoch=100, or leave out `.repeat()`.",
+            )
         if self._distributed is not None:
             x = self._adapter(self._distributed, arguments)
         self.iterator = keras_hooks.epoch_iterator(get_backend().name, x=x, **arguments)
@@ -60,12 +67,6 @@ class GlobalBatches:
                     received={name: type(arguments[name]).__name__},
                     hint="Let the dataset yield (x, y, sample_weight).",
                 )
-        if dataset.is_infinite and not arguments.get("steps_per_epoch"):
-            raise InvalidArgumentError(
-                "A dataset without end needs steps_per_epoch in `fit`, and steps in `evaluate` and `predict`.",
-                received={"dataset": dataset},
-                hint="Pass steps_per_epoch=100, or leave out `.repeat()`.",
-            )
         arguments["shuffle"] = False
         return keras_hooks.data_adapter(dataset.num_steps, _Epochs(dataset))
 

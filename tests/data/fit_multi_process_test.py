@@ -239,6 +239,13 @@ def in_worker_fit_infinite():
     dataset = strategy().distribute_datasets_from_function(dataset_fn)
     with pytest.raises(ValueError, match="needs steps_per_epoch"):
         new_model().fit(dataset, verbose=0)
+    import tensorflow as tf
+
+    plain = tf.data.Dataset.from_tensors((x[:4], y[:4])).repeat()
+    with pytest.raises(ValueError, match="needs steps_per_epoch"):
+        new_model().fit(plain, verbose=0)
+    with pytest.raises(ValueError, match="needs steps_per_epoch"):
+        new_model().evaluate(plain, verbose=0)
     model = new_model()
     history = model.fit(dataset, epochs=EPOCHS, steps_per_epoch=3, verbose=0).history
     return {**history, "weights": flat(model)}

@@ -32,7 +32,7 @@ def in_worker_variables(num_replicas):
             (how, dtype): keras.Variable(np.array([5, 7]), dtype=dtype, trainable=False, aggregation=how)
             for how in AGGREGATIONS
             for dtype in ("float32", "int32")
-            if (how, dtype) != ("mean", "int32")  # which TensorFlow refuses
+            if (how, dtype) != ("mean", "int32")
         }
 
     def add(number):
@@ -73,6 +73,22 @@ def test_writes_are_aggregated_as_the_variable_says(backend, num_workers, num_re
             np.testing.assert_allclose(after[key], value, rtol=1e-6, err_msg=f"{key}")
             np.testing.assert_array_equal(later[key], after[key])
             assert later[key].dtype == key[1]
+
+
+def in_worker_mean_of_integers(num_replicas):
+    import keras
+
+    s = strategy(num_replicas)
+    with pytest.raises(ValueError, match=r"(?i)aggregation=.?mean.*floating"):
+        with s.scope():  # TensorFlow refuses it here
+            counter = keras.Variable(1, dtype="int32", trainable=False, aggregation="mean")
+        s.run(lambda: counter.assign_add(2))
+    return True
+
+
+@each_cluster
+def test_whole_numbers_have_no_mean(backend, num_workers, num_replicas):
+    assert all(on_workers(backend, num_workers, num_replicas, in_worker_mean_of_integers))
 
 
 def in_worker_more_writes(num_replicas):

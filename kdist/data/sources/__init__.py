@@ -40,6 +40,11 @@ def source_of(dataset: Any) -> Source:
     return _iterable(dataset)
 
 
+def is_infinite(dataset: Any) -> bool:
+    """Says whether data of any kind are known to have no end: a `tf.data.Dataset` that repeats forever."""
+    return _is(dataset, "DatasetV2", "tensorflow.") and source_of(dataset).is_infinite
+
+
 def _iterable(dataset: Any) -> Source:
     from kdist.data.sources import iterables
 
