@@ -239,13 +239,6 @@ class Scope:
             )
         _state.scopes.pop()
         self._entered.pop().__exit__(kind, value, trace)
-        if _state.scopes:
-            return
-        if kind is None:
-            self._strategy.new_variables.share()
-        else:
-            # The other workers may have come further, or not as far.
-            self._strategy.new_variables.forget()
 
 
 def checked_axis(axis: int, rank: int) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kdist.context import Scope, note_joined
+from kdist.context import Scope, has_strategy, note_joined
 from kdist.data.input_options import InputOptions
 
 if TYPE_CHECKING:
@@ -86,7 +87,19 @@ class Strategy:
             StrategyScopeError: On entering, inside the scope of another strategy or inside a replica.
             WorkerMismatchError: On leaving, if workers have created different variables.
         """
-        return Scope(self, self._runtime.scope)
+        return Scope(self, self._resources)
+
+    @contextlib.contextmanager
+    def _resources(self) -> Iterator[None]:
+        try:
+            with self._runtime.scope():
+                yield
+        except BaseException:
+            # The other workers may have come further, or not as far.
+            self.new_variables.forget()
+            raise
+        if not has_strategy():  # this was the outermost scope
+            self.new_variables.share()
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
