@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kdist.context import Scope, get_strategy, has_strategy
+from kdist.context import Scope, checked_axis, get_strategy, has_strategy
 from kdist.data.input_context import InputContext, ValueContext
 from kdist.data.input_options import InputOptions
 from kdist.errors import StrategyScopeError
@@ -83,7 +83,12 @@ class DefaultStrategy(Strategy):
         import keras
 
         along = keras.ops.sum if op is ReduceOp.SUM else keras.ops.mean
-        return keras.tree.map_structure(lambda leaf: along(leaf, axis=axis), value)
+
+        def reduce(leaf: Any) -> Any:
+            tensor = keras.ops.convert_to_tensor(leaf)
+            return along(tensor, axis=checked_axis(axis, len(tensor.shape)))
+
+        return keras.tree.map_structure(reduce, value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Returns the value of the only replica."""
