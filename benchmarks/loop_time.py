@@ -11,11 +11,12 @@ that lie in memory.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from typing import Any
 
-from step_time import ROUNDS, ROWS, STEPS, _share, mlp, native_tensorflow, native_torch
+from step_time import ROUNDS, ROWS, STEPS, _share, mlp, native_jax, native_tensorflow, native_torch
 
 import kdist
 
@@ -62,56 +63,11 @@ def measure() -> list[tuple[float, float]]:
     return [(portable(), native()) for _ in range(ROUNDS)]
 
 
-def native_jax(strategy: Any, model: Any, shape: Any, loss: Any, x: Any, y: Any) -> Any:
-    import jax
-    import keras
-    import numpy as np
-    from jax.flatten_util import ravel_pytree
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    mesh = Mesh(np.array(jax.devices()), ("batch",))
-    whole, split = PartitionSpec(), PartitionSpec("batch")
-    optimizer = keras.optimizers.Adam(1e-3)
-    optimizer.build(model.trainable_variables)
-
-    def step(trainable: Any, slots: Any, batch: Any, labels: Any) -> Any:
-        def compute(trainable: Any) -> Any:
-            predicted, _ = model.stateless_call(trainable, [], batch, training=True)
-            return loss(labels, predicted)
-
-        value, gradients = jax.value_and_grad(compute)(trainable)
-        if mesh.size > 1:
-            flat, unravel = ravel_pytree(gradients)
-            gradients = unravel(jax.lax.psum(flat, "batch"))
-        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
-        return value, trainable, slots
-
-    specs = {"in_specs": (whole, whole, split, split), "out_specs": whole, "check_vma": False}
-    mapped = jax.shard_map(step, mesh=mesh, **specs) if mesh.size > 1 else step
-    jitted = jax.jit(mapped, donate_argnums=(0, 1))
-
-    def place(spec: Any, array: Any) -> Any:
-        array = np.asarray(array)
-        return jax.make_array_from_callback(
-            array.shape, NamedSharding(mesh, spec), lambda index: array[index]
-        )
-
-    state = [
-        [place(whole, v.value) for v in part] for part in (model.trainable_variables, optimizer.variables)
-    ]
-
-    def run() -> float:
-        start = time.perf_counter()
-        for i in range(STEPS):
-            part = slice(i * ROWS, (i + 1) * ROWS)
-            value, *state[:] = jitted(*state, place(split, x[part]), place(split, y[part]))
-            float(value)
-        return (time.perf_counter() - start) / STEPS
-
-    return run
-
-
-NATIVE = {"torch": native_torch, "jax": native_jax, "tensorflow": native_tensorflow}
+NATIVE = {
+    "torch": native_torch,
+    "jax": functools.partial(native_jax, flat_sum=True),
+    "tensorflow": native_tensorflow,
+}
 
 
 def main() -> None:

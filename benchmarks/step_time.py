@@ -109,14 +109,19 @@ def native_torch(strategy: Any, model: Any, shape: Any, loss: Any, x: Any, y: An
     return run
 
 
-def native_jax(strategy: Any, model: Any, shape: Any, loss: Any, x: Any, y: Any) -> Any:
+def native_jax(
+    strategy: Any, model: Any, shape: Any, loss: Any, x: Any, y: Any, flat_sum: bool = False
+) -> Any:
+    """A jitted step over a mesh; with `flat_sum`, a `shard_map` that sums all gradients as one array."""
     import jax
     import keras
     import numpy as np
+    from jax.flatten_util import ravel_pytree
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(np.array(jax.devices()), ("batch",))
-    replicated, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
+    whole, split = PartitionSpec(), PartitionSpec("batch")
+    mapped = flat_sum and mesh.size > 1
     optimizer = keras.optimizers.Adam(1e-3)
     optimizer.build(model.trainable_variables)
 
@@ -126,25 +131,32 @@ def native_jax(strategy: Any, model: Any, shape: Any, loss: Any, x: Any, y: Any)
             return loss(labels, predicted)
 
         value, gradients = jax.value_and_grad(compute)(trainable)
+        if mapped:
+            flat, unravel = ravel_pytree(gradients)
+            gradients = unravel(jax.lax.psum(flat, "batch"))
         trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
         return value, trainable, slots
 
-    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(replicated, replicated, replicated))
+    if mapped:
+        specs = {"in_specs": (whole, whole, split, split), "out_specs": whole, "check_vma": False}
+        step = jax.shard_map(step, mesh=mesh, **specs)
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=NamedSharding(mesh, whole))
 
-    def place(sharding: Any, array: Any) -> Any:
+    def place(spec: Any, array: Any) -> Any:
         array = np.asarray(array)
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        return jax.make_array_from_callback(
+            array.shape, NamedSharding(mesh, spec), lambda index: array[index]
+        )
 
     state = [
-        [place(replicated, v.value) for v in part]
-        for part in (model.trainable_variables, optimizer.variables)
+        [place(whole, v.value) for v in part] for part in (model.trainable_variables, optimizer.variables)
     ]
 
     def run() -> float:
         start = time.perf_counter()
         for i in range(STEPS):
             part = slice(i * ROWS, (i + 1) * ROWS)
-            value, *state[:] = jitted(*state, place(rows, x[part]), place(rows, y[part]))
+            value, *state[:] = jitted(*state, place(split, x[part]), place(split, y[part]))
             float(value)
         return (time.perf_counter() - start) / STEPS
 

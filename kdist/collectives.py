@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kdist.backends.messages import check_equal
 from kdist.context import get_strategy, joined_strategy
-from kdist.errors import DatasetError, InvalidArgumentError, WorkerMismatchError, WorkerTimeoutError
+from kdist.errors import DatasetError, InvalidArgumentError, WorkerTimeoutError
 
 if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
     from kdist.strategies.strategy import Strategy
 
 
@@ -32,7 +36,7 @@ def broadcast(value: Any, source: int = 0, strategy: Strategy | None = None) -> 
     >>> kdist.broadcast({"rate": 0.1})
     {'rate': 0.1}
     """
-    runtime = _runtime(strategy)
+    runtime = runtime_of(strategy)
     workers = 1 if runtime is None else runtime.num_workers
     if not isinstance(source, int) or not 0 <= source < workers:
         raise InvalidArgumentError(
@@ -40,21 +44,8 @@ def broadcast(value: Any, source: int = 0, strategy: Strategy | None = None) -> 
         )
     if runtime is None or workers == 1:
         return value
-    from kdist.data.exchange import decode
-
-    error: Exception | None = None
-    message = b""
-    if runtime.worker_index == source:
-        try:
-            message = _encoded(value)
-        except InvalidArgumentError as raised:
-            error = raised
-    said = runtime.all_gather_bytes(message)[source]
-    if not said:
-        raise error or InvalidArgumentError(
-            f"The value of worker {source} cannot be sent.", hint="Look at that worker's traceback."
-        )
-    return _as_tensors(decode(said))
+    mine = value if runtime.worker_index == source else None
+    return _as_tensors(_exchange(runtime, mine)[source])
 
 
 def all_gather_object(value: Any, strategy: Strategy | None = None) -> list[Any]:
@@ -79,24 +70,10 @@ def all_gather_object(value: Any, strategy: Strategy | None = None) -> list[Any]
     >>> kdist.all_gather_object({"loss": 0.5})
     [{'loss': 0.5}]
     """
-    runtime = _runtime(strategy)
+    runtime = runtime_of(strategy)
     if runtime is None or runtime.num_workers == 1:
         return [value]
-    from kdist.data.exchange import decode
-
-    error: Exception | None = None
-    message = b""
-    try:
-        message = _encoded(value)
-    except InvalidArgumentError as raised:
-        error = raised
-    everyone = runtime.all_gather_bytes(message)
-    for index, data in enumerate(everyone):
-        if not data:
-            raise error or InvalidArgumentError(
-                f"The object of worker {index} cannot be sent.", hint="Look at that worker's traceback."
-            )
-    return [decode(data) for data in everyone]
+    return _exchange(runtime, value)
 
 
 def barrier(name: str = "barrier", timeout: float | None = None, strategy: Strategy | None = None) -> None:
@@ -117,52 +94,66 @@ def barrier(name: str = "barrier", timeout: float | None = None, strategy: Strat
     >>> import kdist
     >>> kdist.barrier("data is there", timeout=60)
     """
-    runtime = _runtime(strategy)
+    runtime = runtime_of(strategy)
     if runtime is None or runtime.num_workers == 1:
         return
-    names = _within(
-        timeout, name, lambda: [data.decode() for data in runtime.all_gather_bytes(name.encode())]
-    )
-    for index, other in enumerate(names):
-        if other != names[0]:
-            raise WorkerMismatchError(
-                f"All workers must come to the same barrier, but worker 0 and worker {index} differ.",
-                received={"worker_0": names[0], f"worker_{index}": other},
-                hint="Let every worker run the same script, without branches on the worker around a barrier.",
-            )
+    hint = "Let every worker run the same script, without branches on the worker around a barrier."
+    with runtime.engine_errors():
+        _within(timeout, name, lambda: check_equal(runtime, "barrier", {"name": name}, hint))
 
 
-def _within(timeout: float | None, name: str, function: Any) -> Any:
+def _within(timeout: float | None, name: str, function: Callable[[], None]) -> None:
     if timeout is None:
         return function()
-
-    result: list[Any] = []
+    # No engine can be told how long to wait for this one message.
+    done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def wait() -> None:
         try:
-            result.append(function())
+            function()
+            done.put(None)
         except BaseException as error:
-            result.append(error)
+            done.put(error)
 
-    # No engine can be told how long to wait for this one message.
-    thread = threading.Thread(target=wait, name="kdist barrier", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if thread.is_alive():
+    threading.Thread(target=wait, name="kdist barrier", daemon=True).start()
+    try:
+        error = done.get(timeout=timeout)
+    except queue.Empty:
         raise WorkerTimeoutError(
             f"All workers must come to the barrier {name!r} within {timeout:g} s, but some did not.",
             hint="Look at the other workers' logs, or wait longer: kdist.barrier(name, timeout=600)",
-        )
-    if isinstance(result[0], BaseException):
-        raise result[0]
-    return result[0]
+        ) from None
+    if error is not None:
+        raise error
+    return None
 
 
-def _runtime(strategy: Strategy | None) -> Any:
+def runtime_of(strategy: Strategy | None) -> Runtime | None:
+    """Returns the runtime of a strategy; of `None`, that of the one in scope, else of the one that joined workers."""
     chosen = strategy or get_strategy()
     if not hasattr(chosen, "runtime"):  # the default strategy, which is no one's choice
         chosen = joined_strategy() or chosen
     return getattr(chosen, "runtime", None)
+
+
+def _exchange(runtime: Runtime, value: Any) -> list[Any]:
+    """Gathers a value from every worker; where one cannot be sent, all raise."""
+    from kdist.data.exchange import decode
+
+    error: Exception | None = None
+    message = b""
+    try:
+        message = _encoded(value)
+    except InvalidArgumentError as raised:
+        error = raised
+    with runtime.engine_errors():
+        everyone = runtime.all_gather_bytes(message)
+    for index, data in enumerate(everyone):
+        if not data:
+            raise error or InvalidArgumentError(
+                f"The value of worker {index} cannot be sent.", hint="Look at that worker's traceback."
+            )
+    return [decode(data) for data in everyone]
 
 
 def _encoded(value: Any) -> bytes:

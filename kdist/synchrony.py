@@ -38,21 +38,18 @@ def check_in_sync(model: Any, strategy: Strategy | None = None) -> None:
 
     from kdist import keras_hooks
     from kdist.backends.messages import gather
-    from kdist.collectives import all_gather_object
-    from kdist.context import get_strategy, joined_strategy
+    from kdist.collectives import all_gather_object, runtime_of
 
     is_model = not isinstance(model, (list, tuple))
     variables = keras_hooks.all_variables(model) if is_model else list(model)
-    strategy = strategy or (keras_hooks.strategy_of(model) if is_model else None) or get_strategy()
-    if not hasattr(strategy, "runtime"):
-        strategy = joined_strategy() or strategy
-    if not hasattr(strategy, "runtime"):
+    strategy = strategy or (keras_hooks.strategy_of(model) if is_model else None)
+    runtime = runtime_of(strategy)
+    if runtime is None:
         raise InvalidArgumentError(
             "check_in_sync needs a strategy.",
             received={"model": model},
             hint="Create the model in a strategy's scope, or pass strategy=…",
         )
-    runtime = strategy.runtime
     values = [[np.asarray(v) for v in runtime.local_values(variable)] for variable in variables]
     digests = gather(runtime, [[_digest(value) for value in parts] for parts in values])
     for index, variable in enumerate(variables):

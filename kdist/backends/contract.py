@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from kdist.errors import KdistError
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
@@ -210,6 +212,19 @@ class Runtime(ABC):
     def local_values(self, variable: Any) -> Sequence[Any]:
         """Returns the values of a Keras variable that this worker holds: one, or one for each replica."""
         return [variable.value]
+
+    @contextlib.contextmanager
+    def engine_errors(self) -> Iterator[None]:
+        """Within this, an error of the engine's comes out as one that names the worker that was lost."""
+        try:
+            yield
+        except KdistError:
+            raise
+        except Exception as error:
+            explained = self.explain_failure(error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Turns an engine's error into one that names the worker, where it comes from a lost worker."""

@@ -20,6 +20,7 @@ from kdist.errors import WorkerMismatchError, WorkerTimeoutError
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
 
+END = "end of the function"
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", "/lib/python")
 
@@ -57,11 +58,25 @@ def check(runtime: Runtime, what: str, details: Any = None, site: str | None = N
             )
 
 
+def check_all(runtime: Runtime, collectives: Sequence[tuple[str, Any, str]]) -> None:
+    """Compares what a function will do, once it was traced.
+
+    Args:
+        runtime: The runtime whose workers take part; all must call.
+        collectives: What, details and site of each; see `check`.
+    """
+    if runtime.num_workers == 1 or not is_on():
+        return
+    for what, details, site in collectives:
+        check(runtime, what, details, site)
+    check(runtime, END)
+
+
 def signature(tensors: Sequence[Any]) -> list[list[Any]]:
     """Shapes and dtypes, for `details`."""
-    return [
-        [str(tensor.dtype), [int(n) if n is not None else None for n in tensor.shape]] for tensor in tensors
-    ]
+    import keras
+
+    return [[keras.backend.standardize_dtype(t.dtype), [n and int(n) for n in t.shape]] for t in tensors]
 
 
 def call_site() -> str:

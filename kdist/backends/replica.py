@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from kdist.backends import debugging
 from kdist.context import ReplicaContext
 from kdist.data.rows import even_split
 from kdist.errors import InvalidArgumentError
@@ -109,6 +110,7 @@ class Replica(ReplicaContext):
         self.scope: ReplicaScope | None = None
         self.global_values: dict[int, Any] = {}
         self.loss_is_weighted = False
+        self.log: list[tuple[str, Any, str]] = []
         self._num_replicas = num_replicas
 
     @property
@@ -117,7 +119,12 @@ class Replica(ReplicaContext):
         return (self.strategy.runtime.devices[self.local_index],)
 
     def note(self, collective: str, tensors: Sequence[Any]) -> None:
-        """Under `KDIST_DEBUG=1`, compares with the other workers which collective of the function's comes next."""
+        """Keeps, under `KDIST_DEBUG=1`, which collectives the function has, and where.
+
+        The workers compare them once the function was traced, or at once where it is not.
+        """
+        if debugging.is_on():
+            self.log.append((collective, debugging.signature(tensors), debugging.call_site()))
 
     def reduce_tensor(self, op: ReduceOp, tensor: Any) -> Any:
         """Reduces one tensor over all replicas, differentiably where it is of floating point."""

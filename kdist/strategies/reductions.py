@@ -22,8 +22,9 @@ def reduce(runtime: Runtime, reduce_op: ReduceOp | str, value: Any, axis: int | 
     """Reduces a value over all replicas, and along an axis of it; see `Strategy.reduce`."""
     require_cross_replica("reduce")
     op = ReduceOp.of(reduce_op)
-    _debug(runtime, f"Strategy.reduce({op.name}, axis={axis})", value, axis)
-    return keras.tree.map_structure(lambda leaf: _reduce_leaf(runtime, op, leaf, axis), value)
+    with runtime.engine_errors():
+        _debug(runtime, f"Strategy.reduce({op.name}, axis={axis})", value, axis)
+        return keras.tree.map_structure(lambda leaf: _reduce_leaf(runtime, op, leaf, axis), value)
 
 
 def _debug(runtime: Runtime, what: str, value: Any, axis: int | None) -> None:
@@ -97,8 +98,9 @@ def _reduce_equal(op: ReduceOp, value: Any, axis: int | None) -> Any:
 def gather(runtime: Runtime, value: Any, axis: int) -> Any:
     """Concatenates the components of all replicas along an axis; see `Strategy.gather`."""
     require_cross_replica("gather")
-    _debug(runtime, f"Strategy.gather(axis={axis})", value, axis)
-    return keras.tree.map_structure(lambda leaf: _gather_leaf(runtime, leaf, axis), value)
+    with runtime.engine_errors():
+        _debug(runtime, f"Strategy.gather(axis={axis})", value, axis)
+        return keras.tree.map_structure(lambda leaf: _gather_leaf(runtime, leaf, axis), value)
 
 
 def _gather_leaf(runtime: Runtime, leaf: Any, axis: int) -> Any:

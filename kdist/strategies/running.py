@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kdist.errors import InvalidArgumentError, KdistError
+from kdist.errors import InvalidArgumentError
 from kdist.strategies.communication import hint_ignored
 from kdist.values import regroup
 
@@ -74,18 +74,11 @@ def run(
     runtime = strategy.runtime
     for leaf in keras.tree.flatten((args, kwargs)):
         check_components(runtime, leaf)
-    try:
+    with runtime.engine_errors():
         strategy.new_variables.share()
         if debugging.is_on() and runtime.can_exchange:
             debugging.check(runtime, f"Strategy.run({getattr(fn, '__qualname__', fn)})")
         results = runtime.run(strategy, fn, tuple(args), dict(kwargs or {}))
-    except KdistError:
-        raise
-    except Exception as error:
-        explained = runtime.explain_failure(error)
-        if explained is error:
-            raise
-        raise explained from error
     for index, other in enumerate(results[1:], start=1):
         try:
             keras.tree.assert_same_structure(results[0], other)

@@ -52,7 +52,7 @@ def fit(
         (x, y, sample_weight), validation_data = keras_hooks.train_validation_split(
             (x, y, sample_weight), validation_split
         )
-    with session.engine_errors():
+    with session.runtime.engine_errors():
         batches, validation = session.open_data(
             lambda: (
                 session.iterator(
@@ -196,7 +196,7 @@ def evaluate(
     """Returns the loss and the metrics. Arguments and result are those of `keras.Model.evaluate`."""
     session = session_of(strategy, model)
     model._assert_compile_called("evaluate")
-    with session.engine_errors():
+    with session.runtime.engine_errors():
         batches = session.open_data(
             lambda: session.iterator(
                 x=x,
@@ -257,7 +257,7 @@ def predict(
 ) -> Any:
     """Returns all rows, in order, on every worker. Arguments are those of `keras.Model.predict`."""
     session = session_of(strategy, model)
-    with session.engine_errors():
+    with session.runtime.engine_errors():
         batches = session.open_data(
             lambda: session.iterator(
                 x=x,
@@ -347,7 +347,7 @@ def test_on_batch(
 
 def _on_batch(session: Session, kind: str, data: Any, return_dict: bool) -> Any:
     model = session.model
-    with session.engine_errors():
+    with session.runtime.engine_errors():
         data = keras.tree.map_structure(_as_array, data)
         _check_batch(session, kind, data)
         session.prepare(data_batch=data)
@@ -361,7 +361,7 @@ def _on_batch(session: Session, kind: str, data: Any, return_dict: bool) -> Any:
 def predict_on_batch(strategy: Strategy, model: Any, x: Any) -> Any:
     """Returns the predictions for one global batch. As `keras.Model.predict_on_batch`."""
     session = session_of(strategy, model)
-    with session.engine_errors():
+    with session.runtime.engine_errors():
         data = (keras.tree.map_structure(_as_array, x),)
         _check_batch(session, "predict", data)
         session.prepare(data_batch=data, layers_only=True)

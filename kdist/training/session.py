@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
 from kdist.backends.messages import try_on_all
-from kdist.errors import KdistError
 from kdist.training import agreement
 from kdist.training.batches import GlobalBatches
 
@@ -90,19 +88,6 @@ class Session:
             if self.runtime.num_workers > 1:
                 self.runtime.broadcast_variables(variables)
             self._num_shared = len(variables)
-
-    @contextmanager
-    def engine_errors(self) -> Iterator[None]:
-        """Lets an error of the engine name the worker that was lost."""
-        try:
-            yield
-        except KdistError:
-            raise
-        except Exception as error:
-            explained = self.runtime.explain_failure(error)
-            if explained is error:
-                raise
-            raise explained from error
 
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()

@@ -24,9 +24,9 @@ from kdist.backends.jax.programs import (
     PlainScope,
     Store,
     constant_key,
+    discover,
     function_key,
     initial_value,
-    initialize,
     is_array,
 )
 from kdist.backends.jax.replicas import BATCH_AXIS, JaxReplica, MeshCollectives, UnknownShapes
@@ -186,7 +186,7 @@ class _Program:
         self._compiled = jax.jit(self._whole, donate_argnums=0)
 
     def __call__(self, placed: Placed, call: _Call) -> Sequence[Any]:
-        self._debug()
+        debugging.check_all(self._runtime, self._collectives)
         inputs = self._runtime.replicas.join_values(call.parts)
         written = placed.read(self._written, donated=True)
         read = placed.read(self._only_read)
@@ -198,27 +198,17 @@ class _Program:
         number = len(self._runtime.devices)
         return [self._outputs.fill([parts[i].data for parts in shards]) for i in range(number)]
 
-    def _debug(self) -> None:
-        """Under `KDIST_DEBUG=1`, compares the collectives of this program with those of the other workers' ones."""
-        if self._num_replicas == 1 or not debugging.is_on():
-            return
-        for collective, shapes, site in self._collectives:
-            debugging.check(self._runtime, collective, shapes, site)
-        debugging.check(self._runtime, "end of the function", site=debugging.call_site())
-
     def _discover(self, call: _Call) -> list[Any]:
         """Traces the function, without compiling it, until all its variables are known."""
         sizes = [
             jax.ShapeDtypeStruct(_global_shape(parts[0].shape, self._num_replicas), parts[0].dtype)
             for parts in call.parts
         ]
-        created = True
-        while created:  # once more: a layer that is built may use other variables
-            store = Store((), (), initial_value)
-            jax.eval_shape(self._over_mesh(lambda data, s=store: self._replica(s, data)[1]), sizes)
-            created = initialize(store.variables)
-            if created:
-                self._runtime.broadcast_variables(store.variables)
+        store = discover(
+            lambda store: self._over_mesh(lambda data: self._replica(store, data)[1]),
+            sizes,
+            self._runtime.broadcast_variables,
+        )
         self._written = list(store.written.values())
         self._only_read = [v for v in store.variables if id(v) not in store.written]
         return [*self._written, *self._only_read]
@@ -228,11 +218,7 @@ class _Program:
             store = Store(self._variables, [*written, *read], initial_value)
             return self._replica(store, inputs)
 
-        return (
-            self._over_mesh(body)(written, read, inputs)
-            if self._num_replicas > 1
-            else body(written, read, inputs)
-        )
+        return self._over_mesh(body)(written, read, inputs)
 
     def _over_mesh(self, body: Callable[..., Any]) -> Callable[..., Any]:
         if self._num_replicas == 1:
@@ -307,11 +293,9 @@ class _PlainProgram:
     def __init__(self, fn: Callable[..., Any], call: _Call) -> None:
         self._fn = fn
         self._call = call
-        created = True
-        while created:
-            store = Store((), (), initial_value)
-            jax.eval_shape(lambda data, s=store: self._trace(s, data)[1], [parts[0] for parts in call.parts])
-            created = initialize(store.variables)
+        store = discover(
+            lambda store: lambda data: self._trace(store, data)[1], [parts[0] for parts in call.parts]
+        )
         self._variables = store.variables
         self._written = list(store.written.values())
         self._compiled = jax.jit(

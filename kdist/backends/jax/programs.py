@@ -229,6 +229,26 @@ def initialize(variables: Sequence[Any]) -> bool:
     return True
 
 
+def discover(
+    function: Callable[[Store], Callable[[Any], Any]],
+    arguments: Any,
+    created: Callable[[Sequence[Any]], None] = lambda variables: None,
+) -> Store:
+    """Traces a function without compiling it, and returns a store that knows all variables it reads and writes.
+
+    Args:
+        function: Returns, for a store, the function to trace over it.
+        arguments: Shapes and dtypes of its arguments.
+        created: Called with all variables once the function has created some, which have values by then.
+    """
+    while True:
+        store = Store((), (), initial_value)
+        jax.eval_shape(function(store), arguments)
+        if not initialize(store.variables):
+            return store
+        created(store.variables)  # and once more: a layer that is built may use other variables
+
+
 def is_array(leaf: Any) -> bool:
     """Says whether a leaf of a result is data; anything else is a constant of the program."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
@@ -269,12 +289,12 @@ def function_key(fn: Any) -> Any:
         A tuple to compare; it holds what it identifies.
     """
     if isinstance(fn, functools.partial):
-        return "partial", function_key(fn.func), _constant(fn.args), _constant(fn.keywords)
+        return "partial", function_key(fn.func), constant_key(fn.args), constant_key(fn.keywords)
     if isinstance(fn, types.MethodType):
         return "method", function_key(fn.__func__), _Same(fn.__self__)
     if isinstance(fn, types.FunctionType):
         cells = tuple(_cell(cell) for cell in fn.__closure__ or ())
-        return "function", fn.__code__, cells, _constant(fn.__defaults__), _constant(fn.__kwdefaults__)
+        return "function", fn.__code__, cells, constant_key(fn.__defaults__), constant_key(fn.__kwdefaults__)
     return "object", _Same(fn)
 
 
@@ -283,16 +303,17 @@ def _cell(cell: Any) -> Any:
         value = cell.cell_contents
     except ValueError:  # a function that refers to itself, or to what is not there yet
         return None
-    return function_key(value) if isinstance(value, types.FunctionType) else _constant(value)
+    return function_key(value) if isinstance(value, types.FunctionType) else constant_key(value)
 
 
-def _constant(value: Any) -> Any:
+def constant_key(value: Any) -> Any:
+    """What must be equal for two constants to be the same: small ones by value, other objects by identity."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return type(value), value
     if isinstance(value, tuple):
-        return tuple(_constant(item) for item in value)
+        return tuple(constant_key(item) for item in value)
     if isinstance(value, dict):
-        return tuple((key, _constant(item)) for key, item in value.items())
+        return tuple((key, constant_key(item)) for key, item in value.items())
     return _Same(value)
 
 
@@ -307,6 +328,3 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and other.value is self.value
-
-
-constant_key = _constant

@@ -15,7 +15,6 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kdist.backends import debugging
 from kdist.backends.replica import Replica, equal_shares
 from kdist.context import cross_replica
 from kdist.data.rows import is_ragged, is_tf_sparse, to_dense
@@ -316,17 +315,12 @@ class JaxReplica(Replica):
             is_model_step=False,
         )
         self._collectives = collectives
-        self.log: list[Any] = []
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The device of this replica; of one program for several devices, all of them."""
         names = self.strategy.runtime.devices
         return (names[self.local_index],) if isinstance(self.local_index, int) else tuple(names)
-
-    def note(self, collective: str, tensors: Sequence[Any]) -> None:
-        """Keeps, for `KDIST_DEBUG=1`, which collectives the function has, and where."""
-        self.log.append([collective, debugging.signature(tensors), debugging.call_site()])
 
     def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums each tensor over all replicas."""

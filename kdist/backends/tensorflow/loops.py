@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import equal_shares
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
-from kdist.context import current_replica
+from kdist.context import current_replica, joined_strategy
 from kdist.values import component
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ def run(
             raise
 
     runtime.native.run(one_replica)
-    _debug(runtime, logs[0])
+    if debugging.is_on():
+        with tf.init_scope(), runtime.suspended(), runtime.scope():
+            if runtime.can_exchange:
+                debugging.check_all(runtime, logs[0])
     return results
 
 
@@ -85,18 +89,6 @@ def lifted(strategy: Any, fn: Any) -> Callable[..., Any]:
     return known[strategy]
 
 
-def _debug(runtime: TensorFlowRuntime, collectives: Sequence[Any]) -> None:
-    """Under `KDIST_DEBUG=1`, compares the collectives of a function that was traced with the other workers'."""
-    if runtime.num_workers == 1 or not debugging.is_on():
-        return
-    with tf.init_scope(), runtime.suspended(), runtime.scope():
-        if not runtime.can_exchange:
-            return
-        for collective, shapes, site in collectives:
-            debugging.check(runtime, collective, shapes, site)
-        debugging.check(runtime, "end of the function", site=debugging.call_site())
-
-
 def converted(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Lets AutoGraph see the user's function, where it converts what calls `strategy.run`."""
     context = tf.__internal__.autograph.control_status_ctx()
@@ -122,7 +114,12 @@ def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     @functools.wraps(fn)
     @tf.autograph.experimental.do_not_convert
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs) if current_replica() is not None else compiled(*args, **kwargs)
+        if current_replica() is not None:
+            return fn(*args, **kwargs)
+        # Collectives run in here, long after the Python code that has called for them.
+        joined = joined_strategy()
+        with contextlib.nullcontext() if joined is None else joined.runtime.engine_errors():
+            return compiled(*args, **kwargs)
 
     wrapper.python_function = fn  # type: ignore[attr-defined]
     setattr(wrapper, _LIFTED, weakref.WeakKeyDictionary())

@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from kdist import keras_hooks
-from kdist.backends import debugging
 from kdist.backends.replica import Replica, ReplicaScope
 from kdist.backends.structures import joined
 from kdist.context import cross_replica
@@ -18,15 +17,6 @@ from kdist.values import component
 
 class TensorFlowReplica(Replica):
     """A replica that runs inside `tf.distribute.Strategy.run`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.log: list[Any] = []
-
-    def note(self, collective: str, tensors: Sequence[Any]) -> None:
-        """Keeps, for `KDIST_DEBUG=1`, which collectives the function has, and where."""
-        if self.local_index == 0 and debugging.is_on():
-            self.log.append([collective, debugging.signature(tensors), debugging.call_site()])
 
     def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums with the all-reduce of `tf.distribute`."""

@@ -10,6 +10,7 @@ import keras
 import torch
 
 from kdist import keras_hooks
+from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import RowShare, equal_shares
 from kdist.backends.torch.devices import keras_device
@@ -74,7 +75,7 @@ def run(
         result = fn(*own_args, **own_kwargs)
         assert replica.scope is not None
         replica.scope.aggregate()
-        replica.note("end of the function", [])
+        replica.note(debugging.END, [])
         return result
 
     try:

@@ -1,0 +1,64 @@
+"""A worker that ends in the middle of a custom loop: the other one says who is missing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.processes import BACKENDS, Script, local_addresses, tf_config
+
+# As in `fit`; a busy machine takes some seconds more to print a traceback.
+LIMIT = 25.0
+
+LOOP = """
+import os
+
+import kdist
+
+strategy = kdist.MultiWorkerMirroredStrategy()
+
+import keras
+
+index = strategy.cluster_resolver.task_id
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1)
+
+
+def replica_step(x):
+    loss_fn = lambda: keras.ops.mean(keras.ops.square(model(x)))
+    loss, gradients = kdist.value_and_grad(loss_fn, model.trainable_variables)()
+    optimizer.apply(gradients, model.trainable_variables)
+    return loss
+
+
+@kdist.function
+def train_step(x):
+    return strategy.reduce("SUM", strategy.run(replica_step, args=(x,)), axis=None)
+
+
+for step in range(100):
+    if step == 5 and index == 1:
+        os._exit(9)
+    train_step(keras.ops.ones((8, 4)))
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_other_worker_names_the_one_that_is_lost(backend, tmp_path):
+    addresses = local_addresses(2)
+    workers = [
+        Script(tmp_path, f"worker{i}", LOOP, {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, i)})
+        for i in range(2)
+    ]
+    try:
+        assert workers[1].wait() == 9
+        start = time.monotonic()
+        assert workers[0].wait() not in (0, 9)
+        assert time.monotonic() - start < LIMIT
+        assert "WorkerLostError" in workers[0].stderr()
+        assert f"without worker 1 ({addresses[1]})" in workers[0].stderr()
+    finally:
+        for worker in workers:
+            worker.kill()
