@@ -38,7 +38,7 @@ _CONTENTS = {
     ),
     "kdist.values": ("DistributedValues", "ReduceOp"),
 }
-_MODULES = ("cluster_resolver", "errors", "experimental", "launch", "nn")
+_MODULES = ("callbacks", "cluster_resolver", "errors", "experimental", "launch", "nn")
 _HOME = {name: module for module, names in _CONTENTS.items() for name in names}
 
 __all__ = sorted(["__version__", *_HOME, *_MODULES])

@@ -6,6 +6,7 @@ from kdist.strategies.multi_worker_mirrored import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from kdist.synchrony import check_in_sync
+from kdist.training.preemption import PreemptionCheckpointHandler, TerminationConfig
 
 # The older name of the same class.
 CollectiveCommunication = CommunicationImplementation
@@ -15,6 +16,8 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "PreemptionCheckpointHandler",
+    "TerminationConfig",
     "ValueContext",
     "check_in_sync",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
@@ -17,6 +17,7 @@ from kdist.data.sources import is_infinite, py_dataset, torch_loader
 from kdist.data.sources.iterables import IteratorSource
 from kdist.data.steps import as_batch, open_steps
 from kdist.errors import InvalidArgumentError, StrategyScopeError
+from kdist.training.passes import TAKEN, Passes
 
 if TYPE_CHECKING:
     from kdist.training.session import Session
@@ -52,6 +53,7 @@ class GlobalBatches:
         self._is_array = keras_hooks.num_array_rows(self.iterator) is not None
         steps = arguments.get("steps_per_epoch")
         self._limit = steps * epochs if steps else None
+        self._passes = Passes(self.iterator, continues=bool(steps))
 
     def _adapter(self, dataset: DistributedDataset, arguments: dict[str, Any]) -> Any:
         if dataset._runtime is not self._session.runtime:
@@ -127,21 +129,56 @@ class GlobalBatches:
         """Ends what reads ahead, with its thread."""
         keras_hooks.release(self.iterator)
 
+    def record(self) -> None:
+        """From now on, notes what `position` needs; to be called before the first epoch."""
+        self._passes.record()
+
+    def position(self) -> dict[str, Any]:
+        """Where the reading is, as JSON: what `go_to` needs in another process."""
+        position = self._passes.position()
+        if self._distributed is not None:
+            position |= {"taken": 0, "dataset": self._distributed.get_state()}
+        return position
+
+    def go_to(self, position: Mapping[str, Any], step: int) -> None:
+        """Goes on, with the next epoch that is iterated, where `position` was called.
+
+        Args:
+            position: What `position` returned, for the same data in the same order.
+            step: How many steps of that epoch have been taken.
+        """
+        self.reset()
+        self._passes.record()
+        self._passes.go_to(position, step)
+        if self._distributed is not None:
+            self._distributed.set_state(position["dataset"])
+
     def __iter__(self) -> Iterator[tuple[int, int, Sequence[Any]]]:
         """Yields the index of the first and the last step, and the batches of one execution."""
+        self.iterator.prepare = self._prepared
+        self._passes.before_epoch()
         self.share_random_state()
-        if self._distributed is None and not self._is_array:
-            self.iterator.prepare = self._prepared
         if keras_hooks.shuffles_py_dataset(self.iterator):
             py_dataset.share_random_state(self._session.runtime)
-        return iter(self.iterator)
+        for begin, end, batches in self.iterator:
+            if present := [batch for batch in batches if batch is not TAKEN]:
+                yield begin, end, present
 
     def _prepared(self, batches: Any) -> Iterator[Any]:
         """What the steps take, of Keras's iterable of global batches."""
+        if self._is_array or self._distributed is not None:
+            # Not in a generator: PyTorch's loader draws random numbers when its iterator is made.
+            started = self._passes.start(batches)
+            return self._passes.counted(started)
+        return self._passes.counted(self._agreed(batches))
+
+    def _agreed(self, batches: Any) -> Iterator[Any]:
         runtime = self._session.runtime
         if keras_hooks.is_torch_loader(self.iterator):
             torch_loader.share_random_state(runtime)
-        source = IteratorSource(itertools.islice(batches, self._limit))
+        rest = self._passes.start(batches)
+        limit = None if self._limit is None else max(self._limit - self._passes.taken, 0)
+        source = IteratorSource(itertools.islice(rest, limit))
         steps = open_steps(
             runtime, read_global(source, place_of(runtime), 0, 0), InputOptions(), is_global=True
         )

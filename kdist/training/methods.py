@@ -16,6 +16,7 @@ from kdist import keras_hooks
 from kdist.backends.messages import check_equal
 from kdist.errors import InvalidArgumentError
 from kdist.training.batches import GlobalBatches
+from kdist.training.progress import Progress
 from kdist.training.session import Session, session_of
 from kdist.training.voting import Ballot
 
@@ -96,8 +97,9 @@ def fit(
             model=model,
         )
         try:
-            _train(session, batches, validation, callbacks, model._initial_epoch or initial_epoch, epochs)
+            _train(session, batches, validation, callbacks, initial_epoch, epochs)
         finally:
+            session.progress = None
             batches.close()
             validation.close()
     return model.history
@@ -116,15 +118,23 @@ def _train(
     function = session.function("train")
     model.stop_training = False
     logs: dict[str, Any] = {}
+    session.progress = progress = Progress(batches, callbacks, initial_epoch)
     with function:
         callbacks.on_train_begin()
-        for epoch in range(initial_epoch, epochs):
-            model.reset_metrics()
-            callbacks.on_epoch_begin(epoch)
+        progress.restore_callbacks()
+        # Either may have been set by a callback that restores a checkpoint: Keras's own, or kdist's.
+        progress.epoch = model._initial_epoch or progress.epoch
+        for epoch in range(progress.epoch, epochs):
             step_logs: dict[str, Any] = {}
+            if progress.is_resumed:
+                step_logs = model.get_metrics_result()
+            else:
+                model.reset_metrics()
+            callbacks.on_epoch_begin(epoch)
             for begin, end, data in batches:
                 callbacks.on_train_batch_begin(begin)
                 step_logs = function(data)
+                progress.after_step(end)
                 callbacks.on_train_batch_end(end, step_logs)
                 model.stop_training = ballot.after_batch(model.stop_training)
                 if model.stop_training:
@@ -132,6 +142,7 @@ def _train(
             function.sync()
             logs = dict(model._get_metrics_result_or_logs(step_logs))
             logs.update(validation.run(epoch, callbacks))
+            progress.after_epoch()
             callbacks.on_epoch_end(epoch, logs)
             model.stop_training = ballot.after_epoch(model.stop_training)
             if model.stop_training:

@@ -14,6 +14,7 @@ from kdist.training.batches import GlobalBatches
 if TYPE_CHECKING:
     from kdist.backends.contract import StepFunction
     from kdist.strategies.strategy import Strategy
+    from kdist.training.progress import Progress
 
 
 class Session:
@@ -31,6 +32,8 @@ class Session:
         self.runtime = strategy.runtime
         self._functions: dict[str, tuple[Any, StepFunction]] = {}
         self._num_shared = -1
+        self.progress: Progress | None = None
+        """Where `fit` is, while it runs."""
 
     @property
     def model(self) -> Any:

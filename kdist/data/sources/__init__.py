@@ -25,7 +25,7 @@ def source_of(dataset: Any) -> Source:
     """
     if isinstance(dataset, Source):
         return dataset
-    if _is(dataset, "DatasetV2", "tensorflow."):
+    if is_tf_data(dataset):
         from kdist.data.sources.tf_data import TFDataSource
 
         return TFDataSource(dataset)
@@ -42,7 +42,12 @@ def source_of(dataset: Any) -> Source:
 
 def is_infinite(dataset: Any) -> bool:
     """Says whether data of any kind are known to have no end: a `tf.data.Dataset` that repeats forever."""
-    return _is(dataset, "DatasetV2", "tensorflow.") and source_of(dataset).is_infinite
+    return is_tf_data(dataset) and source_of(dataset).is_infinite
+
+
+def is_tf_data(dataset: Any) -> bool:
+    """Says whether a dataset is a `tf.data.Dataset`."""
+    return _is(dataset, "DatasetV2", "tensorflow.")
 
 
 def _iterable(dataset: Any) -> Source:

@@ -23,14 +23,24 @@ if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
 
 
-def share_random_state(runtime: Runtime) -> None:
-    """Gives all workers the chief's global generator, from which loaders that shuffle draw their seed."""
+def random_state() -> bytes:
+    """Returns the state of PyTorch's global generator, from which loaders that shuffle draw their seed."""
     import torch
 
+    return bytes(torch.get_rng_state().numpy().tobytes())
+
+
+def set_random_state(state: bytes) -> None:
+    """Sets what `random_state` returned, in this process or another."""
+    import torch
+
+    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def share_random_state(runtime: Runtime) -> None:
+    """Gives all workers the chief's global generator."""
     if runtime.num_workers > 1:
-        state = torch.get_rng_state()
-        chief = runtime.all_gather_bytes(state.numpy().tobytes())[0]
-        torch.set_rng_state(torch.frombuffer(bytearray(chief), dtype=state.dtype))
+        set_random_state(runtime.all_gather_bytes(random_state())[0])
 
 
 @contextlib.contextmanager

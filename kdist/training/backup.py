@@ -1,0 +1,152 @@
+"""`BackupAndRestore`: a `fit` that was interrupted goes on where it was, in the middle of an epoch too."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import keras
+
+from kdist.checkpoint.checkpoint import Checkpoint
+from kdist.checkpoint.manager import CheckpointManager
+from kdist.errors import CheckpointCorruptError, InvalidArgumentError
+from kdist.training.meetings import Meetings
+from kdist.training.preemption import TerminationConfig, TerminationWatch
+from kdist.training.progress import Progress, progress_of
+
+_log = logging.getLogger("kdist")
+
+
+class BackupAndRestore(keras.callbacks.Callback):
+    """Saves what `fit` needs to go on, and goes on from it when the same script is started again.
+
+    The run that goes on equals one that was never interrupted: it has the same weights, and no sample is repeated
+    or left out. Saved are the weights, the optimiser, metrics, seeds, random states, the position in the data,
+    the history and what Keras's callbacks count. Every worker writes its share, in the background, and the
+    number of workers may change from one start to the next.
+
+    Data must come in the same order again: arrays, tf.data pipelines whose `shuffle` has a seed, loaders,
+    `PyDataset`s and generators that start from the beginning. What was consumed of a generator is read again
+    and skipped.
+
+    Args:
+        backup_dir: A folder for the checkpoints, which all workers see; or one of its own for each worker.
+        save_freq: `"epoch"`, or a number of steps; `None` or `False` where only the other ways count.
+        every_seconds: Saves, besides, about as often.
+        delete_checkpoint: Whether the backups are deleted at the end of training, as Keras's own callback does.
+        max_to_keep: How many backups are kept; with more than one, a damaged one does not matter.
+        save_before_preemption: Whether SIGTERM on any worker makes all of them save after the same step and leave
+            with exit code 75.
+        termination_config: How else a termination is noticed, and what is done then; see
+            `kdist.experimental.TerminationConfig`.
+
+    Example:
+
+    ```python
+    model.fit(x, y, epochs=10, callbacks=[kdist.callbacks.BackupAndRestore("backup", save_freq=100)])
+    ```
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: int | str | None = "epoch",
+        every_seconds: float | None = None,
+        delete_checkpoint: bool = True,
+        max_to_keep: int = 2,
+        save_before_preemption: bool = False,
+        termination_config: TerminationConfig | None = None,
+    ) -> None:
+        super().__init__()
+        is_number = _is_number(save_freq) and save_freq > 0
+        save_before_preemption = save_before_preemption or termination_config is not None
+        none = save_freq in (None, False) and (every_seconds or save_before_preemption)
+        if not (is_number or save_freq == "epoch" or none):
+            raise InvalidArgumentError(
+                'save_freq must be "epoch" or a number of steps, from 1.',
+                received={"save_freq": save_freq, "every_seconds": every_seconds},
+                hint="BackupAndRestore(folder, save_freq=100), or save_freq=None with every_seconds=60.",
+            )
+        if every_seconds is not None and every_seconds <= 0:
+            raise InvalidArgumentError(
+                "every_seconds must be positive.", received={"every_seconds": every_seconds}
+            )
+        if not os.fspath(backup_dir):
+            raise InvalidArgumentError("backup_dir must name a folder.", received={"backup_dir": backup_dir})
+        self.backup_dir = os.fspath(backup_dir)
+        self.save_freq = save_freq
+        self.every_seconds = every_seconds
+        self.delete_checkpoint = delete_checkpoint
+        self.max_to_keep = max_to_keep
+        self._termination = (termination_config or TerminationConfig()) if save_before_preemption else None
+        self._watch: TerminationWatch | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Goes to where the last run was, if there was one."""
+        self._progress = progress_of(self.model)
+        self._manager = CheckpointManager(
+            Checkpoint(model=self.model, fit=self._progress), self.backup_dir, max_to_keep=self.max_to_keep
+        )
+        _restore_newest(self._manager)
+        self._saved_at = self._progress.num_steps
+        self._saved_time = time.monotonic()
+        runtime = self._manager.checkpoint._runtime()
+        self._clock = Meetings(runtime, min(1.0, self.every_seconds / 4)) if self.every_seconds else None
+        if self._watch is not None:  # of a `fit` that failed
+            self._watch.close()
+        self._watch = None if self._termination is None else TerminationWatch(runtime, self._termination)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Saves, where it is time; leaves, where a worker is to be terminated."""
+        if self._watch is not None and self._watch.must_leave(self._progress.num_steps):
+            self._watch.leave(self._save_now)
+        elif self._is_time(self._progress):
+            self._save()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Saves at the end of each epoch, where that is wanted."""
+        if self.save_freq == "epoch":
+            self._save()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Waits for the last backup; deletes all, where that is wanted."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        self._manager.wait()
+        if self.delete_checkpoint:
+            self._manager.delete_all()
+
+    def _is_time(self, progress: Progress) -> bool:
+        due = _is_number(self.save_freq) and progress.num_steps - self._saved_at >= self.save_freq
+        if self._clock is not None and self.every_seconds and self._clock.is_due(progress.num_steps):
+            late = time.monotonic() - self._saved_time >= self.every_seconds
+            due |= bool(self._clock.meet(progress.num_steps, late)[0])
+        return due
+
+    def _save(self) -> None:
+        self._manager.save()
+        self._saved_at = self._progress.num_steps
+        self._saved_time = time.monotonic()
+
+    def _save_now(self) -> None:
+        self._save()
+        self._manager.wait()
+
+
+def _is_number(save_freq: Any) -> bool:
+    return isinstance(save_freq, int) and not isinstance(save_freq, bool)
+
+
+def _restore_newest(manager: CheckpointManager) -> str | None:
+    """Restores the newest checkpoint that is not damaged; returns its path."""
+    for path in reversed(manager.checkpoints):
+        try:
+            manager.checkpoint.restore(path)
+        except CheckpointCorruptError as error:
+            _log.warning("%s kdist goes on with the backup before it.", error)
+            continue
+        return path
+    return None

@@ -1,0 +1,230 @@
+"""Preemption: a machine says that it will be taken away, and all workers save and leave at the same step.
+
+Names and meanings are those of `tf.distribute.experimental.PreemptionCheckpointHandler`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kdist.checkpoint.checkpoint import Checkpoint
+from kdist.checkpoint.manager import CheckpointManager
+from kdist.errors import InvalidArgumentError
+from kdist.training.meetings import Meetings
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+
+_log = logging.getLogger("kdist")
+
+EXIT_CODE = 75
+"""With which preempted workers leave: "temporary failure, try again" (EX_TEMPFAIL of sysexits.h)."""
+_MEETING_SECONDS = 0.5
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class TerminationConfig:
+    """How a termination is noticed, and what is done about it.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/TerminationConfig
+
+    Args:
+        termination_watcher_fn: Called about once a second in a thread of its own; returns `True` once this worker
+            will be terminated. By default SIGTERM says so.
+        exit_fn: Called after the save, without arguments; by default the process ends with code 75.
+        grace_period: Seconds between the notice and the termination that training may still use. By default
+            workers save and leave at once.
+        save_fn: Called in place of the checkpoint's own `save`, without arguments.
+
+    Example:
+
+    >>> import kdist
+    >>> kdist.experimental.TerminationConfig(grace_period=60).grace_period
+    60
+    """
+
+    termination_watcher_fn: Callable[[], bool] | None = None
+    exit_fn: Callable[[], None] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[[], Any] | None = None
+
+
+class TerminationWatch:
+    """Notices that this worker will be terminated, and lets all workers leave at the same step.
+
+    Args:
+        runtime: The workers; `None` for this process alone.
+        config: How it is noticed.
+    """
+
+    def __init__(self, runtime: Runtime | None, config: TerminationConfig) -> None:
+        self._config = config
+        self._meetings = Meetings(runtime, _MEETING_SECONDS)
+        self._noticed: float | None = None
+        self._closed = threading.Event()
+        self._earlier: Any = None
+        self._handles = config.termination_watcher_fn is None
+        if not self._handles:
+            threading.Thread(target=self._look, name="kdist termination", daemon=True).start()
+        elif threading.current_thread() is threading.main_thread():
+            self._earlier = signal.signal(signal.SIGTERM, self._on_signal)
+        else:
+            _log.warning("SIGTERM cannot be watched from a thread; pass a termination_watcher_fn.")
+
+    def must_leave(self, num_steps: int) -> bool:
+        """Says whether all workers save and leave now; the same on all of them, after the same step.
+
+        Args:
+            num_steps: How many steps have been taken.
+        """
+        if not self._meetings.is_due(num_steps):
+            return False
+        since = None if self._noticed is None else time.monotonic() - self._noticed
+        said = [seconds for seconds in self._meetings.meet(num_steps, since) if seconds is not None]
+        return bool(said) and max(said) >= (self._config.grace_period or 0.0)
+
+    def leave(self, save: Callable[[], Any]) -> None:
+        """Saves and ends the process.
+
+        Args:
+            save: Saves and waits until everything is on disk.
+        """
+        _log.warning("A worker is to be terminated: all workers save and leave.")
+        (self._config.save_fn or save)()
+        self.close()
+        if self._config.exit_fn is not None:
+            self._config.exit_fn()
+        else:
+            sys.exit(EXIT_CODE)
+
+    def close(self) -> None:
+        """Stops watching; SIGTERM means again what it meant before."""
+        self._closed.set()
+        if self._earlier is not None:
+            signal.signal(signal.SIGTERM, self._earlier)
+            self._earlier = None
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._noticed is None:
+            self._noticed = time.monotonic()
+            return
+        # The second one is meant: nobody has come to the end of a step since the first.
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _look(self) -> None:
+        watch = self._config.termination_watcher_fn
+        assert watch is not None
+        while not self._closed.wait(_LOOK_SECONDS):
+            if watch():
+                self._noticed = time.monotonic()
+                return
+
+
+class PreemptionCheckpointHandler:
+    """Saves a checkpoint on all workers when one of them is to be terminated, and restores it at the next start.
+
+    For loops of one's own; in `fit`, use `kdist.callbacks.BackupAndRestore(…, save_before_preemption=True)`.
+    Restores the newest checkpoint when it is made. All workers must make one, and call `run` equally often.
+
+    Source:
+    https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler
+
+    Args:
+        cluster_resolver: Not needed: the workers are those of the strategy. There for the signature's sake.
+        checkpoint_or_checkpoint_manager: What to save.
+        checkpoint_dir: Where; only with a `Checkpoint`.
+        termination_config: How a termination is noticed; by default by SIGTERM.
+
+    Example:
+
+    ```python
+    checkpoint = kdist.Checkpoint(model=model, optimizer=optimizer, step=0)
+    handler = kdist.experimental.PreemptionCheckpointHandler(None, checkpoint, "preempted")
+    while checkpoint.step < 10_000:
+        handler.run(train_step, next(iterator))
+        checkpoint.step += 1
+    ```
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any,
+        checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+    ) -> None:
+        given = checkpoint_or_checkpoint_manager
+        if isinstance(given, CheckpointManager):
+            if checkpoint_dir is not None:
+                raise InvalidArgumentError(
+                    "checkpoint_dir must not be passed beside a CheckpointManager.",
+                    received={"checkpoint_dir": os.fspath(checkpoint_dir)},
+                )
+            self._manager = given
+        elif isinstance(given, Checkpoint) and checkpoint_dir is not None:
+            self._manager = CheckpointManager(given, checkpoint_dir, max_to_keep=1)
+        else:
+            raise InvalidArgumentError(
+                "A PreemptionCheckpointHandler needs a kdist.CheckpointManager, or a kdist.Checkpoint and a folder.",
+                received={"checkpoint": type(given).__name__, "checkpoint_dir": checkpoint_dir},
+                hint='PreemptionCheckpointHandler(None, checkpoint, "preempted")',
+            )
+        self._manager.restore_or_initialize()
+        self._config = termination_config or TerminationConfig()
+        self._watch = TerminationWatch(self._manager.checkpoint._runtime(), self._config)
+        self._calls = 0
+        self._watches = True
+
+    @property
+    def total_run_calls(self) -> int:
+        """How often `run` was called in this process."""
+        return self._calls
+
+    def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function that takes a step on all replicas, unless the workers are to leave: then saves and leaves.
+
+        Args:
+            distributed_train_function: Calls `strategy.run`.
+            *args: Its arguments.
+            **kwargs: Its arguments, by name.
+
+        Returns:
+            What the function returned.
+        """
+        self._leave_if_told()
+        result = distributed_train_function(*args, **kwargs)
+        self._calls += 1
+        return result
+
+    @contextlib.contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """Within this, `run` watches; after it no more. Without it, `run` watches from the beginning."""
+        try:
+            yield
+            self._leave_if_told()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stops watching; SIGTERM means again what it meant before."""
+        self._watches = False
+        self._watch.close()
+
+    def _leave_if_told(self) -> None:
+        if self._watches and self._watch.must_leave(self._calls):
+            self._watch.leave(self._save)
+
+    def _save(self) -> None:
+        self._manager.save(check_interval=False)
+        self._manager.wait()

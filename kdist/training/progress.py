@@ -1,0 +1,131 @@
+"""`Progress`: where a `fit` is, so that a checkpoint can go on from there, in the middle of an epoch too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from kdist.errors import StrategyScopeError
+
+if TYPE_CHECKING:
+    from kdist.training.batches import GlobalBatches
+
+# What Keras's own callbacks remember from epoch to epoch, in numbers.
+_REMEMBERED = {
+    "EarlyStopping": ("wait", "best", "best_epoch", "stopped_epoch"),
+    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
+    "ModelCheckpoint": ("best", "epochs_since_last_save"),
+}
+
+
+class Progress:
+    """Where a `fit` is. Its state is JSON; a checkpoint that holds it brings a new `fit` to the same place.
+
+    Args:
+        batches: The training data.
+        callbacks: The `CallbackList` of `fit`.
+        epoch: The first epoch.
+    """
+
+    def __init__(self, batches: GlobalBatches, callbacks: Any, epoch: int) -> None:
+        self._batches = batches
+        self._callbacks = list(callbacks.callbacks)
+        self._restored: Mapping[str, Any] | None = None
+        self.epoch = epoch
+        """The epoch under way, or the next one."""
+        self.step = 0
+        """Steps of it that have been taken."""
+        self.num_steps = 0
+        """Steps of all epochs that this process has taken."""
+        self.is_resumed = False
+        """Whether the epoch goes on in its middle: its metrics are those of the checkpoint."""
+
+    def after_step(self, end: int) -> None:
+        """Notes that the step of index `end` has been taken."""
+        self.num_steps += end + 1 - self.step
+        self.step = end + 1
+        self.is_resumed = False
+
+    def after_epoch(self) -> None:
+        """Notes that the epoch has ended, its validation too."""
+        self.epoch, self.step = self.epoch + 1, 0
+        self.is_resumed = False
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns, as JSON, what a new `fit` needs to go on from here."""
+        history = self._history
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "data": self._batches.position(),
+            "history": [history.epoch, {name: list(map(float, v)) for name, v in history.history.items()}],
+            "callbacks": [[type(callback).__name__, _state_of(callback)] for callback in self._callbacks],
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Lets this `fit`, which has not begun its first epoch, go on where `get_state` was called."""
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.is_resumed = self.step > 0
+        self._batches.go_to(state["data"], self.step)
+        self._restored = state
+
+    def restore_callbacks(self) -> None:
+        """Gives callbacks what they remembered. Called once all have begun, where they forget."""
+        if self._restored is None:
+            return
+        epochs, values = self._restored["history"]
+        self._history.epoch, self._history.history = list(epochs), dict(values)
+        for callback, (name, remembered) in zip(self._callbacks, self._restored["callbacks"], strict=False):
+            if type(callback).__name__ == name:
+                _set_state_of(callback, remembered)
+
+    @property
+    def _history(self) -> Any:
+        return next(c for c in self._callbacks if isinstance(c, keras.callbacks.History))
+
+
+def _state_of(callback: Any) -> Any:
+    if hasattr(callback, "get_state"):
+        return callback.get_state()
+    names = _REMEMBERED.get(type(callback).__name__, ())
+    values = {name: getattr(callback, name, None) for name in names}
+    return {name: None if v is None else float(v) for name, v in values.items()}
+
+
+def _set_state_of(callback: Any, state: Any) -> None:
+    if hasattr(callback, "set_state"):
+        callback.set_state(state)
+        return
+    for name, value in state.items():
+        whole = value is not None and name != "best"
+        setattr(callback, name, int(value) if whole else value)
+
+
+def progress_of(model: Any) -> Progress:
+    """Returns where the `fit` of a model is, for callbacks; from now on it can be saved.
+
+    Args:
+        model: The model that trains.
+
+    Raises:
+        StrategyScopeError: It was created outside any strategy, or does not train.
+    """
+    from kdist import keras_hooks
+    from kdist.training.session import session_of
+
+    strategy = keras_hooks.strategy_of(model)
+    if strategy is None:
+        raise StrategyScopeError(
+            "This callback needs a model that was created in a strategy's scope.",
+            received={"model": model.name},
+            hint="Create it in `with kdist.MultiWorkerMirroredStrategy().scope():`; one worker will do.",
+        )
+    progress = session_of(strategy, model).progress
+    if progress is None:
+        raise StrategyScopeError(
+            "This callback can be used while `fit` runs only.", received={"model": model.name}
+        )
+    progress._batches.record()
+    return progress

@@ -1,0 +1,55 @@
+"""The random generators that decide what data come next, as text that a checkpoint can keep."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kdist.backends import get_backend
+from kdist.data.sources import torch_loader
+
+
+def capture(with_torch: bool = False) -> dict[str, Any]:
+    """Returns the states of the generators that shuffle: the backend's, Python's and NumPy's.
+
+    Args:
+        with_torch: Whether PyTorch's too, from which its loaders draw on every backend.
+    """
+    name, words, *rest = np.random.get_state()
+    states = {
+        "backend": _text(get_backend().random_state()),
+        "python": random.getstate(),
+        "numpy": [name, _text(np.asarray(words, "<u4").tobytes()), *rest],
+    }
+    if with_torch:
+        states["torch"] = _text(torch_loader.random_state())
+    # As it will be read: tuples are lists in JSON.
+    return dict(json.loads(json.dumps(states)))
+
+
+def restore(states: Mapping[str, Any]) -> None:
+    """Sets what `capture` returned, in this process or another.
+
+    Args:
+        states: What `capture` returned.
+    """
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, key, *rest = states["numpy"]
+    np.random.set_state((name, np.frombuffer(_bytes(key), "<u4").astype(np.uint32), *rest))
+    get_backend().set_random_state(_bytes(states["backend"]))
+    if "torch" in states:
+        torch_loader.set_random_state(_bytes(states["torch"]))
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text)

@@ -1,0 +1,166 @@
+"""A `fit` that was interrupted and goes on equals one that never was, whatever the data and wherever it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import each_backend, run, strategy
+
+ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps an epoch
+
+each_cluster = pytest.mark.parametrize("num_workers", [1, 2])
+
+
+class Interrupted(Exception):
+    """Stands for whatever ends a job."""
+
+
+def arrays() -> tuple[Any, Any]:
+    random = np.random.RandomState(3)
+    return random.rand(ROWS, 5).astype("float32"), random.rand(ROWS, 1).astype("float32")
+
+
+def make_data(kind: str) -> dict[str, Any]:
+    """The arguments of `fit` for one kind of data, as a script makes them each time it is started."""
+    x, y = arrays()
+    cuts = range(0, ROWS, BATCH)
+    if kind == "arrays":
+        return {"x": x, "y": y, "batch_size": BATCH}
+    if kind == "arrays, 4 steps an epoch":
+        return {"x": x, "y": y, "batch_size": BATCH, "steps_per_epoch": 4}
+    if kind in ("tf.data", "distributed tf.data"):
+        import tensorflow as tf
+
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=5).batch(BATCH)
+        whole = strategy().experimental_distribute_dataset(dataset) if "distributed" in kind else dataset
+        return {"x": whole}
+    if kind == "DataLoader":
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        return {"x": DataLoader(rows, batch_size=BATCH, shuffle=True)}
+    if kind == "PyDataset":
+        import keras
+
+        class Batches(keras.utils.PyDataset):
+            def __len__(self) -> int:
+                return len(cuts)
+
+            def __getitem__(self, index: int) -> Any:
+                rows = slice(index * BATCH, (index + 1) * BATCH)
+                return x[rows], y[rows]
+
+        return {"x": Batches()}
+    assert kind == "generator"
+
+    def endless() -> Iterator[Any]:
+        while True:
+            for start in cuts:
+                yield x[start : start + BATCH], y[start : start + BATCH]
+
+    return {"x": endless(), "steps_per_epoch": 4}
+
+
+KINDS = (
+    "arrays",
+    "arrays, 4 steps an epoch",
+    "tf.data",
+    "distributed tf.data",
+    "DataLoader",
+    "PyDataset",
+    "generator",
+)
+
+
+def fit(kind: str, seed: int, *callbacks: Any, **arguments: Any) -> tuple[list[Any], dict[str, Any]]:
+    """One start of the user's script; returns the weights and the history."""
+    import keras
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(seed)
+    with strategy().scope():
+        model = keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(6, "relu"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+        )
+        model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+    x, y = arrays()
+    history = model.fit(
+        **make_data(kind),
+        validation_data=(x[:7], y[:7]),
+        epochs=EPOCHS,
+        verbose=0,
+        callbacks=list(callbacks),
+        **arguments,
+    )
+    return [np.array(w) for w in model.get_weights()], history.history
+
+
+def stop_at(epoch: int, batch: int | None) -> Any:
+    """A callback that ends the job after a batch, or at the end of an epoch."""
+    import keras
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, at: int, logs: Any = None) -> None:
+            self.epoch = at
+
+        def on_train_batch_end(self, at: int, logs: Any = None) -> None:
+            if (self.epoch, at) == (epoch, batch):
+                raise Interrupted
+
+        def on_epoch_end(self, at: int, logs: Any = None) -> None:
+            if batch is None and at == epoch:
+                raise Interrupted
+
+    return Stop()
+
+
+def interrupted(folder: str, kind: str, save_freq: Any, epoch: int, batch: int | None) -> Any:
+    """Runs without interruption; and again, interrupted once, and started once more. Returns both results."""
+    import kdist
+
+    expected = fit(kind, 1)
+    backup = {"backup_dir": folder, "save_freq": save_freq}
+    with pytest.raises(Interrupted):
+        fit(kind, 1, kdist.callbacks.BackupAndRestore(**backup), stop_at(epoch, batch))
+    # Weights, seeds and random states come from the backup: another seed must not matter.
+    return expected, fit(kind, 2, kdist.callbacks.BackupAndRestore(**backup)), bool(list(Path(folder).glob("*")))
+
+
+def check(results: Any) -> None:
+    for (weights, history), (again, history_again), is_left in results:
+        for expected, value in zip(weights, again, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+        assert history_again.keys() == history.keys()
+        for name, values in history.items():
+            np.testing.assert_allclose(history_again[name], values, rtol=1e-4, atol=1e-6, err_msg=name)
+        assert not is_left, "backups are deleted at the end of training"
+
+
+@each_cluster
+@pytest.mark.parametrize("kind", KINDS)
+@each_backend
+def test_a_run_goes_on_in_the_middle_of_an_epoch(
+    backend: str, kind: str, num_workers: int, tmp_path: Path
+) -> None:
+    check(run(backend, num_workers, interrupted, str(tmp_path), kind, 1, 1, 2))
+
+
+PLACES: dict[str, Callable[[], tuple[Any, int, int | None]]] = {
+    "first step": lambda: (1, 0, 0),
+    "between two backups": lambda: (4, 1, 3),
+    "last step of an epoch": lambda: (1, 1, 5),
+    "end of an epoch": lambda: ("epoch", 1, None),
+    "middle of an epoch, backups at its end": lambda: ("epoch", 1, 2),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@each_backend
+def test_a_run_goes_on_from_anywhere(backend: str, place: str, tmp_path: Path) -> None:
+    check(run(backend, 2, interrupted, str(tmp_path), "arrays", *PLACES[place]()))
