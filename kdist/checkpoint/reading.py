@@ -66,7 +66,7 @@ def read_tensors(path: str, index: Index, wanted: Sequence[Tensor]) -> dict[str,
     try:
         with _Files(path, index) as files, ThreadPoolExecutor(_THREADS) as pool:
             jobs = [
-                pool.submit(files.read, tensor, piece, memoryview(arrays[tensor.name])  # type: ignore[arg-type])
+                pool.submit(files.read, tensor, piece, memoryview(arrays[tensor.name]))  # type: ignore[arg-type]
                 for tensor in wanted
                 for piece in tensor.pieces
             ]
