@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _CONTENTS = {
+    "kdist.checkpoint.checkpoint": ("Checkpoint",),
+    "kdist.checkpoint.layout": ("latest_checkpoint",),
     "kdist.collectives": ("all_gather_object", "barrier", "broadcast"),
     "kdist.context": (
         "ReplicaContext",
@@ -61,6 +63,8 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from kdist import cluster_resolver, errors, experimental, launch, nn
+    from kdist.checkpoint.checkpoint import Checkpoint
+    from kdist.checkpoint.layout import latest_checkpoint
     from kdist.collectives import all_gather_object, barrier, broadcast
     from kdist.context import (
         ReplicaContext,

@@ -86,3 +86,19 @@ class WorkerLostError(KdistError, RuntimeError):
 
 class LaunchError(KdistError, RuntimeError):
     """A worker process that kdist started has failed."""
+
+
+class CheckpointError(KdistError, RuntimeError):
+    """A checkpoint could not be written or read."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no complete checkpoint at the path."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint is damaged: bytes are missing or are not those that were saved."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint holds something else than the objects that are to be restored."""

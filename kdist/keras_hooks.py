@@ -687,6 +687,14 @@ def hide_state(model: Any) -> None:
         model.__dict__.pop(name, None)
 
 
+def sync_state(model: Any) -> None:
+    """Brings the present state into the variables in the middle of an epoch: what `Callback.model` calls."""
+    for name in _STATE_SYNC:
+        if callable(getattr(model, name, None)):
+            getattr(model, name)()
+            return
+
+
 def stateless_scope() -> Any:
     """Returns the innermost `keras.StatelessScope` of this thread, or `None`; Keras has no public way to."""
     from keras.src.backend.common.stateless_scope import get_stateless_scope
@@ -710,6 +718,17 @@ def without_scope() -> Iterator[None]:
 # Threads -----------------------------------------------------------------------------------------------------
 
 
+def global_seed_generator() -> Any:
+    """Returns the generator of all random numbers without a seed of their own; Keras has no public way to."""
+    from keras.src.random.seed_generator import global_seed_generator as keras_global_seed_generator
+
+    # Keras draws its seed from Python's random numbers; the user's next draw must be the one that comes without kdist.
+    drawn = random.getstate()
+    generator = keras_global_seed_generator()
+    random.setstate(drawn)
+    return generator
+
+
 class ThreadState:
     """What Keras keeps for each thread (dtype policy, seed generator, scopes), taken along to another thread.
 
@@ -718,13 +737,9 @@ class ThreadState:
 
     def __init__(self) -> None:
         from keras.src.backend.common import global_state
-        from keras.src.random.seed_generator import global_seed_generator
 
-        # Made here, or every replica would make one of its own in the middle of a step. Keras draws its seed
-        # from Python's random numbers; the user's next draw must be the one that comes without kdist.
-        drawn = random.getstate()
+        # Made here, or every replica would make one of its own in the middle of a step.
         global_seed_generator()
-        random.setstate(drawn)
         # The second is only in Keras before 3.16.
         trackers = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
         self._state = {t: dict(vars(getattr(global_state, t))) for t in trackers if hasattr(global_state, t)}

@@ -14,6 +14,7 @@ import numpy as np
 
 from kdist import keras_hooks
 from kdist.backends.messages import check_equal
+from kdist.checkpoint.checkpoint import wait_for_all
 from kdist.errors import InvalidArgumentError
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
@@ -149,6 +150,7 @@ def _train(
                 break
     _finalize(session, epochs)
     callbacks.on_train_end(logs=logs)
+    wait_for_all()
 
 
 def _finalize(session: Session, epochs: int) -> None:

@@ -1,0 +1,321 @@
+"""`Checkpoint`: saves and restores objects, every worker its share."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import sys
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kdist.backends.messages import gather
+from kdist.checkpoint import layout
+from kdist.context import get_strategy, joined_strategy
+from kdist.errors import CheckpointError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+    from kdist.checkpoint.restoring import RestoreStatus
+    from kdist.checkpoint.writing import Save
+    from kdist.strategies.strategy import Strategy
+
+_all: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
+_serials = itertools.count()
+
+
+class Checkpoint:
+    """Saves and restores models, optimisers, metrics, datasets, numbers: what a job needs to go on.
+
+    Every worker writes its share of the bytes, in parallel and in the background; the checkpoint becomes visible,
+    all at once, when the last byte is on disk. Any number of workers restores it, on any backend. All workers must
+    save and restore alike.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/train/Checkpoint
+
+    Args:
+        root: An object that is known by the name "root"; usually there is none.
+        random: Whether the state of random numbers is saved and restored too: Python's, NumPy's, Keras's global
+            seed and the backend's, those of each worker.
+        **objects: By name: Keras models (with the optimiser and the metrics that they were compiled with), layers,
+            optimisers, metrics, variables and seed generators; distributed datasets and other objects with
+            `get_state()` and `set_state(state)`; numbers, strings, arrays; and lists and dictionaries of these.
+            Each is an attribute of the checkpoint; numbers and strings are set anew as `checkpoint.epoch = 3`.
+
+    Example:
+
+    ```python
+    checkpoint = kdist.Checkpoint(model=model, epoch=0)
+    path = kdist.latest_checkpoint("checkpoints")
+    if path:
+        checkpoint.restore(path)
+    for epoch in range(checkpoint.epoch, 10):
+        model.fit(x, y)
+        checkpoint.epoch = epoch + 1
+        checkpoint.save("checkpoints")
+    checkpoint.wait()
+    ```
+    """
+
+    def __init__(self, root: Any = None, *, random: bool = True, **objects: Any) -> None:
+        self._objects: dict[str, Any] = {}
+        self._random = random
+        self._counter = 0
+        self._serial = next(_serials)
+        self._pending: Save | None = None
+        self._failure: tuple[str, Exception] | None = None
+        for name, value in {**({} if root is None else {"root": root}), **objects}.items():
+            setattr(self, name, value)
+        _all.add(self)
+
+    def __getattr__(self, name: str) -> Any:
+        objects = self.__dict__.get("_objects", {})
+        if name in objects:
+            return objects[name]
+        raise AttributeError(f"The checkpoint has no object {name!r}; it has {sorted(objects)}.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+            return
+        if hasattr(type(self), name):
+            raise InvalidArgumentError(
+                "An object of a checkpoint must have a name that the checkpoint does not need itself.",
+                received={"name": name},
+                hint=f"Call it my_{name}.",
+            )
+        self._objects[name] = value
+
+    @property
+    def save_counter(self) -> int:
+        """How often `save` was called; the number of the last checkpoint it made."""
+        return self._counter
+
+    def save(self, directory: str | os.PathLike[str], *, asynchronous: bool = True) -> str:
+        """Saves a new checkpoint in a directory. All workers must call it.
+
+        Checkpoints are numbered: "ckpt-1", "ckpt-2", …; none that is there is replaced.
+
+        Args:
+            directory: Where. Workers that see the same folder write into it together; one that does not writes
+                a whole checkpoint by itself.
+            asynchronous: Whether to return as soon as the values are copied, and write in the background. If that
+                fails, the next `save` or `wait`, or the end of `fit`, raises.
+
+        Returns:
+            The path of the checkpoint, for `restore`.
+
+        Raises:
+            CheckpointError: On all workers, if one cannot write; or if the last asynchronous save has failed.
+        """
+        return self.save_as(directory, "ckpt", asynchronous=asynchronous)
+
+    def save_as(
+        self,
+        directory: str | os.PathLike[str],
+        prefix: str,
+        number: int | None = None,
+        *,
+        asynchronous: bool = True,
+    ) -> str:
+        """As `save`, under a name and, where wanted, a number of one's own. A checkpoint of that name is replaced.
+
+        Args:
+            directory: As in `save`.
+            prefix: What comes before the number.
+            number: By default the next one.
+            asynchronous: As in `save`.
+        """
+        directory = os.path.abspath(directory)
+
+        def choose() -> int:
+            if number is not None:
+                return number
+            there = [found.number for found in layout.find(directory, prefix)]
+            return max([self._counter, *there]) + 1
+
+        return self._save(directory, prefix, choose, asynchronous, explicit=number is not None)
+
+    def write(self, path: str | os.PathLike[str], *, asynchronous: bool = True) -> str:
+        """Saves a checkpoint under a path of its own; what is there is replaced. All workers must call it.
+
+        Args:
+            path: Of the checkpoint, as `"checkpoints/best"`.
+            asynchronous: As in `save`.
+
+        Returns:
+            The path, for `read`.
+
+        Raises:
+            CheckpointError: As in `save`.
+        """
+        directory, name = os.path.split(os.path.abspath(path))
+        return self._save(directory, name, None, asynchronous)
+
+    def wait(self) -> None:
+        """Waits until the last save is visible on all workers. All workers must call it.
+
+        Raises:
+            CheckpointError: It failed on some worker; on all workers.
+        """
+        pending = self._pending is not None or self._failure is not None
+        self._join()
+        if not pending:
+            return
+        said = gather_from(self._runtime(), self._told())
+        failure, self._failure = self._failure, None
+        for index, problem in enumerate(said):
+            if problem is not None:
+                raise CheckpointError(f"A checkpoint could not be written: worker {index}: {problem}") from (
+                    failure and failure[1]
+                )
+
+    def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
+        """Restores everything that the checkpoint and this object both have. All workers must call it.
+
+        The number of workers and the backend may be others than when it was saved. Every byte is checked before
+        anything is assigned; an optimiser without variables gets them first.
+
+        Args:
+            path: What `save` returned, or `kdist.latest_checkpoint(directory)`.
+
+        Returns:
+            A status, whose `assert_consumed()` makes sure that nothing was left over.
+
+        Raises:
+            CheckpointNotFoundError: There is no complete checkpoint.
+            CheckpointCorruptError: It is damaged; the hint names the one before it.
+            CheckpointMismatchError: A model (or another object) is not the one that was saved; names the first
+                variable that differs.
+        """
+        return self._restore(path, counter=True)
+
+    def read(self, path: str | os.PathLike[str]) -> RestoreStatus:
+        """As `restore`, for what `write` wrote: `save_counter` stays as it is.
+
+        Args:
+            path: What `write` returned.
+
+        Returns:
+            As `restore`.
+        """
+        return self._restore(path, counter=False)
+
+    # ----------------------------------------------------------------------------------------------------------
+
+    def _strategy(self) -> Strategy | None:
+        from kdist import keras_hooks
+
+        def search(values: Any) -> Strategy | None:
+            for value in values:
+                if isinstance(value, (dict, list, tuple)):
+                    found = search(value.values() if isinstance(value, dict) else value)
+                else:
+                    found = None
+                    with contextlib.suppress(TypeError):  # what no weak reference can be made to
+                        found = keras_hooks.strategy_of(value)
+                if found is not None:
+                    return found
+            return None
+
+        current = (search(self._objects.values()), get_strategy(), joined_strategy())
+        return next((found for found in current if hasattr(found, "runtime")), None)
+
+    def _runtime(self) -> Runtime | None:
+        strategy = self._strategy()
+        return None if strategy is None else strategy.runtime
+
+    def _save(
+        self,
+        directory: str,
+        prefix: str,
+        choose: Callable[[], int] | None,
+        asynchronous: bool,
+        explicit: bool = False,
+    ) -> str:
+        from kdist.checkpoint import places, snapshot, writing
+
+        self._join()
+        runtime = self._runtime()
+        contents = snapshot.describe(self._objects, self._strategy(), self._random)
+        failure, told = self._failure, self._told()
+        self._failure = None
+        facts = f"{len(contents.sources)} tensors, {zlib.crc32(json.dumps(contents.facts()).encode()):08x}"
+        wish = places.Wish(directory, prefix, choose, facts, told)
+        try:
+            place, save_id, number = places.meet(runtime, wish)
+        except CheckpointError as error:
+            raise error from failure and failure[1]
+        if choose is not None:
+            self._counter = self._counter + 1 if explicit or number is None else number
+        try:
+            share = snapshot.take(contents, place, runtime, save_id, number, self._counter)
+        except BaseException as error:
+            # The others are writing already; they learn it from the folder.
+            writing.tell_failure(place, error)
+            place.release()
+            raise
+        self._pending = writing.Save(place, share)
+        if not asynchronous:
+            self.wait()
+        return place.final
+
+    def _join(self) -> None:
+        save, self._pending = self._pending, None
+        if save is not None:
+            save.join()
+            if save.error is not None:
+                self._failure = (save.path, save.error)
+
+    def _told(self) -> str | None:
+        if self._failure is None:
+            return None
+        path, error = self._failure
+        name = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        return f"the save of {path} failed: {name}{error}"
+
+    def _restore(self, path: str | os.PathLike[str], counter: bool) -> RestoreStatus:
+        from kdist.checkpoint import restoring
+
+        runtime = self._runtime()
+        if self._pending is not None:  # on all workers alike
+            self._join()
+            gather_from(runtime, None)
+        status, saved = restoring.restore(
+            os.path.abspath(path), self._objects, self._strategy(), runtime, self._random
+        )
+        if counter:
+            self._counter = saved
+        return status
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint of {', '.join(self._objects)}>"
+
+
+def gather_from(runtime: Runtime | None, value: Any) -> list[Any]:
+    """Gathers a JSON value from every worker; from this process alone where no strategy has joined others."""
+    return [value] if runtime is None else gather(runtime, value)
+
+
+def wait_for_all() -> None:
+    """Waits for the saves of all checkpoints that are still being written, and raises if one has failed.
+
+    Called at the end of `fit`. All workers must call it; they have made their checkpoints in the same order.
+    """
+    for checkpoint in sorted(_all, key=lambda item: item._serial):
+        if checkpoint._pending is not None:
+            checkpoint.wait()
+
+
+@atexit.register
+def _report() -> None:
+    """Says at the end of the process what nobody has asked for: a save that failed is never passed over."""
+    for checkpoint in list(_all):
+        checkpoint._join()
+        told = checkpoint._told()
+        if told is not None:
+            print(f"kdist: {told}", file=sys.stderr)

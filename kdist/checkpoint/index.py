@@ -1,0 +1,238 @@
+"""The index of a checkpoint, `index.json`: what it holds and where each piece lies, under a checksum of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kdist.checkpoint.shards import Size
+from kdist.errors import CheckpointCorruptError, CheckpointError
+
+FORMAT = "kdist.checkpoint"
+VERSION = 1
+
+# Of the dtypes that a tensor may have: bytes of an element, and its name in a safetensors file. Those without a
+# name there are stored as bytes.
+DTYPES: dict[str, tuple[int, str | None]] = {
+    "bool": (1, "BOOL"),
+    "int4": (1, None),
+    "uint4": (1, None),
+    "int8": (1, "I8"),
+    "uint8": (1, "U8"),
+    "int16": (2, "I16"),
+    "uint16": (2, "U16"),
+    "int32": (4, "I32"),
+    "uint32": (4, "U32"),
+    "int64": (8, "I64"),
+    "uint64": (8, "U64"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "bfloat16": (2, "BF16"),
+    "float16": (2, "F16"),
+    "float32": (4, "F32"),
+    "float64": (8, "F64"),
+    "complex64": (8, None),
+    "complex128": (16, None),
+}
+_FIRST_LINE = re.compile(
+    rb'\{"format": "kdist\.checkpoint", "version": ([0-9]+), "crc32": "([0-9a-f]{8})",\n'
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor in one file.
+
+    Args:
+        file: Position of the file.
+        first: The first of its elements, of the flat tensor.
+        last: The one after the last.
+        offset: Where it begins in the file.
+        crc32: Checksum of its bytes.
+    """
+
+    file: int
+    first: int
+    last: int
+    offset: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor.
+
+    Args:
+        name: As `model/0/dense/kernel`.
+        dtype: As Keras calls it.
+        shape: Its lengths.
+        pieces: Where its elements are, in order.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def size(self) -> Size:
+        """How large it is."""
+        elements = 1
+        for length in self.shape:
+            elements *= length
+        return Size(elements, DTYPES[self.dtype][0])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size.elements * self.size.itemsize
+
+
+@dataclass(frozen=True)
+class File:
+    """One shard.
+
+    Args:
+        name: Its name in the folder.
+        num_bytes: Its length.
+        header_bytes: How much of that comes before the tensors.
+        header_crc32: Checksum of what comes before them.
+    """
+
+    name: str
+    num_bytes: int
+    header_bytes: int
+    header_crc32: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds.
+
+    Args:
+        saved_at: Seconds since 1970; larger than that of every checkpoint saved before it.
+        id: The same for all folders that one save has written.
+        number: Of the checkpoint; `None` if it has none.
+        saved_by: Worker count, backend, versions.
+        workers: Indices of the workers that wrote into this folder.
+        parts: For each object, its kind and all names under which it is known.
+        tensors: All tensors.
+        files: All shards.
+        values: Plain values by name.
+        states: For each object with a state of its own, that of each of `workers`, or one for all.
+        configs: What Keras needs to make a model again, where it can be said in JSON.
+    """
+
+    saved_at: float
+    id: str
+    number: int | None
+    saved_by: Mapping[str, Any]
+    workers: Sequence[int]
+    parts: Mapping[str, Mapping[str, Any]]
+    tensors: Sequence[Tensor]
+    files: Sequence[File]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    states: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    configs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def dump(index: Index, version: int = VERSION) -> bytes:
+    """Returns the bytes of an index, as they are written."""
+    fields = asdict(index)
+    fields["tensors"] = [
+        {
+            "name": tensor.name,
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "pieces": [[p.file, p.first, p.last, p.offset, f"{p.crc32:08x}"] for p in tensor.pieces],
+        }
+        for tensor in index.tensors
+    ]
+    fields["files"] = [{**asdict(f), "header_crc32": f"{f.header_crc32:08x}"} for f in index.files]
+    lines = []
+    for name, value in fields.items():
+        if name in ("tensors", "files") and value:
+            listed = ",\n".join(json.dumps(item) for item in value)
+            lines.append(f"{json.dumps(name)}: [\n{listed}\n]")
+        else:
+            lines.append(f"{json.dumps(name)}: {json.dumps(value)}")
+    body = (",\n".join(lines) + "}\n").encode()
+    head = f'{{"format": "{FORMAT}", "version": {version}, "crc32": "{checksum_of(version, body):08x}",\n'
+    return head.encode() + body
+
+
+def checksum_of(version: int, body: bytes) -> int:
+    """Returns the checksum of an index: of its version and of all that follows the first line."""
+    return zlib.crc32(body, version)
+
+
+def parse(data: bytes, path: str) -> Index:
+    """Reads the bytes of an index.
+
+    Args:
+        data: The bytes.
+        path: Of the file, for messages.
+
+    Raises:
+        CheckpointCorruptError: They are not those that were written.
+        CheckpointError: They were written by a kdist that writes another version.
+    """
+    match = _FIRST_LINE.match(data)
+    if match is None:
+        raise CheckpointCorruptError(
+            "The index of a checkpoint must begin with its format, its version and its checksum.",
+            received={"file": path, "begins": data[:60]},
+        )
+    version = int(match[1])
+    body = data[match.end() :]
+    if checksum_of(version, body) != int(match[2], 16):
+        raise CheckpointCorruptError(
+            "The index of a checkpoint must have the checksum that it was saved with: it is damaged.",
+            received={"file": path, "bytes": len(data)},
+        )
+    if version != VERSION:
+        raise CheckpointError(
+            f"This kdist reads checkpoints of version {VERSION}.",
+            received={"file": path, "version": version},
+            hint="Read it with the kdist that wrote it, or a newer one: pip install --upgrade kdist",
+        )
+    try:
+        return _from_json(json.loads(data))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointCorruptError(
+            "The index of a checkpoint must have all its fields.",
+            received={"file": path, "error": f"{type(error).__name__}: {error}"},
+        ) from error
+
+
+def _from_json(fields: dict[str, Any]) -> Index:
+    for name in ("format", "version", "crc32"):
+        del fields[name]
+    files = [File(**{**f, "header_crc32": int(f["header_crc32"], 16)}) for f in fields.pop("files")]
+    tensors = [_tensor(item, len(files)) for item in fields.pop("tensors")]
+    return Index(tensors=tensors, files=files, **fields)
+
+
+def _tensor(item: dict[str, Any], num_files: int) -> Tensor:
+    pieces = tuple(
+        Piece(file, first, last, offset, int(crc32, 16))
+        for file, first, last, offset, crc32 in item["pieces"]
+    )
+    tensor = Tensor(item["name"], item["dtype"], tuple(item["shape"]), pieces)
+    end = 0
+    for piece in pieces:
+        if piece.first != end or piece.last <= piece.first or not 0 <= piece.file < num_files:
+            raise ValueError(f"pieces of {tensor.name}")
+        end = piece.last
+    if end != tensor.size.elements:
+        raise ValueError(f"elements of {tensor.name}")
+    return tensor

@@ -1,0 +1,102 @@
+"""Plain Python values as JSON and back: numbers, strings, lists, tuples, dictionaries, bytes and arrays."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdist.checkpoint.index import DTYPES
+from kdist.checkpoint.reading import dtype_of
+from kdist.errors import InvalidArgumentError
+
+_SPECIAL = ("$tuple", "$dict", "$bytes", "$array", "$tensor")
+
+
+def encode(name: str, value: Any, store: Callable[[str, Any], None] | None = None) -> Any:
+    """Returns a value as JSON.
+
+    Args:
+        name: Of the value, for messages and for its arrays.
+        value: The value.
+        store: Takes the arrays, each with a name of its own; by default they become part of the JSON.
+
+    Raises:
+        InvalidArgumentError: There is something else in the value.
+    """
+
+    def visit(at: str, item: Any) -> Any:
+        if item is None or isinstance(item, (bool, int, float, str)):
+            return item
+        if isinstance(item, np.generic):
+            return visit(at, item.item())
+        if isinstance(item, bytes):
+            return {"$bytes": base64.b64encode(item).decode()}
+        if isinstance(item, tuple):
+            return {"$tuple": [visit(f"{at}/{i}", part) for i, part in enumerate(item)]}
+        if isinstance(item, list):
+            return [visit(f"{at}/{i}", part) for i, part in enumerate(item)]
+        if isinstance(item, dict):
+            if all(isinstance(key, str) and key not in _SPECIAL for key in item):
+                return {key: visit(f"{at}/{key}", part) for key, part in item.items()}
+            return {"$dict": [[visit(at, k), visit(f"{at}/{k}", part)] for k, part in item.items()]}
+        if keras.ops.is_tensor(item):
+            item = keras.ops.convert_to_numpy(item)
+        if isinstance(item, np.ndarray) and item.dtype.name in DTYPES:
+            return _array(at, item, store)
+        raise InvalidArgumentError(
+            "A checkpoint holds Keras objects, objects with get_state and set_state, and numbers, strings, arrays, "
+            "lists and dictionaries of these.",
+            received={"name": at, "type": type(item).__name__},
+            hint="Pass what it consists of, or give its class get_state() and set_state(state).",
+        )
+
+    return visit(name, value)
+
+
+def _array(name: str, array: Any, store: Callable[[str, Any], None] | None) -> Any:
+    if store is not None:
+        store(name, array)
+        return {"$tensor": name}
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"$array": [array.dtype.name, list(array.shape), data]}
+
+
+def decode(value: Any, arrays: Any = None) -> Any:
+    """Returns the value that `encode` made JSON of.
+
+    Args:
+        value: The JSON.
+        arrays: The stored arrays by name.
+    """
+    if isinstance(value, list):
+        return [decode(part, arrays) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1 and next(iter(value)) in _SPECIAL:
+        (kind, content), *_ = value.items()
+        if kind == "$tuple":
+            return tuple(decode(part, arrays) for part in content)
+        if kind == "$dict":
+            return {decode(key, arrays): decode(part, arrays) for key, part in content}
+        if kind == "$bytes":
+            return base64.b64decode(content)
+        if kind == "$tensor":
+            return arrays[content]
+        dtype, shape, data = content
+        return np.frombuffer(base64.b64decode(data), dtype_of(dtype)).reshape(shape).copy()
+    return {key: decode(part, arrays) for key, part in value.items()}
+
+
+def tensors_in(value: Any) -> list[str]:
+    """Returns the names of the arrays that JSON from `encode` refers to."""
+    if isinstance(value, list):
+        return [name for part in value for name in tensors_in(part)]
+    if isinstance(value, dict):
+        if list(value) == ["$tensor"]:
+            return [value["$tensor"]]
+        return [name for part in value.values() for name in tensors_in(part)]
+    return []

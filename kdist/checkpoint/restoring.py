@@ -1,0 +1,276 @@
+"""Restores objects: everything that a checkpoint and the objects both have, or nothing."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kdist.backends.messages import gather
+from kdist.checkpoint import plain, state
+from kdist.checkpoint.index import Index, Tensor
+from kdist.checkpoint.reading import read_index, read_tensors
+from kdist.checkpoint.snapshot import scope_of
+from kdist.errors import CheckpointError, CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kdist.backends.contract import Runtime
+    from kdist.strategies.strategy import Strategy
+
+_RANDOM = "random"
+_COUNTER = "save_counter"
+
+
+class RestoreStatus:
+    """What became of a restore. Everything that both sides have was restored; this says what one side lacks.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/train/Checkpoint
+
+    Args:
+        path: Of the checkpoint.
+        unused: What the checkpoint holds and no object took.
+        unmatched: Objects that the checkpoint does not hold.
+    """
+
+    def __init__(self, path: str, unused: Sequence[str], unmatched: Sequence[str]) -> None:
+        self.path = path
+        self.unused = list(unused)
+        self.unmatched = list(unmatched)
+
+    def assert_consumed(self) -> RestoreStatus:
+        """Raises unless all of the checkpoint was used and all objects were restored.
+
+        Raises:
+            CheckpointMismatchError: Names what is left.
+        """
+        self.assert_existing_objects_matched()
+        if self.unused:
+            raise CheckpointMismatchError(
+                "Everything in the checkpoint must be restored into some object.",
+                received={"checkpoint": self.path, "unused": self.unused},
+                hint="Pass these objects to kdist.Checkpoint, or call expect_partial().",
+            )
+        return self
+
+    def assert_existing_objects_matched(self) -> RestoreStatus:
+        """Raises unless all objects were restored, whatever else the checkpoint holds.
+
+        Raises:
+            CheckpointMismatchError: Names the objects that the checkpoint does not hold.
+        """
+        if self.unmatched:
+            raise CheckpointMismatchError(
+                "All objects must be in the checkpoint.",
+                received={"checkpoint": self.path, "missing": self.unmatched},
+                hint="Save them too, or leave them out of kdist.Checkpoint.",
+            )
+        return self
+
+    def expect_partial(self) -> RestoreStatus:
+        """Says that something may be left over; for readers, since nothing warns of it."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"<RestoreStatus of {self.path!r}, unused={self.unused}, unmatched={self.unmatched}>"
+
+
+@dataclass
+class _Plan:
+    """What will be assigned."""
+
+    variables: list[tuple[Any, Tensor]]
+    states: list[tuple[Any, Any]]
+    unused: list[str]
+    unmatched: list[str]
+
+
+def restore(
+    path: str,
+    objects: dict[str, Any],
+    strategy: Strategy | None,
+    runtime: Runtime | None,
+    random: bool,
+) -> tuple[RestoreStatus, int]:
+    """Restores objects; plain values are set anew in `objects`. Collective.
+
+    Returns:
+        The status, and the saved `save_counter`.
+    """
+    index: Index = _on_all(runtime, path, lambda: read_index(path))
+    _check_same(runtime, path, index)
+    worker = runtime.worker_index if runtime is not None else 0
+    num_workers = runtime.num_workers if runtime is not None else 1
+    with scope_of(strategy):
+        parts = _on_all(runtime, path, lambda: state.collect(objects))
+
+    def prepare() -> tuple[_Plan, dict[str, Any]]:
+        plan = match(path, index, parts, worker, num_workers)
+        named = {tensor.name: tensor for tensor in index.tensors}
+        arrays = [named[name] for name in plain.tensors_in(dict(index.values))]
+        values = read_tensors(path, index, [tensor for _, tensor in plan.variables] + arrays)
+        for variable, tensor in plan.variables:
+            values[tensor.name] = _converted(path, tensor, values[tensor.name], variable)
+        return plan, values
+
+    plan, values = _on_all(runtime, path, prepare)
+    with scope_of(strategy):
+        for variable, tensor in plan.variables:
+            variable.assign(values[tensor.name])
+    for owner, saved in plan.states:
+        owner.set_state(plain.decode(saved))
+    if random and _RANDOM in index.states and worker in index.workers:
+        state.set_random_state(plain.decode(index.states[_RANDOM][_of_worker(index, _RANDOM, worker)]))
+    puts = {part.name: part.put for part in parts if part.kind == "value"}
+    for name, value in index.values.items():
+        put = puts.get(name) or (
+            functools.partial(operator.setitem, objects, name) if "." not in name else None
+        )
+        if put is not None and name != _COUNTER:
+            put(plain.decode(value, values))
+    return RestoreStatus(path, plan.unused, plan.unmatched), int(index.values[_COUNTER])
+
+
+def _on_all(runtime: Runtime | None, path: str, function: Callable[[], Any]) -> Any:
+    """Calls a function on every worker, and raises on all if it fails on one."""
+    error: Exception | None = None
+    result = None
+    try:
+        result = function()
+    except Exception as raised:
+        error = raised
+    said = [None] if runtime is None else gather(runtime, None if error is None else str(error))
+    if error is not None:
+        raise error
+    for index, text in enumerate(said):
+        if text is not None:
+            raise CheckpointError(
+                f"Every worker must restore the checkpoint, but worker {index} cannot: {text}",
+                received={} if "Received:" in text else {"path": path},
+            )
+    return result
+
+
+def _check_same(runtime: Runtime | None, path: str, index: Index) -> None:
+    if runtime is None:
+        return
+    everyone = gather(runtime, [path, index.id])
+    for worker, (other, save_id) in enumerate(everyone):
+        if save_id != everyone[0][1]:
+            raise CheckpointMismatchError(
+                f"All workers must restore the same checkpoint, but worker 0 and worker {worker} have different "
+                "ones.",
+                received={"worker_0": everyone[0][0], f"worker_{worker}": other},
+                hint="Where folders are not shared, copy the newest checkpoint to every worker.",
+            )
+
+
+def match(path: str, index: Index, parts: Sequence[state.Part], worker: int, num_workers: int) -> _Plan:
+    """Finds for every variable its tensor.
+
+    Raises:
+        CheckpointMismatchError: An object is not the one that was saved.
+    """
+    by_part: dict[str, list[Tensor]] = {}
+    for tensor in index.tensors:
+        by_part.setdefault(tensor.name.partition("/")[0], []).append(tensor)
+    known = {alias: name for name, part in index.parts.items() for alias in (name, *part["aliases"])}
+    plan = _Plan([], [], [], [])
+    used = set()
+    for part in parts:
+        name = next((known[alias] for alias in part.names if alias in known), None)
+        if name is None:
+            plan.unmatched.append(part.name)
+            continue
+        kind = index.parts[name]["kind"]
+        if kind != part.kind:
+            raise CheckpointMismatchError(
+                f"{part.name!r} must be of the kind that was saved.",
+                received={"checkpoint": path, "saved": kind, "object": part.kind},
+            )
+        used.add(name)
+        if part.kind == "state":
+            plan.states.append((part.owner, _state(path, index, name, worker, num_workers)))
+        elif part.kind != "value":
+            pairs = _pairs(path, part, by_part.get(name, []))
+            if pairs is None:
+                plan.unmatched.append(part.name)
+            else:
+                plan.variables += pairs
+    # Plain values are set in any case.
+    plan.unused = [name for name, part in index.parts.items() if name not in used and part["kind"] != "value"]
+    return plan
+
+
+def _pairs(path: str, part: state.Part, tensors: Sequence[Tensor]) -> list[tuple[Any, Tensor]] | None:
+    mine = [
+        (name.partition("/")[2], tuple(variable.shape), state.dtype_name(variable))
+        for name, variable in part.variables.items()
+    ]
+    saved = [(tensor.name.partition("/")[2], tensor.shape, tensor.dtype) for tensor in tensors]
+    if _without_widths(mine) == _without_widths(saved):
+        return list(zip(part.variables.values(), tensors, strict=True))
+    if part.may_differ:
+        return None
+    for number in range(max(len(mine), len(saved))):
+        ours = mine[number] if number < len(mine) else None
+        theirs = saved[number] if number < len(saved) else None
+        if _without_widths([ours]) != _without_widths([theirs]):
+            raise CheckpointMismatchError(
+                f"The {part.kind} {part.name!r} must be like the one that was saved, but they differ, first in "
+                f"{_words(theirs or ours)}.",
+                received={
+                    "checkpoint": path,
+                    "saved": _facts(theirs, len(saved)),
+                    "object": _facts(ours, len(mine)),
+                },
+                hint="Create it by the code that it was saved with, or restore another checkpoint.",
+            )
+    raise AssertionError("unreachable")
+
+
+def _without_widths(facts: Sequence[Any]) -> list[Any]:
+    """Facts in which all integers are alike: counters and seeds have other widths on other backends."""
+    return [fact and (*fact[:2], "int" if "int" in fact[2] else fact[2]) for fact in facts]
+
+
+def _converted(path: str, tensor: Tensor, array: Any, variable: Any) -> Any:
+    wanted = state.dtype_name(variable)
+    if wanted == tensor.dtype:
+        return array
+    converted = array.astype(wanted)
+    if (converted != array).any():
+        raise CheckpointMismatchError(
+            "The integers of a checkpoint must fit into the variables.",
+            received={"checkpoint": path, "name": tensor.name, "saved": tensor.dtype, "object": wanted},
+        )
+    return converted
+
+
+def _words(fact: Any) -> str:
+    return f"variable {fact[0].partition('/')[0] or 0}, {fact[0].partition('/')[2] or 'value'}"
+
+
+def _facts(fact: Any, number: int) -> str:
+    if fact is None:
+        return f"only {number} variables"
+    return f"{fact[0].partition('/')[2]} {fact[2]}{list(fact[1])}, of {number} variables"
+
+
+def _state(path: str, index: Index, name: str, worker: int, num_workers: int) -> Any:
+    states = index.states[name]
+    if len(states) > 1 and num_workers != len(states):
+        raise CheckpointMismatchError(
+            f"Every worker has saved a state of {name!r} of its own: as many must restore it.",
+            received={"checkpoint": path, "saved_by": len(states), "num_workers": num_workers},
+            hint=f"Start {len(states)} workers, or leave {name!r} out of kdist.Checkpoint.",
+        )
+    return states[0] if len(states) == 1 else states[_of_worker(index, name, worker)]
+
+
+def _of_worker(index: Index, name: str, worker: int) -> int:
+    """The position of a worker's state, where there may be one for all."""
+    return 0 if len(index.states[name]) == 1 else list(index.workers).index(worker)

@@ -1,0 +1,110 @@
+"""What a save writes: which tensors there are, and a copy of this worker's share of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+import kdist
+from kdist.checkpoint import plain, state
+from kdist.checkpoint.index import DTYPES, Tensor
+from kdist.checkpoint.shards import cut
+from kdist.checkpoint.writing import Share
+from kdist.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+    from kdist.checkpoint.places import Place
+    from kdist.strategies.strategy import Strategy
+
+
+@dataclass
+class Contents:
+    """What is to be saved.
+
+    Args:
+        parts: The objects.
+        sources: For each tensor, the variable or array that it comes from.
+        tensors: All tensors, without their pieces.
+        values: Plain values as JSON.
+        states: The states of this worker's objects, as JSON.
+    """
+
+    parts: list[state.Part]
+    sources: list[Any]
+    tensors: list[Tensor]
+    values: dict[str, Any]
+    states: dict[str, Any]
+
+    def facts(self) -> Any:
+        """What must be equal on all workers."""
+        return [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in self.tensors]
+
+
+def scope_of(strategy: Strategy | None) -> contextlib.AbstractContextManager[Any]:
+    """The scope in which variables are created and assigned."""
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def describe(objects: Mapping[str, Any], strategy: Strategy | None, random: bool) -> Contents:
+    """Finds out what objects hold, without copying it."""
+    with scope_of(strategy):
+        parts = state.collect(objects)
+    named: dict[str, Any] = {}
+    values, states = {}, {}
+    for part in parts:
+        named.update(part.variables)
+        if part.kind == "value":
+            values[part.name] = plain.encode(part.name, part.owner, named.__setitem__)
+        elif part.kind == "state":
+            states[part.name] = plain.encode(part.name, part.owner.get_state())
+    if random:
+        states["random"] = plain.encode("random", state.random_state())
+    tensors = [
+        Tensor(name, _dtype(name, source), tuple(int(length) for length in source.shape))
+        for name, source in named.items()
+    ]
+    return Contents(parts, list(named.values()), tensors, values, states)
+
+
+def _dtype(name: str, source: Any) -> str:
+    dtype = state.dtype_name(source)
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            "A variable must have a dtype that checkpoints know.", received={"name": name, "dtype": dtype}
+        )
+    return dtype
+
+
+def take(
+    contents: Contents, place: Place, runtime: Runtime | None, save_id: str, number: int | None, counter: int
+) -> Share:
+    """Copies this worker's share into memory of its own: on JAX the next step takes the variables' away."""
+    spans = cut([tensor.size for tensor in contents.tensors], place.rank, len(place.members))
+    share = Share(contents.tensors, spans, np.empty(0, np.uint8), {}, contents.states)
+    offsets = share.offsets()
+    share.buffer = np.empty(offsets[-1], np.uint8)
+    for span, begin, end in zip(spans, offsets, offsets[1:], strict=False):
+        array = np.ascontiguousarray(state.to_host(contents.sources[span.tensor])).reshape(-1)
+        share.buffer[begin:end] = array[span.first : span.last].view(np.uint8)
+    share.facts = {
+        "id": save_id,
+        "number": number,
+        "saved_by": {
+            "num_workers": runtime.num_workers if runtime is not None else 1,
+            "backend": keras.backend.backend(),
+            "keras": keras.__version__,
+            "kdist": kdist.__version__,
+        },
+        "parts": {part.name: {"kind": part.kind, "aliases": list(part.aliases)} for part in contents.parts},
+        "values": {**contents.values, "save_counter": counter},
+        "configs": {p.name: state.config_of(p.owner) for p in contents.parts if p.kind == "model"}
+        if place.rank == 0
+        else {},
+    }
+    return share

@@ -1,0 +1,237 @@
+"""What objects hold: Keras objects as named variables, others as a state or a plain value.
+
+Names are made of positions and of the names in the code, without the counters that Keras appends to them: they are
+the same in every process and on every backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdist import keras_hooks
+from kdist.backends import get_backend
+from kdist.errors import CheckpointError, InvalidArgumentError
+
+_COUNTER = re.compile(r"_[0-9]+$")
+_KINDS: tuple[tuple[type, str], ...] = (
+    (keras.Model, "model"),
+    (keras.layers.Layer, "layer"),
+    (keras.optimizers.Optimizer, "optimizer"),
+    (keras.metrics.Metric, "metric"),
+    (keras.Variable, "variable"),
+    (keras.random.SeedGenerator, "seed generator"),
+)
+
+
+@dataclass
+class Part:
+    """One object of a checkpoint.
+
+    Args:
+        name: As "model", or "model.optimizer".
+        kind: "model", "optimizer", …; "state" for an object with a state of its own, "value" for a plain one.
+        owner: The object.
+        variables: Its variables, by name.
+        aliases: Other names under which the same object is known.
+        may_differ: Whether it is left alone where the saved one looks otherwise.
+        put: Sets a plain value anew.
+    """
+
+    name: str
+    kind: str
+    owner: Any
+    variables: dict[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    may_differ: bool = False
+    put: Callable[[Any], None] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its names."""
+        return (self.name, *self.aliases)
+
+
+def kind_of(value: Any) -> str:
+    """Says what a checkpoint takes an object for."""
+    for cls, kind in _KINDS:
+        if isinstance(value, cls):
+            return kind
+    if callable(getattr(value, "get_state", None)) and callable(getattr(value, "set_state", None)):
+        return "state"
+    return "value"
+
+
+def collect(objects: Mapping[str, Any], build: bool = True) -> list[Part]:
+    """Returns the parts that objects consist of.
+
+    Args:
+        objects: By name; lists and dictionaries may hold more.
+        build: Whether to create the variables of an optimiser that has none yet.
+
+    Raises:
+        CheckpointError: A model or layer has no variables yet.
+    """
+    found = list(_flatten(objects))
+    models = [value for _, value, _ in found if isinstance(value, keras.Model)]
+    for model in models:
+        keras_hooks.sync_state(model)
+    given = {id(value): name for name, value, _ in found}
+    parts: list[Part] = []
+    for name, value, put in found:
+        kind = kind_of(value)
+        if kind == "optimizer" and build:
+            _build(value, models)
+        parts.append(Part(name, kind, value, _named(kind, value, name), put=put))
+        if kind == "model":
+            parts += _compiled(name, value, given, parts)
+    # What was given by itself keeps that name, and is also known as the model's.
+    for name, value, _ in found:
+        optimizer = getattr(value, "optimizer", None) if isinstance(value, keras.Model) else None
+        for part in parts:
+            if part.owner is optimizer and part.name != f"{name}.optimizer" and optimizer is not None:
+                part.aliases = (*part.aliases, f"{name}.optimizer")
+    return parts
+
+
+def _flatten(objects: Any, prefix: str = "") -> Iterator[tuple[str, Any, Callable[[Any], None] | None]]:
+    """Yields all objects with their names and what sets them anew, those in lists and dictionaries too."""
+    for key, value in list(objects.items() if isinstance(objects, Mapping) else enumerate(objects)):
+        name = f"{prefix}{key}"
+        if "/" in name:
+            raise InvalidArgumentError("Names of objects must have no slash.", received={"name": name})
+        if isinstance(value, (dict, list, tuple)) and _holds_objects(value):
+            yield from _flatten(value, f"{name}.")
+        else:
+            fixed = isinstance(objects, tuple)
+            yield name, value, None if fixed else functools.partial(operator.setitem, objects, key)
+
+
+def _holds_objects(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_objects(part) for part in value)
+    return kind_of(value) != "value"
+
+
+def _compiled(name: str, model: Any, given: Mapping[int, str], before: list[Part]) -> list[Part]:
+    """The optimiser and the metrics that a model was compiled with, unless they are given by themselves."""
+    parts = []
+    optimizer = getattr(model, "optimizer", None)
+    taken = any(part.owner is optimizer for part in before)
+    if isinstance(optimizer, keras.optimizers.Optimizer) and id(optimizer) not in given and not taken:
+        _build(optimizer, [model])
+        own = f"{name}.optimizer"
+        parts.append(Part(own, "optimizer", optimizer, _named("optimizer", optimizer, own)))
+    if getattr(model, "compiled", False) and model.metrics_variables:
+        own = f"{name}.metrics"
+        variables = _by_position(own, model.metrics_variables)
+        # They begin anew with every epoch, and are not there before the first one.
+        parts.append(Part(own, "metrics", model, variables, may_differ=True))
+    return parts
+
+
+def _build(optimizer: Any, models: list[Any]) -> None:
+    if optimizer.built:
+        return
+    owners = [model for model in models if getattr(model, "optimizer", None) is optimizer] or models
+    if len(owners) == 1 and owners[0].built:
+        optimizer.build(owners[0].trainable_variables)
+
+
+def _named(kind: str, value: Any, name: str) -> dict[str, Any]:
+    if kind in ("model", "layer") and not value.built:
+        raise CheckpointError(
+            "A model must have its variables before it is saved or restored.",
+            received={"name": name, kind: value.name},
+            hint="Give it an Input layer, or call it on a batch first: model(x)",
+        )
+    if kind in ("model", "layer", "metric"):
+        return _by_position(name, value.variables)
+    if kind == "optimizer":
+        named = {}
+        for position, variable in enumerate(value.variables):
+            named[f"{name}/{position}/{_slot(variable, position)}"] = variable
+        return named
+    if kind == "variable":
+        return {name: value}
+    if kind == "seed generator":
+        return {name: value.state}
+    return {}
+
+
+def _by_position(name: str, variables: Any) -> dict[str, Any]:
+    return {f"{name}/{i}/{_short(variable.path)}": variable for i, variable in enumerate(variables)}
+
+
+def _short(path: str) -> str:
+    """The last two names of a path, without counters: those before depend on how the model was built."""
+    return "/".join(_COUNTER.sub("", part) for part in path.split("/")[-2:])
+
+
+def _slot(variable: Any, position: int) -> str:
+    """Of an optimiser's variable: its own ("iteration"), or what it is to the variable that it belongs to."""
+    name = _COUNTER.sub("", variable.path.split("/")[-1])
+    return name if position < 2 and not variable.shape else name.rpartition("_")[2]
+
+
+# Values and states --------------------------------------------------------------------------------------------
+
+
+def to_host(source: Any) -> Any:
+    """Returns the value of a variable, or an array, as a NumPy array; it may share memory."""
+    if not isinstance(source, keras.Variable):
+        return np.asarray(source)
+    array = keras.ops.convert_to_numpy(source)
+    from kdist.checkpoint.reading import dtype_of
+
+    wanted = dtype_of(dtype_name(source))
+    return array if array.dtype == wanted else array.astype(wanted)
+
+
+def dtype_name(source: Any) -> str:
+    """Returns Keras's name of the dtype of a variable or an array."""
+    if isinstance(source, keras.Variable):
+        return keras.backend.standardize_dtype(source.dtype)
+    return np.asarray(source).dtype.name
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the state of all random numbers of this process that belong to no object."""
+    seed = keras_hooks.global_seed_generator()
+    name, words, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(words), int(position), int(has_gauss), float(gauss)),
+        "keras": keras.ops.convert_to_numpy(seed.state),
+        "backend": keras.backend.backend(),
+        "backend_state": get_backend().random_state(),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Sets what `random_state` returned; what belongs to another backend is left out."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    keras_hooks.global_seed_generator().state.assign(state["keras"])
+    if state["backend"] == keras.backend.backend():
+        get_backend().set_random_state(state["backend_state"])
+
+
+def config_of(model: Any) -> Any:
+    """Returns what Keras makes the model from again, as JSON; `None` where it cannot be said in JSON."""
+    import json
+
+    try:
+        return json.loads(json.dumps(keras.saving.serialize_keras_object(model)))
+    except Exception:  # whatever a user's get_config does
+        return None

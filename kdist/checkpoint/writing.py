@@ -1,0 +1,288 @@
+"""One worker's part of a save: its shard, and for the first worker of a folder the commit. No collectives here.
+
+All of it runs in a background thread, where a collective could meet one of the training loop's. Workers that
+write into the same folder hear of each other by small files in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kdist.checkpoint import layout
+from kdist.checkpoint.index import DTYPES, File, Index, Piece, Tensor, dump
+from kdist.checkpoint.places import Place
+from kdist.checkpoint.shards import Span
+from kdist.errors import CheckpointError
+
+_CHUNK = 32 << 20
+_POLL = 0.01
+# Seconds without any progress in the folder after which the others count as gone; the second while this process
+# only waits for them to end.
+PATIENCE = 300.0
+PATIENCE_AT_EXIT = 30.0
+
+
+@dataclass
+class Share:
+    """What one worker writes, copied from the variables.
+
+    Args:
+        tensors: All tensors of the checkpoint.
+        spans: Those of this worker.
+        buffer: Their bytes, one after the other.
+        facts: What the index says, beside where the pieces are.
+        states: The states of this worker's objects.
+    """
+
+    tensors: Sequence[Tensor]
+    spans: Sequence[Span]
+    buffer: Any
+    facts: Mapping[str, Any]
+    states: Mapping[str, Any]
+
+    def offsets(self) -> list[int]:
+        """Where each span begins in the buffer, and where the last one ends."""
+        ends = [0]
+        for span in self.spans:
+            ends.append(ends[-1] + (span.last - span.first) * self.tensors[span.tensor].size.itemsize)
+        return ends
+
+
+def header_of(share: Share) -> bytes:
+    """Returns what comes before the tensors in a safetensors file."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "kdist.checkpoint"}}
+    offsets = share.offsets()
+    for span, begin, end in zip(share.spans, offsets, offsets[1:], strict=False):
+        tensor = share.tensors[span.tensor]
+        whole = span.last - span.first == tensor.size.elements
+        name = tensor.name if whole else f"{tensor.name}[{span.first}:{span.last}]"
+        known = DTYPES[tensor.dtype][1]
+        shape = list(tensor.shape) if whole and known else [span.last - span.first if known else end - begin]
+        entries[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class Save:
+    """A save under way. Starts at once; `join` waits for this worker's part of it.
+
+    Args:
+        place: Where it goes.
+        share: What this worker writes.
+    """
+
+    def __init__(self, place: Place, share: Share) -> None:
+        self.path = place.final
+        self.error: Exception | None = None
+        self._place = place
+        self._share: Share | None = share
+        self._checksums: list[int] = []
+        # While one thread writes, the other reads the same memory: checksums cost no time of their own. Neither is
+        # a daemon: Python waits for them before it ends.
+        self._summing = threading.Thread(target=self._sum, args=(share,), name="kdist checkpoint sums")
+        self._writing = threading.Thread(target=self._write, args=(share,), name="kdist checkpoint")
+        del share
+        self._summing.start()
+        self._writing.start()
+
+    def join(self) -> None:
+        """Waits until this worker's part is done; for the first worker of a folder, until it is visible."""
+        self._writing.join()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this worker's part is done."""
+        return not self._writing.is_alive()
+
+    def _sum(self, share: Share) -> None:
+        offsets = share.offsets()
+        view = memoryview(share.buffer)
+        self._checksums = [zlib.crc32(view[a:b]) for a, b in itertools.pairwise(offsets)]
+
+    def _write(self, share: Share) -> None:
+        place = self._place
+        try:
+            self._write_shard(share)
+            if place.rank == 0:
+                commit(place, share)
+        except Exception as error:
+            self.error = error
+            tell_failure(place, error)
+            if place.rank == 0:
+                remove(place.temporary)
+        finally:
+            self._summing.join()
+            self._share = None  # the copy is as large as the model
+            place.release()
+
+    def _write_shard(self, share: Share) -> None:
+        place = self._place
+        name = layout.shard(place.rank, len(place.members))
+        path = os.path.join(place.temporary, name)
+        header = header_of(share)
+        write_file(path, [header, memoryview(share.buffer)])
+        self._summing.join()
+        offsets = share.offsets()
+        pieces = [
+            [span.tensor, asdict(Piece(place.rank, span.first, span.last, len(header) + begin, crc))]
+            for span, begin, crc in zip(share.spans, offsets, self._checksums, strict=False)
+        ]
+        file = File(name, len(header) + offsets[-1], len(header), zlib.crc32(header))
+        said = {"file": asdict(file), "pieces": pieces, "states": dict(share.states)}
+        report = os.path.join(place.temporary, layout.report(place.rank))
+        write_file(report + ".part", [json.dumps(said).encode()])
+        os.rename(report + ".part", report)
+
+
+def write_file(path: str, parts: Sequence[Any]) -> None:
+    """Writes a file and waits until it is on disk."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                # In pieces: one call takes at most 2 GB, and others see that this worker gets on.
+                view = view[os.write(fd, view[:_CHUNK]) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(path: str) -> None:
+    """Waits until the names in a folder are on disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems of a network cannot
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def commit(place: Place, share: Share) -> None:
+    """Waits for all shards of a folder, writes the index and makes the checkpoint visible."""
+    reports = [wait_for(place, rank) for rank in range(len(place.members))]
+    index = merge(place, share, reports)
+    for rank in range(len(place.members)):
+        os.unlink(os.path.join(place.temporary, layout.report(rank)))
+    write_file(os.path.join(place.temporary, layout.INDEX), [dump(index)])
+    sync_folder(place.temporary)
+    publish(place)
+
+
+def publish(place: Place) -> None:
+    """Gives a complete folder its name, in one rename."""
+    parent, name = os.path.split(place.final)
+    aside = None
+    if os.path.lexists(place.final):
+        # A folder cannot be renamed over another one. Until this one has its name, `layout.find` takes the other.
+        aside = os.path.join(parent, layout.replaced(name, place.token))
+        os.rename(place.final, aside)
+    os.rename(place.temporary, place.final)
+    sync_folder(parent)
+    if aside is not None:
+        remove(aside)
+
+
+def merge(place: Place, share: Share, reports: Sequence[Mapping[str, Any]]) -> Index:
+    """Returns the index of a checkpoint whose shards all workers have reported."""
+    pieces: list[list[Piece]] = [[] for _ in share.tensors]
+    for report in reports:
+        for number, piece in report["pieces"]:
+            pieces[number].append(Piece(**piece))
+    tensors = [
+        Tensor(tensor.name, tensor.dtype, tensor.shape, tuple(found))
+        for tensor, found in zip(share.tensors, pieces, strict=True)
+    ]
+    states = {}
+    for name in reports[0]["states"]:
+        everyone = [report["states"].get(name) for report in reports]
+        states[name] = everyone[:1] if all(state == everyone[0] for state in everyone) else everyone
+    # Clocks of machines differ, and may be set back; what was saved later must say so.
+    others = layout.find(os.path.dirname(place.final))
+    saved_at = max([time.time(), *(other.saved_at + 1e-3 for other in others)])
+    return Index(
+        saved_at=round(saved_at, 6),
+        workers=list(place.members),
+        tensors=tensors,
+        files=[File(**report["file"]) for report in reports],
+        states=states,
+        **share.facts,
+    )
+
+
+def wait_for(place: Place, rank: int) -> Any:
+    """Waits for the report of one worker of the folder.
+
+    Raises:
+        CheckpointError: It could not write its shard, or nothing happens any more.
+    """
+    path = os.path.join(place.temporary, layout.report(rank))
+    patience = _Patience(place.temporary)
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            with open(path, encoding="utf-8") as file:
+                return json.load(file)
+        for other in range(len(place.members)):
+            with contextlib.suppress(FileNotFoundError):
+                with open(os.path.join(place.temporary, layout.failure(other)), encoding="utf-8") as file:
+                    raise CheckpointError(
+                        f"Every worker must write its shard, but worker {place.members[other]} could not: "
+                        f"{file.read() or 'see its own message'}",
+                        received={"checkpoint": place.final},
+                    )
+        if patience.is_over():
+            raise CheckpointError(
+                f"Every worker must write its shard, but that of worker {place.members[rank]} did not come.",
+                received={"checkpoint": place.final, "seconds": patience.seconds},
+                hint="Look at that worker's output: has it ended?",
+            )
+        time.sleep(_POLL)
+
+
+class _Patience:
+    """Says when nothing has changed in a folder for too long."""
+
+    def __init__(self, folder: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._seen: Any = None
+        self._since = self._looked = clock()
+        self.seconds = PATIENCE
+
+    def is_over(self) -> bool:
+        now = self._clock()
+        if now - self._looked >= 0.5 or self._seen is None:
+            self._looked = now
+            seen = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(self._folder))
+            if seen != self._seen:
+                self._seen, self._since = seen, now
+        ending = not threading.main_thread().is_alive()
+        self.seconds = min(PATIENCE, PATIENCE_AT_EXIT) if ending else PATIENCE
+        return now - self._since > self.seconds
+
+
+def tell_failure(place: Place, error: BaseException) -> None:
+    """Lets the first worker of the folder know, as far as the disk still takes it."""
+    path = os.path.join(place.temporary, layout.failure(place.rank))
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            os.write(fd, f"{type(error).__name__}: {error}".encode()[:2000])
+        finally:
+            os.close(fd)
+
+
+def remove(folder: str) -> None:
+    """Deletes a folder; what cannot be deleted is left for the next save."""
+    shutil.rmtree(folder, ignore_errors=True)
