@@ -263,6 +263,11 @@ def is_torch_loader(iterator: Any) -> bool:
     return isinstance(iterator.data_adapter, TorchDataLoaderAdapter)
 
 
+def dataset_of(iterator: Any) -> Any:
+    """Returns the dataset that an `epoch_iterator` reads, where Keras keeps one."""
+    return getattr(iterator.data_adapter, "_dataset", None)
+
+
 def py_dataset_batches(dataset: Any) -> Iterator[Any]:
     """Yields the batches of one epoch of a PyDataset, prepared by its own threads or processes."""
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter

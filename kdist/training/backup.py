@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import shutil
 import time
 from typing import Any
 
 import keras
 
+from kdist.backends.messages import gather
 from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.manager import CheckpointManager
 from kdist.errors import CheckpointCorruptError, InvalidArgumentError
@@ -92,7 +95,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         _restore_newest(self._manager)
         self._saved_at = self._progress.num_steps
         self._saved_time = time.monotonic()
-        runtime = self._manager.checkpoint._runtime()
+        runtime = self._manager.checkpoint.runtime()
         self._clock = Meetings(runtime, min(1.0, self.every_seconds / 4)) if self.every_seconds else None
         if self._watch is not None:  # of a `fit` that failed
             self._watch.close()
@@ -117,7 +120,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._watch = None
         self._manager.wait()
         if self.delete_checkpoint:
-            self._manager.delete_all()
+            _delete_all(self._manager)
 
     def _is_time(self, progress: Progress) -> bool:
         due = _is_number(self.save_freq) and progress.num_steps - self._saved_at >= self.save_freq
@@ -138,6 +141,19 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 def _is_number(save_freq: Any) -> bool:
     return isinstance(save_freq, int) and not isinstance(save_freq, bool)
+
+
+def _delete_all(manager: CheckpointManager) -> None:
+    """Deletes the backups once all workers have ended; those who have a folder of their own delete that."""
+    runtime = manager.checkpoint.runtime()
+    for is_turn_of_chief in (True, False):
+        if runtime is not None:
+            gather(runtime, None)
+        if (runtime is None or runtime.worker_index == 0) == is_turn_of_chief:
+            for path in manager.checkpoints:
+                shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the user has something else there
+                os.rmdir(manager.directory)
 
 
 def _restore_newest(manager: CheckpointManager) -> str | None:

@@ -95,9 +95,10 @@ class Passes:
 
     def _repeat(self, batches: Any) -> None:
         """A `tf.data.Dataset` that shuffles gives an order of its own at each iteration."""
-        if is_tf_data(batches):
+        dataset = batches if is_tf_data(batches) else keras_hooks.dataset_of(self._iterator)
+        if is_tf_data(dataset):
             for _ in range(self._number):
-                iter(batches)
+                next(iter(dataset), None)
 
     def counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields `TAKEN` for each step of the epoch that was taken before, and the batches that are left."""

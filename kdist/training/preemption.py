@@ -182,7 +182,7 @@ class PreemptionCheckpointHandler:
             )
         self._manager.restore_or_initialize()
         self._config = termination_config or TerminationConfig()
-        self._watch = TerminationWatch(self._manager.checkpoint._runtime(), self._config)
+        self._watch = TerminationWatch(self._manager.checkpoint.runtime(), self._config)
         self._calls = 0
         self._watches = True
 
