@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _CONTENTS = {
     "kdist.checkpoint.checkpoint": ("Checkpoint",),
     "kdist.checkpoint.layout": ("latest_checkpoint",),
+    "kdist.checkpoint.manager": ("CheckpointManager",),
     "kdist.collectives": ("all_gather_object", "barrier", "broadcast"),
     "kdist.context": (
         "ReplicaContext",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from kdist import cluster_resolver, errors, experimental, launch, nn
     from kdist.checkpoint.checkpoint import Checkpoint
     from kdist.checkpoint.layout import latest_checkpoint
+    from kdist.checkpoint.manager import CheckpointManager
     from kdist.collectives import all_gather_object, barrier, broadcast
     from kdist.context import (
         ReplicaContext,

@@ -121,6 +121,7 @@ class Checkpoint:
         number: int | None = None,
         *,
         asynchronous: bool = True,
+        after: Callable[[], None] | None = None,
     ) -> str:
         """As `save`, under a name and, where wanted, a number of one's own. A checkpoint of that name is replaced.
 
@@ -129,6 +130,7 @@ class Checkpoint:
             prefix: What comes before the number.
             number: By default the next one.
             asynchronous: As in `save`.
+            after: Called once the checkpoint is visible, in the thread and by the worker that made it so.
         """
         directory = os.path.abspath(directory)
 
@@ -138,7 +140,7 @@ class Checkpoint:
             there = [found.number for found in layout.find(directory, prefix)]
             return max([self._counter, *there]) + 1
 
-        return self._save(directory, prefix, choose, asynchronous, explicit=number is not None)
+        return self._save(directory, prefix, choose, asynchronous, number is not None, after)
 
     def write(self, path: str | os.PathLike[str], *, asynchronous: bool = True) -> str:
         """Saves a checkpoint under a path of its own; what is there is replaced. All workers must call it.
@@ -166,7 +168,7 @@ class Checkpoint:
         self._join()
         if not pending:
             return
-        said = gather_from(self._runtime(), self._told())
+        said = gather_from(self.runtime(), self._told())
         failure, self._failure = self._failure, None
         for index, problem in enumerate(said):
             if problem is not None:
@@ -225,7 +227,20 @@ class Checkpoint:
         current = (search(self._objects.values()), get_strategy(), joined_strategy())
         return next((found for found in current if hasattr(found, "runtime")), None)
 
-    def _runtime(self) -> Runtime | None:
+    def settle(self) -> None:
+        """Waits for a save under way, if there is one, on all workers; its failure is told at the next one."""
+        if self._pending is not None:  # on all workers alike
+            self._join()
+            gather_from(self.runtime(), None)
+
+    def sync(self) -> None:
+        """Brings the state of models in training into their variables; on JAX it lives elsewhere."""
+        from kdist.checkpoint import state
+
+        state.sync(self._objects)
+
+    def runtime(self) -> Runtime | None:
+        """The runtime whose workers save and restore together; `None` for this process alone."""
         strategy = self._strategy()
         return None if strategy is None else strategy.runtime
 
@@ -236,11 +251,12 @@ class Checkpoint:
         choose: Callable[[], int] | None,
         asynchronous: bool,
         explicit: bool = False,
+        after: Callable[[], None] | None = None,
     ) -> str:
         from kdist.checkpoint import places, snapshot, writing
 
         self._join()
-        runtime = self._runtime()
+        runtime = self.runtime()
         contents = snapshot.describe(self._objects, self._strategy(), self._random)
         failure, told = self._failure, self._told()
         self._failure = None
@@ -259,7 +275,7 @@ class Checkpoint:
             writing.tell_failure(place, error)
             place.release()
             raise
-        self._pending = writing.Save(place, share)
+        self._pending = writing.Save(place, share, after)
         if not asynchronous:
             self.wait()
         return place.final
@@ -281,10 +297,8 @@ class Checkpoint:
     def _restore(self, path: str | os.PathLike[str], counter: bool) -> RestoreStatus:
         from kdist.checkpoint import restoring
 
-        runtime = self._runtime()
-        if self._pending is not None:  # on all workers alike
-            self._join()
-            gather_from(runtime, None)
+        runtime = self.runtime()
+        self.settle()
         status, saved = restoring.restore(
             os.path.abspath(path), self._objects, self._strategy(), runtime, self._random
         )

@@ -82,8 +82,7 @@ def collect(objects: Mapping[str, Any], build: bool = True) -> list[Part]:
     """
     found = list(_flatten(objects))
     models = [value for _, value, _ in found if isinstance(value, keras.Model)]
-    for model in models:
-        keras_hooks.sync_state(model)
+    sync(objects)
     given = {id(value): name for name, value, _ in found}
     parts: list[Part] = []
     for name, value, put in found:
@@ -100,6 +99,13 @@ def collect(objects: Mapping[str, Any], build: bool = True) -> list[Part]:
             if part.owner is optimizer and part.name != f"{name}.optimizer" and optimizer is not None:
                 part.aliases = (*part.aliases, f"{name}.optimizer")
     return parts
+
+
+def sync(objects: Mapping[str, Any]) -> None:
+    """Brings the state of models that are being trained into their variables."""
+    for _, value, _ in _flatten(objects):
+        if isinstance(value, keras.Model):
+            keras_hooks.sync_state(value)
 
 
 def _flatten(objects: Any, prefix: str = "") -> Iterator[tuple[str, Any, Callable[[Any], None] | None]]:

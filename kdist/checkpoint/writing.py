@@ -80,13 +80,14 @@ class Save:
     Args:
         place: Where it goes.
         share: What this worker writes.
+        after: Called once the checkpoint is visible, by the first worker of the folder.
     """
 
-    def __init__(self, place: Place, share: Share) -> None:
+    def __init__(self, place: Place, share: Share, after: Callable[[], None] | None = None) -> None:
         self.path = place.final
         self.error: Exception | None = None
         self._place = place
-        self._share: Share | None = share
+        self._after = after
         self._checksums: list[int] = []
         # While one thread writes, the other reads the same memory: checksums cost no time of their own. Neither is
         # a daemon: Python waits for them before it ends.
@@ -116,6 +117,8 @@ class Save:
             self._write_shard(share)
             if place.rank == 0:
                 commit(place, share)
+                if self._after is not None:
+                    self._after()
         except Exception as error:
             self.error = error
             tell_failure(place, error)
@@ -123,7 +126,6 @@ class Save:
                 remove(place.temporary)
         finally:
             self._summing.join()
-            self._share = None  # the copy is as large as the model
             place.release()
 
     def _write_shard(self, share: Share) -> None:

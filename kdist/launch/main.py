@@ -1,4 +1,4 @@
-"""The command line: `kdist run`, `kdist info`, `kdist demo`."""
+"""The command line: `kdist run`, `kdist info`, `kdist demo`, `kdist checkpoint`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from kdist.checkpoint import command as checkpoint_command
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
 from kdist.launch import linux, report
 from kdist.launch.output import Sink, same_file
@@ -37,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--num-workers", "-n", type=int, default=2)
     demo.add_argument("--backend", choices=("tensorflow", "jax", "torch"))
     demo.add_argument("--epochs", type=int)
+    checkpoint_command.add_to(commands)
     return parser
 
 
@@ -99,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from kdist.launch.info import print_info
 
             return print_info()
+        if options.command == "checkpoint":
+            return checkpoint_command.main(options)
         return _demo(options)
     except KdistError as error:
         print(f"kdist {options.command}: {error}", file=sys.stderr)

@@ -1,0 +1,118 @@
+"""`kdist checkpoint show|verify|convert`. What only looks at checkpoints imports neither Keras nor a framework."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from kdist.checkpoint import layout
+from kdist.checkpoint.index import Index
+from kdist.checkpoint.reading import read_index, verify
+from kdist.errors import CheckpointError, KdistError
+
+_EXAMPLES = """examples:
+  kdist checkpoint show checkpoints
+  kdist checkpoint verify checkpoints/ckpt-12
+  kdist checkpoint convert checkpoints/ckpt-12 model.keras
+  kdist checkpoint convert checkpoints/ckpt-12 model.weights.h5 --model train:make_model
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to the command line of kdist."""
+    checkpoint = commands.add_parser(
+        "checkpoint",
+        help="look into a checkpoint, check it, or convert it for plain Keras",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
+    where = "a checkpoint, or a directory of checkpoints, of which the newest counts"
+    actions.add_parser("show", help="print what it holds").add_argument("path", help=where)
+    actions.add_parser("verify", help="read every byte and check it").add_argument("path", help=where)
+    convert = actions.add_parser("convert", help="write a file that plain Keras opens")
+    convert.add_argument("path", help=where)
+    convert.add_argument("output", help="a file that ends in .weights.h5 or .keras")
+    convert.add_argument("--name", help="which model of the checkpoint, where there are several")
+    convert.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="a function that makes the model, for models that Keras cannot make from their configuration",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Args:
+        options: The parsed command line.
+
+    Returns:
+        The exit code: 0 for success, 1 for a checkpoint that is damaged or does not fit.
+    """
+    try:
+        path = find(options.path)
+        if options.action == "show":
+            print(describe(path, read_index(path)))
+        elif options.action == "verify":
+            index = verify(path)
+            held = f"{len(index.tensors)} tensors, {index.num_bytes:,} bytes in {len(index.files)} file(s)"
+            print(f"{path}: complete and undamaged, {held}.")
+        else:
+            from kdist.checkpoint.convert import convert
+
+            note = convert(path, options.output, name=options.name, model=options.model)
+            print(f"{options.output}: written. {note}".rstrip())
+    except KdistError as error:
+        print(f"kdist checkpoint {options.action}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, CheckpointError) else 2
+    return 0
+
+
+def find(path: str) -> str:
+    """Returns the path of a checkpoint: what was given, or the newest one in there."""
+    if os.path.exists(os.path.join(path, layout.INDEX)):
+        return path
+    return layout.latest_checkpoint(path) or path
+
+
+def describe(path: str, index: Index) -> str:
+    """Returns what a checkpoint holds, as lines of text."""
+    by = index.saved_by
+    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(index.saved_at))
+    lines = [
+        path,
+        f"  saved at      {saved_at}",
+        f"  saved by      {by.get('num_workers')} worker(s), {by.get('backend')}, Keras {by.get('keras')}, "
+        f"kdist {by.get('kdist')}",
+        f"  on disk       {index.num_bytes:,} bytes of tensors in {len(index.files)} file(s)",
+        "  objects",
+    ]
+    for name, part in index.parts.items():
+        tensors = [t for t in index.tensors if t.name.partition("/")[0] == name]
+        held = f"{len(tensors)} tensors, {sum(t.num_bytes for t in tensors):,} bytes" if tensors else ""
+        if name in index.values:
+            held = _short(json.dumps(index.values[name]))
+        elif name in index.states:
+            held = _short(json.dumps(index.states[name][0]))
+        lines.append(f"    {name:28} {part['kind']:15} {held}".rstrip())
+    lines.append("  tensors")
+    width = max((len(t.name) for t in index.tensors), default=0)
+    lines += [f"    {t.name:{width}}  {t.dtype:8}  {list(t.shape)}" for t in index.tensors]
+    return "\n".join(lines)
+
+
+def _short(text: str, length: int = 60) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command with arguments of its own, as `run(["show", "checkpoints"])`."""
+    parser = argparse.ArgumentParser(prog="kdist")
+    add_to(parser.add_subparsers(dest="command"))
+    return main(parser.parse_args(["checkpoint", *argv]))

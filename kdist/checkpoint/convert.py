@@ -1,0 +1,111 @@
+"""Turns a model in a checkpoint into a file that plain Keras opens, without kdist."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import keras
+
+from kdist.checkpoint.checkpoint import Checkpoint
+from kdist.checkpoint.index import Index
+from kdist.checkpoint.reading import read_index
+from kdist.errors import CheckpointError, InvalidArgumentError
+
+_SUFFIXES = (".weights.h5", ".keras")
+
+
+def convert(path: str, output: str, name: str | None = None, model: str | None = None) -> str:
+    """Writes the model of a checkpoint as `.weights.h5` or `.keras`.
+
+    Args:
+        path: Of the checkpoint.
+        output: The file; its ending says which kind.
+        name: Which model, where there are several.
+        model: `"module:function"` that makes the model; by default it is made from its configuration.
+
+    Returns:
+        A note for the user, or "".
+
+    Raises:
+        InvalidArgumentError: The ending is another one, or the model is not clear.
+        CheckpointError: The checkpoint is damaged, or cannot make the model.
+    """
+    if not output.endswith(_SUFFIXES):
+        raise InvalidArgumentError(
+            "The file must end in .weights.h5 or .keras.",
+            received={"output": output},
+            hint="model.weights.h5",
+        )
+    index = read_index(path)
+    name = _name(index, name)
+    made, note = (_call(model), "") if model else _make(path, index, name)
+    status = Checkpoint(random=False, **{name: made}).read(path)
+    if output.endswith(".keras"):
+        made.save(output)
+        lost = [part for part in status.unused if part == f"{name}.optimizer"]
+        note = note or ("The optimiser is not in it." if lost else "")
+    else:
+        made.save_weights(output)
+    return note
+
+
+def _name(index: Index, wanted: str | None) -> str:
+    models = [name for name, part in index.parts.items() if part["kind"] == "model"]
+    if wanted in models:
+        return str(wanted)
+    if wanted is None and len(models) == 1:
+        return models[0]
+    raise InvalidArgumentError(
+        "It must be clear which model of the checkpoint is converted.",
+        received={"name": wanted, "models": models},
+        hint=f"Add --name {models[0]}" if models else "",
+    )
+
+
+def _make(path: str, index: Index, name: str) -> tuple[Any, str]:
+    config = index.configs.get(name)
+    if config is None:
+        raise CheckpointError(
+            "A model without a configuration must be made by its own code.",
+            received={"checkpoint": path, "model": name},
+            hint="Name a function that makes it: --model module:function",
+        )
+    try:
+        return _built(keras.saving.deserialize_keras_object(config)), ""
+    except Exception as error:  # of the user's classes, or of Keras
+        first = error
+    try:  # a loss or a metric of the user's own is not needed for the weights
+        bare = {key: value for key, value in config.items() if key != "compile_config"}
+        return _built(
+            keras.saving.deserialize_keras_object(bare)
+        ), "It is not compiled: loss or metrics are unknown."
+    except Exception:
+        raise CheckpointError(
+            f"Keras cannot make the model from its configuration: {first}",
+            received={"checkpoint": path, "model": name},
+            hint="Name a function that makes it: --model module:function",
+        ) from first
+
+
+def _built(model: Any) -> Any:
+    if not model.built:
+        raise ValueError("its input shape is not known")
+    return model
+
+
+def _call(model: str) -> Any:
+    module, _, function = model.partition(":")
+    sys.path.insert(0, os.getcwd())  # where `python -m` looks first
+    try:
+        return getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgumentError(
+            "--model must name a function of a module.",
+            received={"model": model, "error": str(error)},
+            hint="For example: --model train:make_model",
+        ) from error
+    finally:
+        del sys.path[0]
