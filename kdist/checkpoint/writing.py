@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -266,12 +266,18 @@ class _Patience:
         now = self._clock()
         if now - self._looked >= 0.5 or self._seen is None:
             self._looked = now
-            seen = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(self._folder))
+            seen = sorted(_sizes(self._folder))
             if seen != self._seen:
                 self._seen, self._since = seen, now
         ending = not threading.main_thread().is_alive()
         self.seconds = min(PATIENCE, PATIENCE_AT_EXIT) if ending else PATIENCE
         return now - self._since > self.seconds
+
+
+def _sizes(folder: str) -> Iterator[tuple[str, int]]:
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # moved to its place meanwhile
+            yield entry.name, entry.stat().st_size
 
 
 def tell_failure(place: Place, error: BaseException) -> None:

@@ -143,7 +143,7 @@ def _train(
             function.sync()
             logs = dict(model._get_metrics_result_or_logs(step_logs))
             logs.update(validation.run(epoch, callbacks))
-            progress.after_epoch()
+            progress.after_epoch(logs)
             callbacks.on_epoch_end(epoch, logs)
             model.stop_training = ballot.after_epoch(model.stop_training)
             if model.stop_training:

@@ -33,6 +33,7 @@ class Progress:
         self._batches = batches
         self._callbacks = list(callbacks.callbacks)
         self._restored: Mapping[str, Any] | None = None
+        self._history: list[Any] = []
         self.epoch = epoch
         """The epoch under way, or the next one."""
         self.step = 0
@@ -48,19 +49,20 @@ class Progress:
         self.step = end + 1
         self.is_resumed = False
 
-    def after_epoch(self) -> None:
-        """Notes that the epoch has ended, its validation too."""
+    def after_epoch(self, logs: Mapping[str, Any]) -> None:
+        """Notes that the epoch has ended, its validation too, with these logs."""
+        # Keras's own history hears of them only after all callbacks.
+        self._history.append([self.epoch, {name: float(value) for name, value in logs.items()}])
         self.epoch, self.step = self.epoch + 1, 0
         self.is_resumed = False
 
     def get_state(self) -> dict[str, Any]:
         """Returns, as JSON, what a new `fit` needs to go on from here."""
-        history = self._history
         return {
             "epoch": self.epoch,
             "step": self.step,
             "data": self._batches.position(),
-            "history": [history.epoch, {name: list(map(float, v)) for name, v in history.history.items()}],
+            "history": self._history,
             "callbacks": [[type(callback).__name__, _state_of(callback)] for callback in self._callbacks],
         }
 
@@ -68,6 +70,7 @@ class Progress:
         """Lets this `fit`, which has not begun its first epoch, go on where `get_state` was called."""
         self.epoch, self.step = state["epoch"], state["step"]
         self.is_resumed = self.step > 0
+        self._history = list(state["history"])
         self._batches.go_to(state["data"], self.step)
         self._restored = state
 
@@ -75,15 +78,14 @@ class Progress:
         """Gives callbacks what they remembered. Called once all have begun, where they forget."""
         if self._restored is None:
             return
-        epochs, values = self._restored["history"]
-        self._history.epoch, self._history.history = list(epochs), dict(values)
+        keras_history = next(c for c in self._callbacks if isinstance(c, keras.callbacks.History))
+        for epoch, logs in self._history:
+            keras_history.epoch.append(epoch)
+            for name, value in logs.items():
+                keras_history.history.setdefault(name, []).append(value)
         for callback, (name, remembered) in zip(self._callbacks, self._restored["callbacks"], strict=False):
             if type(callback).__name__ == name:
                 _set_state_of(callback, remembered)
-
-    @property
-    def _history(self) -> Any:
-        return next(c for c in self._callbacks if isinstance(c, keras.callbacks.History))
 
 
 def _state_of(callback: Any) -> Any:

@@ -133,12 +133,11 @@ def interrupted(folder: str, kind: str, save_freq: Any, epoch: int, batch: int |
     backup = {"backup_dir": folder, "save_freq": save_freq}
     with pytest.raises(Interrupted):
         fit(kind, 1, kdist.callbacks.BackupAndRestore(**backup), stop_at(epoch, batch))
-    # Weights, seeds and random states come from the backup: another seed must not matter.
-    return (
-        expected,
-        fit(kind, 2, kdist.callbacks.BackupAndRestore(**backup)),
-        bool(list(Path(folder).glob("*"))),
-    )
+    # Weights, seeds and random states come from the backup: another seed must not matter. A pipeline of tf.data,
+    # though, takes the seeds that are there when it is made.
+    seed = 1 if "tf.data" in kind else 2
+    again = fit(kind, seed, kdist.callbacks.BackupAndRestore(**backup))
+    return expected, again, bool(list(Path(folder).glob("*")))
 
 
 def check(results: Any) -> None:

@@ -1,0 +1,22 @@
+"""`Meetings`: how often, and that it is after the same steps on all workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kdist.training import meetings
+
+
+def test_meetings_come_about_as_often_as_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(meetings.time, "monotonic", lambda: clock[0])
+    met = meetings.Meetings(None, seconds=0.5)
+    times = []
+    for step in range(4000):
+        clock[0] += 0.001
+        if met.is_due(step):
+            assert met.meet(step, step) == [step]
+            times.append(clock[0])
+    apart = [b - a for a, b in zip(times[-4:], times[-3:], strict=False)]
+    assert all(0.4 < seconds <= 0.51 for seconds in apart)
+    assert len(times) < 20  # the first ones come soon, each at most twice as far as the one before

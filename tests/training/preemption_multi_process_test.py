@@ -1,0 +1,172 @@
+"""Workers that are to be terminated save at the same step and leave; weights that drift apart are noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import each_backend, run, strategy
+
+
+class Left(Exception):
+    """Raised by `exit_fn`, in place of the end of the process."""
+
+
+def leave() -> None:
+    raise Left
+
+
+def make_model(seed: int) -> Any:
+    import keras
+
+    keras.utils.set_random_seed(seed)
+    with strategy().scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.05), "mse")
+    return model
+
+
+def data() -> dict[str, Any]:
+    random = np.random.RandomState(1)
+    return {"x": random.rand(40, 3), "y": random.rand(40, 1), "batch_size": 4, "epochs": 2, "verbose": 0}
+
+
+def callback_at(step: int, worker: int, act: Any) -> Any:
+    """Does something on one worker, after a step of the first epoch."""
+    import keras
+
+    class At(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps: list[int] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.steps.append(batch)
+            if len(self.steps) == step and int(os.environ["RANK"]) == worker:
+                act(self.model)
+
+    return At()
+
+
+def preempted(folder: str) -> Any:
+    import kdist
+
+    whole = make_model(1)
+    whole.fit(**data())
+    backup = {
+        "backup_dir": folder,
+        "save_freq": False,
+        "termination_config": kdist.experimental.TerminationConfig(exit_fn=leave),
+    }
+    before = signal.getsignal(signal.SIGTERM)
+    terminated = callback_at(4, 1, lambda model: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Left):
+        make_model(1).fit(**data(), callbacks=[terminated, kdist.callbacks.BackupAndRestore(**backup)])
+    after = signal.getsignal(signal.SIGTERM)
+    rest = callback_at(1000, 0, None)
+    again = make_model(2)
+    again.fit(**data(), callbacks=[rest, kdist.callbacks.BackupAndRestore(**backup)])
+    weights = [[np.array(w) for w in model.get_weights()] for model in (whole, again)]
+    return weights, terminated.steps, rest.steps, before == after
+
+
+@each_backend
+def test_sigterm_on_one_worker_lets_all_save_and_leave_at_the_same_step(backend: str, tmp_path: Path) -> None:
+    results = run(backend, 2, preempted, str(tmp_path))
+    for (whole, again), steps, rest, is_restored in results:
+        assert len(steps) + len(rest) == 20, "no step is lost or repeated"
+        assert 4 <= len(steps) < 20
+        assert is_restored, "SIGTERM means again what it meant before"
+        for expected, value in zip(whole, again, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+    assert results[0][1] == results[1][1]
+
+
+def handled(folder: str) -> Any:
+    import kdist
+
+    index = int(os.environ["RANK"])
+    model = make_model(1)
+    checkpoint = kdist.Checkpoint(model=model, step=0)
+    config = kdist.experimental.TerminationConfig(exit_fn=leave)
+    handler = kdist.experimental.PreemptionCheckpointHandler(
+        None, checkpoint, folder, termination_config=config
+    )
+    with pytest.raises(Left):
+        while checkpoint.step < 10_000:
+            handler.run(model.train_on_batch, np.ones((4, 3)), np.ones((4, 1)))
+            checkpoint.step += 1
+            if checkpoint.step == 3 and index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+    stopped, calls = checkpoint.step, handler.total_run_calls
+    saved = [np.array(w) for w in model.get_weights()]
+    fresh = make_model(2)
+    checkpoint = kdist.Checkpoint(model=fresh, step=0)
+    kdist.experimental.PreemptionCheckpointHandler(None, checkpoint, folder).close()
+    return stopped, calls, checkpoint.step, saved, [np.array(w) for w in fresh.get_weights()]
+
+
+@each_backend
+def test_a_handler_saves_and_restores_for_a_loop_of_one_s_own(backend: str, tmp_path: Path) -> None:
+    results = run(backend, 2, handled, str(tmp_path))
+    assert results[0][0] == results[1][0]
+    for stopped, calls, restored, saved, weights in results:
+        assert 3 <= stopped == calls == restored
+        for expected, value in zip(saved, weights, strict=True):
+            np.testing.assert_array_equal(value, expected)
+
+
+def drifting(drifts: bool) -> tuple[str, int]:
+    import kdist
+
+    def drift(model: Any) -> None:
+        kernel = model.layers[1].kernel
+        kernel.assign(kernel + 0.25)
+
+    model = make_model(1)
+    watch = kdist.callbacks.DriftWatch(every=2)
+    steps = callback_at(5, 1 if drifts else -1, drift)
+    try:
+        model.fit(**data(), callbacks=[steps, watch])
+    except kdist.errors.WorkerMismatchError as error:
+        return str(error), len(steps.steps)
+    return "", len(steps.steps)
+
+
+@each_backend
+def test_weights_that_drift_apart_are_named(backend: str) -> None:
+    for message, steps in run(backend, 2, drifting, True):
+        assert "worker 1" in message
+        assert "kernel" in message
+        assert steps == 6, "the comparison after the sixth step"
+    assert run(backend, 2, drifting, False) == [("", 20), ("", 20)]
+
+
+def test_the_exit_code_says_that_the_job_may_go_on(tmp_path: Path) -> None:
+    from kdist.training.preemption import TerminationConfig, TerminationWatch
+
+    saved = []
+    watch = TerminationWatch(None, TerminationConfig())
+    assert not watch.must_leave(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert watch.must_leave(1)
+    with pytest.raises(SystemExit) as ended:
+        watch.leave(lambda: saved.append(True))
+    assert ended.value.code == 75
+    assert saved == [True]
+
+
+def test_training_may_use_the_grace_period() -> None:
+    from kdist.training.preemption import TerminationConfig, TerminationWatch
+
+    watch = TerminationWatch(None, TerminationConfig(grace_period=3600))
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not watch.must_leave(0)
+    finally:
+        watch.close()
