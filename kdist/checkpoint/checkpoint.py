@@ -95,6 +95,11 @@ class Checkpoint:
         """How often `save` was called; the number of the last checkpoint it made."""
         return self._counter
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether this worker still writes its part of the last save."""
+        return self._pending is not None and not self._pending.is_done
+
     def save(self, directory: str | os.PathLike[str], *, asynchronous: bool = True) -> str:
         """Saves a new checkpoint in a directory. All workers must call it.
 
@@ -270,12 +275,14 @@ class Checkpoint:
             self._counter = self._counter + 1 if explicit or number is None else number
         try:
             share = snapshot.take(contents, place, runtime, save_id, number, self._counter)
+            if asynchronous:
+                snapshot.copy(share)
         except BaseException as error:
             # The others are writing already; they learn it from the folder.
             writing.tell_failure(place, error)
             place.release()
             raise
-        self._pending = writing.Save(place, share, after)
+        self._pending = writing.Save(place, share, after, background=asynchronous)
         if not asynchronous:
             self.wait()
         return place.final
