@@ -18,33 +18,29 @@ from typing import Any
 
 import kdist
 
-ROUNDS = 5
+ROUNDS = 4
 NUM_VARIABLES = 16
 ENV = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
-def plain_write(path: str, data: Any) -> float:
-    """Writes bytes and waits until they are on disk; returns seconds."""
-    start = time.perf_counter()
+def plain_write(path: str, data: Any) -> None:
+    """Writes bytes and waits until they are on disk."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view[: 32 << 20]) :]
     os.fsync(fd)
     os.close(fd)
-    return time.perf_counter() - start
 
 
-def plain_read(paths: list[str]) -> float:
-    """Reads files into memory; returns seconds."""
-    start = time.perf_counter()
+def plain_read(paths: list[str]) -> None:
+    """Reads files into memory."""
     kept = []
     for path in paths:
         with open(path, "rb", buffering=0) as file:
             data = bytearray(os.path.getsize(path))
             file.readinto(data)
             kept.append(data)
-    return time.perf_counter() - start
 
 
 def measure(folder: str, num_bytes: int) -> dict[str, list[float]]:
@@ -61,24 +57,37 @@ def measure(folder: str, num_bytes: int) -> dict[str, list[float]]:
     checkpoint = kdist.Checkpoint(weights=variables, random=False)
     share = random.bytes(1 << 20) * (num_bytes // workers >> 20)
     plain = [os.path.join(folder, f"plain-{worker}") for worker in range(workers)]
-    seconds: dict[str, list[float]] = {name: [] for name in ("write", "save", "pause", "read", "restore")}
-    for _ in range(ROUNDS):
-        kdist.barrier()
-        seconds["write"].append(plain_write(plain[index], share))
-        kdist.barrier()
-        start = time.perf_counter()
-        path = checkpoint.save(folder)
-        seconds["pause"].append(time.perf_counter() - start)
-        checkpoint.wait()
-        seconds["save"].append(time.perf_counter() - start)
-        seconds["read"].append(plain_read(plain))
+    seconds: dict[str, list[float]] = {}
+    path = ""
+
+    def take(name: str, way: Any) -> None:
         kdist.barrier()
         start = time.perf_counter()
-        checkpoint.restore(path)
-        seconds["restore"].append(time.perf_counter() - start)
+        way()
+        seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+    def save(**options: Any) -> None:
+        nonlocal path
+        path = checkpoint.save(folder, **options)
+
+    def remove(*paths: str) -> None:
         kdist.barrier()
         if index == 0:
-            shutil.rmtree(path)
+            for name in paths:
+                shutil.rmtree(name) if os.path.isdir(name) else os.unlink(name)
+        kdist.barrier()
+
+    # What was written is removed at once: memory that the system has just had back is faster than other memory.
+    for _ in range(ROUNDS):
+        take("write", lambda: plain_write(plain[index], share))
+        take("read", lambda: plain_read(plain))
+        remove(*plain)
+        take("save", lambda: save(asynchronous=False))
+        take("restore", lambda: checkpoint.restore(path))
+        remove(path)
+        take("pause", save)
+        take("behind", checkpoint.wait)
+        remove(path)
     return seconds
 
 
@@ -141,7 +150,8 @@ def main() -> None:
                 f"  {workers} worker(s): write {speed['write']:.2f}  save {speed['save']:.2f}  "
                 f"ratio {speed['save'] / speed['write']:.2f}   read {speed['read']:.2f}  "
                 f"restore {speed['restore']:.2f}  ratio {speed['restore'] / speed['read']:.2f}   "
-                f"a save returns after {median(slowest['pause']) * 1000:.0f} ms",
+                f"in the background: returns after {median(slowest['pause']):.2f} s, "
+                f"done {median(slowest['behind']):.2f} s later",
                 flush=True,
             )
     for workers in (1, 2):
