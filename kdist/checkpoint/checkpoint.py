@@ -95,6 +95,11 @@ class Checkpoint:
         """How often `save` was called; the number of the last checkpoint it made."""
         return self._counter
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether this worker still writes its part of the last save."""
+        return self._pending is not None and not self._pending.is_done
+
     def save(self, directory: str | os.PathLike[str], *, asynchronous: bool = True) -> str:
         """Saves a new checkpoint in a directory. All workers must call it.
 
@@ -270,12 +275,14 @@ class Checkpoint:
             self._counter = self._counter + 1 if explicit or number is None else number
         try:
             share = snapshot.take(contents, place, runtime, save_id, number, self._counter)
+            if asynchronous:
+                snapshot.copy(share)
         except BaseException as error:
             # The others are writing already; they learn it from the folder.
             writing.tell_failure(place, error)
             place.release()
             raise
-        self._pending = writing.Save(place, share, after)
+        self._pending = writing.Save(place, share, after, background=asynchronous)
         if not asynchronous:
             self.wait()
         return place.final
@@ -315,14 +322,24 @@ def gather_from(runtime: Runtime | None, value: Any) -> list[Any]:
     return [value] if runtime is None else gather(runtime, value)
 
 
-def wait_for_all() -> None:
-    """Waits for the saves of all checkpoints that are still being written, and raises if one has failed.
+def wait_for_all(runtime: Runtime) -> None:
+    """Waits for all that is still being written, and raises on all workers if one could not write.
 
-    Called at the end of `fit`. All workers must call it; they have made their checkpoints in the same order.
+    Called at the end of `fit`. All workers must call it, but not with the same checkpoints: those of an earlier
+    `fit` that has failed live until the garbage collector comes.
+
+    Args:
+        runtime: Whose workers take part.
     """
-    for checkpoint in sorted(_all, key=lambda item: item._serial):
-        if checkpoint._pending is not None:
-            checkpoint.wait()
+    problems = []
+    for checkpoint in list(_all):
+        checkpoint._join()
+        if (told := checkpoint._told()) is not None:
+            problems.append(told)
+            checkpoint._failure = None
+    for index, theirs in enumerate(gather(runtime, problems)):
+        if theirs:
+            raise CheckpointError(f"A checkpoint could not be written: worker {index}: {theirs[0]}")
 
 
 @atexit.register

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,15 +85,16 @@ def _dtype(name: str, source: Any) -> str:
 def take(
     contents: Contents, place: Place, runtime: Runtime | None, save_id: str, number: int | None, counter: int
 ) -> Share:
-    """Copies this worker's share into memory of its own: on JAX the next step takes the variables' away."""
+    """Returns this worker's share, whose bytes are still those of the variables."""
+    sources = contents.sources
     spans = cut([tensor.size for tensor in contents.tensors], place.rank, len(place.members))
-    share = Share(contents.tensors, spans, np.empty(0, np.uint8), {}, contents.states)
-    offsets = share.offsets()
-    share.buffer = np.empty(offsets[-1], np.uint8)
-    for span, begin, end in zip(spans, offsets, offsets[1:], strict=False):
-        array = np.ascontiguousarray(state.to_host(contents.sources[span.tensor])).reshape(-1)
-        share.buffer[begin:end] = array[span.first : span.last].view(np.uint8)
-    share.facts = {
+
+    def read() -> Iterator[Any]:
+        for span in spans:
+            array = np.ascontiguousarray(state.to_host(sources[span.tensor])).reshape(-1)
+            yield array[span.first : span.last].view(np.uint8)
+
+    facts = {
         "id": save_id,
         "number": number,
         "saved_by": {
@@ -107,4 +109,14 @@ def take(
         if place.rank == 0
         else {},
     }
-    return share
+    return Share(contents.tensors, spans, read, facts, contents.states)
+
+
+def copy(share: Share) -> None:
+    """Copies a share into memory of its own: the next step changes the variables, or takes their memory (JAX)."""
+    offsets = share.offsets()
+    buffer = np.empty(offsets[-1], np.uint8)
+    parts = [buffer[begin:end] for begin, end in itertools.pairwise(offsets)]
+    for part, value in zip(parts, share.read(), strict=True):
+        part[:] = value
+    share.read = lambda: parts

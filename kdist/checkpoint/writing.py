@@ -7,14 +7,14 @@ write into the same folder hear of each other by small files in it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from kdist.errors import CheckpointError
 
 _CHUNK = 32 << 20
 _POLL = 0.01
+_NICENESS = 10
 # Seconds without any progress in the folder after which the others count as gone; the second while this process
 # only waits for them to end.
 PATIENCE = 300.0
@@ -34,24 +35,24 @@ PATIENCE_AT_EXIT = 30.0
 
 @dataclass
 class Share:
-    """What one worker writes, copied from the variables.
+    """What one worker writes.
 
     Args:
         tensors: All tensors of the checkpoint.
         spans: Those of this worker.
-        buffer: Their bytes, one after the other.
+        read: Gives the bytes of each of them, once.
         facts: What the index says, beside where the pieces are.
         states: The states of this worker's objects.
     """
 
     tensors: Sequence[Tensor]
     spans: Sequence[Span]
-    buffer: Any
+    read: Callable[[], Iterable[Any]]
     facts: Mapping[str, Any]
     states: Mapping[str, Any]
 
     def offsets(self) -> list[int]:
-        """Where each span begins in the buffer, and where the last one ends."""
+        """Where each span begins after the header, and where the last one ends."""
         ends = [0]
         for span in self.spans:
             ends.append(ends[-1] + (span.last - span.first) * self.tensors[span.tensor].size.itemsize)
@@ -81,40 +82,46 @@ class Save:
         place: Where it goes.
         share: What this worker writes.
         after: Called once the checkpoint is visible, by the first worker of the folder.
+        background: Whether to write in a thread of its own; else all is done on return.
     """
 
-    def __init__(self, place: Place, share: Share, after: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, place: Place, share: Share, after: Callable[[], None] | None = None, background: bool = True
+    ) -> None:
         self.path = place.final
         self.error: Exception | None = None
         self._place = place
         self._after = after
-        self._checksums: list[int] = []
-        # While one thread writes, the other reads the same memory: checksums cost no time of their own. Neither is
-        # a daemon: Python waits for them before it ends.
-        self._summing = threading.Thread(target=self._sum, args=(share,), name="kdist checkpoint sums")
-        self._writing = threading.Thread(target=self._write, args=(share,), name="kdist checkpoint")
-        del share
-        self._summing.start()
+        self._writing: threading.Thread | None = None
+        if not background:
+            self._write(share)
+            return
+        # No daemon: Python waits for it before it ends.
+        self._writing = threading.Thread(
+            target=self._write_behind, args=(share,), name="kdist checkpoint", daemon=False
+        )
         self._writing.start()
 
     def join(self) -> None:
         """Waits until this worker's part is done; for the first worker of a folder, until it is visible."""
-        self._writing.join()
+        if self._writing is not None:
+            self._writing.join()
 
     @property
     def is_done(self) -> bool:
         """Whether this worker's part is done."""
-        return not self._writing.is_alive()
+        return self._writing is None or not self._writing.is_alive()
 
-    def _sum(self, share: Share) -> None:
-        offsets = share.offsets()
-        view = memoryview(share.buffer)
-        self._checksums = [zlib.crc32(view[a:b]) for a, b in itertools.pairwise(offsets)]
+    def _write_behind(self, share: Share) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own: steps go first
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        self._write(share)
 
     def _write(self, share: Share) -> None:
         place = self._place
         try:
-            self._write_shard(share)
+            write_shard(place, share)
             if place.rank == 0:
                 commit(place, share)
                 if self._after is not None:
@@ -125,37 +132,51 @@ class Save:
             if place.rank == 0:
                 remove(place.temporary)
         finally:
-            self._summing.join()
             place.release()
 
-    def _write_shard(self, share: Share) -> None:
-        place = self._place
-        name = layout.shard(place.rank, len(place.members))
-        path = os.path.join(place.temporary, name)
-        header = header_of(share)
-        write_file(path, [header, memoryview(share.buffer)])
-        self._summing.join()
-        offsets = share.offsets()
-        pieces = [
-            [span.tensor, asdict(Piece(place.rank, span.first, span.last, len(header) + begin, crc))]
-            for span, begin, crc in zip(share.spans, offsets, self._checksums, strict=False)
-        ]
-        file = File(name, len(header) + offsets[-1], len(header), zlib.crc32(header))
-        said = {"file": asdict(file), "pieces": pieces, "states": dict(share.states)}
-        report = os.path.join(place.temporary, layout.report(place.rank))
-        write_file(report + ".part", [json.dumps(said).encode()])
-        os.rename(report + ".part", report)
+
+def write_shard(place: Place, share: Share) -> None:
+    """Writes a worker's shard, waits until it is on disk, and reports it to the first worker of the folder."""
+    name = layout.shard(place.rank, len(place.members))
+    header = header_of(share)
+    offsets = share.offsets()
+    checksums: list[int] = []
+
+    def parts() -> Iterator[Any]:
+        yield header
+        for part in share.read():
+            checksums.append(0)
+            for start in range(0, len(part), _CHUNK):
+                chunk = part[start : start + _CHUNK]
+                checksums[-1] = zlib.crc32(chunk, checksums[-1])
+                yield chunk
+
+    write_file(os.path.join(place.temporary, name), parts())
+    pieces = [
+        [span.tensor, asdict(Piece(place.rank, span.first, span.last, len(header) + begin, crc))]
+        for span, begin, crc in zip(share.spans, offsets, checksums, strict=False)
+    ]
+    file = File(name, len(header) + offsets[-1], len(header), zlib.crc32(header))
+    said = {"file": asdict(file), "pieces": pieces, "states": dict(share.states)}
+    report = os.path.join(place.temporary, layout.report(place.rank))
+    write_file(report + ".part", [json.dumps(said).encode()])
+    os.rename(report + ".part", report)
 
 
-def write_file(path: str, parts: Sequence[Any]) -> None:
+def write_file(path: str, parts: Iterable[Any]) -> None:
     """Writes a file and waits until it is on disk."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
+        done = 0
         for part in parts:
             view = memoryview(part)
             while view:
-                # In pieces: one call takes at most 2 GB, and others see that this worker gets on.
-                view = view[os.write(fd, view[:_CHUNK]) :]
+                written = os.write(fd, view)
+                if written >= _CHUNK and hasattr(os, "posix_fadvise"):
+                    # Linux begins to write to the disk at once, while the next bytes are made ready.
+                    os.posix_fadvise(fd, done, written, os.POSIX_FADV_DONTNEED)
+                view = view[written:]
+                done += written
         os.fsync(fd)
     finally:
         os.close(fd)

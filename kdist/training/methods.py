@@ -150,7 +150,7 @@ def _train(
                 break
     _finalize(session, epochs)
     callbacks.on_train_end(logs=logs)
-    wait_for_all()
+    wait_for_all(session.runtime)
 
 
 def _finalize(session: Session, epochs: int) -> None:
