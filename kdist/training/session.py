@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
-from kdist.backends.messages import try_on_all
-from kdist.training import agreement
+from kdist.backends.messages import check_equal, gather, try_on_all
+from kdist.training import agreement, keras_callbacks
 from kdist.training.batches import GlobalBatches
 
 if TYPE_CHECKING:
     from kdist.backends.contract import StepFunction
     from kdist.strategies.strategy import Strategy
+
+_SAME_CALL = "Call it with the same arguments on every worker; kdist shards the data."
 
 
 class Session:
@@ -31,6 +33,8 @@ class Session:
         self.runtime = strategy.runtime
         self._functions: dict[str, tuple[Any, StepFunction]] = {}
         self._num_shared = -1
+        # Whether this worker has loaded weights, which may be others than another worker's.
+        self.has_loaded = False
 
     @property
     def model(self) -> Any:
@@ -71,6 +75,45 @@ class Session:
         """Calls what makes iterators: Keras looks at the first batches of a generator, which may fail on one worker."""
         return try_on_all(self.runtime, "Reading the data", function)
 
+    def agree(self, what: str, facts: Mapping[str, Any], callbacks: Any = None) -> Any:
+        """Raises unless all workers were called alike.
+
+        Args:
+            what: What is compared, for the message.
+            facts: What must be equal.
+            callbacks: Those of the user.
+
+        Returns:
+            A context manager that gives the callbacks which this worker is to run.
+        """
+        note = {"loaded": self.has_loaded, "files": keras_callbacks.describe(callbacks)}
+        notes = check_equal(self.runtime, what, facts, _SAME_CALL, note)
+        if any(note["loaded"] for note in notes):
+            self._num_shared = -1
+        return keras_callbacks.of_this_worker(callbacks, self.runtime.worker_index, notes[0]["files"])
+
+    def agree_on_epoch(self, initial_epoch: int) -> int:
+        """Gives all workers what a callback has restored on the chief; returns the epoch to begin with."""
+        model = self.model
+        model._initial_epoch = gather(self.runtime, model._initial_epoch)[0]
+        return int(model._initial_epoch or initial_epoch)
+
+    def run_callbacks(self, function: Callable[[], None]) -> bool:
+        """Calls callbacks on every worker, waits for all, and gives all the weights that one has loaded.
+
+        Returns:
+            Whether training is to stop, on any worker.
+
+        Raises:
+            WorkerFailedError: A callback failed on another worker. On the worker itself, its own error.
+        """
+        notes = agreement.together(
+            self.runtime, "in a callback", function, lambda: [bool(self.model.stop_training), self.has_loaded]
+        )
+        if any(loaded for _, loaded in notes):
+            self._share(keras_hooks.all_variables(self.model))
+        return any(stop for stop, _ in notes)
+
     def prepare(
         self, batches: GlobalBatches | None = None, data_batch: Any = None, layers_only: bool = False
     ) -> None:
@@ -84,10 +127,14 @@ class Session:
                 keras_hooks.build(self.model, data_batch)
         variables = keras_hooks.all_variables(self.model)
         if len(variables) != self._num_shared:
-            agreement.check_model(self.runtime, self.model, variables)
-            if self.runtime.num_workers > 1:
-                self.runtime.broadcast_variables(variables)
-            self._num_shared = len(variables)
+            self._share(variables)
+
+    def _share(self, variables: list[Any]) -> None:
+        agreement.check_model(self.runtime, self.model, variables)
+        if self.runtime.num_workers > 1:
+            self.runtime.broadcast_variables(variables)
+        self._num_shared = len(variables)
+        self.has_loaded = False
 
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
