@@ -116,7 +116,7 @@ def _train(
     logs: dict[str, Any] = {}
     with function:
         session.run_callbacks(callbacks.on_train_begin)
-        for epoch in range(session.agree_on_epoch(initial_epoch), epochs):
+        for epoch in range(model._initial_epoch or initial_epoch, epochs):
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             step_logs: dict[str, Any] = {}
@@ -130,9 +130,7 @@ def _train(
             function.sync()
             logs = dict(model._get_metrics_result_or_logs(step_logs))
             logs.update(validation.run(epoch, callbacks))
-            model.stop_training = session.run_callbacks(
-                functools.partial(callbacks.on_epoch_end, epoch, logs)
-            )
+            session.run_callbacks(functools.partial(callbacks.on_epoch_end, epoch, logs))
             if model.stop_training:
                 break
     _finalize(session, epochs)

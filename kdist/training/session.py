@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
-from kdist.backends.messages import check_equal, gather, try_on_all
+from kdist.backends.messages import check_equal, try_on_all
 from kdist.training import agreement, keras_callbacks
 from kdist.training.batches import GlobalBatches
 
@@ -92,27 +92,30 @@ class Session:
             self._num_shared = -1
         return keras_callbacks.of_this_worker(callbacks, self.runtime.worker_index, notes[0]["files"])
 
-    def agree_on_epoch(self, initial_epoch: int) -> int:
-        """Gives all workers what a callback has restored on the chief; returns the epoch to begin with."""
-        model = self.model
-        model._initial_epoch = gather(self.runtime, model._initial_epoch)[0]
-        return int(model._initial_epoch or initial_epoch)
+    def run_callbacks(self, function: Callable[[], None]) -> None:
+        """Calls callbacks on every worker and waits for all.
 
-    def run_callbacks(self, function: Callable[[], None]) -> bool:
-        """Calls callbacks on every worker, waits for all, and gives all the weights that one has loaded.
-
-        Returns:
-            Whether training is to stop, on any worker.
+        Afterwards all agree on what callbacks decide: `model.stop_training` if it is set on any worker, the epoch
+        that the chief begins with, and its weights where weights were loaded.
 
         Raises:
             WorkerFailedError: A callback failed on another worker. On the worker itself, its own error.
         """
-        notes = agreement.together(
-            self.runtime, "in a callback", function, lambda: [bool(self.model.stop_training), self.has_loaded]
+        model = self.model
+        said = agreement.together(
+            self.runtime,
+            "in a callback",
+            function,
+            lambda: {
+                "stop": bool(model.stop_training),
+                "initial epoch": model._initial_epoch,
+                "loaded": self.has_loaded,
+            },
         )
-        if any(loaded for _, loaded in notes):
-            self._share(keras_hooks.all_variables(self.model))
-        return any(stop for stop, _ in notes)
+        model.stop_training = any(theirs["stop"] for theirs in said)
+        model._initial_epoch = said[0]["initial epoch"]
+        if any(theirs["loaded"] for theirs in said):
+            self._share(keras_hooks.all_variables(model))
 
     def prepare(
         self, batches: GlobalBatches | None = None, data_batch: Any = None, layers_only: bool = False
