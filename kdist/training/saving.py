@@ -150,11 +150,12 @@ class _Log:
     def _wait(self, runtime: Runtime, wanted: tuple[str, str]) -> bool:
         start = time.monotonic()
         while True:
-            self._read(runtime)
             same = [post for post in self._posts if post.wanted == wanted]
             if len(same) > self._mine[wanted]:
                 self._patience = PATIENCE_SECONDS
                 return self._wait_for_end(runtime, same[-1])
+            if self._read_next(runtime):
+                continue
             if self._is_elsewhere(wanted):
                 return False
             if time.monotonic() - start > self._patience:
@@ -185,14 +186,17 @@ class _Log:
         if _stat(written) == post.end["stat"]:
             return True
         # Overwritten by the chief's next save, if not another disk: an older state must not come back.
-        self._read(runtime)
+        while self._read_next(runtime):
+            pass
         newer = any(p.wanted[0] == post.wanted[0] and p.number > post.number for p in self._posts)
         return newer and _stat(written) is not None
 
-    def _read(self, runtime: Runtime) -> None:
-        while (text := runtime.look_up(_begin_key(len(self._posts)))) is not None:
+    def _read_next(self, runtime: Runtime) -> bool:
+        text = runtime.look_up(_begin_key(len(self._posts)))
+        if text is not None:
             path, state = json.loads(text)
             self._posts.append(_Post(len(self._posts), (path, state)))
+        return text is not None
 
     def _warn_of_waiting(self, runtime: Runtime, path: str) -> None:
         _logger.warning(

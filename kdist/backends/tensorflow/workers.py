@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Heartbeats of TensorFlow's coordination service; a lost worker is noticed after this time at the latest.
 _HEARTBEAT_SECONDS = 10
 # How long to wait for a text that may not be there; TensorFlow cannot be asked without waiting.
-_LOOK_UP_MS = 20
+_LOOK_UP_MS = 100
 _SHORT = 1024
 _SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
