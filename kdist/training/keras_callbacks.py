@@ -56,7 +56,7 @@ def of_this_worker(callbacks: Any, worker_index: int, chief_has: Sequence[Sequen
 
 def _prepare(callback: Any, shared: set[tuple[str, ...]], stack: contextlib.ExitStack) -> Any:
     """Returns a callback as a worker beside the chief runs it, or `None` if it does not."""
-    if isinstance(callback, _kinds(_TALKERS)) and isinstance(callback.verbose, int):
+    if isinstance(callback, _kinds(_TALKERS)):
         _change(stack, callback, "verbose", 0)
     found = _described(callback)
     if found is None:
