@@ -102,9 +102,10 @@ def barrier(name: str = "barrier", timeout: float | None = None, strategy: Strat
         _within(timeout, name, lambda: check_equal(runtime, "barrier", {"name": name}, hint))
 
 
-def _within(timeout: float | None, name: str, function: Callable[[], None]) -> None:
+def _within(timeout: float | None, name: str, function: Callable[[], Any]) -> None:
     if timeout is None:
-        return function()
+        function()
+        return
     # No engine can be told how long to wait for this one message.
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
@@ -125,7 +126,6 @@ def _within(timeout: float | None, name: str, function: Callable[[], None]) -> N
         ) from None
     if error is not None:
         raise error
-    return None
 
 
 def runtime_of(strategy: Strategy | None) -> Runtime | None:

@@ -84,6 +84,10 @@ class WorkerLostError(KdistError, RuntimeError):
     """A worker that takes part in the job has died or cannot be reached any more."""
 
 
+class WorkerFailedError(KdistError, RuntimeError):
+    """Another worker raised an error in a place that all must pass together."""
+
+
 class LaunchError(KdistError, RuntimeError):
     """A worker process that kdist started has failed."""
 

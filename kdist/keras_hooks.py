@@ -5,6 +5,7 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 
 - `Trainer.__init__` remembers the strategy a model is created under; `fit` and its relatives dispatch on it.
 - `Variable.__init__` tells the strategy in scope, which gives all workers the chief's values.
+- Keras's functions that write a model's files: one worker writes, and all find the file complete.
 - `get_metrics_result` of PyTorch's trainer in Keras 3.16, which sums over processes a second time.
 - `reduce_values`, `apply_mask`, `reduce_weighted_values` (keras.src.losses.loss): denominators of losses that
   are not a plain mean over rows must be counted over all replicas. There is no public place between a loss's
@@ -52,6 +53,7 @@ def install() -> None:
             return
         _hook_models()
         _hook_variables()
+        _hook_saving()
         _hook_torch_metrics()
         _hook_losses()
         _hook_scalars()
@@ -127,6 +129,56 @@ def _hook_variables() -> None:
         return __init__
 
     _wrap(keras.Variable, "__init__", note)
+
+
+def _hook_saving() -> None:
+    """What all ways to save a model end in; `keras.Model.save` is only one of them."""
+    import keras
+    from keras.src.legacy.saving import legacy_h5_format
+    from keras.src.saving import saving_lib
+    from keras.src.utils import file_utils
+
+    def save(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+            strategy = strategy_of(model)
+            if strategy is None:
+                return original(model, filepath, *args, **kwargs)
+            from kdist.training import saving
+
+            write = lambda path: original(model, path, *args, **kwargs)  # noqa: E731
+            return saving.save(strategy, model, filepath, write)
+
+        return wrapper
+
+    def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            strategy = strategy_of(self)
+            if strategy is not None:
+                from kdist.training.session import session_of
+
+                session_of(strategy, self).has_loaded = True
+            return result
+
+        return wrapper
+
+    def makedirs(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(path: Any) -> Any:
+            try:
+                return original(path)
+            except FileExistsError:
+                # Keras asks first whether the folder is there; another worker may make it in between.
+                if not file_utils.isdir(path):
+                    raise
+
+        return wrapper
+
+    _wrap(saving_lib, "save_model", save)
+    _wrap(saving_lib, "save_weights_only", save)
+    _wrap(legacy_h5_format, "save_model_to_hdf5", save)
+    _wrap(keras.Model, "export", save)
+    _wrap(keras.Model, "load_weights", load_weights)
+    _wrap(file_utils, "makedirs", makedirs)
 
 
 def _hook_torch_metrics() -> None:

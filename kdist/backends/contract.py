@@ -155,6 +155,14 @@ class Runtime(ABC):
         """Gathers a message from every worker, in the order of their indices. Blocks; all must call it."""
 
     @abstractmethod
+    def post(self, key: str, text: str) -> None:
+        """Leaves a text under a key, once, for any worker to look up at any later time. Does not wait for them."""
+
+    @abstractmethod
+    def look_up(self, key: str) -> str | None:
+        """Returns the text that any worker has posted under a key, or `None`. Does not wait for it."""
+
+    @abstractmethod
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device. Called ahead of the step, from another thread.
 

@@ -27,7 +27,9 @@ def gather(runtime: Runtime, value: Any) -> list[Any]:
     return [json.loads(data) for data in runtime.all_gather_bytes(json.dumps(value).encode())]
 
 
-def check_equal(runtime: Runtime, what: str, facts: Mapping[str, Any], hint: str) -> None:
+def check_equal(
+    runtime: Runtime, what: str, facts: Mapping[str, Any], hint: str, note: Any = None
+) -> list[Any]:
     """Raises on all workers, with the same words, unless all have the same facts.
 
     Args:
@@ -35,14 +37,19 @@ def check_equal(runtime: Runtime, what: str, facts: Mapping[str, Any], hint: str
         what: What is compared, for the message: "model", "arguments of fit".
         facts: Names and JSON values; lists are compared item by item, to name the first that differs.
         hint: What to do.
+        note: A JSON value of this worker's that travels along and may differ.
+
+    Returns:
+        The note of each worker.
 
     Raises:
         WorkerMismatchError: Names the first fact that differs and the value of each worker.
     """
     if runtime.num_workers == 1:
-        return
+        return [note]
     # JSON turns tuples into lists: compare what travelled.
-    everyone = gather(runtime, dict(facts))
+    messages = gather(runtime, {"facts": dict(facts), "note": note})
+    everyone = [message["facts"] for message in messages]
     names = dict.fromkeys(
         name for worker in everyone for name in worker
     )  # some may have facts that others lack
@@ -56,6 +63,7 @@ def check_equal(runtime: Runtime, what: str, facts: Mapping[str, Any], hint: str
                     received={"worker_0": mine, f"worker_{index}": theirs},
                     hint=hint,
                 )
+    return [message["note"] for message in messages]
 
 
 def _first_difference(a: Any, b: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ one loop for the three backends. Every argument speaks of global batches, and ev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.backends.messages import check_equal
 from kdist.checkpoint.checkpoint import wait_for_all
 from kdist.errors import InvalidArgumentError
 from kdist.training.batches import GlobalBatches
@@ -23,8 +23,6 @@ from kdist.training.voting import Ballot
 
 if TYPE_CHECKING:
     from kdist.strategies.strategy import Strategy
-
-_SAME_CALL = "Call it with the same arguments on every worker; kdist shards the data."
 
 
 def fit(
@@ -83,26 +81,26 @@ def fit(
             "steps_per_execution": model.steps_per_execution,
         }
         facts |= batches.facts() | validation.facts()
-        check_equal(session.runtime, "arguments of fit", facts, _SAME_CALL)
-        batches.share_random_state()
-        session.prepare(batches)
-        batches.reset()
-        verbose = session.verbose(verbose)
-        callbacks = keras_hooks.callback_list(
-            callbacks,
-            add_history=True,
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            epochs=epochs,
-            steps=batches.num_batches,
-            model=model,
-        )
-        try:
-            _train(session, batches, validation, callbacks, initial_epoch, epochs)
-        finally:
-            session.progress = None
-            batches.close()
-            validation.close()
+        with session.agree("arguments of fit", facts, callbacks) as callbacks:
+            batches.share_random_state()
+            session.prepare(batches)
+            batches.reset()
+            verbose = session.verbose(verbose)
+            callbacks = keras_hooks.callback_list(
+                callbacks,
+                add_history=True,
+                add_progbar=verbose != 0,
+                verbose=verbose,
+                epochs=epochs,
+                steps=batches.num_batches,
+                model=model,
+            )
+            try:
+                _train(session, batches, validation, callbacks, initial_epoch, epochs)
+            finally:
+                session.progress = None
+                batches.close()
+                validation.close()
     return model.history
 
 
@@ -121,7 +119,7 @@ def _train(
     logs: dict[str, Any] = {}
     session.progress = progress = Progress(batches, callbacks, initial_epoch)
     with function:
-        callbacks.on_train_begin()
+        session.run_callbacks(callbacks.on_train_begin)
         progress.restore_callbacks()
         # Either may have been set by a callback that restores a checkpoint: Keras's own, or kdist's.
         progress.epoch = model._initial_epoch or progress.epoch
@@ -144,12 +142,12 @@ def _train(
             logs = dict(model._get_metrics_result_or_logs(step_logs))
             logs.update(validation.run(epoch, callbacks))
             progress.after_epoch(logs)
-            callbacks.on_epoch_end(epoch, logs)
-            model.stop_training = ballot.after_epoch(model.stop_training)
+            session.run_callbacks(functools.partial(callbacks.on_epoch_end, epoch, logs))
             if model.stop_training:
                 break
     _finalize(session, epochs)
-    callbacks.on_train_end(logs=logs)
+    # Who returns finds the files of all callbacks complete.
+    session.run_callbacks(functools.partial(callbacks.on_train_end, logs=logs))
     wait_for_all(session.runtime)
 
 
@@ -221,20 +219,11 @@ def evaluate(
                 steps_per_execution=model.steps_per_execution,
             )
         )
-        check_equal(session.runtime, "arguments of evaluate", batches.facts(), _SAME_CALL)
-        verbose = session.verbose(verbose)
-        callbacks = keras_hooks.callback_list(
-            callbacks,
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            epochs=1,
-            steps=batches.num_batches,
-            model=model,
-        )
-        try:
-            logs = _evaluate(session, batches, callbacks)
-        finally:
-            batches.close()
+        with session.agree("arguments of evaluate", batches.facts(), callbacks) as callbacks:
+            try:
+                logs = _evaluate(session, batches, _one_epoch(session, batches, callbacks, verbose))
+            finally:
+                batches.close()
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
@@ -280,21 +269,24 @@ def predict(
                 steps_per_execution=model.steps_per_execution,
             )
         )
-        check_equal(session.runtime, "arguments of predict", batches.facts(), _SAME_CALL)
-        _build_for_prediction(session, batches)
-        verbose = session.verbose(verbose)
-        callbacks = keras_hooks.callback_list(
-            callbacks,
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            epochs=1,
-            steps=batches.num_batches,
-            model=model,
-        )
-        try:
-            return _predict(session, batches, callbacks)
-        finally:
-            batches.close()
+        with session.agree("arguments of predict", batches.facts(), callbacks) as callbacks:
+            _build_for_prediction(session, batches)
+            try:
+                return _predict(session, batches, _one_epoch(session, batches, callbacks, verbose))
+            finally:
+                batches.close()
+
+
+def _one_epoch(session: Session, batches: GlobalBatches, callbacks: Any, verbose: Any) -> Any:
+    verbose = session.verbose(verbose)
+    return keras_hooks.callback_list(
+        callbacks,
+        add_progbar=verbose != 0,
+        verbose=verbose,
+        epochs=1,
+        steps=batches.num_batches,
+        model=session.model,
+    )
 
 
 def _build_for_prediction(session: Session, batches: GlobalBatches) -> None:
@@ -386,7 +378,7 @@ def predict_on_batch(strategy: Strategy, model: Any, x: Any) -> Any:
 def _check_batch(session: Session, kind: str, data: Any) -> None:
     shapes = [list(leaf.shape) for leaf in keras.tree.flatten(data) if leaf is not None]
     what = f"arguments of {kind}_on_batch"
-    check_equal(session.runtime, what, {"shapes": shapes}, _SAME_CALL)
+    session.agree(what, {"shapes": shapes})
 
 
 def _as_array(value: Any) -> Any:

@@ -63,7 +63,7 @@ class Progress:
             "step": self.step,
             "data": self._batches.position(),
             "history": self._history,
-            "callbacks": [[type(callback).__name__, _state_of(callback)] for callback in self._callbacks],
+            "callbacks": [[_name(callback), _state_of(callback)] for callback in self._callbacks],
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -83,9 +83,17 @@ class Progress:
             keras_history.epoch.append(epoch)
             for name, value in logs.items():
                 keras_history.history.setdefault(name, []).append(value)
-        for callback, (name, remembered) in zip(self._callbacks, self._restored["callbacks"], strict=False):
-            if type(callback).__name__ == name:
-                _set_state_of(callback, remembered)
+        # By their names: not every worker has all of them.
+        states = list(self._restored["callbacks"])
+        for callback in self._callbacks:
+            found = next((entry for entry in states if entry[0] == _name(callback)), None)
+            if found is not None:
+                states.remove(found)
+                _set_state_of(callback, found[1])
+
+
+def _name(callback: Any) -> str:
+    return type(callback).__name__
 
 
 def _state_of(callback: Any) -> Any:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
-from kdist.backends.messages import try_on_all
-from kdist.training import agreement
+from kdist.backends.messages import check_equal, try_on_all
+from kdist.training import agreement, keras_callbacks
 from kdist.training.batches import GlobalBatches
 
 if TYPE_CHECKING:
     from kdist.backends.contract import StepFunction
     from kdist.strategies.strategy import Strategy
     from kdist.training.progress import Progress
+
+_SAME_CALL = "Call it with the same arguments on every worker; kdist shards the data."
 
 
 class Session:
@@ -34,6 +36,8 @@ class Session:
         self._num_shared = -1
         self.progress: Progress | None = None
         """Where `fit` is, while it runs."""
+        # Whether this worker has loaded weights, which may be others than another worker's.
+        self.has_loaded = False
 
     @property
     def model(self) -> Any:
@@ -74,6 +78,48 @@ class Session:
         """Calls what makes iterators: Keras looks at the first batches of a generator, which may fail on one worker."""
         return try_on_all(self.runtime, "Reading the data", function)
 
+    def agree(self, what: str, facts: Mapping[str, Any], callbacks: Any = None) -> Any:
+        """Raises unless all workers were called alike.
+
+        Args:
+            what: What is compared, for the message.
+            facts: What must be equal.
+            callbacks: Those of the user.
+
+        Returns:
+            A context manager that gives the callbacks which this worker is to run.
+        """
+        note = {"loaded": self.has_loaded, "files": keras_callbacks.describe(callbacks)}
+        notes = check_equal(self.runtime, what, facts, _SAME_CALL, note)
+        if any(note["loaded"] for note in notes):
+            self._num_shared = -1
+        return keras_callbacks.of_this_worker(callbacks, self.runtime.worker_index, notes[0]["files"])
+
+    def run_callbacks(self, function: Callable[[], None]) -> None:
+        """Calls callbacks on every worker and waits for all.
+
+        Afterwards all agree on what callbacks decide: `model.stop_training` if it is set on any worker, the epoch
+        that the chief begins with, and its weights where weights were loaded.
+
+        Raises:
+            WorkerFailedError: A callback failed on another worker. On the worker itself, its own error.
+        """
+        model = self.model
+        said = agreement.together(
+            self.runtime,
+            "in a callback",
+            function,
+            lambda: {
+                "stop": bool(model.stop_training),
+                "initial epoch": model._initial_epoch,
+                "loaded": self.has_loaded,
+            },
+        )
+        model.stop_training = any(theirs["stop"] for theirs in said)
+        model._initial_epoch = said[0]["initial epoch"]
+        if any(theirs["loaded"] for theirs in said):
+            self._share(keras_hooks.all_variables(model))
+
     def prepare(
         self, batches: GlobalBatches | None = None, data_batch: Any = None, layers_only: bool = False
     ) -> None:
@@ -87,10 +133,14 @@ class Session:
                 keras_hooks.build(self.model, data_batch)
         variables = keras_hooks.all_variables(self.model)
         if len(variables) != self._num_shared:
-            agreement.check_model(self.runtime, self.model, variables)
-            if self.runtime.num_workers > 1:
-                self.runtime.broadcast_variables(variables)
-            self._num_shared = len(variables)
+            self._share(variables)
+
+    def _share(self, variables: list[Any]) -> None:
+        agreement.check_model(self.runtime, self.model, variables)
+        if self.runtime.num_workers > 1:
+            self.runtime.broadcast_variables(variables)
+        self._num_shared = len(variables)
+        self.has_loaded = False
 
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()

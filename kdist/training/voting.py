@@ -32,10 +32,6 @@ class Ballot:
         """Says whether training stops after this batch."""
         return agreement.agree_to_stop(self._runtime, stop) if self._votes_after_batch else stop
 
-    def after_epoch(self, stop: bool) -> bool:
-        """Says whether training stops after this epoch."""
-        return agreement.agree_to_stop(self._runtime, stop)
-
 
 def _decides_from_logs(callback: Any) -> bool:
     kind = type(callback)

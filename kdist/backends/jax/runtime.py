@@ -59,6 +59,14 @@ class JaxRuntime(Runtime):
         """Gathers a message from every worker, in the order of their indices."""
         return self.workers.all_gather_bytes(data)
 
+    def post(self, key: str, text: str) -> None:
+        """Leaves a text in the key-value store of the coordination service."""
+        self.workers.post(key, text)
+
+    def look_up(self, key: str) -> str | None:
+        """Returns a text from the key-value store of the coordination service."""
+        return self.workers.look_up(key)
+
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""
         return self.replicas.place_parts(parts)

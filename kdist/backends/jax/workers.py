@@ -64,6 +64,13 @@ class Workers:
         """Gathers a message from every worker, in the order of their indices."""
         return [data]
 
+    def post(self, key: str, text: str) -> None:
+        """Leaves a text for the other workers."""
+
+    def look_up(self, key: str) -> str | None:
+        """Returns the text that a worker has left under a key."""
+        return None
+
     def working(self) -> AbstractContextManager[Any]:
         """Entered for as long as this worker cannot go on without the others."""
         return contextlib.nullcontext()
@@ -117,6 +124,20 @@ class JoinedWorkers(Workers):
                 # Whoever has sent in this turn has read everything of the last one.
                 self._client.key_value_delete(_message_key(turn - 1, self.worker_index))
         return everyone
+
+    def post(self, key: str, text: str) -> None:
+        """Leaves a text in the key-value store of the service, which the chief holds."""
+        self._client.key_value_set(key, text)
+
+    def look_up(self, key: str) -> str | None:
+        """Returns a text from the key-value store."""
+        self._watch.check(0)
+        try:
+            return str(self._client.key_value_try_get(key))
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
 
     def _receive(self, turn: int, index: int) -> bytes:
         waited = 0.0

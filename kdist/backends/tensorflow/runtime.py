@@ -70,6 +70,15 @@ class TensorFlowRuntime(Runtime):
         if self.workers is not None and variables:
             self.workers.broadcast(variables)
 
+    def post(self, key: str, text: str) -> None:
+        """Leaves a text in the key-value store of the coordination service."""
+        if self.workers is not None:
+            self.workers.post(key, text)
+
+    def look_up(self, key: str) -> str | None:
+        """Returns a text from the key-value store of the coordination service."""
+        return None if self.workers is None else self.workers.look_up(key)
+
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""
         placed = []

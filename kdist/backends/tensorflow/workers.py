@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # Heartbeats of TensorFlow's coordination service; a lost worker is noticed after this time at the latest.
 _HEARTBEAT_SECONDS = 10
+# How long to wait for a text that may not be there; TensorFlow cannot be asked without waiting.
+_LOOK_UP_MS = 100
 _SHORT = 1024
 _SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
@@ -86,6 +88,17 @@ class Workers:
         else:
             messages = self._gather_words(data, longest)
         return [message[:length] for message, length in zip(messages, lengths, strict=True)]
+
+    def post(self, key: str, text: str) -> None:
+        """Leaves a text in the key-value store of the coordination service, which the chief holds."""
+        eager_context.context().set_config_key_value(key, text)
+
+    def look_up(self, key: str) -> str | None:
+        """Returns a text from the key-value store."""
+        try:
+            return str(eager_context.context().get_config_key_value(key, timeout_in_ms=_LOOK_UP_MS))
+        except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
+            return None
 
     def _gather_words(self, data: bytes, size: int) -> list[bytes]:
         """Gathers as many bytes from each worker, as 32-bit words: collectives know no shorter numbers."""

@@ -43,6 +43,15 @@ class TorchRuntime(Runtime):
         """Gathers a message from every worker."""
         return [data] if self.workers is None else self.workers.all_gather_bytes(data)
 
+    def post(self, key: str, text: str) -> None:
+        """Leaves a text in the store of the job."""
+        if self.workers is not None:
+            self.workers.post(key, text)
+
+    def look_up(self, key: str) -> str | None:
+        """Returns a text from the store of the job."""
+        return None if self.workers is None else self.workers.look_up(key)
+
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""
         return [

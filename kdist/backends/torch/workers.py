@@ -41,6 +41,7 @@ class Workers:
     Args:
         cluster: Who takes part.
         lifeline: Tells who has died; `None` where it could not be made.
+        store: The job's key-value store.
         nccl: Whether NCCL joins the GPUs; otherwise gloo does everything.
         owns_group: Whether the process group is kdist's, to be destroyed at the end, or the user's.
         cpu_group: The group for tensors on the CPU, where the default one has none.
@@ -50,6 +51,7 @@ class Workers:
         self,
         cluster: Cluster,
         lifeline: Lifeline | None,
+        store: dist.Store,
         nccl: bool,
         owns_group: bool = True,
         cpu_group: Any = None,
@@ -58,6 +60,7 @@ class Workers:
         self.worker_index = cluster.worker_index
         self._names = cluster.worker_names
         self._lifeline = lifeline
+        self._store = store
         self._nccl = nccl
         self._owns_group = owns_group
         self._cpu_group = cpu_group
@@ -104,6 +107,14 @@ class Workers:
             rest = _uint8(data[_SHORT:].ljust(longest, b"\0"))
             rests = [part.numpy().tobytes() for part in self.all_gather(rest)]
         return [(head[8:] + rest)[:size] for head, rest, size in zip(heads, rests, sizes, strict=True)]
+
+    def post(self, key: str, text: str) -> None:
+        """Leaves a text in the job's store, which the chief holds."""
+        self._store.set(key, text)
+
+    def look_up(self, key: str) -> str | None:
+        """Returns a text from the job's store."""
+        return str(self._store.get(key), "utf-8") if self._store.check([key]) else None
 
     def gather_rows(self, leaves: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         """Concatenates, for several tensors in one collective, the rows of every worker.
@@ -271,7 +282,7 @@ def _join(cluster: Cluster, devices: Sequence[str], options: CommunicationOption
             world_size=cluster.num_workers,
             **arguments,
         )
-    return Workers(cluster, lifeline, nccl)
+    return Workers(cluster, lifeline, meeting.store, nccl)
 
 
 def _adopt(cluster: Cluster, devices: Sequence[str]) -> Workers:
@@ -292,7 +303,7 @@ def _adopt(cluster: Cluster, devices: Sequence[str]) -> Workers:
     lifeline = meeting.open_lifeline()
     backend = dist.get_backend()
     cpu_group = None if "gloo" in backend else dist.new_group(backend="gloo")
-    return Workers(cluster, lifeline, "nccl" in backend, owns_group=False, cpu_group=cpu_group)
+    return Workers(cluster, lifeline, meeting.store, "nccl" in backend, owns_group=False, cpu_group=cpu_group)
 
 
 def _join_timeout() -> float:

@@ -1,0 +1,236 @@
+"""Keras's own files of a model, written once and complete on every worker when `save` returns.
+
+Workers may call `model.save` in three ways, and none may hang or lose a file: all with the same path, the chief
+alone, or each with a path of its own. So the chief never waits. It posts what it saves and where, and a worker
+that saves the same state to the same path waits for that file instead of writing it again. Wherever it is in
+doubt, a worker writes its own file: all have the same contents, and a file is moved into place as a whole, so
+that a second writer does no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from kdist import keras_hooks
+from kdist.training.whole_files import is_remote, normal, write_whole
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+    from kdist.strategies.strategy import Strategy
+
+# How long a worker waits for the chief to begin a save of the same file, before it writes its own.
+PATIENCE_SECONDS = 30.0
+# The same, once the chief has not come: a save that the chief does not take part in is likely to be so again.
+_IMPATIENCE_SECONDS = 1.0
+# How long the chief may take to write.
+_WRITING_SECONDS = 600.0
+_PAUSE = 0.02
+
+_logger = logging.getLogger("kdist")
+_is_alone: ContextVar[bool] = ContextVar("kdist_saves_alone", default=False)
+
+
+def save(strategy: Strategy, model: Any, target: Any, write: Callable[[Any], Any]) -> Any:
+    """Saves a file of a model's for all workers that call this; what the hooks in Keras's `save` call.
+
+    Args:
+        strategy: The strategy of the model.
+        model: The model, whose state says which saves of other workers are the same.
+        target: Where to: the path that the user gave, or an open file.
+        write: Keras's own function, which writes to the path that it is given.
+
+    Returns:
+        What `write` returned; `None` where another worker wrote the file.
+    """
+    keras_hooks.sync_state(model)
+    if not isinstance(target, (str, os.PathLike)):
+        return write(target)
+    path = normal(target)
+    runtime = strategy.runtime
+    if runtime.num_workers == 1:
+        return write_whole(path, write, runtime.worker_index)[0]
+    wanted = (path, fingerprint(model))
+    if runtime.worker_index == 0:
+        return _log.announce(runtime, wanted, write)
+    if not _is_alone.get() and _log.is_written(runtime, wanted):
+        return None
+    return write_whole(path, write, runtime.worker_index)[0]
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Within this, a worker does not wait for the chief, which is known not to save."""
+    token = _is_alone.set(True)
+    try:
+        yield
+    finally:
+        _is_alone.reset(token)
+
+
+def fingerprint(model: Any) -> str:
+    """Returns what tells one state of a model (weights and optimiser) from another, on all workers alike."""
+    variables = list(model.weights)
+    if getattr(model, "optimizer", None) is not None:
+        variables += model.optimizer.variables
+    facts = [[list(v.shape), str(v.dtype), _checksum(keras.ops.convert_to_numpy(v))] for v in variables]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
+
+
+def _checksum(array: np.ndarray) -> int:
+    # As fast as memory, unlike a hash: models have gigabytes.
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    words = len(data) // 8 * 8
+    total = int(data[:words].view(np.uint64).sum(dtype=np.uint64))
+    return total ^ zlib.crc32(data[words:].tobytes()) ^ zlib.crc32(data[:4096].tobytes())
+
+
+@dataclass
+class _Post:
+    """A save of the chief's: a path and a fingerprint, and once it has ended how."""
+
+    number: int
+    wanted: tuple[str, str]
+    end: dict[str, Any] | None = None
+
+
+class _Log:
+    """What the chief has saved, as it posts it and as the others read it. One a process, as is the cluster."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._num_posted = 0
+        self._posts: list[_Post] = []
+        self._mine: Counter[tuple[str, str]] = Counter()
+        self._patience = PATIENCE_SECONDS
+
+    def announce(self, runtime: Runtime, wanted: tuple[str, str], write: Callable[[Any], Any]) -> Any:
+        """On the chief: writes, and tells the others before and after."""
+        with self._lock:
+            number, self._num_posted = self._num_posted, self._num_posted + 1
+        end: dict[str, Any] = {"failed": True}
+        _post(runtime, _begin_key(number), list(wanted))
+        try:
+            result, written = write_whole(wanted[0], write, runtime.worker_index)
+            end = {"file": written, "stat": _stat(written)}
+            return result
+        finally:
+            _post(runtime, _end_key(number), end)
+
+    def is_written(self, runtime: Runtime, wanted: tuple[str, str]) -> bool:
+        """On another worker: waits for the chief's save of the same; says whether its file can be seen here."""
+        with self._lock:
+            try:
+                return self._wait(runtime, wanted)
+            except Exception as error:  # whatever the engine raises when the chief has gone
+                _logger.warning(
+                    "kdist: worker %d writes %s itself, since the chief (worker 0) does not answer: %s",
+                    runtime.worker_index,
+                    wanted[0],
+                    str(error)[:200],
+                )
+                return False
+            finally:
+                self._mine[wanted] += 1
+
+    def _wait(self, runtime: Runtime, wanted: tuple[str, str]) -> bool:
+        start = time.monotonic()
+        while True:
+            same = [post for post in self._posts if post.wanted == wanted]
+            if len(same) > self._mine[wanted]:
+                self._patience = PATIENCE_SECONDS
+                return self._wait_for_end(runtime, same[-1])
+            if self._read_next(runtime):
+                continue
+            if self._is_elsewhere(wanted):
+                return False
+            if time.monotonic() - start > self._patience:
+                self._warn_of_waiting(runtime, wanted[0])
+                return False
+            time.sleep(_PAUSE)
+
+    def _is_elsewhere(self, wanted: tuple[str, str]) -> bool:
+        """Says whether the chief saves this state to a path that this worker has not saved to."""
+        posted = Counter(post.wanted for post in self._posts if post.wanted[1] == wanted[1])
+        return any(count > self._mine[other] for other, count in posted.items() if other != wanted)
+
+    def _wait_for_end(self, runtime: Runtime, post: _Post) -> bool:
+        deadline = time.monotonic() + _WRITING_SECONDS
+        while post.end is None:
+            text = runtime.look_up(_end_key(post.number))
+            post.end = json.loads(text) if text is not None else None
+            if post.end is None:
+                if time.monotonic() > deadline:
+                    self._warn_of_waiting(runtime, post.wanted[0])
+                    return False
+                time.sleep(_PAUSE)
+        if "failed" in post.end:
+            return False  # this worker then gets the same error, or saves what can be saved
+        if is_remote(post.wanted[0]):
+            return True
+        written = post.end["file"]
+        if _stat(written) == post.end["stat"]:
+            return True
+        # Overwritten by the chief's next save, if not another disk: an older state must not come back.
+        while self._read_next(runtime):
+            pass
+        newer = any(p.wanted[0] == post.wanted[0] and p.number > post.number for p in self._posts)
+        return newer and _stat(written) is not None
+
+    def _read_next(self, runtime: Runtime) -> bool:
+        text = runtime.look_up(_begin_key(len(self._posts)))
+        if text is not None:
+            path, state = json.loads(text)
+            self._posts.append(_Post(len(self._posts), (path, state)))
+        return text is not None
+
+    def _warn_of_waiting(self, runtime: Runtime, path: str) -> None:
+        _logger.warning(
+            "kdist: worker %d writes %s itself, since the chief (worker 0) has not saved the same.",
+            runtime.worker_index,
+            path,
+        )
+        self._patience = _IMPATIENCE_SECONDS
+
+
+def _begin_key(number: int) -> str:
+    return f"kdist/save/{number}"
+
+
+def _end_key(number: int) -> str:
+    return f"kdist/saved/{number}"
+
+
+def _post(runtime: Runtime, key: str, value: Any) -> None:
+    try:
+        runtime.post(key, json.dumps(value))
+    except Exception as error:  # a file can be saved when nobody is left to be told
+        _logger.warning("kdist: the other workers cannot be told of a save: %s", str(error)[:200])
+
+
+def _stat(path: str) -> list[int] | None:
+    """Returns size and time of a file, which are the same wherever the folder is shared."""
+    try:
+        with os.scandir(os.path.dirname(path)):
+            pass  # opening a folder makes NFS look at it again
+        found = os.stat(path)
+    except OSError:
+        return None
+    return [found.st_size, found.st_mtime_ns]
+
+
+_log = _Log()
