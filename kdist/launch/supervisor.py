@@ -177,9 +177,9 @@ class Supervisor:
         first = (own_fault or frozen or [min(self._failures, key=_failed_at)])[0]
         self._outcome.failed = first
         first.frozen = first in frozen
-        gone = {worker.name for worker in (*own_fault, *frozen)}
+        gone = {id(worker) for worker in (*own_fault, *frozen)}
         if (first.exit_code or 0) < 0 or first.exit_code == liveness.STALLED:
-            gone.add(first.name)
+            gone.add(id(first))
         self._outcome.lost = len(gone)
 
     def _signal_all(self, signum: int) -> None:

@@ -13,8 +13,10 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
+from kdist.backends import whereabouts
 from kdist.backends.messages import check_equal
 from kdist.errors import InvalidArgumentError
+from kdist.training import faults
 from kdist.training.batches import GlobalBatches
 from kdist.training.session import Session, session_of
 from kdist.training.voting import Ballot
@@ -48,6 +50,7 @@ def fit(
     """Trains the model for a fixed number of epochs. Arguments and result are those of `keras.Model.fit`."""
     session = session_of(strategy, model)
     model._assert_compile_called("fit")
+    whereabouts.enter("the beginning of fit", 0)
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = keras_hooks.train_validation_split(
             (x, y, sample_weight), validation_split
@@ -82,6 +85,7 @@ def fit(
         }
         facts |= batches.facts() | validation.facts()
         check_equal(session.runtime, "arguments of fit", facts, _SAME_CALL)
+        faults.point("begin")
         batches.share_random_state()
         session.prepare(batches)
         batches.reset()
@@ -100,6 +104,7 @@ def fit(
         finally:
             batches.close()
             validation.close()
+    whereabouts.enter("")
     return model.history
 
 
@@ -119,10 +124,12 @@ def _train(
     with function:
         callbacks.on_train_begin()
         for epoch in range(initial_epoch, epochs):
+            whereabouts.enter("the beginning", epoch + 1)
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             step_logs: dict[str, Any] = {}
             for begin, end, data in batches:
+                _enter_steps(begin, end)
                 callbacks.on_train_batch_begin(begin)
                 step_logs = function(data)
                 callbacks.on_train_batch_end(end, step_logs)
@@ -132,12 +139,22 @@ def _train(
             function.sync()
             logs = dict(model._get_metrics_result_or_logs(step_logs))
             logs.update(validation.run(epoch, callbacks))
+            whereabouts.enter("the end")
             callbacks.on_epoch_end(epoch, logs)
+            faults.point("epoch-end")
             model.stop_training = ballot.after_epoch(model.stop_training)
             if model.stop_training:
                 break
+    whereabouts.enter("the end of fit")
     _finalize(session, epochs)
     callbacks.on_train_end(logs=logs)
+
+
+def _enter_steps(begin: int, end: int) -> None:
+    """Notes the steps that come next: `begin` and `end` are the first and the last one, from 0 in each epoch."""
+    whereabouts.enter("step", None, begin + 1)
+    faults.steps(whereabouts.total_steps + 1, end - begin + 1)
+    whereabouts.total_steps += end - begin + 1
 
 
 def _finalize(session: Session, epochs: int) -> None:
@@ -177,6 +194,8 @@ class _Validation:
     def run(self, epoch: int, callbacks: Any) -> dict[str, Any]:
         if self._batches is None or not self._session.model._should_eval(epoch, self._freq):
             return {}
+        whereabouts.enter("validation")
+        faults.point("validation")
         logs = _evaluate(self._session, self._batches, callbacks)
         return {f"val_{name}": value for name, value in logs.items()}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,11 +32,8 @@ def test_what_is_written_is_what_is_read(faults):
 
 @given(st.text(max_size=30) | st.from_regex(r"(kill|hang|stop):(worker|step|phase|seconds|x)=[\w.,=-]*"))
 def test_any_text_is_a_fault_or_a_clear_error(text):
-    try:
+    with contextlib.suppress(InvalidArgumentError):
         fault = parse(text)
-    except InvalidArgumentError as error:
-        assert "Received:" in str(error)
-    else:
         assert parse(str(fault)) == fault
 
 

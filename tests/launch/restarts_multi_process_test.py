@@ -68,10 +68,13 @@ def test_without_the_option_nothing_is_started_again(run):
 
 
 def test_it_goes_on_with_fewer_workers_but_not_too_few(run):
-    script = "if restart < 3 and rank == int(os.environ['WORLD_SIZE']) - 1: die()\ntime.sleep(0.3 if restart == 3 else 60)"
+    script = """
+    if restart < 3 and rank == int(os.environ["WORLD_SIZE"]) - 1: die()
+    time.sleep(0.3 if restart == 3 else 60)
+    """
     code, starts, err = run(script, "-n", "3", "--min-workers", "2", "--max-restarts", "2")
     assert code == 0, err
-    assert [[s[2] for s in starts if s[0] == str(i)][0] for i in range(4)] == ["3", "2", "2", "2"]
+    assert [next(s[2] for s in starts if s[0] == str(i)) for i in range(4)] == ["3", "2", "2", "2"]
     assert "restart 1, with fewer workers, because worker 2 was killed" in err and "restart 2 of 2" in err
     # A worker that fails by itself is not lost.
     code, starts, err = run("sys.exit(3 if rank else 0)", "-n", "2", "--min-workers", "1")
