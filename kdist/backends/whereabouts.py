@@ -5,6 +5,9 @@ Kept by the training loop as plain module state, since it is written at every st
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 phase = ""
 epoch = 0
 step = 0
@@ -31,6 +34,17 @@ def enter(new_phase: str, new_epoch: int | None = None, new_step: int | None = N
         epoch, step = new_epoch, 0
     if new_step is not None:
         step = new_step
+
+
+@contextlib.contextmanager
+def inside(name: str) -> Iterator[None]:
+    """Entered for the time of a collective, which is then named in errors."""
+    global collective
+    collective = name
+    try:
+        yield
+    finally:
+        collective = ""
 
 
 def describe() -> str:

@@ -10,14 +10,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from kdist.backends.stalls import Board
 from kdist.backends.torch import lifeline
 from kdist.cluster import environment, is_loopback, split_address
 from kdist.errors import ClusterConfigError, WorkerMismatchError, WorkerTimeoutError
@@ -153,52 +152,6 @@ class Meeting:
             received={"this_worker": names[self.cluster.worker_index]},
             hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600",
         )
-
-
-class StoreBoard(Board):
-    """Who waits for whom, in the store of the cluster.
-
-    Args:
-        store: The store.
-        num_workers: How many workers there are.
-        worker_index: Which of them this one is.
-        is_pending: Says whether a collective is under way.
-        farewell: Tells the others that this worker has hung.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,
-        num_workers: int,
-        worker_index: int,
-        is_pending: Callable[[], bool],
-        farewell: Callable[[], None],
-    ) -> None:
-        self._store = store
-        self._mine = f"waits/{worker_index}"
-        self._others = [i for i in range(num_workers) if i != worker_index]
-        self._is_pending = is_pending
-        self._farewell = farewell
-
-    def say(self, text: str | None) -> None:
-        """Says where this worker waits for the others."""
-        if text is None:
-            self._store.delete_key(self._mine)
-        else:
-            self._store.set(self._mine, text)
-
-    def read(self) -> dict[int, str]:
-        """Returns the other workers that wait, and where."""
-        keys = {index: f"waits/{index}" for index in self._others}
-        return {i: self._store.get(key).decode() for i, key in keys.items() if self._store.check([key])}
-
-    def waits_in(self, filename: str) -> bool:
-        """Says whether a collective is under way."""
-        return self._is_pending()
-
-    def farewell(self, text: str) -> None:
-        """Tells the others that this worker has hung."""
-        self._farewell()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from kdist.backends import stalls, whereabouts
+from kdist.backends.torch.board import StoreBoard
 from kdist.backends.torch.devices import torch_device
 from kdist.backends.torch.lifeline import Lifeline
 from kdist.backends.torch.meeting import (
     Meeting,
-    StoreBoard,
     check_devices,
     describe_devices,
     interface_towards,
@@ -201,25 +201,25 @@ class Workers:
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Any:
-        whereabouts.collective = what
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, KdistError):
-                raise
-            if "imed out" in str(error):
-                raise WorkerTimeoutError(
-                    "All workers must come to every collective in time, but some are missing from "
-                    f"{whereabouts.describe_wait()}.",
-                    received={"this_worker": self._names[self.worker_index], "error": str(error)[:200]},
-                    hint="Allow more time: kdist.experimental.CommunicationOptions(timeout_seconds=3600)",
-                ) from error
-            loss = self._lifeline.wait_for_loss(_NOTICE_SECONDS)
-            if loss is None:
-                raise
-            raise self._lost(*loss) from error
-        finally:
-            whereabouts.collective = ""
+        with whereabouts.inside(what):
+            try:
+                yield
+            except RuntimeError as error:
+                explained = error if isinstance(error, KdistError) else self._explanation(error)
+                if explained is error:
+                    raise
+                raise explained from error
+
+    def _explanation(self, error: RuntimeError) -> Exception:
+        if "imed out" in str(error):
+            return WorkerTimeoutError(
+                "All workers must come to every collective in time, but some are missing from "
+                f"{whereabouts.describe_wait()}.",
+                received={"this_worker": self._names[self.worker_index], "error": str(error)[:200]},
+                hint="Allow more time: kdist.experimental.CommunicationOptions(timeout_seconds=3600)",
+            )
+        loss = self._lifeline.wait_for_loss(_NOTICE_SECONDS)
+        return error if loss is None else self._lost(*loss)
 
     def _lost(self, index: int, what: str) -> WorkerLostError:
         return stalls.lost_error(f"{self._names[index]}, which {what}", self._names[self.worker_index])
