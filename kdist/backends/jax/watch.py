@@ -35,7 +35,7 @@ _log = logging.getLogger("kdist")
 
 # Shares of the heartbeat timeout. How long the main thread has to raise an error after a worker is known to be
 # lost, before the process ends; and how long an error waits for a name, which the service knows after 0.5.
-_GRACE = 0.2
+_GRACE, _LEAST_GRACE = 0.2, 2.0
 _NAMING = 0.85
 # How long a worker that has ended in good order may be waited for: what it took part in ends soon, or never.
 _UNANSWERED = 0.55
@@ -44,7 +44,7 @@ _FAREWELL = 10.0
 # How long the sockets of a process that was killed may take to close, one after the other.
 _CLOSING = 2.0
 # A server is C++ and answers at once, whatever its main thread does.
-_ANSWER = 2.0
+_ANSWER = 0.1  # a share of the heartbeat timeout
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and no settings
 _DIED = "which has died or cannot be reached any more"
 _FAILED = "which has failed"
@@ -214,7 +214,9 @@ class Watch:
         if self._cluster.is_chief or 0 in self._lost:
             return self._cluster.is_chief
         try:
-            with socket.create_connection(split_address(_coordinator()), timeout=_ANSWER) as connection:
+            with socket.create_connection(
+                split_address(_coordinator()), timeout=self._timeout * _ANSWER
+            ) as connection:
                 # Of a process that was stopped, the kernel accepts connections; a gRPC server greets as well.
                 connection.sendall(_HTTP2_GREETING)
                 return bool(connection.recv(1))
@@ -233,7 +235,7 @@ class Watch:
         self._start(self._enforce)
 
     def _enforce(self) -> None:
-        time.sleep(self._timeout * _GRACE)
+        time.sleep(max(_LEAST_GRACE, self._timeout * _GRACE))
         while not self._explained and not self._leaving:
             if self._working:
                 self._end(self._lost)
@@ -263,9 +265,11 @@ class Watch:
         if self._leaving and 0 not in self._lost:  # the chief was faster to leave: nothing is lost
             os._exit(1 if _uncaught() else 0)
         deadline = time.monotonic() + _CLOSING
-        while not self._cluster.is_chief and self._chief_answers() and time.monotonic() < deadline:
+        while (
+            (answers := self._chief_answers()) and not self._cluster.is_chief and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
-        if self._chief_answers():  # an abort of another kind
+        if answers:  # an abort of another kind
             if self._earlier_handler not in (None, 0, 1):
                 _CHandler(self._earlier_handler)(number)
             return

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kdist.strategies.communication import CommunicationOptions
 
 # A worker that has sent no heartbeat for this share of the timeout counts as lost; JAX's own default is 100 s.
-_SILENCE = 0.5
+_SILENCE = 0.4
 # How often a worker that waits for a message looks whether its sender is still there.
 _GLANCE_MS = 1000
 
