@@ -203,7 +203,7 @@ def _innermost(stack: list[FrameType]) -> str:
 # What a worker says that has lost another --------------------------------------------------------------------
 
 
-def lost_error(named: str, me: str, error: BaseException | None = None) -> WorkerLostError:
+def lost_error(named: str, me: str, error: BaseException | str | None = None) -> WorkerLostError:
     """Returns the error of a worker that has lost others.
 
     Args:

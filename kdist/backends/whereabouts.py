@@ -6,7 +6,7 @@ Kept by the training loop as plain module state, since it is written at every st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 phase = ""
 epoch = 0
@@ -16,6 +16,9 @@ total_steps = 0
 
 collective = ""
 """The collective that the main thread waits in, where kdist knows it."""
+
+first_unfinished: Callable[[], str | None] | None = None
+"""Says where the step was that the engine has not ended yet: for an engine that runs ahead."""
 
 
 def enter(new_phase: str, new_epoch: int | None = None, new_step: int | None = None) -> None:
@@ -77,4 +80,5 @@ def describe_wait() -> str:
         For example "all_reduce at step 30 of epoch 2".
     """
     what = collective or ("the collectives of the step" if phase else "a collective")
-    return f"{what} at {describe()}" if phase else f"{what} outside of fit"
+    where = (first_unfinished and first_unfinished()) or describe()
+    return f"{what} at {where}" if phase else f"{what} outside of fit"

@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from kdist.backends import whereabouts
 from kdist.backends.stalls import Board
 
 _FOLDER = "kdist/waits"
 # Code that waits for a device, or for an answer of the service.
 _ENGINE = (os.path.join(os.path.dirname(jax.__file__), ""), os.path.join(os.path.dirname(__file__), ""))
 
-_last: Any = None
+# One array of each program that was dispatched and has perhaps not ended, and where in the training that was.
+_dispatched: collections.deque[tuple[Any, str]] = collections.deque(maxlen=64)
 
 
 def note_dispatched(values: Any) -> None:
-    """Remembers one array of what was dispatched last: until it is ready, whoever reads it waits for others."""
-    global _last
+    """Remembers one array of a program: until it is ready, whoever reads it waits for others."""
     while isinstance(values, (dict, list, tuple)) and values:
         values = next(iter(values.values() if isinstance(values, dict) else values))
-    _last = values
+    while _dispatched and _has_ended(_dispatched[0][0]):
+        _dispatched.popleft()
+    if isinstance(values, jax.Array):
+        _dispatched.append((values, whereabouts.describe()))
+
+
+def first_unfinished() -> str | None:
+    """Returns where in the training the first program was dispatched that has not ended well."""
+    for array, where in list(_dispatched):
+        if not _has_ended(array):
+            return where
+    return None
+
+
+def _has_ended(array: Any) -> bool:
+    try:
+        if array.is_ready():
+            array.block_until_ready()
+            return True
+    except RuntimeError as error:  # deleted, since a later program has taken it; or it has failed
+        return "deleted" in str(error)
+    except ValueError:  # the engine's, as it failed
+        return False
+    return False
+
+
+whereabouts.first_unfinished = first_unfinished
 
 
 class ServiceBoard(Board):
@@ -55,15 +83,8 @@ class ServiceBoard(Board):
 
     def waits_in(self, filename: str) -> bool:
         """Says whether a program is under way, or the main thread is inside JAX."""
-        return filename.startswith(_ENGINE) or _is_pending()
+        return filename.startswith(_ENGINE) or first_unfinished() is not None
 
     def farewell(self, text: str) -> None:
         """Tells the others why this worker ends."""
         self._farewell(text)
-
-
-def _is_pending() -> bool:
-    try:
-        return isinstance(_last, jax.Array) and not _last.is_ready()
-    except RuntimeError:  # deleted: a later program has taken it
-        return False

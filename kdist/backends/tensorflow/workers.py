@@ -41,6 +41,9 @@ _SHORT = 1024
 _SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
 
+_SERVICE = "CoordinationService"
+_WHY = re.compile(r"aborted by: (.*)")
+
 _joined: tuple[Cluster, tf.distribute.Strategy] | None = None
 
 
@@ -147,6 +150,12 @@ class Workers:
             tf.errors.InternalError,
         )
         text = str(error)
+        if (
+            not self.worker_index == 0
+            and isinstance(error, tf.errors.DeadlineExceededError)
+            and _SERVICE in text
+        ):
+            text += " /job:worker/task:0"  # the service is the chief's, which answers no more
         if not isinstance(error, kinds) and "task:" not in text:
             return error
         others = {int(task) for task in _TASK.findall(text)} - {self.worker_index}
@@ -157,7 +166,8 @@ class Workers:
             what = last_words(index) or "which has died or cannot be reached any more"
             lost.append(f"{self._names[index]}, {what}")
         named = ", and ".join(lost) or "another worker, which has died or cannot be reached any more"
-        return stalls.lost_error(named, self._names[self.worker_index], error)
+        why = _WHY.search(text)
+        return stalls.lost_error(named, self._names[self.worker_index], why[1] if why else text)
 
 
 def join(
