@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kdist.backends import stalls
 from kdist.errors import KdistError
 
 if TYPE_CHECKING:
@@ -225,7 +226,8 @@ class Runtime(ABC):
     def engine_errors(self) -> Iterator[None]:
         """Within this, an error of the engine's comes out as one that names the worker that was lost."""
         try:
-            yield
+            with stalls.entered():
+                yield
         except KdistError:
             raise
         except Exception as error:

@@ -43,6 +43,11 @@ def process_table() -> dict[int, tuple[int, str]]:
     return table
 
 
+def is_stopped(pid: int) -> bool:
+    """Says whether a process stands still because of a signal such as SIGSTOP."""
+    return process_table().get(pid, (0, ""))[1] in ("T", "t")
+
+
 def descendants(roots: Iterable[int]) -> set[int]:
     """Returns the processes below `roots`, without the roots themselves, zombies left out.
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
 from kdist.checkpoint import command as checkpoint_command
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
-from kdist.launch import linux, report
-from kdist.launch.output import Sink, same_file
-from kdist.launch.plan import JobPlan, check_backend, parse_hosts, plan_job, resolve_num_workers
-from kdist.launch.supervisor import Supervisor
-from kdist.launch.worker_process import WorkerProcess
+from kdist.launch import restarts
+from kdist.launch.plan import check_backend, parse_hosts, resolve_num_workers
+from kdist.launch.restarts import Job
 
 _RUN_EXAMPLES = """examples:
   kdist run --num-workers 2 train.py --epochs 5
   kdist run -n auto --backend jax -m package.train
+  kdist run -n 4 --max-restarts 3 --min-workers 2 train.py
+  kdist run -n 2 --inject kill:worker=1,step=30 train.py
   kdist run -n 1 --hosts host0:5000,host1:5000 --host-index 0 train.py
 """
 
@@ -73,6 +72,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="S",
         help="seconds that workers may take to end after Ctrl-C or SIGTERM (default 5)",
     )
+    restarts.add_options(run)
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
     run.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -134,9 +134,18 @@ def _run(options: argparse.Namespace) -> int:
             "--grace-period must not be negative.", received={"grace_period": options.grace_period}
         )
     count = resolve_num_workers(options.num_workers)
-    log_dir = _make_log_dir(options.log_dir)
-    plan = plan_job(count, hosts=hosts, host_index=options.host_index or 0, backend=options.backend)
-    return _supervise(plan, command, log_dir, options.grace_period)
+    policy = restarts.read_options(options, count, hosts)
+    job = Job(
+        command,
+        num_workers=count,
+        hosts=hosts,
+        host_index=options.host_index or 0,
+        backend=options.backend,
+        log_dir=_make_log_dir(options.log_dir),
+        grace=options.grace_period,
+        policy=policy,
+    )
+    return job.run()
 
 
 def _worker_command(options: argparse.Namespace) -> list[str]:
@@ -188,59 +197,6 @@ def _make_log_dir(path: str | None) -> str | None:
             received={"log_dir": path, "error": str(error)},
         ) from error
     return path
-
-
-def _supervise(plan: JobPlan, command: list[str], log_dir: str | None, grace: float) -> int:
-    linux.become_subreaper()
-    out = Sink(sys.stdout)
-    err = out if same_file(sys.stdout, sys.stderr) else Sink(sys.stderr)
-    several = plan.num_workers > 1
-    workers = [
-        WorkerProcess(
-            worker,
-            command,
-            out,
-            err,
-            prefix=f"[{worker.name}] " if several else "",
-            log_file=os.path.join(log_dir, f"worker-{worker.index}.log") if log_dir else None,
-            keep_stdin=not several,
-        )
-        for worker in plan.workers
-    ]
-    supervisor = Supervisor(
-        workers, plan.job_id, grace=grace, whole_tree=True, before_start=plan.release_ports
-    )
-    with supervisor.forwarding():
-        outcome = supervisor.run()
-        sys.stdout.flush()
-        if outcome.interrupted is not None:
-            return _end_interrupted(workers, outcome.interrupted)
-        if outcome.failed is None:
-            return 0
-        _print_failure(outcome.failed, workers)
-        return report.shell_exit_code(outcome.failed.exit_code or 1)
-
-
-def _end_interrupted(workers: Sequence[WorkerProcess], signum: int) -> int:
-    name = "Ctrl-C" if signum == signal.SIGINT else linux.signal_name(signum)
-    print(f"kdist: {name}; all workers have ended.", file=sys.stderr)
-    # Workers that took the signal as a wish (saved a checkpoint, ended in peace) make a job that ended well.
-    return 0 if all(worker.exit_code == 0 for worker in workers) else 128 + signum
-
-
-def _print_failure(failed: WorkerProcess, workers: Sequence[WorkerProcess]) -> None:
-    block = report.failure_block(
-        f"{failed.name} ({failed.plan.address})" if len(workers) > 1 else failed.name,
-        failed.exit_code or 1,
-        failed.tail.lines(),
-        log_file=failed.log_file,
-        others=[worker.name for worker in workers if worker is not failed],
-    )
-    try:
-        sys.stderr.write(f"\n{block}\n")
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        pass  # nobody reads any more
 
 
 if __name__ == "__main__":

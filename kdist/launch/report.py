@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kdist.cluster import liveness
 from kdist.launch.linux import signal_name
 
 MOST_LINES = 20
@@ -30,15 +31,20 @@ def shell_exit_code(exit_code: int) -> int:
     return 128 - exit_code if exit_code < 0 else exit_code & 0xFF
 
 
-def describe_exit(exit_code: int) -> str:
+def describe_exit(exit_code: int, frozen: bool = False) -> str:
     """Says in words how a process ended.
 
     Args:
         exit_code: As `subprocess` tells it: negative for a signal.
+        frozen: Whether a signal such as SIGSTOP had stopped it before it was ended.
 
     Returns:
         For example "was killed by SIGKILL (signal 9)".
     """
+    if frozen:
+        return "did not run any more: a signal such as SIGSTOP had stopped it"
+    if exit_code == liveness.PREEMPTED:
+        return f"was preempted and wants to be started again (exit code {exit_code})"
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     return f"was killed by {signal_name(-exit_code)} (signal {-exit_code})"
@@ -85,6 +91,7 @@ def failure_block(
     *,
     log_file: str | None = None,
     others: Sequence[str] = (),
+    frozen: bool = False,
 ) -> str:
     """Returns the block that ends the output of a failed job.
 
@@ -94,13 +101,14 @@ def failure_block(
         stderr_lines: The last lines of its stderr.
         log_file: Where its whole output is.
         others: The names of the other workers of this machine, which have been ended.
+        frozen: Whether it was stopped by a signal.
 
     Returns:
         At most 20 lines.
     """
-    head = f"──── kdist: {name} failed first: it {describe_exit(exit_code)} ────"
+    head = f"──── kdist: {name} failed first: it {describe_exit(exit_code, frozen)} ────"
     foot = []
-    if exit_code == -9:
+    if exit_code == -9 and not frozen:
         foot.append("SIGKILL that nobody sent on purpose usually comes from the kernel when memory is short.")
     if others:
         foot.append(f"kdist has ended the other workers: {_listed(others)}.")

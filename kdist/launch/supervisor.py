@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kdist.cluster import liveness
 from kdist.launch import linux
 from kdist.launch.worker_process import WorkerProcess
 
@@ -30,6 +31,7 @@ class Outcome:
     """How a job ended on this machine."""
 
     failed: WorkerProcess | None = None
+    lost: int = 0  # workers that were killed, or did not move any more
     interrupted: int | None = None
     unfinished: list[WorkerProcess] = dataclasses.field(default_factory=list)  # when the time was up
 
@@ -134,8 +136,10 @@ class Supervisor:
     def _note_exit(self, worker: WorkerProcess) -> None:
         if not worker.collect() or worker.exit_code == 0 or self._ending:
             return
-        if not self._failures:
-            self._judge_at = time.monotonic() + _WINDOW
+        # Those that are preempted leave together, once the slowest has saved its share.
+        window = self._grace if worker.exit_code == liveness.PREEMPTED else _WINDOW
+        if not self._failures or window == _WINDOW:
+            self._judge_at = min(self._judge_at, time.monotonic() + window)
         self._failures.append(worker)
 
     def _act(self) -> None:
@@ -169,7 +173,14 @@ class Supervisor:
             return
         self._ending = True
         own_fault = [worker for worker in self._failures if -(worker.exit_code or 0) in _OWN_FAULT]
-        self._outcome.failed = own_fault[0] if own_fault else min(self._failures, key=_failed_at)
+        frozen = [worker for worker in self._workers if worker.alive and linux.is_stopped(worker.pid)]
+        first = (own_fault or frozen or [min(self._failures, key=_failed_at)])[0]
+        self._outcome.failed = first
+        first.frozen = first in frozen
+        gone = {id(worker) for worker in (*own_fault, *frozen)}
+        if (first.exit_code or 0) < 0 or first.exit_code == liveness.STALLED:
+            gone.add(id(first))
+        self._outcome.lost = len(gone)
 
     def _signal_all(self, signum: int) -> None:
         for worker in self._workers:

@@ -48,6 +48,7 @@ class WorkerProcess:
         err: Where its stderr goes.
         prefix: What to put in front of its lines.
         log_file: Where its whole output is kept too.
+        append: Whether that file is written on, as after a restart, and not anew.
         keep_stdin: Whether it reads the launcher's stdin.
     """
 
@@ -60,6 +61,7 @@ class WorkerProcess:
         *,
         prefix: str = "",
         log_file: str | None = None,
+        append: bool = False,
         keep_stdin: bool = False,
     ) -> None:
         self.plan = plan
@@ -70,11 +72,13 @@ class WorkerProcess:
         self.channels: dict[int, Channel] = {}
         self.exit_code: int | None = None
         self.exited_at = 0.0
+        self.frozen = False  # stopped by a signal (SIGSTOP), and therefore ended
         self.pidfd: int | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self._out, self._err = out, err
         self._prefix = prefix
         self._keep_stdin = keep_stdin
+        self._append = append
         self._log: IO[bytes] | None = None
 
     @property
@@ -91,7 +95,8 @@ class WorkerProcess:
     def start(self) -> None:
         """Starts the process, in a session of its own so that its children can be ended with it."""
         if self.log_file:
-            self._log = open(self.log_file, "wb", buffering=0)  # noqa: SIM115  # closed with the worker
+            mode = "ab" if self._append else "wb"
+            self._log = open(self.log_file, mode, buffering=0)  # noqa: SIM115  # closed with the worker
         eager = self.plan.index == 0 or not self._prefix
         out_read, out_write = self._open_stdout(eager)
         err_read, err_write = os.pipe()

@@ -14,8 +14,10 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
+from kdist.backends import whereabouts
 from kdist.checkpoint.checkpoint import wait_for_all
 from kdist.errors import InvalidArgumentError
+from kdist.training import faults
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
 from kdist.training.session import Session, session_of
@@ -48,6 +50,7 @@ def fit(
     """Trains the model for a fixed number of epochs. Arguments and result are those of `keras.Model.fit`."""
     session = session_of(strategy, model)
     model._assert_compile_called("fit")
+    whereabouts.enter("the beginning of fit", 0)
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = keras_hooks.train_validation_split(
             (x, y, sample_weight), validation_split
@@ -82,6 +85,7 @@ def fit(
         }
         facts |= batches.facts() | validation.facts()
         with session.agree("arguments of fit", facts, callbacks) as callbacks:
+            faults.point("begin")
             batches.share_random_state()
             session.prepare(batches)
             batches.reset()
@@ -101,6 +105,7 @@ def fit(
                 session.progress = None
                 batches.close()
                 validation.close()
+    whereabouts.enter("")
     return model.history
 
 
@@ -124,6 +129,7 @@ def _train(
         # Either may have been set by a callback that restores a checkpoint: Keras's own, or kdist's.
         progress.epoch = model._initial_epoch or progress.epoch
         for epoch in range(progress.epoch, epochs):
+            whereabouts.enter("the beginning", epoch + 1)
             step_logs: dict[str, Any] = {}
             if progress.is_resumed:
                 step_logs = model.get_metrics_result()
@@ -131,6 +137,7 @@ def _train(
                 model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             for begin, end, data in batches:
+                _enter_steps(begin, end)
                 callbacks.on_train_batch_begin(begin)
                 step_logs = function(data)
                 progress.after_step(end)
@@ -142,13 +149,23 @@ def _train(
             logs = dict(model._get_metrics_result_or_logs(step_logs))
             logs.update(validation.run(epoch, callbacks))
             progress.after_epoch(logs)
+            whereabouts.enter("the end")
             session.run_callbacks(functools.partial(callbacks.on_epoch_end, epoch, logs))
+            faults.point("epoch-end")
             if model.stop_training:
                 break
+    whereabouts.enter("the end of fit")
     _finalize(session, epochs)
     # Who returns finds the files of all callbacks complete.
     session.run_callbacks(functools.partial(callbacks.on_train_end, logs=logs))
     wait_for_all(session.runtime)
+
+
+def _enter_steps(begin: int, end: int) -> None:
+    """Notes the steps that come next: `begin` and `end` are the first and the last one, from 0 in each epoch."""
+    whereabouts.enter("step", None, begin + 1)
+    faults.steps(whereabouts.total_steps + 1, end - begin + 1)
+    whereabouts.total_steps += end - begin + 1
 
 
 def _finalize(session: Session, epochs: int) -> None:
@@ -188,6 +205,8 @@ class _Validation:
     def run(self, epoch: int, callbacks: Any) -> dict[str, Any]:
         if self._batches is None or not self._session.model._should_eval(epoch, self._freq):
             return {}
+        whereabouts.enter("validation")
+        faults.point("validation")
         logs = _evaluate(self._session, self._batches, callbacks)
         return {f"val_{name}": value for name, value in logs.items()}
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kdist.backends.jax.board import note_dispatched
 from kdist.backends.replica import Replica, equal_shares
 from kdist.context import cross_replica
 from kdist.data.rows import is_ragged, is_tf_sparse, to_dense
@@ -196,6 +197,7 @@ class Replicas:
 
     def throttle(self, values: Any) -> None:
         """Called after each step with its results: waits where a second step could get in the way."""
+        note_dispatched(values)
         if self._one_at_a_time:
             jax.block_until_ready(values)
 

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from kdist.cluster import split_address
+from kdist.backends import stalls
+from kdist.backends.jax.board import ServiceBoard
+from kdist.cluster import liveness, split_address
 from kdist.errors import WorkerLostError
 
 if TYPE_CHECKING:
@@ -31,18 +33,24 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kdist")
 
-# How long the main thread has to raise an error after a worker is known to be lost, before the process ends.
-_GRACE = 3.0
-# How long an error waits for a name; the service knows of a loss after its heartbeat timeout of 10 s.
-_NAMING = 13.0
+# Shares of the heartbeat timeout. How long the main thread has to raise an error after a worker is known to be
+# lost, before the process ends; and how long an error waits for a name, which the service knows after 0.5.
+_GRACE, _LEAST_GRACE = 0.2, 2.0
+_NAMING = 0.85
+# How long a worker that has ended in good order may be waited for: what it took part in ends soon, or never.
+_UNANSWERED = 0.55
 # How long a chief that has failed serves the others, so that they can read why.
 _FAREWELL = 10.0
 # How long the sockets of a process that was killed may take to close, one after the other.
 _CLOSING = 2.0
-# How long a worker that has ended in good order may be waited for: what it took part in ends soon, or never.
-_UNANSWERED = 8.0
+# A server is C++ and answers at once, whatever its main thread does.
+_ANSWER = 0.1  # a share of the heartbeat timeout
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and no settings
 _DIED = "which has died or cannot be reached any more"
 _FAILED = "which has failed"
+_HUNG = "which has hung"
+# How long a chief that has hung serves the others, so that they can read it.
+_LAST_WORDS = 1.5
 _LOST_ANOTHER = "which has lost another worker"
 
 _CHandler = ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -73,6 +81,7 @@ class Watch:
 
     def __init__(self, cluster: Cluster, client: Any) -> None:
         self._cluster = cluster
+        self._timeout = liveness.heartbeat_timeout()
         self._client = client
         self._others = [i for i in range(cluster.num_workers) if i != cluster.worker_index]
         self._lost: dict[int, str] = {}  # worker -> what happened to it
@@ -84,6 +93,11 @@ class Watch:
         self._leaving = False
         self._aborted = threading.Event()
         self._changed = threading.Condition()
+        self._stalls = stalls.StallWatch(
+            ServiceBoard(client, cluster.worker_index, self._say_hung),
+            cluster.worker_names,
+            cluster.worker_index,
+        )
         # Registered after JAX's own handler, so called before it.
         atexit.register(self._leave)
         self._catch_abort()
@@ -116,7 +130,7 @@ class Watch:
 
     def explain(self, error: BaseException) -> BaseException:
         """Waits until it is known who was lost, and returns the error that says so."""
-        deadline = time.monotonic() + _NAMING
+        deadline = time.monotonic() + self._timeout * _NAMING
         ended: dict[int, str] = {}
         # Not in this thread: a question to a chief that is dying is never answered.
         threading.Thread(
@@ -140,14 +154,7 @@ class Watch:
         named = (
             ", and ".join(f"{names[i]}, {what}" for i, what in sorted(culprits.items())) or "another worker"
         )
-        received = {"this_worker": names[self._cluster.worker_index]}
-        if error is not None and str(error):
-            received["error"] = str(error).splitlines()[0][:200]
-        return WorkerLostError(
-            f"The job cannot go on without {named}.",
-            received=received,
-            hint="Look at that worker's log, then start the job again.",
-        )
+        return stalls.lost_error(named, names[self._cluster.worker_index], error)
 
     # Noticing --------------------------------------------------------------------------------------------
 
@@ -168,7 +175,7 @@ class Watch:
                 continue
             for index in set(self._others) - set(live) - self._gone:
                 said = self._said(index)
-                if said is None or said["what"].startswith(_FAILED):
+                if said is None or said["what"].startswith((_FAILED, _HUNG)):
                     self._note(index, _DIED if said is None else said["what"])
                 elif said["what"] != _LOST_ANOTHER:  # else the one that it has lost is noticed soon
                     ended[index] = said["what"]
@@ -176,12 +183,15 @@ class Watch:
             # A chief that has ended is still alive, for the sake of those who need its service.
             if 0 not in ended and not self._cluster.is_chief and (said := self._said(0)) is not None:
                 ended[0] = said["what"]
+                if said["what"].startswith(_HUNG):
+                    self._note(0, said["what"])
+                    return
             self._note_unanswered(ended)
             time.sleep(pause)
 
     def _note_unanswered(self, ended: dict[int, str]) -> None:
         """Gives up waiting for workers that have ended and will not answer."""
-        if ended and self._working and time.monotonic() - self._entered > _UNANSWERED:
+        if ended and self._working and time.monotonic() - self._entered > self._timeout * _UNANSWERED:
             self._say(_LOST_ANOTHER)
             self._end(ended)
 
@@ -198,14 +208,18 @@ class Watch:
         """Those who have left and not because of another: who failed, else who ended."""
         left = {index: said["what"] for index in indices if (said := self._said(index)) is not None}
         left = {index: what for index, what in left.items() if what != _LOST_ANOTHER}
-        return {index: what for index, what in left.items() if what.startswith(_FAILED)} or left
+        return {index: what for index, what in left.items() if what.startswith((_FAILED, _HUNG))} or left
 
     def _chief_answers(self) -> bool:
         if self._cluster.is_chief or 0 in self._lost:
             return self._cluster.is_chief
         try:
-            socket.create_connection(split_address(_coordinator()), timeout=2.0).close()
-            return True
+            with socket.create_connection(
+                split_address(_coordinator()), timeout=self._timeout * _ANSWER
+            ) as connection:
+                # Of a process that was stopped, the kernel accepts connections; a gRPC server greets as well.
+                connection.sendall(_HTTP2_GREETING)
+                return bool(connection.recv(1))
         except OSError:
             return False
 
@@ -221,7 +235,7 @@ class Watch:
         self._start(self._enforce)
 
     def _enforce(self) -> None:
-        time.sleep(_GRACE)
+        time.sleep(max(_LEAST_GRACE, self._timeout * _GRACE))
         while not self._explained and not self._leaving:
             if self._working:
                 self._end(self._lost)
@@ -231,6 +245,7 @@ class Watch:
         """Ends the process: its main thread waits, in C++, for a worker that will not come."""
         with contextlib.suppress(Exception):
             print(f"kdist: {self._error(dict(culprits), None)}", file=sys.stderr, flush=True)
+            stalls.print_stack()
             sys.stdout.flush()
         os._exit(1)
 
@@ -250,16 +265,18 @@ class Watch:
         if self._leaving and 0 not in self._lost:  # the chief was faster to leave: nothing is lost
             os._exit(1 if _uncaught() else 0)
         deadline = time.monotonic() + _CLOSING
-        while not self._cluster.is_chief and self._chief_answers() and time.monotonic() < deadline:
+        while (
+            (answers := self._chief_answers()) and not self._cluster.is_chief and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
-        if self._chief_answers():  # an abort of another kind
+        if answers:  # an abort of another kind
             if self._earlier_handler not in (None, 0, 1):
                 _CHandler(self._earlier_handler)(number)
             return
         self._note(0, _DIED)
         self._aborted.set()
         # The main thread gets an error from the collective and raises it. To return means to abort.
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + self._timeout * _GRACE
         while not self._explained:
             if time.monotonic() > deadline:
                 self._end(self._lost)
@@ -272,6 +289,7 @@ class Watch:
     def _leave(self) -> None:
         """Says goodbye; the chief waits for the others, since they need the service that it hosts."""
         self._leaving = True
+        self._stalls.close()
         if 0 in self._lost:
             self._aborted.wait(_CLOSING)  # JAX tries to abort once, and is held
         else:
@@ -299,6 +317,11 @@ class Watch:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             key = _farewell_key(self._cluster.worker_index)
             self._client.key_value_set(key, json.dumps({"what": what}))
+
+    def _say_hung(self, text: str) -> None:
+        self._say(text)
+        if self._cluster.is_chief:
+            time.sleep(_LAST_WORDS)
 
     def _wait_for_others(self, limit: float | None) -> None:
         began = time.monotonic()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.extend.backend
 
+from kdist.backends import whereabouts
 from kdist.backends.device_names import short_name
 from kdist.backends.jax.devices import request_cpus
 from kdist.backends.jax.watch import Watch, has_started, service_client
@@ -26,6 +27,7 @@ from kdist.cluster import (
     environment,
     is_loopback,
     join_address,
+    liveness,
     split_address,
     visible_gpus,
 )
@@ -42,8 +44,8 @@ if TYPE_CHECKING:
     from kdist.cluster import Cluster
     from kdist.strategies.communication import CommunicationOptions
 
-# A worker that has sent no heartbeat for so long counts as lost; JAX's own default is 100 s.
-_HEARTBEAT_SECONDS = 8
+# A worker that has sent no heartbeat for this share of the timeout counts as lost; JAX's own default is 100 s.
+_SILENCE = 0.4
 # How often a worker that waits for a message looks whether its sender is still there.
 _GLANCE_MS = 1000
 
@@ -117,7 +119,7 @@ class JoinedWorkers(Workers):
         """Gathers a message from every worker through the key-value store of the service."""
         self._watch.check()
         turn, self._gathered = self._gathered, self._gathered + 1
-        with self.working():
+        with self.working(), whereabouts.inside("an exchange of messages"):
             self._client.key_value_set_bytes(_message_key(turn, self.worker_index), data)
             everyone = [self._receive(turn, index) for index in range(self.num_workers)]
             if turn > 0:
@@ -151,7 +153,8 @@ class JoinedWorkers(Workers):
             self._watch.check(index)
             if self.timeout_seconds is not None and waited >= self.timeout_seconds:
                 raise WorkerTimeoutError(
-                    f"{self._names[index]} must answer within {self.timeout_seconds:g} s, but did not.",
+                    f"{self._names[index]} must answer within {self.timeout_seconds:g} s, but did not. Missing from "
+                    f"{whereabouts.describe_wait()}.",
                     hint="Look at that worker's log, or choose a larger CommunicationOptions(timeout_seconds=…).",
                 )
 
@@ -300,7 +303,7 @@ def _initialize(cluster: Cluster, coordinator: str, own_host: str | None, device
             local_device_ids=_local_gpus(cluster, devices),
             cluster_detection_method="deactivate",
             initialization_timeout=60,  # all workers are there already
-            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+            heartbeat_timeout_seconds=max(1, round(liveness.heartbeat_timeout() * _SILENCE)),
             coordinator_bind_address=coordinator if is_loopback(host) else None,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -12,19 +13,21 @@ import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import context as eager_context
 
+from kdist.backends import stalls, whereabouts
+from kdist.backends.tensorflow.board import ServiceBoard, last_words
 from kdist.cluster import (
     check_port_free,
     complete_addresses,
     environment,
     is_loopback,
     join_address,
+    liveness,
     split_address,
 )
 from kdist.errors import (
     ClusterConfigError,
     DeviceError,
     StrategyScopeError,
-    WorkerLostError,
     WorkerTimeoutError,
 )
 
@@ -32,13 +35,16 @@ if TYPE_CHECKING:
     from kdist.cluster import Cluster
     from kdist.strategies.communication import CommunicationOptions
 
-# Heartbeats of TensorFlow's coordination service; a lost worker is noticed after this time at the latest.
-_HEARTBEAT_SECONDS = 10
 # How long to wait for a text that may not be there; TensorFlow cannot be asked without waiting.
 _LOOK_UP_MS = 100
+# After this share of the timeout without a heartbeat, TensorFlow's coordination service takes a worker for lost.
+_SILENCE = 0.5
 _SHORT = 1024
 _SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
+
+_SERVICE = "CoordinationService"
+_WHY = re.compile(r"aborted by: (.*)")
 
 _joined: tuple[Cluster, tf.distribute.Strategy] | None = None
 
@@ -79,14 +85,15 @@ class Workers:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from each worker: short ones in one collective, with their lengths in front."""
-        head = len(data).to_bytes(4, "little") + data[: _SHORT - 4]
-        heads = self._gather_words(head, _SHORT)
-        lengths = [int.from_bytes(message[:4], "little") for message in heads]
-        longest = max(lengths)
-        if longest <= _SHORT - 4:
-            messages = [message[4:] for message in heads]
-        else:
-            messages = self._gather_words(data, longest)
+        with whereabouts.inside("an exchange of messages"):
+            head = len(data).to_bytes(4, "little") + data[: _SHORT - 4]
+            heads = self._gather_words(head, _SHORT)
+            lengths = [int.from_bytes(message[:4], "little") for message in heads]
+            longest = max(lengths)
+            if longest <= _SHORT - 4:
+                messages = [message[4:] for message in heads]
+            else:
+                messages = self._gather_words(data, longest)
         return [message[:length] for message, length in zip(messages, lengths, strict=True)]
 
     def post(self, key: str, text: str) -> None:
@@ -156,18 +163,24 @@ class Workers:
             tf.errors.InternalError,
         )
         text = str(error)
+        if (
+            not self.worker_index == 0
+            and isinstance(error, tf.errors.DeadlineExceededError)
+            and _SERVICE in text
+        ):
+            text += " /job:worker/task:0"  # the service is the chief's, which answers no more
         if not isinstance(error, kinds) and "task:" not in text:
             return error
         others = {int(task) for task in _TASK.findall(text)} - {self.worker_index}
         if not others and not isinstance(error, kinds):
             return error
-        lost = [self._names[i] for i in sorted(others) if i < self.num_workers]
-        named = ", ".join(lost) or "another worker"
-        return WorkerLostError(
-            f"The job cannot go on without {named}, which has died or cannot be reached any more.",
-            received={"this_worker": self._names[self.worker_index], "error": text.splitlines()[0][:200]},
-            hint="Look at that worker's log, then start the job again.",
-        )
+        lost = []
+        for index in sorted(i for i in others if i < self.num_workers):
+            what = last_words(index) or "which has died or cannot be reached any more"
+            lost.append(f"{self._names[index]}, {what}")
+        named = ", and ".join(lost) or "another worker, which has died or cannot be reached any more"
+        why = _WHY.search(text)
+        return stalls.lost_error(named, self._names[self.worker_index], why[1] if why else text)
 
 
 def join(
@@ -215,6 +228,10 @@ def join(
     except (RuntimeError, tf.errors.OpError) as error:
         raise _joining_error(error, cluster, timeout) from error
     _create_variables_alone(native)
+    watch = stalls.StallWatch(
+        ServiceBoard(cluster.num_workers, cluster.worker_index), cluster.worker_names, cluster.worker_index
+    )
+    atexit.register(watch.close)
     _joined = (cluster, native)
     return native, Workers(cluster, native)
 
@@ -263,7 +280,7 @@ def _configure_heartbeats(num_workers: int, timeout: float) -> None:
     eager_context.context().configure_coordination_service(
         service_type="standalone",
         service_leader="/job:worker/replica:0/task:0",
-        heartbeat_timeout_in_ms=_HEARTBEAT_SECONDS * 1000,
+        heartbeat_timeout_in_ms=int(liveness.heartbeat_timeout() * _SILENCE * 1000),
         cluster_register_timeout_in_ms=int(timeout * 1000),
         coordinated_jobs=[job],
     )

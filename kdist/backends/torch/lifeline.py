@@ -2,8 +2,8 @@
 
 PyTorch's store and collectives only say that *a* peer is gone (gloo), or wait for half an hour (NCCL, or
 where a host has lost power). The kernel knows better: it closes the sockets of a process that dies, and its
-keep-alive probes find a host that vanishes. Standard library only; nothing that comes from the network is
-unpickled.
+keep-alive probes find a host that vanishes. A process that was stopped (SIGSTOP) keeps its sockets, but sends no
+heartbeats any more. Standard library only; nothing that comes from the network is unpickled.
 """
 
 from __future__ import annotations
@@ -20,16 +20,23 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 
+from kdist.backends.activity import is_stopped
+from kdist.cluster import liveness
+
 _MESSAGE = struct.Struct("!4scI")
 _MAGIC = b"kdl1"
-_HELLO, _DIED, _FAILED, _ENDED = b"H", b"D", b"F", b"E"
+_HELLO, _BEAT, _DIED, _FROZEN, _HUNG, _FAILED, _ENDED = b"H", b"B", b"D", b"Z", b"S", b"F", b"E"
 _WORDS = {
+    _FROZEN: "does not run any more: a signal such as SIGSTOP has stopped it, or its machine stands still",
+    _HUNG: "has hung",
     _DIED: "has died or cannot be reached any more",
     _FAILED: "has failed with an error of its own",
     _ENDED: "has ended before the others",
 }
-# A host that vanishes is noticed after about 5 + 3 * 2 seconds.
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
+_LOST = (_DIED, _FROZEN, _HUNG)
+# Shares of the heartbeat timeout: how often there is a beat, and for how long there may be none. A process may
+# send none because a call into C holds Python's lock: on the same machine, the kernel knows whether it is that.
+_BEATS, _SILENCE, _SILENCE_ELSEWHERE = 0.1, 0.6, 4.0
 
 
 class Lifeline:
@@ -47,10 +54,13 @@ class Lifeline:
         self._losses: dict[int, bytes] = {}
         self._changed = threading.Condition()
         self._closing = False
+        self._timeout = liveness.heartbeat_timeout()
+        self._looked = time.monotonic()
+        self._heard = dict.fromkeys(connections, (time.monotonic(), 0))  # when, and the number of the process
         self._on_death: Callable[[], None] | None = None
         self._wake, self._woken = socket.socketpair()
         for connection in self._connections.values():
-            _watch(connection)
+            _watch(connection, self._timeout)
         # Children of the process would keep the connections open after its death.
         os.register_at_fork(after_in_child=functools.partial(_let_go, weakref.ref(self)))
         self._thread = threading.Thread(target=self._listen, name="kdist lifeline", daemon=True)
@@ -66,12 +76,19 @@ class Lifeline:
         with self._changed:
             while not self._losses and time.monotonic() < deadline:
                 self._changed.wait(deadline - time.monotonic())
-            if self._losses and _DIED not in self._losses.values():
-                self._changed.wait_for(lambda: _DIED in self._losses.values(), 0.3)
+            if self._losses and not self._culprits():
+                self._changed.wait_for(self._culprits, 0.3)
             if not self._losses:
                 return None
-            index = next((i for i, kind in self._losses.items() if kind == _DIED), next(iter(self._losses)))
+            index = next(iter(self._culprits() or self._losses))
             return index, _WORDS[self._losses[index]]
+
+    def _culprits(self) -> list[int]:
+        return [index for index, kind in self._losses.items() if kind in _LOST]
+
+    def say_hung(self) -> None:
+        """Tells the others that this worker has hung and ends; whoever has been told does not guess."""
+        self._tell(_HUNG, self._index)
 
     def on_death(self, call: Callable[[], None]) -> None:
         """Sets what to call, in a thread of its own, when a worker has died."""
@@ -97,10 +114,29 @@ class Lifeline:
             selector.register(self._woken, selectors.EVENT_READ, None)
             for index, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, index)
+            next_beat = 0.0
             while not self._closing:
-                for key, _ in selector.select():
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + self._timeout * _BEATS
+                    self._beat()
+                for key, _ in selector.select(max(0.0, next_beat - time.monotonic())):
                     if key.data is not None and not self._read(key.data):
                         selector.unregister(key.fileobj)
+
+    def _beat(self) -> None:
+        """Says that this worker is alive, and notes who has not said so."""
+        self._tell(_BEAT, os.getpid())
+        now = time.monotonic()
+        if now - self._looked > self._timeout * _SILENCE / 2:  # this process itself stood still
+            self._heard = {index: (now, pid) for index, (_, pid) in self._heard.items()}
+        self._looked = now
+        for index, (heard, pid) in self._heard.items():
+            silence = (now - heard) / self._timeout
+            if silence < _SILENCE or index in self._losses:
+                continue
+            near = _is_near(self._connections[index])
+            if (near and is_stopped(pid)) or (not near and silence > _SILENCE_ELSEWHERE):
+                self._note(_FROZEN, index)
 
     def _read(self, index: int) -> bool:
         """Reads what a worker says. Returns whether it may say more."""
@@ -116,7 +152,9 @@ class Lifeline:
         while len(buffer) >= _MESSAGE.size:
             magic, kind, about = _MESSAGE.unpack_from(buffer)
             buffer = buffer[_MESSAGE.size :]
-            if magic == _MAGIC and kind in _WORDS:
+            if magic == _MAGIC and kind == _BEAT:
+                self._heard[index] = (time.monotonic(), about)
+            elif magic == _MAGIC and kind in _WORDS:
                 self._note(kind, about)
         self._received[index] = buffer
         return True
@@ -128,13 +166,13 @@ class Lifeline:
             self._losses[index] = kind
             self._changed.notify_all()
         if self._index == 0:
-            self._tell(kind, index)
-        if kind == _DIED and self._on_death is not None:
+            self._tell(kind, index, besides=index)
+        if kind in _LOST and self._on_death is not None:
             threading.Thread(target=self._on_death, name="kdist lifeline, abort", daemon=True).start()
 
-    def _tell(self, kind: bytes, about: int) -> None:
+    def _tell(self, kind: bytes, about: int, besides: int | None = None) -> None:
         for index, connection in self._connections.items():
-            if index != about:
+            if index != besides:
                 with contextlib.suppress(OSError):
                     connection.sendall(_MESSAGE.pack(_MAGIC, kind, about))
 
@@ -185,10 +223,25 @@ def _read_exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def _watch(connection: socket.socket) -> None:
+def _is_near(connection: socket.socket) -> bool:
+    """Says whether the other end is on this machine."""
+    with contextlib.suppress(OSError):
+        return bool(connection.getpeername()[0] == connection.getsockname()[0])
+    return False
+
+
+def _watch(connection: socket.socket, timeout: float) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEP_ALIVE.items():
+    # A host that vanishes is noticed after the first pause and three more.
+    pause = max(1, int(timeout / 7))
+    keep_alive = {
+        "TCP_KEEPIDLE": 2 * pause,
+        "TCP_KEEPINTVL": pause,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": int(timeout * 750),
+    }
+    for name, value in keep_alive.items():
         option = getattr(socket, name, None)
         if option is not None:
             with contextlib.suppress(OSError):

@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from kdist.backends import stalls, whereabouts
+from kdist.backends.torch.board import StoreBoard
 from kdist.backends.torch.devices import torch_device
 from kdist.backends.torch.lifeline import Lifeline
-from kdist.backends.torch.meeting import Meeting, check_devices, describe_devices, interface_towards
+from kdist.backends.torch.meeting import (
+    Meeting,
+    check_devices,
+    describe_devices,
+    interface_towards,
+)
 from kdist.cluster import environment
 from kdist.errors import KdistError, StrategyScopeError, WorkerLostError, WorkerTimeoutError
 from kdist.strategies.communication import CommunicationImplementation, hint_ignored
@@ -40,8 +47,8 @@ class Workers:
 
     Args:
         cluster: Who takes part.
-        lifeline: Tells who has died; `None` where it could not be made.
-        store: The job's key-value store.
+        lifeline: Tells who has died.
+        store: The store in which the workers have met.
         nccl: Whether NCCL joins the GPUs; otherwise gloo does everything.
         owns_group: Whether the process group is kdist's, to be destroyed at the end, or the user's.
         cpu_group: The group for tensors on the CPU, where the default one has none.
@@ -50,7 +57,7 @@ class Workers:
     def __init__(
         self,
         cluster: Cluster,
-        lifeline: Lifeline | None,
+        lifeline: Lifeline,
         store: dist.Store,
         nccl: bool,
         owns_group: bool = True,
@@ -65,12 +72,15 @@ class Workers:
         self._owns_group = owns_group
         self._cpu_group = cpu_group
         self._stuck = False
-        if nccl and lifeline is not None:
+        self._pending: Any = None  # the collective that is under way
+        if nccl:
             lifeline.on_death(_abort_nccl)
+        board = StoreBoard(store, self.num_workers, self.worker_index, self._is_pending, lifeline.say_hung)
+        self._watch = stalls.StallWatch(board, self._names, self.worker_index)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums a tensor over the workers, in place."""
-        with self._explained():
+        with self._explained("all_reduce"):
             self._finish(dist.all_reduce(tensor, group=self._group(tensor), async_op=True), tensor)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -81,7 +91,7 @@ class Workers:
             device: On which the collective runs.
         """
         packet = torch.cat([_bytes_of(tensor).to(device) for tensor in tensors])
-        with self._explained():
+        with self._explained("broadcast"):
             self._finish(dist.broadcast(packet, 0, group=self._group(packet), async_op=True), packet)
         with torch.no_grad():
             for tensor in tensors:
@@ -92,7 +102,7 @@ class Workers:
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Gathers tensors of equal shape, in the order of the workers."""
         parts = [torch.empty_like(tensor) for _ in range(self.num_workers)]
-        with self._explained():
+        with self._explained("all_gather"):
             self._finish(dist.all_gather(parts, tensor, group=self._group(tensor), async_op=True), tensor)
         return parts
 
@@ -163,8 +173,8 @@ class Workers:
 
     def close(self) -> None:
         """Leaves the group, in good order for those that go on."""
-        if self._lifeline is not None:
-            self._lifeline.close()
+        self._watch.close()
+        self._lifeline.close()
         if self._stuck:
             # gloo cannot cancel an operation, and would wait for it in its destructor.
             sys.stdout.flush()
@@ -177,46 +187,51 @@ class Workers:
         return None if tensor.is_cuda else self._cpu_group
 
     def _finish(self, work: Any, tensor: torch.Tensor) -> None:
+        self._pending = work
         if self._nccl and tensor.is_cuda:
             work.wait()  # returns once it is enqueued
             return
         while True:
             try:
                 work.wait(_LOOK)
+                self._pending = None
                 return
             except RuntimeError:
                 if work.is_completed():
                     raise
-            # The engine notices a process that dies; it does not notice a host that vanishes.
-            loss = self._lifeline.wait_for_loss(0.0) if self._lifeline is not None else None
+            # The engine notices a process that dies; it does not notice one that stands still.
+            loss = self._lifeline.wait_for_loss(0.0)
             if loss is not None:
                 self._stuck = True
                 raise self._lost(*loss)
 
+    def _is_pending(self) -> bool:
+        return self._pending is not None and not self._pending.is_completed()
+
     @contextlib.contextmanager
-    def _explained(self) -> Any:
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, KdistError):
-                raise
-            if "imed out" in str(error):
-                raise WorkerTimeoutError(
-                    "All workers must come to every collective in time, but some did not.",
-                    received={"this_worker": self._names[self.worker_index], "error": str(error)[:200]},
-                    hint="Allow more time: kdist.experimental.CommunicationOptions(timeout_seconds=3600)",
-                ) from error
-            loss = self._lifeline.wait_for_loss(_NOTICE_SECONDS) if self._lifeline is not None else None
-            if loss is None:
-                raise
-            raise self._lost(*loss) from error
+    def _explained(self, what: str) -> Any:
+        with whereabouts.inside(what):
+            try:
+                yield
+            except RuntimeError as error:
+                explained = error if isinstance(error, KdistError) else self._explanation(error)
+                if explained is error:
+                    raise
+                raise explained from error
+
+    def _explanation(self, error: RuntimeError) -> Exception:
+        if "imed out" in str(error):
+            return WorkerTimeoutError(
+                "All workers must come to every collective in time, but some are missing from "
+                f"{whereabouts.describe_wait()}.",
+                received={"this_worker": self._names[self.worker_index], "error": str(error)[:200]},
+                hint="Allow more time: kdist.experimental.CommunicationOptions(timeout_seconds=3600)",
+            )
+        loss = self._lifeline.wait_for_loss(_NOTICE_SECONDS)
+        return error if loss is None else self._lost(*loss)
 
     def _lost(self, index: int, what: str) -> WorkerLostError:
-        return WorkerLostError(
-            f"The job cannot go on without {self._names[index]}, which {what}.",
-            received={"this_worker": self._names[self.worker_index]},
-            hint="Look at that worker's log, then start the job again.",
-        )
+        return stalls.lost_error(f"{self._names[index]}, which {what}", self._names[self.worker_index])
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,232 @@
+"""Notices that this worker is stuck while others wait for it, and ends it, so that nobody waits forever.
+
+A worker that hangs (a deadlock, a read that never returns) is alive for its engine: heartbeats come from threads
+of their own. So each worker looks at its own main thread. One that waits for others says so on the board of its
+engine; one that is waited for, and neither moves nor computes, prints its stacks and ends. From there on the
+others notice its death, as any other. A worker that is slow, compiles or prepares data uses its processor; one
+for which nobody waits (between two calls, in a notebook) may rest as long as it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+from kdist.backends import activity, whereabouts
+from kdist.cluster import liveness
+from kdist.errors import WorkerLostError, WorkerTimeoutError
+
+# Shares of the heartbeat timeout: when a worker says that it waits, when one that does not move ends, and how
+# often both are looked at. The rest is for the others, to notice.
+_SAYS_AFTER = 0.2
+_ENDS_AFTER = 0.7
+_LOOKS = 0.05
+_STANDARD_LIBRARY = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
+_PACKAGES = ("site-packages", "dist-packages")
+# Whoever stands in a debugger thinks.
+_DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy", "IPython/core/interactiveshell.py")
+
+
+class Board(ABC):
+    """What the watch needs of an engine: a place where workers say that they wait, and who is in a collective."""
+
+    @abstractmethod
+    def say(self, text: str | None) -> None:
+        """Says where this worker waits for the others; `None` once it goes on."""
+
+    @abstractmethod
+    def read(self) -> dict[int, str]:
+        """Returns the other workers that wait, and where."""
+
+    @abstractmethod
+    def waits_in(self, filename: str) -> bool:
+        """Says whether the main thread may be waiting for others.
+
+        Args:
+            filename: The innermost file on its stack that does not belong to Python itself.
+        """
+
+    def farewell(self, text: str) -> None:
+        """Tells the others why this worker ends, where the engine has a way to."""
+        return
+
+
+class StallWatch:
+    """Watches the main thread of this worker, from a thread of its own.
+
+    Args:
+        board: The engine's.
+        names: What to call the workers.
+        worker_index: Which of them this one is.
+    """
+
+    def __init__(self, board: Board, names: Sequence[str], worker_index: int) -> None:
+        self._board = board
+        self._names = names
+        self._me = names[worker_index]
+        self._timeout = liveness.heartbeat_timeout()
+        self._closed = threading.Event()
+        self._seen: object = None
+        self._since = time.monotonic()
+        self._used = activity.cpu_seconds()
+        self._said = False
+        self._thread = threading.Thread(target=self._run, name="kdist stall watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the watch: the process is about to end."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(max(0.1, self._timeout * _LOOKS)):
+            frame = sys._current_frames().get(_watched_thread())
+            if frame is None:
+                continue
+            stack = list(_frames_of(frame))
+            del frame
+            waits = self._board.waits_in(_innermost(stack))
+            self._note_movement(stack, waits)
+            resting = time.monotonic() - self._since
+            self._say(waits and resting > self._timeout * _SAYS_AFTER)
+            if not waits and resting > self._timeout * _ENDS_AFTER and not _is_at_rest(stack):
+                self._end_if_wanted(resting)
+            del stack  # frames hold the user's arrays
+
+    def _note_movement(self, stack: list[FrameType], waits: bool) -> None:
+        now, used = time.monotonic(), activity.cpu_seconds()
+        seen = (whereabouts.total_steps, calls, waits, tuple((id(f), f.f_lasti) for f in stack))
+        moved = seen != self._seen
+        if not moved and not waits:
+            suspicious = now - self._since > self._timeout * _SAYS_AFTER
+            moved = activity.is_busy(used - self._used, now - self._since) or (
+                suspicious and activity.others_work_for_it()
+            )
+        if moved:
+            self._seen, self._since, self._used = seen, now, used
+
+    def _say(self, waits: bool) -> None:
+        if waits != self._said:
+            with contextlib.suppress(Exception):  # the engine's, once its service is gone
+                self._board.say(whereabouts.describe_wait() if waits else None)
+                self._said = waits
+
+    def _end_if_wanted(self, resting: float) -> None:
+        try:
+            waiting = self._board.read()
+        except Exception:
+            return
+        if not waiting or self._closed.is_set():
+            return
+        others = ", and ".join(f"{self._names[i]} in {where}" for i, where in sorted(waiting.items()))
+        error = WorkerTimeoutError(
+            f"{self._me} has hung: its main thread has neither moved nor computed for {resting:.0f} s, at "
+            f"{whereabouts.describe()}, and others wait for it: {others}.",
+            hint="The stack says where it hangs. If that place may take so long, allow more: "
+            "export KDIST_HEARTBEAT_TIMEOUT=60",
+        )
+        with contextlib.suppress(Exception):
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+        with contextlib.suppress(Exception):
+            lines = "".join(_stack_lines())
+            name = f"{type(error).__module__}.{type(error).__qualname__}"
+            print(
+                f"Traceback (most recent call last):\n{lines}{name}: {error}", file=sys.__stderr__, flush=True
+            )
+            sys.stdout.flush()
+        with contextlib.suppress(Exception):
+            self._board.farewell(f"which has hung at {whereabouts.describe()}")
+        os._exit(liveness.STALLED)
+
+
+# Who is inside kdist -----------------------------------------------------------------------------------------
+
+calls = 0
+"""How often user code has called something that exchanges with other workers."""
+_inside: list[int] = []
+
+
+@contextlib.contextmanager
+def entered() -> Iterator[None]:
+    """Entered for the time of a call into kdist; the thread that called is the one that is watched."""
+    global calls
+    calls += 1
+    thread = threading.get_ident()
+    _inside.append(thread)
+    try:
+        yield
+    finally:
+        _inside.remove(thread)
+
+
+def _watched_thread() -> int:
+    with contextlib.suppress(IndexError):
+        return _inside[0]
+    return threading.main_thread().ident or 0
+
+
+def _is_at_rest(stack: list[FrameType]) -> bool:
+    """Whether somebody may be sitting in front of it: at a prompt, or in a debugger."""
+    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive) or _in_notebook()
+    if interactive and not _inside:
+        return True
+    return any(f.f_code.co_filename.endswith(_DEBUGGERS) for f in stack) and not _in_notebook()
+
+
+def _in_notebook() -> bool:
+    shell = sys.modules.get("IPython")
+    return shell is not None and getattr(shell, "get_ipython", lambda: None)() is not None
+
+
+def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _innermost(stack: list[FrameType]) -> str:
+    for frame in stack:
+        name = frame.f_code.co_filename
+        if not name.startswith(("<frozen", *_STANDARD_LIBRARY)) or any(p in name for p in _PACKAGES):
+            return name
+    return ""
+
+
+# What a worker says that has lost another --------------------------------------------------------------------
+
+
+def lost_error(named: str, me: str, error: BaseException | str | None = None) -> WorkerLostError:
+    """Returns the error of a worker that has lost others.
+
+    Args:
+        named: The others, each with what has happened to it: "worker 1 (host:5000), which has died".
+        me: The name of this worker.
+        error: What the engine said.
+    """
+    received = {"this_worker": me}
+    if error is not None and str(error):
+        received["error"] = str(error).splitlines()[0][:200]
+    return WorkerLostError(
+        f"The job cannot go on without {named}. Missing from {whereabouts.describe_wait()}.",
+        received=received,
+        hint="Look at that worker's log, then start the job again.",
+    )
+
+
+def print_stack() -> None:
+    """Prints where the main thread is: for a process that ends without a traceback."""
+    with contextlib.suppress(Exception):
+        print(f"kdist: this worker was here:\n{''.join(_stack_lines())}", file=sys.stderr, flush=True)
+
+
+def _stack_lines() -> list[str]:
+    frame = sys._current_frames().get(_watched_thread())
+    return traceback.format_stack(frame) if frame is not None else []

@@ -1,0 +1,131 @@
+"""Faults that users order with `kdist run --inject`, to rehearse what happens when a worker fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from kdist.errors import InvalidArgumentError
+
+VARIABLE = "KDIST_INJECT"
+KINDS = ("kill", "hang", "freeze", "slow", "exit", "sigterm", "exception")
+PHASES = ("begin", "step", "validation", "save", "epoch-end")
+# A save has phases of its own, which its author names: "save-write".
+_PHASE = re.compile(r"(?:begin|step|validation|epoch-end|save(?:-[a-z]+)*)")
+_SYNONYMS = {"fit step": "step", "fit-step": "step"}
+_OPTIONS = ("worker", "step", "epoch", "phase", "seconds", "always")
+_EXAMPLE = "For example: kdist run --num-workers 2 --inject kill:worker=1,step=30 train.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Something that is to go wrong, and where.
+
+    Args:
+        kind: One of `KINDS`.
+        worker: The index of the worker; `None` for every worker.
+        step: The number of the training step, from 1; over all epochs, or within `epoch` where that is given.
+        epoch: The number of the epoch, from 1.
+        phase: One of `PHASES`, or a phase of a save such as "save-write".
+        seconds: How long "slow" keeps the worker busy.
+        always: Whether it happens again after a restart.
+    """
+
+    kind: str
+    worker: int | None = None
+    step: int | None = None
+    epoch: int | None = None
+    phase: str = "step"
+    seconds: float = 1.0
+    always: bool = False
+
+    def __str__(self) -> str:
+        given = [
+            f"{field.name}={_as_text(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)[1:]
+            if getattr(self, field.name) != field.default
+        ]
+        return ":".join([self.kind, ",".join(given)]) if given else self.kind
+
+    def is_at(self, phase: str) -> bool:
+        """Says whether it happens in a phase: "save" stands for the first phase of a save."""
+        return phase == self.phase or (self.phase == "save" and phase.startswith("save-"))
+
+
+def _as_text(value: object) -> str:
+    return (
+        str(int(value))
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def parse(text: str) -> Fault:
+    """Reads a fault as it stands after `--inject`.
+
+    Args:
+        text: `KIND` or `KIND:OPTION=VALUE,...`.
+
+    Returns:
+        A `Fault`.
+
+    Raises:
+        InvalidArgumentError: If there is no such kind or option, or a value that cannot be.
+
+    Example:
+
+    >>> from kdist.cluster import injection
+    >>> injection.parse("kill:worker=1,step=30")
+    Fault(kind='kill', worker=1, step=30, epoch=None, phase='step', seconds=1.0, always=False)
+    """
+    kind, colon, rest = text.strip().partition(":")
+    if kind not in KINDS:
+        raise InvalidArgumentError(
+            f"A fault must be one of {', '.join(KINDS)}.", received={"inject": text}, hint=_EXAMPLE
+        )
+    options: dict[str, object] = {}
+    for part in rest.split(",") if colon else ():
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in _OPTIONS or name in options:
+            raise InvalidArgumentError(
+                f"After the kind of a fault come options, each once: {', '.join(_OPTIONS)}.",
+                received={"inject": text, "option": part},
+                hint=_EXAMPLE,
+            )
+        options[name] = _value(text, name, value)
+    return Fault(kind, **options)  # type: ignore[arg-type]
+
+
+def _value(text: str, name: str, value: str) -> object:
+    if name == "phase":
+        value = _SYNONYMS.get(value, value)
+        if _PHASE.fullmatch(value):
+            return value
+        rule = f"The phase of a fault must be one of {', '.join(PHASES)}, or a phase of a save such as save-write."
+    elif name == "seconds":
+        if re.fullmatch(r"\d{1,6}(\.\d{0,6})?", value, re.ASCII):
+            return float(value)
+        rule = "The seconds of a fault must be a number."
+    elif name == "always":
+        if value in ("0", "1"):
+            return value == "1"
+        rule = "always must be 0 or 1."
+    else:
+        least = 0 if name == "worker" else 1
+        if re.fullmatch(r"\d{1,9}", value, re.ASCII) and int(value) >= least:
+            return int(value)
+        rule = f"The {name} of a fault must be a whole number from {least}."
+    raise InvalidArgumentError(rule, received={"inject": text, name: value}, hint=_EXAMPLE)
+
+
+def join(faults: Iterable[Fault]) -> str:
+    """Returns the value of `KDIST_INJECT` for faults."""
+    return ";".join(map(str, faults))
+
+
+def split(text: str | None) -> list[Fault]:
+    """Returns the faults of a value of `KDIST_INJECT`."""
+    return [parse(part) for part in (text or "").split(";") if part.strip()]

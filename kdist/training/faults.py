@@ -1,0 +1,102 @@
+"""Faults on purpose: does what `kdist run --inject` has ordered, at the named points of a training."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import time
+
+from kdist.backends import whereabouts
+from kdist.cluster import environment, injection
+from kdist.cluster.injection import Fault
+from kdist.context import joined_strategy
+
+_done: set[int] = set()
+
+
+def point(phase: str, step: int | None = None) -> None:
+    """Marks a point at which users can let a worker fail; does nothing unless they have asked for it.
+
+    Args:
+        phase: "begin", "step", "validation" or "epoch-end"; a phase of a save is "save-" and its name.
+        step: The training step that comes next, counted from 1 over all epochs; by default the last one there was.
+
+    Raises:
+        RuntimeError: The fault is an exception.
+
+    Example:
+
+    >>> from kdist.training import faults
+    >>> faults.point("save-write", step=30)
+    """
+    if _ordered():
+        _act(phase, step, 1)
+
+
+def steps(first: int, number: int) -> None:
+    """The point before training steps that run as one.
+
+    Args:
+        first: The first step, counted from 1 over all epochs.
+        number: How many steps there are.
+    """
+    if _ordered():
+        _act("step", first, number)
+
+
+@functools.cache
+def _ordered() -> list[Fault]:
+    return injection.split(environment.get(injection.VARIABLE))
+
+
+def _act(phase: str, step: int | None, number: int) -> None:
+    for index, fault in enumerate(_ordered()):
+        if index in _done or not fault.is_at(phase) or fault.worker not in (None, _worker_index()):
+            continue
+        if _is_due(fault, phase, whereabouts.total_steps if step is None else step, number):
+            if fault.kind != "slow" or fault.step is not None:
+                _done.add(index)
+            _fail(fault)
+
+
+def _is_due(fault: Fault, phase: str, step: int, number: int) -> bool:
+    if fault.epoch is not None:
+        if fault.epoch != whereabouts.epoch:
+            return False
+        step = whereabouts.step
+    if fault.step is None:
+        return True
+    # Other points than steps come rarely: the first one after the step.
+    return step <= fault.step < step + number if phase == "step" else step >= fault.step
+
+
+def _worker_index() -> int:
+    strategy = joined_strategy()
+    return strategy.runtime.worker_index if strategy is not None else int(environment.get("RANK") or 0)
+
+
+def _fail(fault: Fault) -> None:
+    sys.stderr.write(f"kdist: --inject {fault}, at {whereabouts.describe()}\n")
+    sys.stderr.flush()
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif fault.kind == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.kind == "exit":
+        sys.exit(1)
+    elif fault.kind == "exception":
+        raise RuntimeError(f"Injected by --inject {fault}.")
+    elif fault.kind == "slow":
+        _be_busy(fault.seconds)
+    while fault.kind in ("kill", "hang", "freeze"):
+        time.sleep(3600)
+
+
+def _be_busy(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(10_000))

@@ -1,0 +1,161 @@
+"""The fault matrix: whatever happens to a worker, wherever it is, the others end in time and name it.
+
+No launcher looks after these workers, so each of them has to end by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.processes import BACKENDS, Script, local_addresses, tf_config
+from tests.zygote import Worker, Zygote
+
+HEARTBEAT = 6.0
+# Other cells run at the same time, and a worker that fails needs a moment to print its traceback.
+SLACK = 8.0
+AT_ONCE = 4
+
+SCRIPT = """
+strategy = kdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = numpy.ones((16, 3), "float32")
+model.fit(x, x[:, :1], batch_size=4, epochs=3, verbose=0, validation_data=(x[:4], x[:4, :1]))
+print("FINISHED", flush=True)
+"""
+KINDS = {"kill": -9, "sigterm": -15, "hang": 70, "exception": 1}
+# Where the fault is, and where the others may be by then. Validation of the first epoch, the end of the second.
+PLACES = {
+    "begin": ("phase=begin", "the beginning of fit|the beginning of epoch 1|step 1 of epoch 1"),
+    "step": ("step=6", "step 2 of epoch 2"),
+    "validation": ("phase=validation", "validation, after step 4 of epoch 1|step 4 of epoch 1"),
+    "epoch-end": ("phase=epoch-end,epoch=2", "the end, after step 4 of epoch 2|step . of epoch [23]"),
+}
+
+
+@dataclass
+class Cell:
+    """One fault of one worker."""
+
+    kind: str
+    place: str
+    victim: int
+    num_workers: int = 2
+    workers: list[Worker] = field(default_factory=list)
+    began: float = 0.0
+    failed_at: float = 0.0
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.place}-{self.victim}-of-{self.num_workers}"
+
+    def start(self, zygote):
+        fault = f"{self.kind}:worker={self.victim},{PLACES[self.place][0]}"
+        self.addresses = local_addresses(self.num_workers)
+        self.began = time.monotonic()
+        for index in range(self.num_workers):
+            env = {
+                "TF_CONFIG": tf_config(self.addresses, index),
+                "KDIST_INJECT": fault,
+                "KDIST_HEARTBEAT_TIMEOUT": f"{HEARTBEAT:g}",
+                "KDIST_JOIN_TIMEOUT": "60",
+            }
+            self.workers.append(zygote.start(f"{self.name}-worker{index}", env))
+
+    def has_ended(self):
+        now = time.monotonic()
+        if not self.failed_at and "kdist: --inject" in self.workers[self.victim].stderr():
+            self.failed_at = now
+        if all(worker.exit_code is not None for worker in self.workers):
+            return True
+        if self.failed_at:
+            return now > self.failed_at + HEARTBEAT + 2 * SLACK
+        return now > self.began + 90
+
+    def seconds(self):
+        return max(worker.ended_at for worker in self.workers) - self.failed_at
+
+    def check(self):
+        """Raises unless everything is as promised."""
+        victim = self.workers[self.victim]
+        for index, worker in enumerate(self.workers):
+            assert worker.exit_code is not None, f"worker {index} has not ended"
+            assert "FINISHED" not in worker.stdout(), f"worker {index} has finished"
+            with pytest.raises(ProcessLookupError):  # nor has anybody that it has started
+                os.killpg(worker.pid, 0)
+        assert victim.exit_code == KINDS[self.kind], f"exit code {victim.exit_code}"
+        assert self.seconds() < HEARTBEAT + SLACK, f"{self.seconds():.1f} s"
+        if self.kind == "hang":
+            said = f"worker {self.victim} ({self.addresses[self.victim]}) has hung"
+            assert said in victim.stderr() and "in _fail" in victim.stderr(), "no stack of the hung worker"
+        for worker in self.workers:
+            if worker is not victim:
+                self._check_survivor(worker)
+
+    def _check_survivor(self, worker):
+        text = worker.stderr()
+        assert worker.exit_code not in (0, None)
+        named = f"The job cannot go on without worker {self.victim} ({self.addresses[self.victim]}), which"
+        assert named in text, "does not name the worker"
+        where = re.search(r"Missing from [\w ]+ at ([\w ,]+)\.", text)
+        assert where, "does not say where"
+        assert re.fullmatch(PLACES[self.place][1], where[1]), f"is at {where[1]}"
+        assert "Traceback (most recent call last)" in text or "this worker was here" in text, "no stack"
+
+
+def run_all(cells, zygote):
+    """Runs cells, a few at a time."""
+    waiting, running = list(cells), []
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            running.append(waiting.pop(0))
+            running[-1].start(zygote)
+        for cell in [cell for cell in running if cell.has_ended()]:
+            running.remove(cell)
+            try:
+                cell.check()
+            except AssertionError as error:
+                cell.problem = str(error).splitlines()[0]
+        time.sleep(0.05)
+
+
+def matrix(backend, cells):
+    """The matrix in text: how many seconds after the fault the last worker had ended."""
+    rows = sorted({(cell.kind, cell.num_workers, cell.victim) for cell in cells})
+    lines = [f"{backend:30}" + "".join(f"{place:>12}" for place in PLACES)]
+    for kind, number, victim in rows:
+        found = {c.place: c for c in cells if (c.kind, c.num_workers, c.victim) == (kind, number, victim)}
+        shown = [
+            "" if p not in found else "FAIL" if found[p].problem else f"{found[p].seconds():.1f} s"
+            for p in PLACES
+        ]
+        lines.append(f"{f'{kind} of worker {victim} of {number}':30}" + "".join(f"{s:>12}" for s in shown))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_whatever_happens_the_others_end_and_name_the_worker(backend, tmp_path, capsys):
+    cells = [Cell(*cell) for cell in itertools.product(KINDS, PLACES, (0, 1))]
+    cells += [Cell(kind, "step", victim, 3) for kind, victim in itertools.product(("kill", "hang"), (0, 1))]
+    zygote = Zygote(tmp_path, backend, SCRIPT)
+    began = time.monotonic()
+    try:
+        run_all(cells, zygote)
+    finally:
+        zygote.close()
+    with capsys.disabled():
+        print(f"\n{matrix(backend, cells)}\n{len(cells)} cells in {time.monotonic() - began:.0f} s", flush=True)
+    failed = [cell for cell in cells if cell.problem]
+    assert not failed, "\n".join(
+        f"{cell.name}: {cell.problem}\n" + "\n".join(f"{w.stdout()}\n{w.stderr()[-3000:]}" for w in cell.workers)
+        for cell in failed[:3]
+    )
