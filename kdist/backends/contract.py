@@ -155,6 +155,15 @@ class Runtime(ABC):
         """Gathers a message from every worker, in the order of their indices. Blocks; all must call it."""
 
     @abstractmethod
+    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Sends a message to every worker and does not wait; all must call it.
+
+        Returns:
+            A function that waits and returns what `all_gather_bytes` would. Call it once, and before the next
+            message is begun.
+        """
+
+    @abstractmethod
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device. Called ahead of the step, from another thread.
 

@@ -79,8 +79,8 @@ class Prefetch:
             return [self._end]
         taken: list[Any] = []
         while len(taken) < most and not (taken and isinstance(taken[-1], End)):
-            if not self._depth and taken:
-                break  # reading takes its time
+            if not self._depth and (taken or not wait):
+                break  # nothing is ready before it is read
             try:
                 taken.append(self._take_one(wait and not taken))
             except queue.Empty:

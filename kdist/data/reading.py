@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +59,11 @@ class WorkerBatch:
     counts: list[int]
     parts: Sequence[Any] | None = None
     whole: Any = None
+
+    @functools.cached_property
+    def kind_digest(self) -> int:
+        """A short number for `kind`."""
+        return zlib.crc32(repr(self.kind()).encode())
 
     def kind(self) -> list[str]:
         """What must be alike on all workers: the structure with its dtypes, and the inner shapes."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +43,8 @@ class Steps:
     """The steps of one pass over a distributed dataset. All workers must iterate in the same order.
 
     Each worker says how many rows it has in each of the steps that are ready; the steps for which all have
-    spoken are run without another message. So a fast pipeline costs one message for several steps.
+    spoken are run without another message. Where all read faster than they train, the next message travels
+    while a step runs. One process alone sends none.
 
     Args:
         runtime: The runtime whose workers take part.
@@ -56,46 +59,95 @@ class Steps:
         self._is_global = is_global
         self._step = start
         self._read: list[Any] = []
+        # Of the steps that may run: the rows of all replicas, and whether the workers' batches differ in kind.
+        self._agreed: list[tuple[list[int], bool]] = []
+        self._all_are_ahead = False
+        self._on_its_way: Callable[[], list[bytes]] | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        while True:
-            self._fill()
-            everyone = gather(self._runtime, self._message())
-            agreed = self._agreed(everyone)
-            if agreed == 0:
-                return
-            for i in range(agreed):
-                self._check_kinds([worker["kinds"][i : i + 1] for worker in everyone])
-                counts = [c for worker in everyone for c in self._counts(worker["counts"], i)]
-                item = self._read[0]
-                batch = None if isinstance(item, End) else self._read.pop(0)
-                step = Step(batch, self._checked(counts))
-                self._step += 1
-                yield step
+        while (step := self.next()) is not None:
+            yield step
 
-    def _fill(self) -> None:
-        """Waits for a batch if there is none, and takes what else is ready, up to a limit."""
-        ended = bool(self._read) and isinstance(self._read[-1], End)
-        if not ended and len(self._read) < _MOST:
-            self._read += self._pipeline.take(_MOST - len(self._read), wait=not self._read)
+    def next(self) -> Step | None:
+        """Returns the next step; `None` at the end."""
+        if self._runtime.num_workers == 1:
+            return self._next_alone()
+        if not self._agreed:
+            self._agree()
+        if not self._agreed:
+            return None
+        counts, kinds_differ = self._agreed.pop(0)
+        if kinds_differ:
+            self._compare_kinds()
+        counts = self._checked(counts)
+        batch = None if isinstance(self._read[0], End) else self._read.pop(0)
+        self._step += 1
+        if not self._agreed and self._all_are_ahead:
+            self._send()
+        return Step(batch, counts)
+
+    def _next_alone(self) -> Step | None:
+        if not self._read:
+            self._read = self._pipeline.take(1)
+        item = self._read[0]
+        if isinstance(item, End):
+            if item.error is not None:
+                self._raise(0, _words(item.error))
+            return None
+        self._read.clear()
+        step = Step(item, self._checked(item.counts))
+        self._step += 1
+        return step
 
     def close(self) -> None:
         """Ends the pipeline of this worker."""
+        on_its_way, self._on_its_way = self._on_its_way, None
+        if on_its_way is not None:
+            with contextlib.suppress(Exception):
+                on_its_way()  # the others have sent theirs, or are lost
         self._pipeline.close()
 
-    def _message(self) -> dict[str, Any]:
-        batches = [item for item in self._read if not isinstance(item, End)]
-        end = self._read[-1] if isinstance(self._read[-1], End) else None
-        error = end.error if end else None
-        return {
-            "counts": [batch.counts for batch in batches],
-            "kinds": [batch.kind() for batch in batches],
-            "ended": end is not None,
-            "error": None if error is None else f"{type(error).__name__}: {error}",
-        }
+    def _agree(self) -> None:
+        """Learns of the next steps that all workers have data for; of none at the end."""
+        while not self._agreed:
+            if self._on_its_way is None:
+                self._fill(wait=True)
+                self._send()
+            assert self._on_its_way is not None
+            received, self._on_its_way = self._on_its_way, None
+            everyone = [json.loads(data) for data in received()]
+            number = self._number_agreed(everyone)
+            for i in range(number):
+                counts = [c for worker in everyone for c in self._counts(worker["counts"], i)]
+                kinds = {worker["kinds"][i] for worker in everyone if i < len(worker["kinds"])}
+                self._agreed.append((counts, len(kinds) > 1))
+            going = [len(worker["counts"]) for worker in everyone if not worker["ended"]]
+            # All workers know the same facts, and come to the same conclusion.
+            self._all_are_ahead = bool(going) and min(going) > 1
+            if not number and not going:
+                return
 
-    def _agreed(self, everyone: list[dict[str, Any]]) -> int:
-        """How many steps can be run before the workers must speak again; 0 at the end."""
+    def _fill(self, wait: bool) -> None:
+        """Waits for a batch if there is none, and takes what else is ready, up to a limit."""
+        ended = bool(self._read) and isinstance(self._read[-1], End)
+        if not ended and len(self._read) < _MOST:
+            self._read += self._pipeline.take(_MOST - len(self._read), wait=wait and not self._read)
+
+    def _send(self) -> None:
+        self._fill(wait=False)
+        batches = [item for item in self._read if not isinstance(item, End)]
+        ended = bool(self._read) and isinstance(self._read[-1], End)
+        error = self._read[-1].error if ended else None
+        message = {
+            "counts": [batch.counts for batch in batches],
+            "kinds": [batch.kind_digest for batch in batches],
+            "ended": ended,
+            "error": None if error is None else _words(error),
+        }
+        self._on_its_way = self._runtime.begin_gather_bytes(json.dumps(message).encode())
+
+    def _number_agreed(self, everyone: list[dict[str, Any]]) -> int:
+        """How many steps can be run before the workers must speak again."""
         for index, worker in enumerate(everyone):
             if worker["error"] is not None and not worker["counts"]:
                 self._raise(index, worker["error"])
@@ -103,7 +155,7 @@ class Steps:
         return min(waiting) if waiting else max(len(w["counts"]) for w in everyone)
 
     def _raise(self, index: int, said: str) -> None:
-        mine = self._read[0].error if isinstance(self._read[0], End) else None
+        mine = self._read[0].error if self._read and isinstance(self._read[0], End) else None
         if self._runtime.num_workers == 1 and isinstance(mine, KdistError):
             raise mine
         raise DatasetError(
@@ -117,11 +169,13 @@ class Steps:
             return of_worker[step]
         return [0] if self._is_global else [0] * len(self._runtime.devices)
 
-    def _check_kinds(self, kinds: list[list[list[str]]]) -> None:
-        """Batches of other dtypes or structures would lead the workers into different programs."""
-        present = [(index, kind[0]) for index, kind in enumerate(kinds) if kind]
+    def _compare_kinds(self) -> None:
+        """Raises if the workers' next batches cannot go together: they would lead into different programs."""
+        mine = None if isinstance(self._read[0], End) else self._read[0].kind()
+        everyone = enumerate(gather(self._runtime, mine))
+        present = [(index, kind) for index, kind in everyone if kind is not None]
+        first, (expected, expected_shapes) = present[0]
         for index, (structure, shapes) in present[1:]:
-            first, (expected, expected_shapes) = present[0]
             differ = structure != expected
             if differ or (shapes != expected_shapes and self._runtime.needs_equal_shapes):
                 raise WorkerMismatchError(
@@ -151,6 +205,10 @@ class Steps:
         return [stop - first for first, stop in rows.even_split(counts[0], self._runtime.num_replicas)]
 
 
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def open_steps(
     runtime: Runtime, reader: Iterator[WorkerBatch], options: InputOptions, is_global: bool, start: int = 0
 ) -> Steps:
@@ -174,6 +232,8 @@ def open_steps(
 
 def _placed(runtime: Runtime, reader: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
     for batch in reader:
+        if runtime.num_workers > 1:
+            batch.kind_digest  # noqa: B018  # here, and not between two steps
         if batch.parts is not None:
             batch.parts = runtime.place(batch.parts)
         yield batch

@@ -59,6 +59,10 @@ class JaxRuntime(Runtime):
         """Gathers a message from every worker, in the order of their indices."""
         return self.workers.all_gather_bytes(data)
 
+    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Starts to gather a message from every worker."""
+        return self.workers.begin_gather_bytes(data)
+
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""
         return self.replicas.place_parts(parts)

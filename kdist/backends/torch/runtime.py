@@ -43,6 +43,10 @@ class TorchRuntime(Runtime):
         """Gathers a message from every worker."""
         return [data] if self.workers is None else self.workers.all_gather_bytes(data)
 
+    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Starts to gather a message from every worker."""
+        return (lambda: [data]) if self.workers is None else self.workers.begin_gather_bytes(data)
+
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""
         return [
