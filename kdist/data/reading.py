@@ -54,11 +54,13 @@ class WorkerBatch:
         counts: Rows of each local part; for global batches, the rows of the whole one alone.
         parts: One batch for each local replica; `None` for a replica without rows.
         whole: The global batch.
+        is_placed: Whether `parts` have been through `Runtime.place`.
     """
 
     counts: list[int]
     parts: Sequence[Any] | None = None
     whole: Any = None
+    is_placed: bool = False
 
     @functools.cached_property
     def kind_digest(self) -> int:

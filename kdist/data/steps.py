@@ -221,21 +221,25 @@ def open_steps(
         is_global: Whether the workers read the same global batches, or each its own part.
         start: Index of the first step, for messages.
     """
-    if options.experimental_fetch_to_device is not False:
-        reader = _placed(runtime, reader)
     buffer = options.experimental_per_replica_buffer_size
+    reader = _ready(runtime, reader, options.experimental_fetch_to_device is not False, buffer > 0)
     if not buffer:
         return Steps(runtime, Prefetch(reader, 0), is_global, start)
     # One more than the steps that wait on a device: it is being prepared meanwhile.
     return Steps(runtime, Prefetch(primed(reader), buffer + 1), is_global, start)
 
 
-def _placed(runtime: Runtime, reader: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
+def _ready(
+    runtime: Runtime, reader: Iterator[WorkerBatch], place: bool, waits: bool
+) -> Iterator[WorkerBatch]:
+    """Does what can be done before a batch's step: in the thread that reads, where there is one."""
     for batch in reader:
         if runtime.num_workers > 1:
-            batch.kind_digest  # noqa: B018  # here, and not between two steps
-        if batch.parts is not None:
-            batch.parts = runtime.place(batch.parts)
+            batch.kind_digest  # noqa: B018  # computed here, and not between two steps
+        if batch.parts is not None and place:
+            batch.parts, batch.is_placed = runtime.place(batch.parts), True
+        elif waits:
+            batch.parts, batch.whole = rows.owned(batch.parts), rows.owned(batch.whole)
         yield batch
 
 
@@ -245,7 +249,7 @@ def as_batch(runtime: Runtime, step: Step) -> Any:
         return step.batch.whole
     parts = _parts(runtime, step)
     if len(set(step.counts)) == 1:
-        return ReplicaBatches(parts, step.counts[0])
+        return ReplicaBatches(parts, step.counts[0], step.batch is not None and step.batch.is_placed)
     return gather_rows(runtime, parts)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdist import keras_hooks
@@ -18,7 +19,7 @@ from kdist.backends.model_step import global_metric_results, run_step
 from kdist.backends.replica import RowShare, split_rows
 from kdist.backends.tensorflow.loops import local_index
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
-from kdist.data.rows import num_rows, take
+from kdist.data.rows import is_scipy, num_rows, take
 
 if TYPE_CHECKING:
     from kdist.backends.tensorflow.runtime import TensorFlowRuntime
@@ -177,7 +178,11 @@ def as_tensor(leaf: Any) -> Any:
     if hasattr(leaf, "detach"):  # of PyTorch
         leaf = leaf.detach().cpu()
         leaf = leaf.float() if str(leaf.dtype) == "torch.bfloat16" else leaf.numpy()
-    return tf.convert_to_tensor(leaf)
+    if is_scipy(leaf):
+        entries = leaf.tocsr().tocoo()  # in the order of the rows, as TensorFlow's operations want them
+        indices = np.stack([entries.row, entries.col], axis=1).astype("int64")
+        return tf.SparseTensor(indices, entries.data, entries.shape)
+    return tf.convert_to_tensor(leaf)  # a copy, of NumPy's arrays
 
 
 def _spec_of_any_rows(leaf: Any) -> Any:
