@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 # Steps that one message can be about: what a fast pipeline may have waiting while another worker is slow.
 _MOST = 4
+# Before it speaks, a worker waits a moment for a second batch: a message costs as much as a small step. No longer,
+# since what makes the batches may be waiting for a step.
+_FEW = 2
+_MOMENT = 0.01
 
 
 @dataclass
@@ -62,6 +66,7 @@ class Steps:
         # Of the steps that may run: the rows of all replicas, and whether the workers' batches differ in kind.
         self._agreed: list[tuple[list[int], bool]] = []
         self._all_are_ahead = False
+        self._waiting_pays = True
         self._on_its_way: Callable[[], list[bytes]] | None = None
 
     def __iter__(self) -> Iterator[Step]:
@@ -83,7 +88,8 @@ class Steps:
         batch = None if isinstance(self._read[0], End) else self._read.pop(0)
         self._step += 1
         if not self._agreed and self._all_are_ahead:
-            self._send()
+            self._fill()
+            self._send(len(self._read) < _FEW)
         return Step(batch, counts)
 
     def _next_alone(self) -> Step | None:
@@ -111,8 +117,14 @@ class Steps:
         """Learns of the next steps that all workers have data for; of none at the end."""
         while not self._agreed:
             if self._on_its_way is None:
-                self._fill(wait=True)
-                self._send()
+                self._fill()
+                waits = len(self._read) < _FEW
+                if not self._read:
+                    self._fill(wait=None)
+                if len(self._read) < _FEW and self._waiting_pays:
+                    self._fill(wait=_MOMENT)
+                    self._waiting_pays = len(self._read) >= _FEW
+                self._send(waits)
             assert self._on_its_way is not None
             received, self._on_its_way = self._on_its_way, None
             everyone = [json.loads(data) for data in received()]
@@ -121,20 +133,19 @@ class Steps:
                 counts = [c for worker in everyone for c in self._counts(worker["counts"], i)]
                 kinds = {worker["kinds"][i] for worker in everyone if i < len(worker["kinds"])}
                 self._agreed.append((counts, len(kinds) > 1))
-            going = [len(worker["counts"]) for worker in everyone if not worker["ended"]]
+            going = [worker for worker in everyone if not worker["ended"]]
             # All workers know the same facts, and come to the same conclusion.
-            self._all_are_ahead = bool(going) and min(going) > 1
+            self._all_are_ahead = bool(going) and not any(worker["waits"] for worker in going)
             if not number and not going:
                 return
 
-    def _fill(self, wait: bool) -> None:
-        """Waits for a batch if there is none, and takes what else is ready, up to a limit."""
-        ended = bool(self._read) and isinstance(self._read[-1], End)
-        if not ended and len(self._read) < _MOST:
-            self._read += self._pipeline.take(_MOST - len(self._read), wait=wait and not self._read)
+    def _fill(self, wait: float | None = 0.0) -> None:
+        """Takes what is ready, up to a limit; waits so many seconds for a first one."""
+        if not (self._read and isinstance(self._read[-1], End)):
+            self._read += self._pipeline.take(_MOST - len(self._read), wait)
 
-    def _send(self) -> None:
-        self._fill(wait=False)
+    def _send(self, waits: bool) -> None:
+        """Tells the others what is ready; `waits` says that it took some waiting."""
         batches = [item for item in self._read if not isinstance(item, End)]
         ended = bool(self._read) and isinstance(self._read[-1], End)
         error = self._read[-1].error if ended else None
@@ -142,6 +153,7 @@ class Steps:
             "counts": [batch.counts for batch in batches],
             "kinds": [batch.kind_digest for batch in batches],
             "ended": ended,
+            "waits": waits,
             "error": None if error is None else _words(error),
         }
         self._on_its_way = self._runtime.begin_gather_bytes(json.dumps(message).encode())

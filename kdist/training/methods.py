@@ -17,7 +17,7 @@ from kdist.backends.messages import check_equal
 from kdist.errors import InvalidArgumentError
 from kdist.training.batches import GlobalBatches
 from kdist.training.session import Session, session_of
-from kdist.training.voting import Ballot
+from kdist.training.voting import Ballot, act_on_batches
 
 if TYPE_CHECKING:
     from kdist.strategies.strategy import Strategy
@@ -113,6 +113,7 @@ def _train(
 ) -> None:
     model = session.model
     ballot = Ballot(session.runtime, callbacks)
+    tells = act_on_batches(callbacks)
     function = session.function("train")
     model.stop_training = False
     logs: dict[str, Any] = {}
@@ -123,9 +124,11 @@ def _train(
             callbacks.on_epoch_begin(epoch)
             step_logs: dict[str, Any] = {}
             for begin, end, data in batches:
-                callbacks.on_train_batch_begin(begin)
+                if tells:
+                    callbacks.on_train_batch_begin(begin)
                 step_logs = function(data)
-                callbacks.on_train_batch_end(end, step_logs)
+                if tells:
+                    callbacks.on_train_batch_end(end, step_logs)
                 model.stop_training = ballot.after_batch(model.stop_training)
                 if model.stop_training:
                     break

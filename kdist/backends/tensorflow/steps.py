@@ -49,7 +49,6 @@ class _ReplicatedFunction(StepFunction):
         ]
         tensors = [leaf for part in leaves for leaf in part if leaf is not None]
         tensors += [tf.constant([s.share, s.counts, s.scalar_weight], tf.float32) for s in local]
-        self._thread_state = keras_hooks.ThreadState()  # not while tracing: it may create a variable
         return self._function(parts[0], leaves[0])(*tensors), [rows for rows, _ in split]
 
     def _split(self, batch: GlobalBatch | ReplicaBatches) -> tuple[Sequence[Any], list[Any]]:
@@ -70,6 +69,9 @@ class _ReplicatedFunction(StepFunction):
         present = [leaf for leaf in leaves if leaf is not None]
         structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, batch)
         key = (repr(structure), tuple((type(leaf), leaf.dtype, tuple(leaf.shape[1:])) for leaf in present))
+        if key not in self._compiled or self._eager:
+            # For the replicas' threads. Not while tracing: it may create a variable.
+            self._thread_state = keras_hooks.ThreadState()
         if key not in self._compiled:
             run = tf.autograph.experimental.do_not_convert(functools.partial(self._run_flat, structure))
             if not self._eager:
