@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -101,6 +102,9 @@ class Prefetch:
             _close(self._items)
             return
         self._closed.set()
+        with contextlib.suppress(queue.Empty):
+            while True:  # wakes a thread that waits for room
+                self._queue.get_nowait()
         if self._thread is not threading.current_thread():
             self._thread.join(10.0)
 
