@@ -194,7 +194,10 @@ class DistributedIterator:
         from kdist.data.steps import as_parts
 
         runtime = self._dataset._runtime
-        parts = runtime.place(as_parts(runtime, next(self.steps)))
+        step = next(self.steps)
+        parts = as_parts(runtime, step)
+        if step.batch is None or not step.batch.is_placed or 0 in step.counts:
+            parts = runtime.place(parts)
         self._dataset._note_spec(parts[0])
         return regroup(parts, keras.tree.map_structure)
 

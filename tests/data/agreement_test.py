@@ -14,7 +14,7 @@ from tests.processes import run
 BACKEND = "torch"
 pytestmark = pytest.mark.xdist_group("pool-torch")
 
-CASES = 60
+CASES = 40
 
 
 class Post:

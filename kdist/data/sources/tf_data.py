@@ -48,7 +48,10 @@ class TFDataSource(Source):
         """
         import tensorflow as tf
 
-        iterator = self._iterator(epoch, start) if self._reshuffles else iter(self.dataset.skip(start))
+        if self._reshuffles:
+            iterator = self._iterator(epoch, start)
+        else:
+            iterator = iter(self.dataset.skip(start) if start else self.dataset)
         while True:
             try:
                 batch = next(iterator)
