@@ -1,26 +1,28 @@
 """How fast datasets of each kind pass through `fit`, and how long a step waits for them.
 
     python benchmarks/input_speed.py torch
+    python benchmarks/input_speed.py jax --workers 2 --kinds Grain tf.data
 
-Three figures for each kind of dataset, on 1 and 2 workers:
+Figures for each kind of dataset, on 1 and 2 workers:
 
-- rows per second through `fit` with an empty model, over those of the same pipeline iterated by hand (on two
-  workers, each worker's own pipeline, at the same time on both). The pipeline prepares images: a few
-  milliseconds a batch;
+- rows per second through `fit` with an empty model, over those of the same pipeline iterated by hand. On two
+  workers both iterate at the same time, by hand as in `fit`, with as many threads, and the slower one counts. The
+  pipeline prepares images: a few milliseconds a batch, given beside;
 - what a step of `fit` with an empty model takes where the pipeline takes next to nothing: batches cut from an
   array;
 - the share of a step of 10 ms that is spent waiting for its batch of images, which includes the workers'
   agreement.
 
-Both come from the same processes, in several rounds one after the other; what is printed is the median.
+All come from the same processes, in several rounds one after the other; what is printed is the median.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import kdist
@@ -28,7 +30,7 @@ import kdist
 ROUNDS = 3
 STEPS = 100
 ROWS = 64  # of a per-replica batch
-SIDE = 64  # of an image
+SIDE = 96  # of an image
 STEP_SECONDS = 0.01
 
 
@@ -132,15 +134,21 @@ def by_hand(dataset: Any) -> float:
     return time.perf_counter() - start
 
 
-def measure(kind: str) -> tuple[list[float], float, list[float]]:
-    """Runs in every worker: the ratio of speeds a round, seconds of an empty step, and the shares of waiting."""
-    strategy = kdist.MultiWorkerMirroredStrategy()
+def measure(kind: str) -> tuple[list[float], list[float], float, list[float]]:
+    """Runs in every worker: seconds by hand and in `fit` a round, of an empty step, and the shares of waiting."""
+    from kdist.backends.messages import gather
+
+    strategy = _strategy()
     with strategy.scope():
         model, empty = empty_model(), empty_model()
         pipeline, light = kinds()[kind](), kinds(light=True)[kind]()
     distributed, light = (
         strategy.distribute_datasets_from_function(lambda context, p=p: p) for p in (pipeline, light)
     )
+
+    def together(function: Callable[..., float], *args: Any) -> float:
+        gather(strategy.runtime, None)  # all begin at the same time
+        return function(*args)
 
     def fit(model: Any, dataset: Any) -> float:
         start = time.perf_counter()
@@ -157,25 +165,53 @@ def measure(kind: str) -> tuple[list[float], float, list[float]]:
         return waited / (time.perf_counter() - begun)
 
     fit(model, distributed), by_hand(pipeline), fit(empty, light)
-    ratios = [by_hand(pipeline) / fit(model, distributed) for _ in range(ROUNDS)]
+    rounds = [(together(by_hand, pipeline), together(fit, model, distributed)) for _ in range(ROUNDS)]
     step = min(fit(empty, light) for _ in range(ROUNDS)) / STEPS
-    return ratios, step, [waiting() for _ in range(2)]
+    hand, fitted = ([pair[i] for pair in rounds] for i in range(2))
+    return hand, fitted, step, [together(waiting) for _ in range(2)]
 
 
-def main(backend: str) -> None:
+_strategies: list[Any] = []
+
+
+def _strategy() -> Any:
+    if not _strategies:
+        _strategies.append(kdist.MultiWorkerMirroredStrategy())
+    return _strategies[0]
+
+
+KINDS = ("tf.data", "DataLoader", "PyDataset", "Grain", "generator function", "NumPy")
+
+
+def main(arguments: Sequence[str]) -> None:
     from kdist.testing import WorkerPool
 
-    print(f"{backend}: batches of {ROWS} images of {SIDE} x {SIDE} x 3 a replica")
-    print(f"{'':20}{'workers':>8}{'rows/s over by hand':>22}{'empty step':>14}{'waiting in 10 ms steps':>25}")
-    for num_workers in (1, 2):
-        for kind in ("tf.data", "DataLoader", "PyDataset", "Grain", "generator function", "NumPy"):
-            with WorkerPool(num_workers, backend, timeout=300) as pool:
-                results = pool.run(measure, kind, timeout=300)
-            ratio = min(statistics.median(ratios) for ratios, _, _ in results)
-            step = max(step for _, step, _ in results)
-            share = max(statistics.median(shares) for _, _, shares in results)
-            print(f"{kind:20}{num_workers:>8}{ratio:>22.2f}{step * 1e3:>11.2f} ms{share:>25.1%}", flush=True)
+    parser = argparse.ArgumentParser(description="How fast datasets pass through fit.")
+    parser.add_argument("backend", nargs="?", default="jax", choices=("tensorflow", "jax", "torch"))
+    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    options = parser.parse_args(arguments)
+    print(f"{options.backend}: batches of {ROWS} images of {SIDE} x {SIDE} x 3 a replica")
+    print(
+        f"{'':20}{'workers':>8}{'by hand':>12}{'fit over by hand':>18}{'empty step':>14}{'waiting in 10 ms':>18}"
+    )
+    for num_workers in options.workers:
+        with WorkerPool(num_workers, options.backend, timeout=250) as pool:
+            for kind in options.kinds:
+                results = pool.run(measure, kind, timeout=250)
+                # The slowest worker of each round.
+                hand, fitted = (
+                    [max(times) for times in zip(*(r[i] for r in results), strict=True)] for i in (0, 1)
+                )
+                ratio = statistics.median(h / f for h, f in zip(hand, fitted, strict=True))
+                batch = statistics.median(hand) / STEPS * 1e3
+                step = max(r[2] for r in results) * 1e3
+                share = max(statistics.median(r[3]) for r in results)
+                print(
+                    f"{kind:20}{num_workers:>8}{batch:>9.2f} ms{ratio:>18.2f}{step:>11.2f} ms{share:>18.1%}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "jax")
+    main(sys.argv[1:])

@@ -45,8 +45,12 @@ _installed = False
 MODEL_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
-def install() -> None:
-    """Puts the hooks into Keras, once a process."""
+def install(native_moments: bool) -> None:
+    """Puts the hooks into Keras, once a process.
+
+    Args:
+        native_moments: Whether the backend's own moments can be synchronised.
+    """
     global _installed
     with _lock:
         if _installed:
@@ -59,7 +63,7 @@ def install() -> None:
         _hook_scalars()
         _hook_optimizers()
         _hook_seeds()
-        _hook_batch_normalization()
+        _hook_batch_normalization(native_moments)
         _installed = True
 
 
@@ -228,37 +232,31 @@ def _outside_of_scopes() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if runtime is None else runtime.suspended()
 
 
-def epoch_iterator(backend: str, **arguments: Any) -> Any:
+def epoch_iterator(native: Callable[[Any], Any], keeps_batches: bool, **arguments: Any) -> Any:
     """Returns Keras's `EpochIterator` over *global* batches, in the order that plain Keras would give.
 
     Its attribute `prepare` may be set to a function from the iterable of an epoch's batches to an iterator of
     what the steps take.
 
     Args:
-        backend: `"tensorflow"`, `"jax"` or `"torch"`: whose native iterator to take, since each shuffles
-            differently.
+        native: From Keras's data adapter to the iterable of batches that the backend's own loop takes, since each
+            shuffles differently.
+        keeps_batches: Whether one iterable serves all epochs: its shuffles follow from how often it was iterated.
         **arguments: Those of Keras's `EpochIterator`.
     """
     from keras.src.trainers.epoch_iterator import EpochIterator
 
-    native = {"tensorflow": "get_tf_dataset", "jax": "get_jax_iterator", "torch": "get_torch_dataloader"}
-
     class GlobalBatchIterator(EpochIterator):
         prepare: Callable[[Any], Any] | None = None
-        _dataset: Any = None
+        _kept: Any = None
 
         def _get_iterator(self) -> Any:
-            batches = self._native()
+            if self._kept is None:
+                self._kept = native(self.data_adapter)
+            batches = self._kept
+            if not keeps_batches:
+                self._kept = None
             return batches if self.prepare is None else self.prepare(batches)
-
-        def _native(self) -> Any:
-            if backend != "tensorflow":
-                return getattr(self.data_adapter, native[backend])()
-            # As in Keras's own loop, one dataset for all epochs: its shuffles follow from how often it was
-            # iterated, and building it takes longer than a step.
-            if self._dataset is None:
-                self._dataset = self.data_adapter.get_tf_dataset()
-            return self._dataset
 
     return GlobalBatchIterator(**arguments)
 
@@ -537,7 +535,6 @@ def _is_scalar(values: Any) -> bool:
 
 
 def _hook_optimizers() -> None:
-    import keras
     from keras.src.optimizers.base_optimizer import BaseOptimizer
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
@@ -568,8 +565,6 @@ def _hook_optimizers() -> None:
     _wrap(LossScaleOptimizer, "scale_loss", scale_loss)
     _wrap(BaseOptimizer, "apply", apply)
     _wrap(LossScaleOptimizer, "apply", apply)
-    if keras.backend.backend() == "tensorflow":
-        _hook_tensorflow_optimizer(BaseOptimizer, LossScaleOptimizer)
 
 
 def _sum_gradients(replica: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
@@ -588,8 +583,11 @@ def _sum_gradients(replica: Any, grads: list[Any], variables: list[Any]) -> list
     return grads
 
 
-def _hook_tensorflow_optimizer(base: Any, loss_scale: Any) -> None:
+def hook_tensorflow_optimizers() -> None:
+    """Puts the hooks into Keras's optimisers for TensorFlow; called once, by the backend."""
     from keras.src.backend.tensorflow.optimizer import TFOptimizer
+    from keras.src.optimizers.base_optimizer import BaseOptimizer as base
+    from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer as loss_scale
 
     def neutral(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -641,8 +639,6 @@ def _hook_seeds() -> None:
         return wrapper
 
     _wrap(keras.random.SeedGenerator, "next", next_seed)
-    if keras.backend.backend() == "torch":
-        _hook_torch_dropout()
 
 
 def _hook_torch_dropout() -> None:
@@ -665,7 +661,7 @@ def _hook_torch_dropout() -> None:
 
 
 def hook_torch_modules(zero_grad: Callable[..., Any], call_module: Callable[..., Any]) -> None:
-    """Puts the hooks into what goes around Keras's variables on PyTorch; called once, by the backend.
+    """Puts the hooks into what is special on PyTorch; called once, by the backend.
 
     Args:
         zero_grad: Wraps `Layer.zero_grad`, which clears gradients.
@@ -675,13 +671,12 @@ def hook_torch_modules(zero_grad: Callable[..., Any], call_module: Callable[...,
 
     _wrap(keras.Layer, "zero_grad", zero_grad)
     _wrap(keras.layers.TorchModuleWrapper, "call", call_module)
+    _hook_torch_dropout()
 
 
-def _hook_batch_normalization() -> None:
+def _hook_batch_normalization(native: bool) -> None:
     import keras
     from keras.src import backend
-
-    native = keras.backend.backend() == "tensorflow"
 
     def init(original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:

@@ -29,9 +29,9 @@ LEVELS = (
     {"cluster"},
     {"data", "context", "backends", "keras_hooks"},
     {"strategies"},
-    {"training", "checkpoint"},
     {"collectives", "functions", "nn", "synchrony"},
-    {"experimental", "cluster_resolver"},  # tables of contents
+    {"training", "checkpoint"},
+    {"callbacks", "experimental", "cluster_resolver"},  # tables of contents
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # Upward imports that are meant: the importing room, what it imports, and why.

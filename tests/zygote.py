@@ -104,7 +104,12 @@ class Zygote:
             env: What its environment has besides.
         """
         worker = self._workers[name] = Worker(self._folder, name)
-        order: dict[str, Any] = {"name": name, "env": dict(env), "out": str(worker.out), "err": str(worker.err)}
+        order: dict[str, Any] = {
+            "name": name,
+            "env": dict(env),
+            "out": str(worker.out),
+            "err": str(worker.err),
+        }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()

@@ -35,18 +35,28 @@ class ReplicaBatches:
     A step function takes it in place of a global batch.
 
     Args:
-        parts: One batch for each local replica, in Keras's data form; may have been through `Runtime.place`.
+        parts: One batch for each local replica, in Keras's data form.
         num_rows: Rows of each.
+        are_placed: Whether the parts come from `Runtime.place`, for this step alone.
     """
 
     parts: Sequence[Any]
     num_rows: int
+    are_placed: bool = False
 
 
 class Backend(ABC):
     """One Keras backend. Created once a process, by `kdist.backends.get_backend`."""
 
     name: str
+    native_moments: bool = False
+    """Whether Keras's BatchNormalization can be synchronised by the backend itself."""
+    keeps_batches: bool = False
+    """Whether what `native_batches` returns serves all epochs of a `fit`."""
+
+    @abstractmethod
+    def native_batches(self, adapter: Any) -> Any:
+        """Returns the iterable of batches that Keras's own loop on this backend takes of its data adapter."""
 
     @abstractmethod
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
@@ -164,8 +174,19 @@ class Runtime(ABC):
         """Returns the text that any worker has posted under a key, or `None`. Does not wait for it."""
 
     @abstractmethod
+    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Sends a message to every worker and does not wait; all must call it.
+
+        Returns:
+            A function that waits and returns what `all_gather_bytes` would. Call it once, and before the next
+            message is begun.
+        """
+
+    @abstractmethod
     def place(self, parts: Sequence[Any]) -> list[Any]:
-        """Puts one batch for each local replica on its device. Called ahead of the step, from another thread.
+        """Copies one batch for each local replica to its device. Called ahead of the step, from another thread.
+
+        The arrays may be the user's, who may write to them again as soon as this returns.
 
         Args:
             parts: One batch a replica, of NumPy arrays or any framework's tensors; `None` for none.

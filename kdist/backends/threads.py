@@ -1,4 +1,4 @@
-"""Replica threads: one at a time runs, and hands the baton to the next at every collective.
+"""Replica threads: one at a time runs, and hands the baton to the next at every collective; and a thread for errands.
 
 This is how `tf.distribute` runs its replicas too. Keras keeps much in plain Python objects; since only one
 replica runs at any moment, and always in the same order, it is safe, and results are the same every time.
@@ -11,6 +11,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from kdist.errors import WorkerMismatchError
@@ -161,6 +162,37 @@ class ReplicaThreads:
             name = f"kdist {self._names[len(self._tasks) + 1]}"
             threading.Thread(target=_work, args=(tasks,), name=name, daemon=True).start()
             self._tasks.append(tasks)
+
+
+class Errands:
+    """Makes calls in a thread of its own, one after the other. The thread does not keep the program from ending.
+
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[Any] | None = None
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Calls a function soon; returns its future."""
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_run_errands, args=(self._calls,), name=self._name, daemon=True).start()
+        future: Future[Any] = Future()
+        self._calls.put((future, function, args))
+        return future
+
+
+def _run_errands(calls: queue.SimpleQueue[Any]) -> None:
+    while True:
+        future, function, args = calls.get()
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        del future, function, args
 
 
 def _run_one(function: Any, index: int, baton: Baton, results: list[Any], finished: Any) -> None:

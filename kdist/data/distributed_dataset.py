@@ -44,9 +44,9 @@ class DistributedDataset:
         self._options = options
         self._is_global = is_global
         self._element_spec: Any = None
-        self._position = {"epoch": 0, "step": 0}
-        self._resumes = True  # whether the next iterator goes on in the middle of an epoch
-        self._waiting: DistributedIterator | None = None
+        self._next = {"epoch": 0, "step": 0}  # where the next iterator begins
+        self._newest: dict[str, int] | None = None  # the position of the newest iterator
+        self._peeked: DistributedIterator | None = None
         self.kind = kind
         """What the dataset was made of, for messages."""
         self.num_steps = num_steps
@@ -60,9 +60,11 @@ class DistributedDataset:
         return self.num_steps
 
     def __iter__(self) -> DistributedIterator:
-        """Starts the next epoch, or goes on where `set_state` said."""
-        waiting, self._waiting = self._waiting, None
-        return waiting or DistributedIterator(self)
+        """Starts the next epoch, or goes on where `set_state` said. Other iterators are not disturbed."""
+        iterator, self._peeked = self._peeked or DistributedIterator(self, self._next), None
+        self._newest = iterator._position
+        self._next = {"epoch": self._next["epoch"] + 1, "step": 0}
+        return iterator
 
     @property
     def element_spec(self) -> Any:
@@ -76,28 +78,28 @@ class DistributedDataset:
         return self._element_spec
 
     def peek(self) -> Any:
-        """Returns the batch of one replica in the next step, without consuming it. All workers must call it."""
+        """Returns a batch of one replica, the first of the next iterator. All workers must call it."""
         from kdist.data import rows
         from kdist.data.steps import as_parts
 
-        iterator = iter(self)
-        step = iterator.peek()
+        if self._peeked is None:
+            self._peeked = DistributedIterator(self, self._next)
+        step = self._peeked.peek()
         if step is None:
             raise DatasetError("A dataset must have at least one batch.", received={"dataset": self.kind})
-        self._waiting = iterator
         parts = as_parts(self._runtime, step)
         return next((part for part in parts if rows.num_rows(part)), parts[0])
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position: how many epochs and steps have been consumed. Equal on all workers.
+        """Returns the position of the newest iterator: how many epochs and steps have been consumed.
 
-        A new dataset, made in the same way (on the same number of workers, unless it holds global batches),
-        goes on from there after `set_state`.
+        Equal on all workers. JSON can hold it: keep it in a checkpoint. A new dataset, made in the same way (on
+        the same number of workers, unless it holds global batches), goes on from there after `set_state`.
         """
-        return self._in_epoch(self._position)
+        return self._in_epoch(self._next if self._newest is None else self._newest)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on, with the next iterator, where `get_state` was called.
+        """Goes on, with the next iterator, where `get_state` was called. Iterators that live stay where they are.
 
         Args:
             state: What `get_state` returned, in this process or another.
@@ -109,9 +111,10 @@ class DistributedDataset:
             raise InvalidArgumentError(
                 "The state of a dataset has an epoch and a step, from 0.", received={"state": dict(state)}
             )
-        self._position = self._in_epoch(state)
-        self._resumes = True
-        self._waiting = None
+        self._next, self._newest = self._in_epoch(state), None
+        if self._peeked is not None:
+            self._peeked.close()
+            self._peeked = None
 
     def _in_epoch(self, position: Mapping[str, int]) -> dict[str, int]:
         """A position after the last step is the beginning of the next epoch."""
@@ -119,13 +122,10 @@ class DistributedDataset:
         ended = self.num_steps is not None and step >= self.num_steps
         return {"epoch": epoch + 1, "step": 0} if ended else {"epoch": epoch, "step": step}
 
-    def _steps(self) -> Steps:
+    def _open(self, position: Mapping[str, int]) -> Steps:
         from kdist.data.steps import open_steps
 
-        if not self._resumes and self._position["step"]:  # the epoch before was left early
-            self._position.update(epoch=self._position["epoch"] + 1, step=0)
-        self._resumes = False
-        epoch, start = self._position["epoch"], self._position["step"]
+        epoch, start = position["epoch"], position["step"]
         return open_steps(self._runtime, self._reader(epoch, start), self._options, self._is_global, start)
 
     def _note_spec(self, part: Any) -> None:
@@ -156,35 +156,28 @@ class DistributedIterator:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
     """
 
-    def __init__(self, dataset: DistributedDataset) -> None:
+    def __init__(self, dataset: DistributedDataset, position: Mapping[str, int]) -> None:
         self._dataset = dataset
+        self._position = dict(position)
         self._generator: Iterator[Step] | None = None
         self._source: Steps | None = None
+        self._ahead: list[Step | None] = []  # at most one: what `peek` has read
 
     @property
     def steps(self) -> Iterator[Step]:
         """The steps themselves, for the training loop; they are read once."""
         if self._generator is None:
-            self._source = self._dataset._steps()
-            self._generator = _counted(self._source, self._dataset._position)
+            self._source = self._dataset._open(self._position)
+            self._generator = _counted(self._source, self._ahead, self._position)
         return self._generator
 
     def peek(self) -> Step | None:
         """Returns the next step without consuming it; `None` at the end."""
-        steps = self.steps
-        step = next(steps, None)
-        if step is not None:
-            # It counts when it is consumed.
-            position = self._dataset._position
-            position["step"] -= 1
-
-            def again() -> Iterator[Step]:
-                position["step"] += 1
-                yield step
-                yield from steps
-
-            self._generator = again()
-        return step
+        if not self._ahead:
+            self.steps  # noqa: B018  # opens them
+            assert self._source is not None
+            self._ahead.append(self._source.next())
+        return self._ahead[0]
 
     def batches(self) -> Iterator[Any]:
         """What step functions take, for the training loop. The epoch ends with the iterator, however it ends."""
@@ -201,7 +194,10 @@ class DistributedIterator:
         from kdist.data.steps import as_parts
 
         runtime = self._dataset._runtime
-        parts = runtime.place(as_parts(runtime, next(self.steps)))
+        step = next(self.steps)
+        parts = as_parts(runtime, step)
+        if step.batch is None or not step.batch.is_placed or 0 in step.counts:
+            parts = runtime.place(parts)
         self._dataset._note_spec(parts[0])
         return regroup(parts, keras.tree.map_structure)
 
@@ -233,8 +229,8 @@ class DistributedIterator:
         return self._dataset.element_spec
 
     def get_state(self) -> dict[str, Any]:
-        """As `DistributedDataset.get_state`."""
-        return self._dataset.get_state()
+        """Returns this iterator's position, as `DistributedDataset.get_state` does."""
+        return self._dataset._in_epoch(self._position)
 
     def close(self) -> None:
         """Ends the pipeline before its end, with its threads."""
@@ -245,10 +241,10 @@ class DistributedIterator:
         self.close()
 
 
-def _counted(source: Steps, position: dict[str, int]) -> Iterator[Step]:
+def _counted(source: Steps, ahead: list[Step | None], position: dict[str, int]) -> Iterator[Step]:
     # A function, and no method: the iterator would wait for the garbage collector, with its thread and batches.
     try:
-        for step in source:
+        while (step := ahead.pop() if ahead else source.next()) is not None:
             position["step"] += 1
             yield step
         position.update(epoch=position["epoch"] + 1, step=0)

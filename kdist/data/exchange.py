@@ -80,7 +80,7 @@ def encode(batch: Any) -> bytes:
             return {type(value).__name__ if type(value) is list else "tuple": [describe(v) for v in value]}
         if type(value) in (bool, int, float, str):
             return {"value": value}
-        array = np.asarray(value) if not rows.is_tf_sparse(value) and not rows.is_ragged(value) else None
+        array = None if rows.has_sparse(value) or rows.is_ragged(value) else np.asarray(value)
         if array is None or not (array.dtype.kind in "biufcSUO" or array.dtype.name == "bfloat16"):
             raise DatasetError(
                 "Sparse and ragged tensors cannot be sent to other workers, so all replicas must have "

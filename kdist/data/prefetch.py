@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -68,29 +69,31 @@ class Prefetch:
         )
         self._thread.start()
 
-    def take(self, most: int, wait: bool = True) -> list[Any]:
+    def take(self, most: int, wait: float | None = None) -> list[Any]:
         """Returns the items that are ready; an `End` is the last, and comes again and again.
 
         Args:
             most: How many items to take.
-            wait: Whether to wait for the first one.
+            wait: Seconds to wait for the first one; `None` for as long as it takes.
         """
         if self._end is not None:
             return [self._end]
         taken: list[Any] = []
         while len(taken) < most and not (taken and isinstance(taken[-1], End)):
-            if not self._depth and taken:
-                break  # reading takes its time
+            if not self._depth and (taken or wait is not None):
+                break  # nothing is ready before it is read
             try:
-                taken.append(self._take_one(wait and not taken))
+                taken.append(self._take_one(0.0 if taken else wait))
             except queue.Empty:
                 break
         if taken and isinstance(taken[-1], End):
             self._end = taken[-1]
         return taken
 
-    def _take_one(self, wait: bool) -> Any:
-        return self._queue.get(block=wait) if self._depth else _read_one(self._items)
+    def _take_one(self, wait: float | None) -> Any:
+        if not self._depth:
+            return _read_one(self._items)
+        return self._queue.get(block=wait != 0.0, timeout=wait or None)
 
     def close(self) -> None:
         """Ends the thread and the pipeline."""
@@ -99,6 +102,9 @@ class Prefetch:
             _close(self._items)
             return
         self._closed.set()
+        with contextlib.suppress(queue.Empty):
+            while True:  # wakes a thread that waits for room
+                self._queue.get_nowait()
         if self._thread is not threading.current_thread():
             self._thread.join(10.0)
 

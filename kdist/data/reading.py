@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,11 +54,18 @@ class WorkerBatch:
         counts: Rows of each local part; for global batches, the rows of the whole one alone.
         parts: One batch for each local replica; `None` for a replica without rows.
         whole: The global batch.
+        is_placed: Whether `parts` have been through `Runtime.place`.
     """
 
     counts: list[int]
     parts: Sequence[Any] | None = None
     whole: Any = None
+    is_placed: bool = False
+
+    @functools.cached_property
+    def kind_digest(self) -> int:
+        """A short number for `kind`."""
+        return zlib.crc32(repr(self.kind()).encode())
 
     def kind(self) -> list[str]:
         """What must be alike on all workers: the structure with its dtypes, and the inner shapes."""

@@ -86,24 +86,38 @@ def _inner_shape(leaf: Any) -> list[int]:
 
 
 def to_host(batch: Any) -> Any:
-    """Returns a batch whose dense arrays are NumPy's, in host memory. Sparse and ragged tensors stay as they are.
+    """Returns a batch whose dense arrays are NumPy's, in host memory. Sparse and ragged tensors stay sparse.
 
-    Tensors of a framework are fresh, and shared. NumPy arrays are copied: a generator may fill the same one
-    again and again, while batches wait for their step.
+    Nothing is copied that need not be: the arrays may be the user's. See `owned`.
     """
     return keras.tree.map_structure(_leaf_to_host, batch)
 
 
 def _leaf_to_host(leaf: Any) -> Any:
-    if leaf is None or is_tf_sparse(leaf) or is_ragged(leaf):
+    if leaf is None or isinstance(leaf, np.ndarray) or is_tf_sparse(leaf) or is_ragged(leaf):
         return leaf
-    if isinstance(leaf, np.ndarray):
-        return leaf.copy()
     if hasattr(leaf, "detach"):
         return _torch_to_numpy(leaf)
-    if hasattr(leaf, "tocsr") or type(leaf).__module__.startswith("jax.experimental.sparse"):
+    if is_scipy(leaf):
+        return leaf.tocsr()  # the one that has rows
+    if type(leaf).__module__.startswith("jax.experimental.sparse"):
         return leaf
     return np.asarray(leaf)
+
+
+def owned(batch: Any) -> Any:
+    """Returns a batch on the host whose arrays nobody else writes to.
+
+    For batches that wait for their step on the host: a generator may fill the same array again and again.
+    """
+    return keras.tree.map_structure(
+        lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) or is_scipy(leaf) else leaf, batch
+    )
+
+
+def is_scipy(leaf: Any) -> bool:
+    """Says whether an array is a sparse one of SciPy."""
+    return hasattr(leaf, "tocsr")
 
 
 def _torch_to_numpy(tensor: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 # Steps that one message can be about: what a fast pipeline may have waiting while another worker is slow.
 _MOST = 4
+# Before it speaks, a worker waits a moment for a second batch: a message costs as much as a small step. No longer,
+# since what makes the batches may be waiting for a step.
+_FEW = 2
+_MOMENT = 0.01
 
 
 @dataclass
@@ -41,7 +47,8 @@ class Steps:
     """The steps of one pass over a distributed dataset. All workers must iterate in the same order.
 
     Each worker says how many rows it has in each of the steps that are ready; the steps for which all have
-    spoken are run without another message. So a fast pipeline costs one message for several steps.
+    spoken are run without another message. Where all read faster than they train, the next message travels
+    while a step runs. One process alone sends none.
 
     Args:
         runtime: The runtime whose workers take part.
@@ -56,46 +63,103 @@ class Steps:
         self._is_global = is_global
         self._step = start
         self._read: list[Any] = []
+        # Of the steps that may run: the rows of all replicas, and whether the workers' batches differ in kind.
+        self._agreed: list[tuple[list[int], bool]] = []
+        self._all_are_ahead = False
+        self._waiting_pays = True
+        self._on_its_way: Callable[[], list[bytes]] | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        while True:
-            self._fill()
-            everyone = gather(self._runtime, self._message())
-            agreed = self._agreed(everyone)
-            if agreed == 0:
-                return
-            for i in range(agreed):
-                self._check_kinds([worker["kinds"][i : i + 1] for worker in everyone])
-                counts = [c for worker in everyone for c in self._counts(worker["counts"], i)]
-                item = self._read[0]
-                batch = None if isinstance(item, End) else self._read.pop(0)
-                step = Step(batch, self._checked(counts))
-                self._step += 1
-                yield step
+        while (step := self.next()) is not None:
+            yield step
 
-    def _fill(self) -> None:
-        """Waits for a batch if there is none, and takes what else is ready, up to a limit."""
-        ended = bool(self._read) and isinstance(self._read[-1], End)
-        if not ended and len(self._read) < _MOST:
-            self._read += self._pipeline.take(_MOST - len(self._read), wait=not self._read)
+    def next(self) -> Step | None:
+        """Returns the next step; `None` at the end."""
+        if self._runtime.num_workers == 1:
+            return self._next_alone()
+        if not self._agreed:
+            self._agree()
+        if not self._agreed:
+            return None
+        counts, kinds_differ = self._agreed.pop(0)
+        if kinds_differ:
+            self._compare_kinds()
+        counts = self._checked(counts)
+        batch = None if isinstance(self._read[0], End) else self._read.pop(0)
+        self._step += 1
+        if not self._agreed and self._all_are_ahead:
+            self._fill()
+            self._send(len(self._read) < _FEW)
+        return Step(batch, counts)
+
+    def _next_alone(self) -> Step | None:
+        if not self._read:
+            self._read = self._pipeline.take(1)
+        item = self._read[0]
+        if isinstance(item, End):
+            if item.error is not None:
+                self._raise(0, _words(item.error))
+            return None
+        self._read.clear()
+        step = Step(item, self._checked(item.counts))
+        self._step += 1
+        return step
 
     def close(self) -> None:
         """Ends the pipeline of this worker."""
+        on_its_way, self._on_its_way = self._on_its_way, None
+        if on_its_way is not None:
+            with contextlib.suppress(Exception):
+                on_its_way()  # the others have sent theirs, or are lost
         self._pipeline.close()
 
-    def _message(self) -> dict[str, Any]:
-        batches = [item for item in self._read if not isinstance(item, End)]
-        end = self._read[-1] if isinstance(self._read[-1], End) else None
-        error = end.error if end else None
-        return {
-            "counts": [batch.counts for batch in batches],
-            "kinds": [batch.kind() for batch in batches],
-            "ended": end is not None,
-            "error": None if error is None else f"{type(error).__name__}: {error}",
-        }
+    def _agree(self) -> None:
+        """Learns of the next steps that all workers have data for; of none at the end."""
+        while not self._agreed:
+            if self._on_its_way is None:
+                self._fill()
+                waits = len(self._read) < _FEW
+                if not self._read:
+                    self._fill(wait=None)
+                if len(self._read) < _FEW and self._waiting_pays:
+                    self._fill(wait=_MOMENT)
+                    self._waiting_pays = len(self._read) >= _FEW
+                self._send(waits)
+            assert self._on_its_way is not None
+            received, self._on_its_way = self._on_its_way, None
+            everyone = [json.loads(data) for data in received()]
+            number = self._number_agreed(everyone)
+            for i in range(number):
+                counts = [c for worker in everyone for c in self._counts(worker["counts"], i)]
+                kinds = {worker["kinds"][i] for worker in everyone if i < len(worker["kinds"])}
+                self._agreed.append((counts, len(kinds) > 1))
+            going = [worker for worker in everyone if not worker["ended"]]
+            # All workers know the same facts, and come to the same conclusion.
+            self._all_are_ahead = bool(going) and not any(worker["waits"] for worker in going)
+            if not number and not going:
+                return
 
-    def _agreed(self, everyone: list[dict[str, Any]]) -> int:
-        """How many steps can be run before the workers must speak again; 0 at the end."""
+    def _fill(self, wait: float | None = 0.0) -> None:
+        """Takes what is ready, up to a limit; waits so many seconds for a first one."""
+        if not (self._read and isinstance(self._read[-1], End)):
+            self._read += self._pipeline.take(_MOST - len(self._read), wait)
+
+    def _send(self, waits: bool) -> None:
+        """Tells the others what is ready; `waits` says that it took some waiting."""
+        batches = [item for item in self._read if not isinstance(item, End)]
+        ended = bool(self._read) and isinstance(self._read[-1], End)
+        error = self._read[-1].error if ended else None
+        message = {
+            "counts": [batch.counts for batch in batches],
+            "kinds": [batch.kind_digest for batch in batches],
+            "ended": ended,
+            "waits": waits,
+            "error": None if error is None else _words(error),
+        }
+        self._on_its_way = self._runtime.begin_gather_bytes(json.dumps(message).encode())
+
+    def _number_agreed(self, everyone: list[dict[str, Any]]) -> int:
+        """How many steps can be run before the workers must speak again."""
         for index, worker in enumerate(everyone):
             if worker["error"] is not None and not worker["counts"]:
                 self._raise(index, worker["error"])
@@ -103,7 +167,7 @@ class Steps:
         return min(waiting) if waiting else max(len(w["counts"]) for w in everyone)
 
     def _raise(self, index: int, said: str) -> None:
-        mine = self._read[0].error if isinstance(self._read[0], End) else None
+        mine = self._read[0].error if self._read and isinstance(self._read[0], End) else None
         if self._runtime.num_workers == 1 and isinstance(mine, KdistError):
             raise mine
         raise DatasetError(
@@ -117,11 +181,13 @@ class Steps:
             return of_worker[step]
         return [0] if self._is_global else [0] * len(self._runtime.devices)
 
-    def _check_kinds(self, kinds: list[list[list[str]]]) -> None:
-        """Batches of other dtypes or structures would lead the workers into different programs."""
-        present = [(index, kind[0]) for index, kind in enumerate(kinds) if kind]
+    def _compare_kinds(self) -> None:
+        """Raises if the workers' next batches cannot go together: they would lead into different programs."""
+        mine = None if isinstance(self._read[0], End) else self._read[0].kind()
+        everyone = enumerate(gather(self._runtime, mine))
+        present = [(index, kind) for index, kind in everyone if kind is not None]
+        first, (expected, expected_shapes) = present[0]
         for index, (structure, shapes) in present[1:]:
-            first, (expected, expected_shapes) = present[0]
             differ = structure != expected
             if differ or (shapes != expected_shapes and self._runtime.needs_equal_shapes):
                 raise WorkerMismatchError(
@@ -151,6 +217,10 @@ class Steps:
         return [stop - first for first, stop in rows.even_split(counts[0], self._runtime.num_replicas)]
 
 
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def open_steps(
     runtime: Runtime, reader: Iterator[WorkerBatch], options: InputOptions, is_global: bool, start: int = 0
 ) -> Steps:
@@ -163,19 +233,25 @@ def open_steps(
         is_global: Whether the workers read the same global batches, or each its own part.
         start: Index of the first step, for messages.
     """
-    if options.experimental_fetch_to_device is not False:
-        reader = _placed(runtime, reader)
     buffer = options.experimental_per_replica_buffer_size
+    reader = _ready(runtime, reader, options.experimental_fetch_to_device is not False, buffer > 0)
     if not buffer:
         return Steps(runtime, Prefetch(reader, 0), is_global, start)
     # One more than the steps that wait on a device: it is being prepared meanwhile.
     return Steps(runtime, Prefetch(primed(reader), buffer + 1), is_global, start)
 
 
-def _placed(runtime: Runtime, reader: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
+def _ready(
+    runtime: Runtime, reader: Iterator[WorkerBatch], place: bool, waits: bool
+) -> Iterator[WorkerBatch]:
+    """Does what can be done before a batch's step: in the thread that reads, where there is one."""
     for batch in reader:
-        if batch.parts is not None:
-            batch.parts = runtime.place(batch.parts)
+        if runtime.num_workers > 1:
+            batch.kind_digest  # noqa: B018  # computed here, and not between two steps
+        if batch.parts is not None and place:
+            batch.parts, batch.is_placed = runtime.place(batch.parts), True
+        elif waits:
+            batch.parts, batch.whole = rows.owned(batch.parts), rows.owned(batch.whole)
         yield batch
 
 
@@ -185,7 +261,7 @@ def as_batch(runtime: Runtime, step: Step) -> Any:
         return step.batch.whole
     parts = _parts(runtime, step)
     if len(set(step.counts)) == 1:
-        return ReplicaBatches(parts, step.counts[0])
+        return ReplicaBatches(parts, step.counts[0], step.batch is not None and step.batch.is_placed)
     return gather_rows(runtime, parts)
 
 

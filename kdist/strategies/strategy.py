@@ -42,9 +42,10 @@ class Strategy:
 
     def __init__(self, runtime: Runtime) -> None:
         from kdist import keras_hooks
+        from kdist.backends import get_backend
         from kdist.strategies.new_variables import NewVariables
 
-        keras_hooks.install()
+        keras_hooks.install(get_backend().native_moments)
         self._runtime = runtime
         self.new_variables = NewVariables(runtime)
         if runtime.num_workers > 1:

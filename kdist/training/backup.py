@@ -63,7 +63,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         termination_config: TerminationConfig | None = None,
     ) -> None:
         super().__init__()
-        is_number = _is_number(save_freq) and save_freq > 0
+        is_number = isinstance(save_freq, int) and save_freq > 0 and save_freq is not True
         save_before_preemption = save_before_preemption or termination_config is not None
         none = save_freq in (None, False) and (every_seconds or save_before_preemption)
         if not (is_number or save_freq == "epoch" or none):
@@ -79,7 +79,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if not os.fspath(backup_dir):
             raise InvalidArgumentError("backup_dir must name a folder.", received={"backup_dir": backup_dir})
         self.backup_dir = os.fspath(backup_dir)
-        self.save_freq = save_freq
+        self.save_freq = save_freq or None
         self.every_seconds = every_seconds
         self.delete_checkpoint = delete_checkpoint
         self.max_to_keep = max_to_keep
@@ -123,7 +123,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             _delete_all(self._manager)
 
     def _is_time(self, progress: Progress) -> bool:
-        due = _is_number(self.save_freq) and progress.num_steps - self._saved_at >= self.save_freq
+        due = isinstance(self.save_freq, int) and progress.num_steps - self._saved_at >= self.save_freq
         if self._clock is not None and self.every_seconds and self._clock.is_due(progress.num_steps):
             late = time.monotonic() - self._saved_time >= self.every_seconds
             due |= bool(self._clock.meet(progress.num_steps, late)[0])
@@ -137,10 +137,6 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _save_now(self) -> None:
         self._save()
         self._manager.wait()
-
-
-def _is_number(save_freq: Any) -> bool:
-    return isinstance(save_freq, int) and not isinstance(save_freq, bool)
 
 
 def _delete_all(manager: CheckpointManager) -> None:

@@ -48,7 +48,10 @@ class GlobalBatches:
             )
         if self._distributed is not None:
             x = self._adapter(self._distributed, arguments)
-        self.iterator = keras_hooks.epoch_iterator(get_backend().name, x=x, **arguments)
+        backend = get_backend()
+        self.iterator = keras_hooks.epoch_iterator(
+            backend.native_batches, backend.keeps_batches, x=x, **arguments
+        )
         # Arrays are compared before the first step; other data may end anywhere on any worker.
         self._is_array = keras_hooks.num_array_rows(self.iterator) is not None
         steps = arguments.get("steps_per_epoch")

@@ -35,15 +35,17 @@ def point(phase: str, step: int | None = None) -> None:
         _act(phase, step, 1)
 
 
-def steps(first: int, number: int) -> None:
-    """The point before training steps that run as one.
+def enter_steps(begin: int, end: int) -> None:
+    """The point before training steps that run as one; also notes where the training is.
 
     Args:
-        first: The first step, counted from 1 over all epochs.
-        number: How many steps there are.
+        begin: The first step, counted from 0 in each epoch.
+        end: The last one.
     """
+    whereabouts.enter("step", None, begin + 1)
     if _ordered():
-        _act("step", first, number)
+        _act("step", whereabouts.total_steps + 1, end - begin + 1)
+    whereabouts.total_steps += end - begin + 1
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from kdist.training import faults
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
 from kdist.training.session import Session, session_of
-from kdist.training.voting import Ballot
+from kdist.training.voting import Ballot, act_on_batches
 
 if TYPE_CHECKING:
     from kdist.strategies.strategy import Strategy
@@ -119,6 +119,7 @@ def _train(
 ) -> None:
     model = session.model
     ballot = Ballot(session.runtime, callbacks)
+    tells = act_on_batches(callbacks)
     function = session.function("train")
     model.stop_training = False
     logs: dict[str, Any] = {}
@@ -137,11 +138,13 @@ def _train(
                 model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             for begin, end, data in batches:
-                _enter_steps(begin, end)
-                callbacks.on_train_batch_begin(begin)
+                faults.enter_steps(begin, end)
+                if tells:
+                    callbacks.on_train_batch_begin(begin)
                 step_logs = function(data)
                 progress.after_step(end)
-                callbacks.on_train_batch_end(end, step_logs)
+                if tells:
+                    callbacks.on_train_batch_end(end, step_logs)
                 model.stop_training = ballot.after_batch(model.stop_training)
                 if model.stop_training:
                     break
@@ -159,13 +162,6 @@ def _train(
     # Who returns finds the files of all callbacks complete.
     session.run_callbacks(functools.partial(callbacks.on_train_end, logs=logs))
     wait_for_all(session.runtime)
-
-
-def _enter_steps(begin: int, end: int) -> None:
-    """Notes the steps that come next: `begin` and `end` are the first and the last one, from 0 in each epoch."""
-    whereabouts.enter("step", None, begin + 1)
-    faults.steps(whereabouts.total_steps + 1, end - begin + 1)
-    whereabouts.total_steps += end - begin + 1
 
 
 def _finalize(session: Session, epochs: int) -> None:

@@ -27,7 +27,7 @@ def capture(with_torch: bool = False) -> dict[str, Any]:
         "numpy": [name, _text(np.asarray(words, "<u4").tobytes()), *rest],
     }
     if with_torch:
-        states["torch"] = _text(torch_loader.random_state())
+        states["loaders"] = _text(torch_loader.random_state())
     # As it will be read: tuples are lists in JSON.
     return dict(json.loads(json.dumps(states)))
 
@@ -43,8 +43,8 @@ def restore(states: Mapping[str, Any]) -> None:
     name, key, *rest = states["numpy"]
     np.random.set_state((name, np.frombuffer(_bytes(key), "<u4").astype(np.uint32), *rest))
     get_backend().set_random_state(_bytes(states["backend"]))
-    if "torch" in states:
-        torch_loader.set_random_state(_bytes(states["torch"]))
+    if "loaders" in states:
+        torch_loader.set_random_state(_bytes(states["loaders"]))
 
 
 def _text(data: bytes) -> str:

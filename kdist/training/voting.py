@@ -10,6 +10,17 @@ if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
 
 
+def act_on_batches(callbacks: Any) -> bool:
+    """Says whether anybody in a `CallbackList` is to be told of batches.
+
+    Where nobody is, Keras's own list turns the logs of each step into numbers all the same.
+    """
+    import keras
+
+    own_list = type(callbacks) is not keras.callbacks.CallbackList
+    return own_list or any(_acts_on_batches(callback) for callback in callbacks.callbacks)
+
+
 class Ballot:
     """Lets `model.stop_training`, set on any worker, stop all at the same step.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -72,29 +74,153 @@ def resumable(kind):
     return Numbers(workers=2)
 
 
-def in_worker_resume(kind):
+def read(dataset, number=9):
+    """The numbers of the first elements."""
     import keras
 
-    def read(dataset, number):
-        return [keras.ops.convert_to_numpy(e).tolist() for _, e in zip(range(number), dataset, strict=False)]
+    return [
+        keras.ops.convert_to_numpy(element).tolist()
+        for _, element in zip(range(number), dataset, strict=False)
+    ]
 
-    whole = strategy().experimental_distribute_dataset(resumable(kind))
-    expected = [read(whole, 9) for _ in range(2)]
-    first = strategy().experimental_distribute_dataset(resumable(kind))
-    read(first, 9)
-    begun = iter(first)
-    [next(begun) for _ in range(2)]
-    again = strategy().experimental_distribute_dataset(resumable(kind))
-    again.set_state(first.get_state())
-    begun.close()
-    return expected, first.get_state(), read(again, 9), again.get_state()
+
+def distributed(kind):
+    return strategy().experimental_distribute_dataset(resumable(kind))
+
+
+KINDS = ["tf.data", "DataLoader", "Grain", "numpy", "PyDataset"]
+ONE_ORDER = ("PyDataset", "Grain")
+
+
+def in_worker_positions(kind):
+    """Three epochs; a position, for another process; and what several iterators and peeks do to each other."""
+    whole = distributed(kind)
+    epochs = [read(whole) for _ in range(3)]
+    states = {}
+
+    dataset = distributed(kind)
+    one = iter(dataset)
+    read(one, 1)
+    assert dataset.element_spec.shape == (None,)
+    dataset.peek()
+    states["after a peek"] = dataset.get_state()
+    two = iter(dataset)
+    found = [read(two, 2), read(one, 1), read(two), read(one)]
+    states["of both"] = [one.get_state(), two.get_state(), dataset.get_state()]
+
+    begun = iter(dataset)
+    read(begun, 2)
+    states["begun"] = begun.get_state()
+    dataset.set_state({"epoch": 1, "step": 1})
+    states["set"] = dataset.get_state()
+    found += [read(dataset), read(dataset), read(begun)]
+    return epochs, found, json.dumps(states)
 
 
 @each_backend
-@pytest.mark.parametrize("kind", ["tf.data", "DataLoader", "Grain", "numpy", "PyDataset"])
-def test_a_position_is_saved_and_restored(backend, kind):
-    for expected, state, found, end in run(backend, NUM_WORKERS, in_worker_resume, kind):
-        assert state == {"epoch": 1, "step": 2}
-        assert found == expected[1][2:]
-        assert end == {"epoch": 2, "step": 0}
-        assert expected[0] != expected[1] or kind in ("PyDataset", "Grain")  # these have one order
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_belong_to_iterators(backend, kind):
+    workers = run(backend, NUM_WORKERS, in_worker_positions, kind)
+    assert len({states for _, _, states in workers}) == 1, "equal on all workers"
+    for epochs, found, states in workers:
+        first, second, third = epochs
+        assert first != second or kind in ONE_ORDER
+        assert found[:4] == [second[:2], first[1:2], second[2:], first[2:]]
+        assert found[4:] == [second[1:], third, third[2:]]
+        states = json.loads(states)
+        assert states["after a peek"] == {"epoch": 0, "step": 1}
+        assert states["of both"] == [
+            {"epoch": 1, "step": 0},
+            {"epoch": 2, "step": 0},
+            {"epoch": 2, "step": 0},
+        ]
+        assert states["begun"] == {"epoch": 2, "step": 2}
+        assert states["set"] == {"epoch": 1, "step": 1}
+    # The position of global batches suits other processes, and another number of them.
+    (rest, end), *_ = run(backend, 1, in_worker_resume_alone, kind, json.dumps(states["begun"]))
+    halves = [epochs[2][2:] for epochs, _, _ in workers]
+    assert rest == [first + second for first, second in zip(*halves, strict=True)]
+    assert end == {"epoch": 3, "step": 0}
+
+
+def in_worker_resume_alone(kind, state):
+    dataset = distributed(kind)
+    dataset.set_state(json.loads(state))
+    rows = [np.concatenate(local(element)).tolist() for element in dataset]
+    return rows, dataset.get_state()
+
+
+def local(element):
+    import keras
+
+    return [keras.ops.convert_to_numpy(part) for part in strategy().experimental_local_results(element)]
+
+
+def in_worker_cannot_go_back():
+    import tensorflow as tf
+
+    # The last part of the pipeline keeps its state to itself.
+    pipeline = tf.data.Dataset.range(4).shuffle(4, seed=1).batch(2)
+    pipeline = pipeline.apply(tf.data.experimental.copy_to_device("/cpu:0"))
+    dataset = strategy().experimental_distribute_dataset(pipeline)
+    list(dataset)
+    dataset.set_state({"epoch": 0, "step": 0})
+    with pytest.raises(ValueError, match="cannot take it back") as caught:
+        list(dataset)
+    return str(caught.value)
+
+
+@each_backend
+def test_a_pipeline_that_cannot_go_back_says_so(backend):
+    for message in run(backend, NUM_WORKERS, in_worker_cannot_go_back):
+        assert "Make the dataset anew" in message
+
+
+# Worker processes of a DataLoader --------------------------------------------------------------------------------
+
+
+def in_worker_persistent():
+    import gc
+    import multiprocessing
+    import os
+    import time
+
+    import torch
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 48
+
+        def __getitem__(self, index):
+            return torch.tensor([index, os.getpid()])
+
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=4, num_workers=2, persistent_workers=True)
+    dataset = strategy().experimental_distribute_dataset(loader)
+    epochs = [np.array(read(dataset, 99)) for _ in range(2)]
+    left = iter(dataset)
+    read(left, 1)
+    other = np.array(read(dataset, 99))  # while the kept ones serve another iterator
+    left.close()
+    after = np.array(read(dataset, 99))
+    parts = [*epochs, other, after]
+    processes = [sorted(set(part[..., 1].ravel().tolist())) for part in parts]
+    rows = [part[..., 0].tolist() for part in parts]
+    del dataset, left, loader
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return rows, processes, os.getpid(), len(multiprocessing.active_children())
+
+
+@each_backend
+def test_a_loader_keeps_its_worker_processes(backend):
+    for index, (rows, processes, me, left) in enumerate(run(backend, NUM_WORKERS, in_worker_persistent)):
+        expected = [[4 * step + 2 * index, 4 * step + 2 * index + 1] for step in range(12)]
+        assert rows == [expected] * 4
+        first, second, other, after = processes
+        assert first == second == after
+        assert len(first) == 2
+        assert me not in first
+        assert not set(other) & set(first)
+        assert left == 0

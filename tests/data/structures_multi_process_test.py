@@ -103,6 +103,37 @@ def test_sparse_tensors(backend, plain):
         assert_close(expected, found)
 
 
+def in_worker_fit_scipy(scope, distribute):
+    import contextlib
+
+    import keras
+    import scipy.sparse
+
+    dense = np.eye(6, 5, dtype="float32") * np.arange(1, 7, dtype="float32")[:, None]
+    y = np.arange(6, dtype="float32")[:, None]
+    x = scipy.sparse.coo_matrix(dense).tocsr()
+    keras.utils.set_random_seed(0)
+    with strategy().scope() if scope else contextlib.nullcontext():
+        is_sparse = keras.backend.backend() != "torch"
+        model = keras.Sequential([keras.Input((5,), sparse=is_sparse), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    if distribute:
+        batches = [(x[i : i + 4].tocoo(), y[i : i + 4]) for i in (0, 4)]
+        history = model.fit(strategy().experimental_distribute_dataset(batches), verbose=0).history
+    else:
+        history = model.fit(x, y, batch_size=4, shuffle=False, verbose=0).history
+    predicted = model.predict(x, batch_size=4, verbose=0)
+    return {**history, "predict": predicted, "weights": flat(model)}
+
+
+@each_backend
+def test_sparse_matrices_of_scipy(backend):
+    expected = run(backend, 1, in_worker_fit_scipy, False, False)[0]
+    for distribute in (False, True):
+        for found in run(backend, NUM_WORKERS, in_worker_fit_scipy, True, distribute):
+            assert_close(expected, found)
+
+
 def in_worker_read_native_kinds():
     import keras
     import tensorflow as tf

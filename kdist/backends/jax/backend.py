@@ -30,6 +30,10 @@ class JaxBackend(Backend):
     def __init__(self) -> None:
         keras_hooks.hook_cond(programs.cond)
 
+    def native_batches(self, adapter: Any) -> Any:
+        """Returns an iterator of NumPy arrays."""
+        return adapter.get_jax_iterator()
+
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
         """Returns the devices of this process; starts JAX's backends."""
         return jax_devices.list_devices(kind)

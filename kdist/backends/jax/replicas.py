@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kdist.backends.jax.board import note_dispatched
 from kdist.backends.replica import Replica, equal_shares
 from kdist.context import cross_replica
-from kdist.data.rows import is_ragged, is_tf_sparse, to_dense
+from kdist.data.rows import is_ragged, is_scipy, is_tf_sparse, to_dense
 from kdist.errors import DatasetError
 from kdist.values import DistributedValues, PerReplica
 
@@ -91,14 +91,14 @@ class Replicas:
         return keras.tree.pack_sequence_as(batch, leaves)
 
     def place_parts(self, parts: Sequence[Any]) -> list[Any]:
-        """Puts one batch for each local replica on its device."""
+        """Copies one batch for each local replica to its device."""
 
         def put(leaf: Any, device: Any) -> Any:
             array = _as_array(leaf)
-            if isinstance(array, sparse.BCOO):
+            if array is None or isinstance(array, sparse.BCOO):
                 return array
-            is_number = isinstance(array, jax.Array) or (array is not None and array.dtype.kind in "biufcV")
-            return jax.device_put(array, device) if is_number else array
+            is_number = isinstance(array, jax.Array) or array.dtype.kind in "biufcV"
+            return jax.device_put(array, device, may_alias=False) if is_number else np.array(array)
 
         return [
             None if part is None else keras.tree.map_structure(lambda leaf, d=device: put(leaf, d), part)
@@ -106,7 +106,7 @@ class Replicas:
         ]
 
     def join_parts(self, parts: Sequence[Any], num_rows: int) -> Any:
-        """Returns the global batch whose rows are those of all replicas; nothing is sent."""
+        """Returns the global batch whose rows are those of all replicas, from `place_parts`; nothing is sent."""
 
         def join(*leaves: Any) -> Any:
             if leaves[0] is None:
@@ -120,7 +120,7 @@ class Replicas:
             shape = (num_rows * self.num_replicas, *leaves[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, self.split, list(leaves))
 
-        return keras.tree.map_structure(join, *self.place_parts(parts))
+        return keras.tree.map_structure(join, *parts)
 
     def join_values(self, values: Sequence[Sequence[Any]]) -> list[Any]:
         """Returns the values of all replicas as arrays over the mesh, concatenated by rows; scalars as rows.
@@ -386,6 +386,8 @@ def _as_array(leaf: Any) -> Any:
         return leaf
     if is_tf_sparse(leaf):
         return sparse.BCOO((leaf.values.numpy(), leaf.indices.numpy()), shape=tuple(leaf.shape))
+    if is_scipy(leaf):
+        return sparse.BCOO.from_scipy_sparse(leaf)
     if hasattr(leaf, "detach"):  # a PyTorch tensor, possibly on a GPU
         leaf = leaf.detach().cpu()
     return np.asarray(to_dense(leaf) if is_ragged(leaf) else leaf)

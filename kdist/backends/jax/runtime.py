@@ -67,6 +67,10 @@ class JaxRuntime(Runtime):
         """Returns a text from the key-value store of the coordination service."""
         return self.workers.look_up(key)
 
+    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Starts to gather a message from every worker."""
+        return self.workers.begin_gather_bytes(data)
+
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""
         return self.replicas.place_parts(parts)

@@ -102,7 +102,8 @@ class JaxSteps(StepFunction):
             outputs, self._state = self._step(self._state, data)
             return outputs
         if isinstance(batch, ReplicaBatches):
-            data = self._replicas.join_parts(batch.parts, batch.num_rows)
+            parts = batch.parts if batch.are_placed else self._replicas.place_parts(batch.parts)
+            data = self._replicas.join_parts(parts, batch.num_rows)
         else:
             data = self._replicas.place_batch(batch)
         try:

@@ -10,7 +10,8 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from kdist.backends import whereabouts
 from kdist.backends.device_names import short_name
 from kdist.backends.jax.devices import request_cpus
 from kdist.backends.jax.watch import Watch, has_started, service_client
+from kdist.backends.threads import Errands
 from kdist.cluster import (
     check_port_free,
     complete_addresses,
@@ -73,6 +75,10 @@ class Workers:
         """Returns the text that a worker has left under a key."""
         return None
 
+    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Starts to gather a message from every worker; returns what waits for all of them."""
+        return lambda: [data]
+
     def working(self) -> AbstractContextManager[Any]:
         """Entered for as long as this worker cannot go on without the others."""
         return contextlib.nullcontext()
@@ -98,6 +104,8 @@ class JoinedWorkers(Workers):
         self._client = service_client()
         self._watch = Watch(cluster, self._client)
         self._gathered = 0
+        self._messenger = Errands("kdist messages")
+        self._begun: Future[list[bytes]] | None = None
 
     def all_devices(self, local: Sequence[Any]) -> list[Any]:
         """Returns the devices of all workers; raises unless all have as many, of one kind."""
@@ -118,10 +126,26 @@ class JoinedWorkers(Workers):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker through the key-value store of the service."""
         self._watch.check()
+        if self._begun is not None:
+            wait([self._begun])
+        return self._gather(data)
+
+    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Gathers in a thread, which asks for the messages while this one goes on."""
+        self._watch.check()
+        if self._begun is not None:
+            wait([self._begun])
+        self._begun = self._messenger.submit(self._gather, data)
+        return self._begun.result
+
+    def _gather(self, data: bytes) -> list[bytes]:
         turn, self._gathered = self._gathered, self._gathered + 1
         with self.working(), whereabouts.inside("an exchange of messages"):
             self._client.key_value_set_bytes(_message_key(turn, self.worker_index), data)
-            everyone = [self._receive(turn, index) for index in range(self.num_workers)]
+            everyone = [
+                data if index == self.worker_index else self._receive(turn, index)
+                for index in range(self.num_workers)
+            ]
             if turn > 0:
                 # Whoever has sent in this turn has read everything of the last one.
                 self._client.key_value_delete(_message_key(turn - 1, self.worker_index))

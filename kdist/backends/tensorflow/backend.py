@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from kdist import keras_hooks
 from kdist.backends import device_names
 from kdist.backends.contract import Backend
 from kdist.backends.tensorflow import devices as tensorflow_devices
@@ -25,9 +26,17 @@ class TensorFlowBackend(Backend):
     """Strategies are native ones of `tf.distribute`."""
 
     name = "tensorflow"
+    native_moments = True
+    # Building a dataset takes longer than a step, and its shuffles follow from how often it was iterated.
+    keeps_batches = True
 
     def __init__(self) -> None:
         _keep_from_autograph()
+        keras_hooks.hook_tensorflow_optimizers()
+
+    def native_batches(self, adapter: Any) -> Any:
+        """Returns a `tf.data.Dataset`."""
+        return adapter.get_tf_dataset()
 
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
         """Returns the devices of this process."""

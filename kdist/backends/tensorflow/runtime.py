@@ -65,6 +65,10 @@ class TensorFlowRuntime(Runtime):
             return [data]
         return self.workers.all_gather_bytes(data)
 
+    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Starts to gather a message from every worker."""
+        return (lambda: [data]) if self.workers is None else self.workers.begin_gather_bytes(data)
+
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Sends the chief's values with one collective a dtype."""
         if self.workers is not None and variables:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdist import keras_hooks
@@ -18,7 +19,7 @@ from kdist.backends.model_step import global_metric_results, run_step
 from kdist.backends.replica import RowShare, split_rows
 from kdist.backends.tensorflow.loops import local_index
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
-from kdist.data.rows import num_rows, take
+from kdist.data.rows import is_scipy, num_rows, take
 
 if TYPE_CHECKING:
     from kdist.backends.tensorflow.runtime import TensorFlowRuntime
@@ -48,7 +49,6 @@ class _ReplicatedFunction(StepFunction):
         ]
         tensors = [leaf for part in leaves for leaf in part if leaf is not None]
         tensors += [tf.constant([s.share, s.counts, s.scalar_weight], tf.float32) for s in local]
-        self._thread_state = keras_hooks.ThreadState()  # not while tracing: it may create a variable
         return self._function(parts[0], leaves[0])(*tensors), [rows for rows, _ in split]
 
     def _split(self, batch: GlobalBatch | ReplicaBatches) -> tuple[Sequence[Any], list[Any]]:
@@ -69,6 +69,9 @@ class _ReplicatedFunction(StepFunction):
         present = [leaf for leaf in leaves if leaf is not None]
         structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, batch)
         key = (repr(structure), tuple((type(leaf), leaf.dtype, tuple(leaf.shape[1:])) for leaf in present))
+        if key not in self._compiled or self._eager:
+            # For the replicas' threads. Not while tracing: it may create a variable.
+            self._thread_state = keras_hooks.ThreadState()
         if key not in self._compiled:
             run = tf.autograph.experimental.do_not_convert(functools.partial(self._run_flat, structure))
             if not self._eager:
@@ -177,7 +180,11 @@ def as_tensor(leaf: Any) -> Any:
     if hasattr(leaf, "detach"):  # of PyTorch
         leaf = leaf.detach().cpu()
         leaf = leaf.float() if str(leaf.dtype) == "torch.bfloat16" else leaf.numpy()
-    return tf.convert_to_tensor(leaf)
+    if is_scipy(leaf):
+        entries = leaf.tocsr().tocoo()  # in the order of the rows, as TensorFlow's operations want them
+        indices = np.stack([entries.row, entries.col], axis=1).astype("int64")
+        return tf.SparseTensor(indices, entries.data, entries.shape)
+    return tf.convert_to_tensor(leaf)  # a copy, of NumPy's arrays
 
 
 def _spec_of_any_rows(leaf: Any) -> Any:

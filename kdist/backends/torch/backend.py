@@ -30,6 +30,10 @@ class TorchBackend(Backend):
     def __init__(self) -> None:
         keras_hooks.hook_torch_modules(modules.zero_grad, modules.call_module)
 
+    def native_batches(self, adapter: Any) -> Any:
+        """Returns a `DataLoader`."""
+        return adapter.get_torch_dataloader()
+
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
         """Returns the devices of this process."""
         return torch_devices.list_devices(kind)

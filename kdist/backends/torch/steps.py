@@ -52,9 +52,10 @@ class _ReplicatedFunction(StepFunction):
         if model.training != self.training:
             model.train(self.training)
         parts, split = self._split(batch)
+        are_placed = isinstance(batch, ReplicaBatches) and batch.are_placed
 
         def body(replica: TorchReplica, index: int) -> Any:
-            return self.in_replica(replica, _tensors(parts[index]))
+            return self.in_replica(replica, _tensors(parts[index], are_placed))
 
         with self.around_replicas(model):
             shares = [rows for _, rows in split]
@@ -166,15 +167,23 @@ _SAME_DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int16", "int3
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns a batch whose numbers are tensors on a device. Strings stay as they are."""
+    """Returns a copy of a batch whose numbers are tensors on a device. Strings stay as they are."""
 
     def put(leaf: Any) -> Any:
-        # Keras gives other dtypes their places: uint16 becomes int32, as in `fit` on arrays.
-        if leaf is None or (isinstance(leaf, np.ndarray) and leaf.dtype.name not in _SAME_DTYPES):
+        if leaf is None:
             return leaf
         if not isinstance(leaf, torch.Tensor):
-            leaf = torch.from_numpy(_writable(to_dense(leaf)))
-        return leaf.to(device)
+            array = to_dense(leaf)
+            # Keras gives other dtypes their places: uint16 becomes int32, as in `fit` on arrays.
+            if array.dtype.name not in _SAME_DTYPES:
+                return np.array(array)
+            if array is not leaf:
+                leaf = torch.from_numpy(_writable(array))
+            elif device.type == "cpu":
+                return torch.from_numpy(array.copy())
+            else:
+                leaf = torch.from_numpy(_writable(array))
+        return leaf.to(device, copy=leaf.device == device)
 
     return keras.tree.map_structure(put, batch)
 
@@ -183,7 +192,7 @@ def _writable(array: np.ndarray) -> np.ndarray:
     return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
 
 
-def _tensors(batch: Any) -> Any:
+def _tensors(batch: Any, are_its_own: bool) -> Any:
     """Returns one replica's batch as tensors of its own on the device in scope."""
 
     def convert(leaf: Any) -> Any:
@@ -196,6 +205,7 @@ def _tensors(batch: Any) -> Any:
                 return leaf
         # Keras multiplies sample weights in place. That must reach neither the user's tensors nor another
         # replica (autograd counts the writes to the whole batch). Arrays are copied as they are converted.
-        return keras.ops.convert_to_tensor(leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
+        copied = are_its_own or not isinstance(leaf, torch.Tensor)
+        return keras.ops.convert_to_tensor(leaf if copied else leaf.clone())
 
     return keras.tree.map_structure(convert, batch)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -108,15 +108,28 @@ class Workers:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from each worker: in one collective, or two where one of them is long."""
-        head = len(data).to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0")
-        heads = [part.numpy().tobytes() for part in self.all_gather(_uint8(head))]
-        sizes = [int.from_bytes(part[:8], "little") for part in heads]
-        longest = max(sizes) - _SHORT
-        rests = [b""] * len(heads)
-        if longest > 0:
-            rest = _uint8(data[_SHORT:].ljust(longest, b"\0"))
-            rests = [part.numpy().tobytes() for part in self.all_gather(rest)]
-        return [(head[8:] + rest)[:size] for head, rest, size in zip(heads, rests, sizes, strict=True)]
+        return self.begin_gather_bytes(data)()
+
+    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Starts to gather a message from each worker; returns what waits for all of them."""
+        head = _uint8(len(data).to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0"))
+        parts = [torch.empty_like(head) for _ in range(self.num_workers)]
+        with self._explained("an exchange of messages"):
+            work = dist.all_gather(parts, head, group=self._group(head), async_op=True)
+
+        def finish() -> list[bytes]:
+            with self._explained("an exchange of messages"):
+                self._finish(work, head)
+            heads = [part.numpy().tobytes() for part in parts]
+            sizes = [int.from_bytes(part[:8], "little") for part in heads]
+            longest = max(sizes) - _SHORT
+            rests = [b""] * len(heads)
+            if longest > 0:
+                rest = _uint8(data[_SHORT:].ljust(longest, b"\0"))
+                rests = [part.numpy().tobytes() for part in self.all_gather(rest)]
+            return [(head[8:] + rest)[:size] for head, rest, size in zip(heads, rests, sizes, strict=True)]
+
+        return finish
 
     def post(self, key: str, text: str) -> None:
         """Leaves a text in the job's store, which the chief holds."""

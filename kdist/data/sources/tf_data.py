@@ -17,7 +17,10 @@ class TFDataSource(Source):
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset)
-        self._iterated = 0
+        self._reshuffles = any(getattr(part, "_reshuffle_each_iteration", False) for part in _parts(dataset))
+        # Where a pipeline that reshuffles stood before each epoch; `None` where TensorFlow cannot say.
+        self._starts: list[Any] = []
+        self._last = -1
 
     @property
     def num_batches(self) -> int | None:
@@ -38,16 +41,17 @@ class TFDataSource(Source):
         return AutoShardPolicy[self.dataset.options().experimental_distribute.auto_shard_policy.name]
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yields eager tensors. A reshuffling dataset gives the order that it gives in this epoch."""
+        """Yields eager tensors. A reshuffling dataset gives the order that it gives in this epoch.
+
+        Raises:
+            DatasetError: The epoch has been before, and TensorFlow cannot go back in this pipeline.
+        """
         import tensorflow as tf
 
-        # The n-th iteration of a dataset with `shuffle(seed=…)` has an order of its own.
-        while self._iterated < epoch:
-            next(iter(self.dataset), None)
-            self._iterated += 1
-        self._iterated += 1
-        dataset = self.dataset.skip(start) if start else self.dataset
-        iterator = iter(dataset)
+        if self._reshuffles:
+            iterator = self._iterator(epoch, start)
+        else:
+            iterator = iter(self.dataset.skip(start) if start else self.dataset)
         while True:
             try:
                 batch = next(iterator)
@@ -62,6 +66,39 @@ class TFDataSource(Source):
                     hint="Write the data to more files, or use AutoShardPolicy.DATA.",
                 ) from error
             yield batch
+
+    def _iterator(self, epoch: int, start: int) -> Any:
+        """The n-th iterator of a dataset with `shuffle(seed=…)` has an order of its own."""
+        iterator: Any = None
+        if epoch < len(self._starts):
+            iterator = self._restored(epoch)
+        elif self._last < len(self._starts) - 1:
+            self._restored(len(self._starts) - 1)  # the next new iterator follows the one restored last
+        while epoch >= len(self._starts):
+            iterator = iter(self.dataset)
+            self._starts.append(_saved(iterator))
+        self._last = epoch
+        for _ in range(start):
+            if next(iterator, None) is None:
+                break
+        return iterator
+
+    def _restored(self, epoch: int) -> Any:
+        import tensorflow as tf
+
+        if self._starts[epoch] is None:
+            raise DatasetError(
+                "This tf.data pipeline shuffles anew in each epoch, and TensorFlow cannot take it back to an "
+                "earlier one.",
+                received={"epoch": epoch, "epochs_begun": len(self._starts)},
+                hint="Make the dataset anew and call `set_state` on that, or shuffle with "
+                "reshuffle_each_iteration=False.",
+            )
+        iterator = iter(self.dataset)
+        tf.raw_ops.DeserializeIterator(
+            resource_handle=iterator._iterator_resource, serialized=self._starts[epoch]
+        )
+        return iterator
 
     @property
     def reads_files(self) -> bool:
@@ -100,3 +137,22 @@ class TFDataSource(Source):
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[policy.name]
         return _AutoShardDataset(self.dataset.with_options(options), num_workers, worker_index)
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
+    """Yields a dataset and those that it is made of."""
+    yield dataset
+    for part in dataset._inputs():
+        yield from _parts(part)
+
+
+def _saved(iterator: Any) -> Any:
+    import tensorflow as tf
+
+    try:
+        # 2: fails where a part of the pipeline keeps its state to itself.
+        return tf.raw_ops.SerializeIterator(
+            resource_handle=iterator._iterator_resource, external_state_policy=2
+        )
+    except tf.errors.OpError:
+        return None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,6 +85,9 @@ class TorchLoaderSource(Source):
         self._generator: Any = getattr(sampler, "generator", None)
         # What the generator's state is before each epoch, as far as is known.
         self._states = {0: self._generator.get_state()} if self._generator is not None else {}
+        self._kept: Any = None  # the loader whose worker processes are kept from epoch to epoch
+        self._kept_batches = _Batches()
+        self._kept_is_free = threading.Lock()
 
     @property
     def num_batches(self) -> int | None:
@@ -98,7 +102,7 @@ class TorchLoaderSource(Source):
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yields tensors as the loader collates them."""
         if self._by_index:
-            yield from self._loader(self._indices(epoch)[start:])
+            yield from self._loaded(self._indices(epoch)[start:])
             return
         self._set_epoch(epoch)
         with _seeded(self.seed + epoch):
@@ -119,7 +123,7 @@ class TorchLoaderSource(Source):
             indices if part is None else indices[slice(*part)]
             for indices, part in zip(batches, parts, strict=True)
         ]
-        for indices, part, batch in zip(batches, parts, self._loader(wanted), strict=True):
+        for indices, part, batch in zip(batches, parts, self._loaded(wanted), strict=True):
             host = rows.to_host(batch)
             yield (len(indices), None, host) if part is None else (len(indices), host, None)
 
@@ -163,13 +167,33 @@ class TorchLoaderSource(Source):
             )
         share = with_share_of_files(given.dataset, self.kind, num_workers, worker_index)
         return TorchLoaderSource(
-            self._new_loader(share, batch_size=given.batch_size, drop_last=given.drop_last)
+            self._new_loader(
+                share,
+                batch_size=given.batch_size,
+                drop_last=given.drop_last,
+                persistent_workers=given.persistent_workers,
+            )
         )
 
-    def _loader(self, indices: Iterable[list[int]]) -> Any:
-        return self._new_loader(self.dataset.dataset, batch_sampler=list(indices))
+    def _loaded(self, indices: list[list[int]]) -> Iterator[Any]:
+        """Yields the samples of each list of indices, as one batch each."""
+        given = self.dataset
+        persistent = given.persistent_workers and given.num_workers > 0
+        # Worker processes serve one iterator: another one that is read meanwhile has processes of its own.
+        if not persistent or not self._kept_is_free.acquire(blocking=False):
+            yield from self._new_loader(given.dataset, batch_sampler=indices)
+            return
+        try:
+            self._kept_batches.indices = indices
+            if self._kept is None:
+                self._kept = self._new_loader(
+                    given.dataset, batch_sampler=self._kept_batches, persistent_workers=True
+                )
+            yield from self._kept
+        finally:
+            self._kept_is_free.release()
 
-    def _new_loader(self, dataset: Any, **batching: Any) -> Any:
+    def _new_loader(self, dataset: Any, **own: Any) -> Any:
         """Returns a loader that is like the user's in all else."""
         from torch.utils.data import DataLoader
 
@@ -181,4 +205,16 @@ class TorchLoaderSource(Source):
         if given.num_workers:
             options["multiprocessing_context"] = given.multiprocessing_context
             options["prefetch_factor"] = given.prefetch_factor
-        return DataLoader(dataset, **batching, **options)
+        return DataLoader(dataset, **own, **options)
+
+
+class _Batches:
+    """A batch sampler that gives other batches in each epoch."""
+
+    indices: Sequence[list[int]] = ()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
