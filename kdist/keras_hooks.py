@@ -4,7 +4,8 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 `install` is idempotent and runs when the first strategy is created. The hooks and why each is needed:
 
 - `Trainer.__init__` remembers the strategy a model is created under; `fit` and its relatives dispatch on it.
-- `Variable.__init__` tells the strategy in scope, which gives all workers the chief's values.
+- `Variable.__init__` tells the strategy in scope, which gives all workers the chief's values; `assign_add` and
+  `assign_sub` tell the replica's scope that a write is no new value; `int` and `float` of mirrored variables.
 - `get_metrics_result` of PyTorch's trainer in Keras 3.16, which sums over processes a second time.
 - `reduce_values`, `apply_mask`, `reduce_weighted_values` (keras.src.losses.loss): denominators of losses that
   are not a plain mean over rows must be counted over all replicas. There is no public place between a loss's
@@ -126,7 +127,27 @@ def _hook_variables() -> None:
 
         return __init__
 
+    def addition(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, value: Any) -> Any:
+            adding = getattr(stateless_scope(), "adding", contextlib.nullcontext)
+            with adding():
+                return original(self, value)
+
+        return wrapper
+
+    def number(kind: type, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any) -> Any:
+            if self.ndim > 0 or not hasattr(self.value, "values"):  # the mirrored variables of TensorFlow
+                return original(self)
+            return kind(keras.ops.convert_to_numpy(self.value))
+
+        return wrapper
+
     _wrap(keras.Variable, "__init__", note)
+    for name in ("assign_add", "assign_sub"):
+        _wrap(keras.Variable, name, addition)
+    for kind in (int, float):
+        _wrap(keras.Variable, f"__{kind.__name__}__", functools.partial(number, kind))
 
 
 def _hook_torch_metrics() -> None:
@@ -658,6 +679,20 @@ def hook_cond(cond: Callable[..., Any]) -> None:
 
     # Keras 3.16 keeps the operations of a backend in a package of their own.
     _wrap(backend.core if hasattr(backend, "core") else backend.ops.core, "cond", cond)
+
+
+def hook_assignments(assigned: Callable[[Any], None]) -> None:
+    """Calls a function after a Keras variable was assigned to outside of replicas; called once, by the backend."""
+    import keras
+
+    def direct(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, value: Any) -> None:
+            original(self, value)
+            assigned(self)
+
+        return wrapper
+
+    _wrap(keras.Variable, "_direct_assign", direct)
 
 
 # State of JAX ------------------------------------------------------------------------------------------------

@@ -383,9 +383,6 @@ def in_worker_reset(num_replicas):
     return float(metric.result()), number_of(total)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a write is counted as its difference from the old value, on each replica"
-)
 @each_cluster
 def test_a_sum_may_be_set_in_a_replica(backend, num_workers, num_replicas):
     expected = sum(range(1, num_replicas + 1))

@@ -36,7 +36,7 @@ class Replicas:
     def __init__(self, devices: Sequence[Any], local_devices: Sequence[Any], worker_index: int) -> None:
         self.num_replicas = len(devices)
         self.first_device = local_devices[0]
-        self._local_devices = list(local_devices)
+        self.local_devices = list(local_devices)
         self._first_local = worker_index * len(local_devices)
         self._num_local = len(local_devices)
         self._is_global = len(devices) > len(local_devices)
@@ -50,6 +50,11 @@ class Replicas:
         # Several executions in flight on several CPU devices can exhaust XLA's threads, each waiting for the
         # other's collectives. PJRT_NPROC makes this unlikely, one execution at a time makes it impossible.
         self._one_at_a_time = len(local_devices) > 1 and self.first_device.platform == "cpu"
+
+    @property
+    def local_ids(self) -> range:
+        """The ids, over all workers, of the replicas of this worker."""
+        return range(self._first_local, self._first_local + self._num_local)
 
     def place_state(self, values: Any) -> Any:
         """Copies process-local arrays to all devices.
@@ -101,7 +106,7 @@ class Replicas:
 
         return [
             None if part is None else keras.tree.map_structure(lambda leaf, d=device: put(leaf, d), part)
-            for part, device in zip(parts, self._local_devices, strict=True)
+            for part, device in zip(parts, self.local_devices, strict=True)
         ]
 
     def join_parts(self, parts: Sequence[Any], num_rows: int) -> Any:
@@ -134,15 +139,13 @@ class Replicas:
                 placed.append(jax.device_put(parts[0], self.replicated))
                 continue
             rows = parts if shape else [part.reshape(1) for part in parts]
-            local = [jax.device_put(p, d) for p, d in zip(rows, self._local_devices, strict=True)]
+            local = [jax.device_put(p, d) for p, d in zip(rows, self.local_devices, strict=True)]
             whole = (local[0].shape[0] * self.num_replicas, *shape[1:])
             placed.append(jax.make_array_from_single_device_arrays(whole, self.split, local))
         return placed
 
     def sum_over_workers(self, tensor: Any) -> Any:
         """Sums tensors of the workers, of equal shapes; on this worker's first device."""
-        if isinstance(tensor, jax.core.Tracer):  # in a `merge_call`: every device has its worker's sum
-            return jax.lax.psum(tensor, BATCH_AXIS) / self._num_local
         rows = [tensor[None], *[jax.numpy.zeros_like(tensor)[None]] * (self._num_local - 1)]
         (stacked,) = self.join_values([rows])
         return self._sum(stacked).addressable_data(0)
@@ -272,9 +275,9 @@ class MeshCollectives:
 
     def merge(self, function: Callable[..., Any], values: Any) -> Any:
         """Calls a function on every device, with the values of all devices of its worker."""
+        self._require_equal_shapes()  # the function may gather
         if self._num_local == 1:
             return function(values)
-        self._require_equal_shapes()
         first = self.replica_id - self.local_index
 
         def join(leaf: Any) -> Any:
@@ -359,14 +362,21 @@ class JaxReplica(Replica):
         """Calls the function for all replicas of this worker."""
         self.require_running("merge_call")
 
+        assert self.scope is not None
+        scope: Any = self.scope
+        scope.aggregate(only_on_read=True)
+
         def call(values: Any) -> Any:
             merged_args, merged_kwargs = values
-            assert self.scope is not None
-            # All replicas get to write the same values.
-            with self.scope.untracked(), cross_replica(self.strategy):
-                return merge_fn(self.strategy, *merged_args, **merged_kwargs)
+            with scope.crossing() as written, cross_replica(self.strategy):
+                result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
+            return result, written
 
-        return self._collectives.merge(call, (tuple(args), dict(kwargs or {})))
+        result, written = self._collectives.merge(call, (tuple(args), dict(kwargs or {})))
+        with scope.crossing():  # the function may have run in another replica's place
+            for variable, value in written:
+                variable.assign(value)
+        return result
 
     def apply_gradients(self, apply: Callable[[], Any]) -> Any:
         """Runs Keras's `optimizer.apply`; all replicas do the same sums."""
