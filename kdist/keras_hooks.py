@@ -137,7 +137,8 @@ def _hook_variables() -> None:
 
     def number(kind: type, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any) -> Any:
-            if self.ndim > 0 or not hasattr(self.value, "values"):  # the mirrored variables of TensorFlow
+            mirrored = isinstance(getattr(self.value, "values", None), tuple)  # on TensorFlow
+            if not mirrored or self.ndim > 0:
                 return original(self)
             return kind(keras.ops.convert_to_numpy(self.value))
 

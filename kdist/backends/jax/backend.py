@@ -11,7 +11,7 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
-from kdist.backends.jax import loops, scopes, workers
+from kdist.backends.jax import components, loops, scopes, workers
 from kdist.backends.jax.runtime import JaxRuntime
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class JaxBackend(Backend):
 
     def __init__(self) -> None:
         keras_hooks.hook_cond(scopes.cond)
+        keras_hooks.hook_assignments(components.assigned)
 
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
         """Returns the devices of this process; starts JAX's backends."""

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from kdist import keras_hooks
 from kdist.backends import device_names
 from kdist.backends.contract import Backend
 from kdist.backends.tensorflow import devices as tensorflow_devices
-from kdist.backends.tensorflow import loops, workers
+from kdist.backends.tensorflow import components, loops, workers
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
 from kdist.errors import DeviceError
 from kdist.strategies.communication import CommunicationImplementation
@@ -28,6 +29,7 @@ class TensorFlowBackend(Backend):
 
     def __init__(self) -> None:
         _keep_from_autograph()
+        keras_hooks.hook_assignments(components.assigned)
 
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
         """Returns the devices of this process."""
