@@ -37,7 +37,9 @@ class Components:
         num_replicas: Number of replicas over all workers.
     """
 
-    def __init__(self, devices: Sequence[torch.device], replica_ids: Sequence[int], num_replicas: int) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], replica_ids: Sequence[int], num_replicas: int
+    ) -> None:
         self._devices = devices
         self._replica_ids = replica_ids
         self._num_replicas = num_replicas
