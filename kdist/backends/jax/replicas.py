@@ -179,7 +179,7 @@ class Replicas:
             values: Arrays, of equal shapes and dtypes on all workers.
         """
         hosts = [np.asarray(value) for value in values]
-        words = np.frombuffer(_padded(b"".join(host.tobytes() for host in hosts)), np.uint32)
+        words = _words(b"".join(host.tobytes() for host in hosts))
         # One row a device; a program that asks for the first one sends it to all.
         local = jax.device_put(np.stack([words] * self._num_local), self._local_split)
         rows = self._globalize(local, self._local_split)
@@ -373,10 +373,15 @@ class JaxReplica(Replica):
             return result, written
 
         result, written = self._collectives.merge(call, (tuple(args), dict(kwargs or {})))
-        with scope.crossing():  # the function may have run in another replica's place
+        with scope.crossing():  # the function may have run in another's place
             for variable, value in written:
                 variable.assign(value)
         return result
+
+    def for_all(self, value: Any) -> Any:
+        """Returns a value where functions that speak for all replicas compute: the first device, or a program."""
+        first = self.strategy.runtime.replicas.first_device
+        return value if isinstance(value, jax.core.Tracer) else jax.device_put(value, first)
 
     def apply_gradients(self, apply: Callable[[], Any]) -> Any:
         """Runs Keras's `optimizer.apply`; all replicas do the same sums."""
@@ -385,8 +390,8 @@ class JaxReplica(Replica):
             return apply()
 
 
-def _padded(data: bytes) -> bytes:
-    return data + bytes(-len(data) % 4)
+def _words(data: bytes) -> Any:
+    return np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
 
 
 def _as_array(leaf: Any) -> Any:

@@ -64,12 +64,16 @@ class JaxScope(ReplicaScope):
 
     def __init__(self, replica: Any, store: Store) -> None:
         super().__init__(replica)
+        self._replica: Any = replica
         self._store = store
 
     def local(self, variable: Any) -> Any:
         """Returns the present value."""
         value = self._store.get(variable)
-        return value[self._crossing is not None] if self.has_component(variable) else value
+        crossing = self._crossing is not None
+        if self.has_component(variable):
+            value = value[crossing]
+        return self._replica.for_all(value) if crossing else value
 
     def write(self, variable: Any, value: Any) -> None:
         """Keeps a value."""
