@@ -37,8 +37,9 @@ class Replicas:
         self.num_replicas = len(devices)
         self.first_device = local_devices[0]
         self.local_devices = list(local_devices)
-        self._first_local = worker_index * len(local_devices)
         self._num_local = len(local_devices)
+        self._first_local = worker_index * self._num_local
+        self.local_ids = range(self._first_local, self._first_local + self._num_local)
         self._is_global = len(devices) > len(local_devices)
         mesh, local_mesh = (Mesh(np.array(list(d)), (BATCH_AXIS,)) for d in (devices, local_devices))
         self.mesh = mesh
@@ -50,11 +51,6 @@ class Replicas:
         # Several executions in flight on several CPU devices can exhaust XLA's threads, each waiting for the
         # other's collectives. PJRT_NPROC makes this unlikely, one execution at a time makes it impossible.
         self._one_at_a_time = len(local_devices) > 1 and self.first_device.platform == "cpu"
-
-    @property
-    def local_ids(self) -> range:
-        """The ids, over all workers, of the replicas of this worker."""
-        return range(self._first_local, self._first_local + self._num_local)
 
     def place_state(self, values: Any) -> Any:
         """Copies process-local arrays to all devices.
