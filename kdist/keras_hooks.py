@@ -572,6 +572,14 @@ def _hook_tensorflow_optimizer(base: Any, loss_scale: Any) -> None:
     ):
         _wrap(TFOptimizer, name, functools.partial(neutral, name))
 
+    def var_key(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, variable: Any) -> Any:
+            # Not the copy that a replica may work on.
+            is_known = _replica() is not None and getattr(variable, "_value", None) is not None
+            return original(self, variable._value if is_known else variable)
+
+        return method
+
     def tf_apply(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
             chosen = original if _replica() is None else loss_scale._common_apply
@@ -579,6 +587,7 @@ def _hook_tensorflow_optimizer(base: Any, loss_scale: Any) -> None:
 
         return method
 
+    _wrap(TFOptimizer, "_var_key", var_key)
     _wrap(loss_scale, "_tf_apply", tf_apply)
 
 

@@ -1,4 +1,4 @@
-"""`synchronization="on_read"`: each replica has a component, and outside of replicas there is what they aggregate to."""
+"""`synchronization="on_read"`: a component for each replica; outside of replicas, what they aggregate to."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.backends.jax.devices import find_devices
 from kdist.backends.jax.components import has_components
+from kdist.backends.jax.devices import find_devices
 from kdist.backends.jax.programs import Placed, initialize
 from kdist.backends.jax.replicas import JaxReplica
 from kdist.backends.jax.scopes import JaxScope, Store

@@ -11,8 +11,8 @@ import tensorflow as tf
 from kdist import keras_hooks
 from kdist.backends import device_names
 from kdist.backends.contract import Backend
-from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow import components, loops, workers
+from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
 from kdist.errors import DeviceError
 from kdist.strategies.communication import CommunicationImplementation
