@@ -10,7 +10,7 @@ import numpy as np
 
 from kdist import keras_hooks
 from kdist.backends.contract import Backend, Runtime
-from kdist.backends.jax import components, loops, scopes, workers
+from kdist.backends.jax import loops, programs, scopes, workers
 from kdist.backends.jax import devices as jax_devices
 from kdist.backends.jax.runtime import JaxRuntime
 
@@ -29,7 +29,7 @@ class JaxBackend(Backend):
 
     def __init__(self) -> None:
         keras_hooks.hook_cond(scopes.cond)
-        keras_hooks.hook_assignments(components.assigned)
+        keras_hooks.hook_assignments(programs.assigned)
 
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
         """Returns the devices of this process; starts JAX's backends."""

@@ -22,12 +22,6 @@ def has_components(replicas: Replicas, variable: Any) -> bool:
     return replicas.num_replicas > 1 and is_on_read(variable)
 
 
-def assigned(variable: Any) -> None:
-    """Called when a variable was assigned to outside of replicas: also to the same array, it is another value."""
-    if is_on_read(variable):
-        variable._value = jax.numpy.array(variable._value, copy=True)
-
-
 def place_shares(replicas: Replicas, variable: Any) -> Any:
     """Returns the components that a variable's present value gives the local replicas."""
     value, number = variable._value, replicas.num_replicas

@@ -21,6 +21,17 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends.jax.components import has_components, place_components, place_shares
 from kdist.backends.jax.scopes import Store, initial_value
+from kdist.backends.variables import is_on_read
+
+
+_all_placed: weakref.WeakSet[Placed] = weakref.WeakSet()
+
+
+def assigned(variable: Any) -> None:
+    """Called when a variable was assigned to outside of replicas: also the same array is another value then."""
+    if is_on_read(variable):
+        for placed in _all_placed:
+            placed.forget(variable)
 
 
 class Placed:
@@ -34,6 +45,7 @@ class Placed:
         self._replicas = replicas
         self._known: dict[int, tuple[Any, Any, Any]] = {}
         self._holders = 0
+        _all_placed.add(self)
 
     def read(self, variables: Sequence[Any], donated: bool = False) -> list[Any]:
         """Returns the values on all devices; of on-read variables, pairs of the components and what they make.
@@ -64,6 +76,10 @@ class Placed:
         """Shows new values in the variables."""
         for variable, placed in zip(variables, values, strict=True):
             self._show(variable, placed)
+
+    def forget(self, variable: Any) -> None:
+        """Lets the next program take the variable's own value."""
+        self._known.pop(id(variable), None)
 
     def component(self, variable: Any, index: int) -> Any:
         """Returns what a local replica has of an on-read variable."""
