@@ -10,8 +10,8 @@ import numpy as np
 
 from kdist import keras_hooks
 from kdist.backends.contract import Backend, Runtime
-from kdist.backends.jax import loops, programs, scopes, workers
 from kdist.backends.jax import devices as jax_devices
+from kdist.backends.jax import loops, programs, scopes, workers
 from kdist.backends.jax.runtime import JaxRuntime
 
 if TYPE_CHECKING:

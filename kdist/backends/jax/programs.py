@@ -23,7 +23,6 @@ from kdist.backends.jax.components import has_components, place_components, plac
 from kdist.backends.jax.scopes import Store, initial_value
 from kdist.backends.variables import is_on_read
 
-
 _all_placed: weakref.WeakSet[Placed] = weakref.WeakSet()
 
 
