@@ -239,3 +239,25 @@ def test_indexed_slices_and_composite_tensors(backend, num_workers, num_replicas
         for sparse, ragged in composite:
             np.testing.assert_array_equal(sparse, np.eye(4)[i])
             np.testing.assert_array_equal(ragged, [i + 1, 2])
+
+
+# Shapes that must be equal ----------------------------------------------------------------------------------------
+
+
+def in_worker_unequal_shapes(num_replicas):
+    s = strategy(num_replicas)
+    x = per_replica(s, lambda i: np.ones((2, 1 + i), "float32"))
+    for call in (
+        lambda x: kdist.get_replica_context().all_gather(x, axis=0),
+        lambda x: kdist.get_replica_context().all_reduce("SUM", x),
+    ):
+        with pytest.raises(Exception) as caught:  # TensorFlow has errors of its own
+            s.run(call, args=(x,))
+        assert "replica" in str(caught.value) or "hape" in str(caught.value)
+    return numpy_of(s.reduce("SUM", s.run(lambda x: x[0, 0], args=(x,)), axis=None))
+
+
+@each_backend
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_shapes_differ_along_the_axis_only(backend, num_replicas):
+    assert run(backend, 1, in_worker_unequal_shapes, num_replicas) == [num_replicas]
