@@ -358,7 +358,6 @@ class JaxReplica(Replica):
         """Calls the function for all replicas of this worker."""
         self.require_running("merge_call")
 
-        assert self.scope is not None
         scope: Any = self.scope
         scope.aggregate(only_on_read=True)
 
@@ -376,7 +375,8 @@ class JaxReplica(Replica):
 
     def for_all(self, value: Any) -> Any:
         """Returns a value where functions that speak for all replicas compute: the first device, or a program."""
-        first = self.strategy.runtime.replicas.first_device
+        runtime: Any = self.strategy.runtime
+        first = runtime.replicas.first_device
         return value if isinstance(value, jax.core.Tracer) else jax.device_put(value, first)
 
     def apply_gradients(self, apply: Callable[[], Any]) -> Any:

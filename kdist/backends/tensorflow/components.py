@@ -40,6 +40,9 @@ class _Known:
     parts: list[Part]
     is_on_read: bool
 
+    def is_of(self, variable: Any) -> bool:
+        return self.native is variable._value and self.variable() is variable
+
 
 def native_of(variable: Any, index: int, num_local: int) -> Any:
     """Returns the `tf.Variable` of a local replica, or the one of all.
@@ -81,7 +84,7 @@ class Components:
     def get(self, variable: Any, index: int, is_on_read: bool) -> Part:
         """Returns what a local replica has; see `enter`."""
         known = self._known.get(id(variable))
-        if known is None or known.variable() is not variable or known.native is not variable._value:
+        if known is None or not known.is_of(variable):
             known = self._known[id(variable)] = self._make(variable, is_on_read)
         return known.parts[index]
 
@@ -106,7 +109,7 @@ class Components:
     def reset(self, variable: Any) -> None:
         """Gives all local replicas their shares of the present value, if they have anything of the variable."""
         known = self._known.get(id(variable))
-        if known is None or known.variable() is not variable or known.native is not variable._value:
+        if known is None or not known.is_of(variable):
             return
         for index, part in enumerate(known.parts):
             outside = native_of(variable, index, len(known.parts)).read_value()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -112,7 +113,7 @@ class TensorFlowScope(ReplicaScope):
     def __init__(self, replica: TensorFlowReplica, variables: Iterable[Any]) -> None:
         super().__init__(replica)
         self._strategy = replica.strategy
-        self._runtime = replica.strategy.runtime
+        self._runtime: Any = replica.strategy.runtime
         self._index = replica.local_index
         self._components = self._runtime.components
         self._num_local = len(self._runtime.devices)
@@ -162,7 +163,10 @@ class TensorFlowScope(ReplicaScope):
     def old_value(self, variable: Any) -> Any:
         """The value at the start of the step, for variables known then."""
         known = self._at_start.get(id(variable))
-        return self.snapshot(variable) if known is None else known
+        if known is not None:
+            return known
+        with contextlib.nullcontext() if tf.executing_eagerly() else self._graph.as_default():
+            return self.snapshot(variable)  # not in a branch, whose tensors cannot be used outside of it
 
     def aggregated(self, variable: Any, value: Any) -> None:
         """Notes the value from which later writes in the same step are counted."""

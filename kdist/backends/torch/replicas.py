@@ -250,7 +250,8 @@ class TorchScope(ReplicaScope):
         super().__init__(replica)
         self.replica = replica
         self.copies = copies
-        self._components = replica.strategy.runtime.components
+        runtime: Any = replica.strategy.runtime
+        self._components = runtime.components
         # Those that follow this replica's writes: of all others, if it is the first.
         self._others = replica.copies if copies is None else ()
 
