@@ -175,7 +175,8 @@ class TensorFlowScope(ReplicaScope):
 
     def commit(self) -> None:
         """After all replicas have ended: writes back what they have one `tf.Variable` of."""
-        self._components.commit([v for v in self.touched.values() if is_shared(v, self._num_local)])
+        touched = [v for v in self.touched.values() if not self.has_component(v)]
+        self._components.commit([v for v in touched if is_shared(v, self._num_local)])
 
     def equalize(self, scopes: Iterable[TensorFlowScope]) -> None:
         """After an exception: all local replicas get what the first one has."""
