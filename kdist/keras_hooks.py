@@ -4,7 +4,8 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 `install` is idempotent and runs when the first strategy is created. The hooks and why each is needed:
 
 - `Trainer.__init__` remembers the strategy a model is created under; `fit` and its relatives dispatch on it.
-- `Variable.__init__` tells the strategy in scope, which gives all workers the chief's values.
+- `Variable.__init__` tells the strategy in scope, which gives all workers the chief's values; `assign_add` and
+  `assign_sub` tell the replica's scope that a write is no new value; `int` and `float` of mirrored variables.
 - Keras's functions that write a model's files: one worker writes, and all find the file complete.
 - `get_metrics_result` of PyTorch's trainer in Keras 3.16, which sums over processes a second time.
 - `reduce_values`, `apply_mask`, `reduce_weighted_values` (keras.src.losses.loss): denominators of losses that
@@ -132,7 +133,28 @@ def _hook_variables() -> None:
 
         return __init__
 
+    def addition(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, value: Any) -> Any:
+            adding = getattr(stateless_scope(), "adding", contextlib.nullcontext)
+            with adding():
+                return original(self, value)
+
+        return wrapper
+
+    def number(kind: type, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any) -> Any:
+            mirrored = isinstance(getattr(self.value, "values", None), tuple)  # on TensorFlow
+            if not mirrored or self.ndim > 0:
+                return original(self)
+            return kind(keras.ops.convert_to_numpy(self.value))
+
+        return wrapper
+
     _wrap(keras.Variable, "__init__", note)
+    for name in ("assign_add", "assign_sub"):
+        _wrap(keras.Variable, name, addition)
+    for kind in (int, float):
+        _wrap(keras.Variable, f"__{kind.__name__}__", functools.partial(number, kind))
 
 
 def _hook_saving() -> None:
@@ -605,6 +627,14 @@ def hook_tensorflow_optimizers() -> None:
     ):
         _wrap(TFOptimizer, name, functools.partial(neutral, name))
 
+    def var_key(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, variable: Any) -> Any:
+            # Not the copy that a replica may work on.
+            is_known = _replica() is not None and getattr(variable, "_value", None) is not None
+            return original(self, variable._value if is_known else variable)
+
+        return method
+
     def tf_apply(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
             chosen = original if _replica() is None else loss_scale._common_apply
@@ -612,6 +642,7 @@ def hook_tensorflow_optimizers() -> None:
 
         return method
 
+    _wrap(TFOptimizer, "_var_key", var_key)
     _wrap(loss_scale, "_tf_apply", tf_apply)
 
 
@@ -710,6 +741,20 @@ def hook_cond(cond: Callable[..., Any]) -> None:
 
     # Keras 3.16 keeps the operations of a backend in a package of their own.
     _wrap(backend.core if hasattr(backend, "core") else backend.ops.core, "cond", cond)
+
+
+def hook_assignments(assigned: Callable[[Any], None]) -> None:
+    """Calls a function after a Keras variable was assigned to outside of replicas; called once, by the backend."""
+    import keras
+
+    def direct(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, value: Any) -> None:
+            original(self, value)
+            assigned(self)
+
+        return wrapper
+
+    _wrap(keras.Variable, "_direct_assign", direct)
 
 
 # State of JAX ------------------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ EXTRA_FILES = {
     "jax": {
         "watch.py",  # JAX ends the process from C++ when a worker is lost
         "programs.py",  # JAX compiles pure functions, and Keras code has state
+        "scopes.py",  # which is shown to it while it is traced
+        "collectives.py",  # which come apart from the replicas where one program speaks for all
         "uneven.py",  # and only for equal shapes on all devices
     },
     "torch": {

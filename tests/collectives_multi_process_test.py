@@ -128,7 +128,7 @@ def test_variables_of_a_scope_start_with_the_values_of_the_chief(backend):
     assert "variable 0" in shapes and "2" in shapes and "3" in shapes
 
 
-def in_worker_collectives(case):
+def in_worker_collectives(case, compiled):
     import keras
 
     import kdist
@@ -146,7 +146,11 @@ def in_worker_collectives(case):
             context.all_reduce("SUM", ops.ones(3 + index))
         return total
 
-    train = kdist.function(lambda x: chosen.run(step, args=(x,)))
+    def train(x):
+        return chosen.run(step, args=(x,))
+
+    if compiled:
+        train = kdist.function(train)
     os.environ["KDIST_DEBUG"] = "1"
     try:
         if case == "order" and index == 1:
@@ -160,8 +164,9 @@ def in_worker_collectives(case):
 
 @each_backend
 @pytest.mark.parametrize("case", ["none", "one more", "shapes", "order"])
-def test_under_kdist_debug_a_worker_at_another_collective_is_named_with_its_line(backend, case):
-    for result in run(backend, NUM_WORKERS, in_worker_collectives, case):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_under_kdist_debug_a_worker_at_another_collective_is_named_with_its_line(backend, case, compiled):
+    for result in run(backend, NUM_WORKERS, in_worker_collectives, case, compiled):
         if case == "none":
             assert result == [[2] * 4] * 2
             continue

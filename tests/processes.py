@@ -7,6 +7,7 @@ kept for the next test of the same backend and number of workers, since importin
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import subprocess
@@ -62,7 +63,7 @@ def run(
 def _fresh(fn: Callable[..., Any], *args: Any) -> Any:
     import keras
 
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)  # to collect garbage takes longer than many a test
     return fn(*args)
 
 
@@ -89,6 +90,8 @@ def strategy(num_replicas: int = 2) -> Any:
 
 def _prepare() -> None:
     strategy()  # not returned: a strategy cannot be pickled
+    gc.collect()
+    gc.freeze()  # the frameworks' own objects stay; else each collection would look at all of them
 
 
 atexit.register(lambda: [pool.close() for pool in _pools.values()])

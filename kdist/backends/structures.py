@@ -44,7 +44,8 @@ def joined(parts: Sequence[Any]) -> Any:
 
     def undistributed(leaf: Any) -> Any:
         values = leaf.values if isinstance(leaf, DistributedValues) else ()
-        if not values or keras.ops.is_tensor(values[0]):
+        # To TensorFlow a Keras variable is a tensor.
+        if not values or (keras.ops.is_tensor(values[0]) and not isinstance(values[0], keras.Variable)):
             return leaf
         first = values[0]
         constant = isinstance(first, (bool, int, float, complex, str, bytes))

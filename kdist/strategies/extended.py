@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from kdist.values import DistributedValues, ReduceOp
+from kdist.errors import InvalidArgumentError
+from kdist.values import DistributedValues, PerReplica, ReduceOp
 
 if TYPE_CHECKING:
     from kdist.strategies.strategy import Strategy
@@ -93,18 +94,35 @@ class StrategyExtended:
             fn: Called with the variable, then `args` and `kwargs`.
             args: Values that are equal on all replicas, such as `reduce_to` returns.
             kwargs: As `args`.
-            group: For the sake of the signature.
+            group: Whether to return one value for all replicas, or a list of one for each of this worker's.
 
         Returns:
             What the function returns.
+
+        Raises:
+            InvalidArgumentError: An argument has a value for each replica.
+            StrategyScopeError: Inside a replica.
         """
         import keras
 
+        from kdist.strategies.reductions import require_cross_replica
+
+        require_cross_replica("extended.update")
+
         def first(leaf: Any) -> Any:
+            if isinstance(leaf, PerReplica):
+                raise InvalidArgumentError(
+                    "`update` changes a variable for all replicas: it takes no one value for each replica.",
+                    received={"value": leaf},
+                    hint='Reduce it first: strategy.extended.reduce_to("SUM", value, destinations=var)',
+                )
             return leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
 
         equal_args, equal_kwargs = keras.tree.map_structure(first, (tuple(args), dict(kwargs or {})))
-        return fn(var, *equal_args, **equal_kwargs)
+        result = fn(var, *equal_args, **equal_kwargs)
+        if group:
+            return result
+        return keras.tree.map_structure(lambda leaf: [leaf] * len(self.worker_devices), result)
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Returns a context manager in which variables lie where another one does: they all do."""

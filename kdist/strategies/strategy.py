@@ -230,8 +230,9 @@ class Strategy:
 
         In the function, `kdist.get_replica_context()` says which replica runs. Gradients that
         `optimizer.apply` is given are summed over all replicas; what the function writes to Keras variables is
-        aggregated at its end, by each variable's `aggregation`. A mean loss of Keras's is divided by the number
-        of replicas, so that the sum is a mean.
+        aggregated at its end, by each variable's `aggregation`; of one with `synchronization="on_read"` each
+        replica keeps its own component, and outside there is what they aggregate to. A mean loss of Keras's is
+        divided by the number of replicas, so that the sum is a mean.
 
         On JAX the function is compiled, once for each structure, shape and dtype of its arguments; Python
         numbers, strings and what the function closes over are constants of the program. On TensorFlow and

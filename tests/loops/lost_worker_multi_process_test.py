@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.processes import BACKENDS, Script, local_addresses, tf_config
@@ -40,25 +38,39 @@ def train_step(x):
 
 for step in range(100):
     if step == 5 and index == 1:
+        print("leaves")
         os._exit(9)
     train_step(keras.ops.ones((8, 4)))
 """
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_other_worker_names_the_one_that_is_lost(backend, tmp_path):
-    addresses = local_addresses(2)
-    workers = [
-        Script(tmp_path, f"worker{i}", LOOP, {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, i)})
-        for i in range(2)
-    ]
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """Two workers a backend, all started at once: they mostly wait."""
+    started = {}
+    free = local_addresses(2 * len(BACKENDS))
     try:
-        assert workers[1].wait() == 9
-        start = time.monotonic()
-        assert workers[0].wait() not in (0, 9)
-        assert time.monotonic() - start < LIMIT
-        assert "WorkerLostError" in workers[0].stderr()
-        assert f"without worker 1 ({addresses[1]})" in workers[0].stderr()
+        for number, backend in enumerate(BACKENDS):
+            addresses, folder = free[2 * number : 2 * number + 2], tmp_path_factory.mktemp(backend)
+            environments = [
+                {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, i)} for i in range(2)
+            ]
+            scripts = [Script(folder, f"worker{i}", LOOP, env) for i, env in enumerate(environments)]
+            started[backend] = addresses, folder, scripts
+        yield started
     finally:
-        for worker in workers:
-            worker.kill()
+        for _, _, scripts in started.values():
+            for script in scripts:
+                script.kill()
+
+
+@pytest.mark.xdist_group("lost-worker")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_other_worker_names_the_one_that_is_lost(backend, workers):
+    addresses, folder, (first, second) = workers[backend]
+    assert second.wait() == 9
+    assert first.wait() not in (0, 9)
+    left, told = ((folder / name).stat().st_mtime for name in ("worker1.out", "worker0.err"))
+    assert told - left < LIMIT
+    assert "WorkerLostError" in first.stderr()
+    assert f"without worker 1 ({addresses[1]})" in first.stderr()

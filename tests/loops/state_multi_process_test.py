@@ -112,10 +112,7 @@ def in_worker_more_writes(num_replicas):
         total.assign(number)
         twice.assign(twice * 2)
         twice.assign_sub(number)
-        if (
-            keras.backend.backend() != "tensorflow"
-        ):  # where replicas have parts only of variables of the scope
-            outside.assign_add(number)
+        outside.assign_add(number)
         return twice.value + 0
 
     own = s.run(fn, args=(per_replica(s, np.float32),))
@@ -137,10 +134,10 @@ def test_variables_of_all_kinds_can_be_written(backend, num_workers, num_replica
         assert half == 1 + 0.5 * num_replicas
         assert total == sum(range(num_replicas))
         assert twice == 6 - mean
-        assert outside == 10 + (mean if backend != "tensorflow" else 0)
+        assert outside == 10 + mean
         np.testing.assert_array_equal(lazy, [1 + num_replicas, 1 + 2 * num_replicas])
         np.testing.assert_array_equal(after[:2], [1 + num_replicas, 2 - mean])
-        assert after[2] == (mean if backend != "tensorflow" else 0)
+        assert after[2] == mean
         np.testing.assert_array_equal(after[3], [1 + 2 * num_replicas, 1 + 4 * num_replicas])
 
 
@@ -383,9 +380,6 @@ def in_worker_reset(num_replicas):
     return float(metric.result()), number_of(total)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a write is counted as its difference from the old value, on each replica"
-)
 @each_cluster
 def test_a_sum_may_be_set_in_a_replica(backend, num_workers, num_replicas):
     expected = sum(range(1, num_replicas + 1))

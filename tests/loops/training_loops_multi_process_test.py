@@ -173,6 +173,9 @@ def optimizers():
     }
 
 
+_alone: dict = {}  # in a worker: what does not depend on the number of replicas
+
+
 def in_worker_optimizers(num_replicas, names):
     import keras
 
@@ -226,7 +229,10 @@ def in_worker_optimizers(num_replicas, names):
         losses = [float(model.train_on_batch(*batch)) for batch in batches()]
         return losses, state(model, optimizer), number_of(optimizer.iterations)
 
-    return {name: (custom(name), alone(name)) for name in names}
+    for name in names:
+        if name not in _alone:
+            _alone[name] = alone(name)
+    return {name: (custom(name), _alone[name]) for name in names}
 
 
 NAMES = ("clipnorm", "global_clipnorm", "clipvalue", "weight decay", "average", "accumulation", "loss scale")

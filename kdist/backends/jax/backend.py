@@ -11,7 +11,7 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
-from kdist.backends.jax import loops, programs, workers
+from kdist.backends.jax import loops, programs, scopes, workers
 from kdist.backends.jax.runtime import JaxRuntime
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class JaxBackend(Backend):
     name = "jax"
 
     def __init__(self) -> None:
-        keras_hooks.hook_cond(programs.cond)
+        keras_hooks.hook_cond(scopes.cond)
+        keras_hooks.hook_assignments(programs.assigned)
 
     def native_batches(self, adapter: Any) -> Any:
         """Returns an iterator of NumPy arrays."""

@@ -16,20 +16,18 @@ from kdist import keras_hooks
 from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.jax import uneven
+from kdist.backends.jax.collectives import BATCH_AXIS, MeshCollectives, UnknownShapes
+from kdist.backends.jax.components import has_components
 from kdist.backends.jax.programs import (
-    GradientScope,
-    JaxScope,
     Outputs,
     Placed,
-    PlainScope,
-    Store,
     constant_key,
     discover,
     function_key,
-    initial_value,
     is_array,
 )
-from kdist.backends.jax.replicas import BATCH_AXIS, JaxReplica, MeshCollectives, UnknownShapes
+from kdist.backends.jax.replicas import JaxReplica
+from kdist.backends.jax.scopes import GradientScope, JaxScope, PlainScope, Store, initial_value
 from kdist.context import current_replica
 from kdist.errors import InvalidArgumentError, KdistError
 from kdist.strategies.communication import hint_ignored
@@ -60,7 +58,7 @@ class Loops:
         key = (function_key(fn), call.key())
         gathers = key[0][1] in self._gathering
         if uneven.on_any_worker(runtime, call.parts, gathers):
-            return uneven.run(runtime, strategy, fn, call)
+            return uneven.run(runtime, strategy, fn, call, self.placed)
         program = self._programs.get(key)
         if program is None:
             try:
@@ -208,6 +206,7 @@ class _Program:
             lambda store: self._over_mesh(lambda data: self._replica(store, data)[1]),
             sizes,
             self._runtime.broadcast_variables,
+            self._initial_value,
         )
         self._written = list(store.written.values())
         self._only_read = [v for v in store.variables if id(v) not in store.written]
@@ -215,10 +214,14 @@ class _Program:
 
     def _whole(self, written: Any, read: Any, inputs: Any) -> Any:
         def body(written: Any, read: Any, inputs: Any) -> Any:
-            store = Store(self._variables, [*written, *read], initial_value)
+            store = Store(self._variables, [*written, *read], self._initial_value)
             return self._replica(store, inputs)
 
         return self._over_mesh(body)(written, read, inputs)
+
+    def _initial_value(self, variable: Any) -> Any:
+        value = initial_value(variable)
+        return (value, value) if has_components(self._runtime.replicas, variable) else value
 
     def _over_mesh(self, body: Callable[..., Any]) -> Callable[..., Any]:
         if self._num_replicas == 1:
@@ -334,12 +337,7 @@ def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bo
         values = [variable.value for variable in variables]
         (loss, (data, written)), gradients = jax.value_and_grad(pure, has_aux=True)(values)
         scope, outputs = caught
-        for (key, variable), value in zip(scope.written.items(), written, strict=True):
-            if key in scope.quiet:
-                with outer.untracked():
-                    variable.assign(value)
-            else:
-                variable.assign(value)
+        scope.write_outside(written)
         if not has_aux:
             return loss, list(gradients)
         return (loss, outputs.fill(data)), list(gradients)

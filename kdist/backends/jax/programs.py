@@ -19,147 +19,18 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.backends.replica import ReplicaScope
+from kdist.backends.jax.components import has_components, place_components, place_shares
+from kdist.backends.jax.scopes import Store, initial_value
+from kdist.backends.variables import is_on_read
+
+_all_placed: weakref.WeakSet[Placed] = weakref.WeakSet()
 
 
-class Store:
-    """The values of variables while a function is traced or runs.
-
-    Args:
-        variables: Those that are known to be used.
-        values: Their values.
-        unknown: Called for a variable that is not known; returns its value.
-    """
-
-    def __init__(
-        self, variables: Sequence[Any], values: Sequence[Any], unknown: Callable[[Any], Any]
-    ) -> None:
-        self.variables = list(variables)
-        self._values = {id(v): value for v, value in zip(variables, values, strict=True)}
-        self._unknown = unknown
-        self.written: dict[int, Any] = {}
-
-    def get(self, variable: Any) -> Any:
-        """Returns the present value of a variable."""
-        if id(variable) not in self._values:
-            self._values[id(variable)] = self._unknown(variable)
-            self.variables.append(variable)
-        return self._values[id(variable)]
-
-    def set(self, variable: Any, value: Any) -> None:
-        """Changes the value of a variable."""
-        self.get(variable)
-        self._values[id(variable)] = value
-        self.written[id(variable)] = variable
-
-    def results(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns the values of some variables at the end."""
-        return [self._values[id(variable)] for variable in variables]
-
-
-def initial_value(variable: Any) -> Any:
-    """The value of a variable as the first trace sees it; one that the function creates has none yet."""
-    if variable._value is not None:
-        return variable._value
-    return variable._initializer(variable.shape, dtype=variable.dtype)
-
-
-class JaxScope(ReplicaScope):
-    """Shows a replica the values in a `Store`."""
-
-    def __init__(self, replica: Any, store: Store) -> None:
-        super().__init__(replica)
-        self._store = store
-
-    def local(self, variable: Any) -> Any:
-        """Returns the present value."""
-        return self._store.get(variable)
-
-    def write(self, variable: Any, value: Any) -> None:
-        """Keeps a value."""
-        self._store.set(variable, value)
-
-    def snapshot(self, variable: Any) -> Any:
-        """Returns the present value; arrays do not change."""
-        return self._store.get(variable)
-
-
-class PlainScope(keras.StatelessScope):
-    """Shows a function that runs in no replica the values in a `Store`."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(collect_losses=True, initialize_variables=False)
-        self._store = store
-
-    def get_current_value(self, variable: Any) -> Any:
-        """Overrides the lookup of `keras.StatelessScope`."""
-        return self._store.get(variable)
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        """Overrides the recording of `keras.StatelessScope`."""
-        self._store.set(*update)
-
-
-class GradientScope(keras.StatelessScope):
-    """Shows a function the values that it is differentiated for, and keeps what it writes.
-
-    Args:
-        outer: The scope around it, to which all other variables belong; `None` for the variables themselves.
-        variables: What to differentiate for.
-        values: Their values.
-    """
-
-    def __init__(self, outer: Any, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        super().__init__(collect_losses=True, initialize_variables=False)
-        self._outer = outer
-        self._values = {id(v): value for v, value in zip(variables, values, strict=True)}
-        self.written: dict[int, Any] = {}
-        self.quiet: set[int] = set()
-
-    def get_current_value(self, variable: Any) -> Any:
-        """Overrides the lookup of `keras.StatelessScope`."""
-        if id(variable) in self._values:
-            return self._values[id(variable)]
-        if self._outer is None:
-            return None if variable._value is not None else initial_value(variable)
-        return self._outer.get_current_value(variable)
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        """Overrides the recording of `keras.StatelessScope`."""
-        variable, value = update
-        self._values[id(variable)] = value
-        self.written[id(variable)] = variable
-        if getattr(self._outer, "is_untracked", False):
-            self.quiet.add(id(variable))
-
-    def results(self) -> list[Any]:
-        """The values of the variables that were written, in the order of their first writes."""
-        return [self._values[key] for key in self.written]
-
-
-def cond(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps Keras's `cond`: the branches may write variables, such as those of a `LossScaleOptimizer`."""
-
-    def wrapper(pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
-        outer = keras_hooks.stateless_scope()
-        if not isinstance(outer, (JaxScope, PlainScope, GradientScope)):
-            return original(pred, true_fn, false_fn)
-        written: dict[int, Any] = {}
-
-        def trace(branch: Callable[[], Any]) -> Any:
-            with GradientScope(outer, (), ()) as scope:
-                result = branch()
-                written.update(scope.written)
-                return result, [scope.get_current_value(variable) for variable in written.values()]
-
-        for branch in (true_fn, false_fn):  # which variables either one writes
-            jax.eval_shape(lambda b=branch: trace(b))
-        result, values = original(pred, lambda: trace(true_fn), lambda: trace(false_fn))
-        for variable, value in zip(written.values(), values, strict=True):
-            variable.assign(value)
-        return result
-
-    return wrapper
+def assigned(variable: Any) -> None:
+    """Called when a variable was assigned to outside of replicas: also the same array is another value then."""
+    if is_on_read(variable):
+        for placed in _all_placed:
+            placed.forget(variable)
 
 
 class Placed:
@@ -173,9 +44,10 @@ class Placed:
         self._replicas = replicas
         self._known: dict[int, tuple[Any, Any, Any]] = {}
         self._holders = 0
+        _all_placed.add(self)
 
     def read(self, variables: Sequence[Any], donated: bool = False) -> list[Any]:
-        """Returns the values on all devices.
+        """Returns the values on all devices; of on-read variables, pairs of the components and what they make.
 
         Args:
             variables: Keras variables.
@@ -183,18 +55,20 @@ class Placed:
                 holds too (`old = variable.value`, `target.assign(variable)`) is copied.
         """
         found: list[Any] = [None] * len(variables)
-        missing = []
+        missing, components = [], {}
         for i, variable in enumerate(variables):
             ref, shown, placed = self._known.get(id(variable), (None, None, None))
             known = ref is not None and ref() is variable and variable._value is shown
             if not known or (donated and sys.getrefcount(shown) > self._holders):
                 missing.append(i)
+                if has_components(self._replicas, variable):
+                    components[i] = placed[0] if known else place_shares(self._replicas, variable)
             else:
                 found[i] = placed
         if missing:
             values = self._replicas.place_state([variables[i]._value for i in missing])
             for i, placed in zip(missing, values, strict=True):
-                found[i] = self._show(variables[i], placed)
+                found[i] = self._show(variables[i], (components[i], placed) if i in components else placed)
         return found
 
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
@@ -202,8 +76,22 @@ class Placed:
         for variable, placed in zip(variables, values, strict=True):
             self._show(variable, placed)
 
+    def forget(self, variable: Any) -> None:
+        """Lets the next program take the variable's own value."""
+        self._known.pop(id(variable), None)
+
+    def component(self, variable: Any, index: int) -> Any:
+        """Returns what a local replica has of an on-read variable."""
+        ((parts, _),) = self.read([variable])
+        return parts.addressable_shards[index].data
+
+    def write_components(self, variable: Any, parts: Sequence[Any], total: Any) -> None:
+        """Keeps what the local replicas have of an on-read variable, and shows what all replicas' make."""
+        (whole,) = self._replicas.place_state([total])
+        self._show(variable, (place_components(self._replicas, parts), whole))
+
     def _show(self, variable: Any, placed: Any) -> Any:
-        shown = placed.addressable_data(0)
+        shown = (placed[1] if isinstance(placed, tuple) else placed).addressable_data(0)
         variable._value = shown
         key = id(variable)
         if key not in self._known or self._known[key][0]() is not variable:
@@ -233,6 +121,7 @@ def discover(
     function: Callable[[Store], Callable[[Any], Any]],
     arguments: Any,
     created: Callable[[Sequence[Any]], None] = lambda variables: None,
+    value: Callable[[Any], Any] = initial_value,
 ) -> Store:
     """Traces a function without compiling it, and returns a store that knows all variables it reads and writes.
 
@@ -240,9 +129,10 @@ def discover(
         function: Returns, for a store, the function to trace over it.
         arguments: Shapes and dtypes of its arguments.
         created: Called with all variables once the function has created some, which have values by then.
+        value: Returns the value of a variable as the trace sees it.
     """
     while True:
-        store = Store((), (), initial_value)
+        store = Store((), (), value)
         jax.eval_shape(function(store), arguments)
         if not initialize(store.variables):
             return store

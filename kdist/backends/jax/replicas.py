@@ -7,7 +7,7 @@ divides its rows. So "placing" is all there is: state is replicated, batches are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import keras
@@ -16,13 +16,11 @@ from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdist.backends.jax.board import note_dispatched
+from kdist.backends.jax.collectives import BATCH_AXIS, Collectives
 from kdist.backends.replica import Replica, equal_shares
 from kdist.context import cross_replica
 from kdist.data.rows import is_ragged, is_scipy, is_tf_sparse, to_dense
 from kdist.errors import DatasetError
-from kdist.values import DistributedValues, PerReplica
-
-BATCH_AXIS = "batch"
 
 
 class Replicas:
@@ -37,9 +35,10 @@ class Replicas:
     def __init__(self, devices: Sequence[Any], local_devices: Sequence[Any], worker_index: int) -> None:
         self.num_replicas = len(devices)
         self.first_device = local_devices[0]
-        self._local_devices = list(local_devices)
-        self._first_local = worker_index * len(local_devices)
+        self.local_devices = list(local_devices)
         self._num_local = len(local_devices)
+        self._first_local = worker_index * self._num_local
+        self.local_ids = range(self._first_local, self._first_local + self._num_local)
         self._is_global = len(devices) > len(local_devices)
         mesh, local_mesh = (Mesh(np.array(list(d)), (BATCH_AXIS,)) for d in (devices, local_devices))
         self.mesh = mesh
@@ -102,7 +101,7 @@ class Replicas:
 
         return [
             None if part is None else keras.tree.map_structure(lambda leaf, d=device: put(leaf, d), part)
-            for part, device in zip(parts, self._local_devices, strict=True)
+            for part, device in zip(parts, self.local_devices, strict=True)
         ]
 
     def join_parts(self, parts: Sequence[Any], num_rows: int) -> Any:
@@ -135,15 +134,13 @@ class Replicas:
                 placed.append(jax.device_put(parts[0], self.replicated))
                 continue
             rows = parts if shape else [part.reshape(1) for part in parts]
-            local = [jax.device_put(p, d) for p, d in zip(rows, self._local_devices, strict=True)]
+            local = [jax.device_put(p, d) for p, d in zip(rows, self.local_devices, strict=True)]
             whole = (local[0].shape[0] * self.num_replicas, *shape[1:])
             placed.append(jax.make_array_from_single_device_arrays(whole, self.split, local))
         return placed
 
     def sum_over_workers(self, tensor: Any) -> Any:
         """Sums tensors of the workers, of equal shapes; on this worker's first device."""
-        if isinstance(tensor, jax.core.Tracer):  # in a `merge_call`: every device has its worker's sum
-            return jax.lax.psum(tensor, BATCH_AXIS) / self._num_local
         rows = [tensor[None], *[jax.numpy.zeros_like(tensor)[None]] * (self._num_local - 1)]
         (stacked,) = self.join_values([rows])
         return self._sum(stacked).addressable_data(0)
@@ -177,7 +174,7 @@ class Replicas:
             values: Arrays, of equal shapes and dtypes on all workers.
         """
         hosts = [np.asarray(value) for value in values]
-        words = np.frombuffer(_padded(b"".join(host.tobytes() for host in hosts)), np.uint32)
+        words = _words(b"".join(host.tobytes() for host in hosts))
         # One row a device; a program that asks for the first one sends it to all.
         local = jax.device_put(np.stack([words] * self._num_local), self._local_split)
         rows = self._globalize(local, self._local_split)
@@ -219,83 +216,6 @@ class Replicas:
             return jax.make_array_from_single_device_arrays(local.shape, self.replicated, shards)
         rows = shards[0].shape[0] * self.num_replicas
         return jax.make_array_from_single_device_arrays((rows, *local.shape[1:]), self.split, shards)
-
-
-class Collectives(Protocol):
-    """What connects the replicas of a function of the user's."""
-
-    replica_id: Any
-    local_index: Any
-
-    def sum(self, tensors: Sequence[Any]) -> list[Any]:
-        """Sums each tensor over all replicas."""
-
-    def gather(self, rows: Any) -> tuple[Any, Any]:
-        """Returns the rows of all replicas, and the index of this replica's first one."""
-
-    def merge(self, function: Callable[..., Any], values: Any) -> Any:
-        """Calls a function once with the values of all local replicas; returns this one's component."""
-
-
-class UnknownShapes(BaseException):
-    """Tells who traces a function that it gathers: then the shapes of all workers' arguments must be equal."""
-
-
-class MeshCollectives:
-    """The collectives of a program that all devices run.
-
-    Args:
-        runtime: The devices.
-        equal_shapes: Whether the replicas of all workers are known to have tensors of equal shapes.
-    """
-
-    def __init__(self, runtime: Any, equal_shapes: bool) -> None:
-        self._equal_shapes = equal_shapes or runtime.num_workers == 1
-        self._num_replicas = runtime.num_replicas
-        self._num_local = len(runtime.devices)
-        alone = self._num_replicas == 1
-        self.replica_id: Any = 0 if alone else jax.lax.axis_index(BATCH_AXIS)
-        self.local_index: Any = 0 if self._num_local == 1 else self.replica_id % self._num_local
-
-    def sum(self, tensors: Sequence[Any]) -> list[Any]:
-        """Sums each tensor over all devices."""
-        if self._num_replicas == 1:
-            return list(tensors)
-        totals = jax.lax.psum(tuple(tensors), BATCH_AXIS)
-        # The sum of truth values would be a number.
-        return [total.astype(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
-
-    def gather(self, rows: Any) -> tuple[Any, Any]:
-        """Returns the rows of all devices: as many of each, since they run one program."""
-        if self._num_replicas == 1:
-            return rows, 0
-        self._require_equal_shapes()
-        return jax.lax.all_gather(rows, BATCH_AXIS, tiled=True), self.replica_id * rows.shape[0]
-
-    def merge(self, function: Callable[..., Any], values: Any) -> Any:
-        """Calls a function on every device, with the values of all devices of its worker."""
-        if self._num_local == 1:
-            return function(values)
-        self._require_equal_shapes()
-        first = self.replica_id - self.local_index
-
-        def join(leaf: Any) -> Any:
-            if not isinstance(leaf, (jax.Array, np.ndarray)):
-                return leaf
-            everyone = jax.lax.all_gather(leaf, BATCH_AXIS)
-            return PerReplica([everyone[first + i] for i in range(self._num_local)])
-
-        def choose(leaf: Any) -> Any:
-            if not isinstance(leaf, DistributedValues):
-                return leaf
-            return jax.numpy.stack(leaf.values)[self.local_index]
-
-        result = function(keras.tree.map_structure(join, values))
-        return keras.tree.map_structure(choose, result)
-
-    def _require_equal_shapes(self) -> None:
-        if not self._equal_shapes:
-            raise UnknownShapes
 
 
 class JaxReplica(Replica):
@@ -361,14 +281,26 @@ class JaxReplica(Replica):
         """Calls the function for all replicas of this worker."""
         self.require_running("merge_call")
 
+        scope: Any = self.scope
+        scope.aggregate(only_on_read=True)
+
         def call(values: Any) -> Any:
             merged_args, merged_kwargs = values
-            assert self.scope is not None
-            # All replicas get to write the same values.
-            with self.scope.untracked(), cross_replica(self.strategy):
-                return merge_fn(self.strategy, *merged_args, **merged_kwargs)
+            with scope.crossing() as written, cross_replica(self.strategy):
+                result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
+            return result, written
 
-        return self._collectives.merge(call, (tuple(args), dict(kwargs or {})))
+        result, written = self._collectives.merge(call, (tuple(args), dict(kwargs or {})))
+        with scope.crossing():  # the function may have run in another's place
+            for variable, value in written:
+                variable.assign(value)
+        return result
+
+    def for_all(self, value: Any) -> Any:
+        """Returns a value where functions that speak for all replicas compute: the first device, or a program."""
+        runtime: Any = self.strategy.runtime
+        first = runtime.replicas.first_device
+        return value if isinstance(value, jax.core.Tracer) else jax.device_put(value, first)
 
     def apply_gradients(self, apply: Callable[[], Any]) -> Any:
         """Runs Keras's `optimizer.apply`; all replicas do the same sums."""
@@ -377,8 +309,8 @@ class JaxReplica(Replica):
             return apply()
 
 
-def _padded(data: bytes) -> bytes:
-    return data + bytes(-len(data) % 4)
+def _words(data: bytes) -> Any:
+    return np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
 
 
 def _as_array(leaf: Any) -> Any:

@@ -11,11 +11,13 @@ import jax
 import numpy as np
 
 from kdist.backends.contract import Runtime, StepFunction
+from kdist.backends.jax.collectives import BATCH_AXIS
 from kdist.backends.jax.devices import find_devices
 from kdist.backends.jax.loops import Loops, leave_function
 from kdist.backends.jax.replicas import Replicas
 from kdist.backends.jax.steps import JaxSteps
 from kdist.backends.jax.workers import Workers, without_chatter
+from kdist.backends.replica import divide
 from kdist.data.exchange import gather_rows
 
 
@@ -93,6 +95,8 @@ class JaxRuntime(Runtime):
         if self.num_workers == 1:
             return list(tensors)
         leave_function()
+        if not self.can_exchange:
+            return [_sum_in_program(tensor, len(self.devices)) for tensor in tensors]
         with self.workers.working():
             return [self.replicas.sum_over_workers(tensor) for tensor in tensors]
 
@@ -101,6 +105,8 @@ class JaxRuntime(Runtime):
         if self.num_workers == 1:
             return tensor
         leave_function()
+        if not self.can_exchange:
+            return _gather_in_program(tensor, len(self.devices))
         rows = gather_rows(self.workers, [np.asarray(tensor)])
         return jax.device_put(rows, self.replicas.first_device)
 
@@ -126,3 +132,17 @@ class JaxRuntime(Runtime):
     def explain_failure(self, error: BaseException) -> BaseException:
         """Names the worker that was lost, where an error of JAX comes from that."""
         return self.workers.explain_failure(error)
+
+
+def _sum_in_program(tensor: Any, num_local: int) -> Any:
+    """In a `merge_call`, where all devices of a worker have its tensor: the sum over the workers."""
+    tensor = jax.numpy.asarray(tensor)
+    total = jax.lax.psum(tensor, BATCH_AXIS)
+    return divide(total, num_local).astype(tensor.dtype)
+
+
+def _gather_in_program(rows: Any, num_local: int) -> Any:
+    """In a `merge_call`: the rows of all workers, of which each has as many."""
+    rows = jax.numpy.asarray(rows)
+    everyone = jax.lax.all_gather(rows, BATCH_AXIS)[::num_local]
+    return everyone.reshape(-1, *rows.shape[1:])

@@ -17,9 +17,11 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
+from kdist.backends.jax.components import has_components
 from kdist.backends.jax.devices import find_devices
-from kdist.backends.jax.programs import JaxScope, Store, initialize
+from kdist.backends.jax.programs import Placed, initialize
 from kdist.backends.jax.replicas import JaxReplica
+from kdist.backends.jax.scopes import JaxScope, Store
 from kdist.backends.messages import gather
 from kdist.backends.structures import joined
 from kdist.backends.threads import ReplicaThreads
@@ -51,7 +53,9 @@ def on_any_worker(runtime: JaxRuntime, values: Sequence[Sequence[Any]], gathers:
     return any(other is None or other != everyone[0] for other in everyone)
 
 
-def run(runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], call: Any) -> Sequence[Any]:
+def run(
+    runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], call: Any, placed: Placed
+) -> Sequence[Any]:
     """Calls the user's function in every local replica, one at a time.
 
     Args:
@@ -59,6 +63,7 @@ def run(runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], call: Any) -
         strategy: What the replicas belong to.
         fn: The function.
         call: Its arguments, split into arrays of the replicas and constants.
+        placed: The values of the variables.
     """
     devices = find_devices(runtime.devices)
     state = keras_hooks.ThreadState()
@@ -73,7 +78,7 @@ def run(runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], call: Any) -
                 stack.enter_context(state)
             stack.enter_context(jax.default_device(device))
             stack.enter_context(replica)
-            store = stores[index] = Store((), (), lambda variable: _value_on(runtime, variable, device))
+            store = stores[index] = Store((), (), lambda v: _value_on(runtime, v, index, placed))
             scope = stack.enter_context(JaxScope(replica, store))
             own_args, own_kwargs = call.arguments([jax.device_put(p[index], device) for p in call.parts])
             result = fn(*own_args, **own_kwargs)
@@ -90,15 +95,22 @@ def run(runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], call: Any) -
         if len(devices) == 1:  # else the threads say it
             error.add_note(f"Raised in replica {runtime.replica_ids[0]} ({runtime.devices[0]}).")
         raise
-    written = list(stores[0].written.values())
-    for variable, value in zip(written, stores[0].results(written), strict=True):
-        variable.assign(value)
+    for variable in stores[0].written.values():
+        values = [store.results([variable])[0] for store in stores]
+        if has_components(runtime.replicas, variable):
+            placed.write_components(variable, [component for component, _ in values], values[0][1])
+        else:
+            variable.assign(values[0])
     return results
 
 
-def _value_on(runtime: JaxRuntime, variable: Any, device: Any) -> Any:
+def _value_on(runtime: JaxRuntime, variable: Any, index: int, placed: Placed) -> Any:
     if initialize([variable]):
         runtime.broadcast_variables([variable])
+    device = find_devices(runtime.devices)[index]
+    if has_components(runtime.replicas, variable):
+        component = placed.component(variable, index)
+        return jax.device_put(component, device), jax.device_put(variable._value, device)
     return jax.device_put(variable._value, device)
 
 
@@ -153,7 +165,10 @@ class HostCollectives:
             lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, values
         )
         result = self._meet(("merge_call", None), host, lambda parts: function(joined(parts)))
-        return component(result, self.local_index, keras.tree.map_structure)
+        return keras.tree.map_structure(
+            lambda leaf: jax.device_put(leaf, self._device) if isinstance(leaf, jax.Array) else leaf,
+            component(result, self.local_index, keras.tree.map_structure),
+        )
 
     def _meet(self, what: Any, value: Any, combine: Callable[[Any], Any]) -> Any:
         if self._baton is None:

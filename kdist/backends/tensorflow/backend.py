@@ -11,8 +11,8 @@ import tensorflow as tf
 from kdist import keras_hooks
 from kdist.backends import device_names
 from kdist.backends.contract import Backend
+from kdist.backends.tensorflow import components, loops, workers
 from kdist.backends.tensorflow import devices as tensorflow_devices
-from kdist.backends.tensorflow import loops, workers
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
 from kdist.errors import DeviceError
 from kdist.strategies.communication import CommunicationImplementation
@@ -33,6 +33,7 @@ class TensorFlowBackend(Backend):
     def __init__(self) -> None:
         _keep_from_autograph()
         keras_hooks.hook_tensorflow_optimizers()
+        keras_hooks.hook_assignments(components.assigned)
 
     def native_batches(self, adapter: Any) -> Any:
         """Returns a `tf.data.Dataset`."""

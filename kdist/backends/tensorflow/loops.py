@@ -37,6 +37,7 @@ def run(
     # By a list, not by what is returned: TensorFlow would regroup it.
     results: list[Any] = [None] * len(runtime.devices)
     logs: list[Any] = [()] * len(runtime.devices)
+    scopes: dict[int, TensorFlowScope] = {}
 
     @tf.autograph.experimental.do_not_convert
     def one_replica() -> None:
@@ -48,6 +49,7 @@ def run(
         )
         try:
             with thread_state, replica, TensorFlowScope(replica, ()) as scope:
+                scopes[index] = scope
                 own_args, own_kwargs = component((args, kwargs), index, keras.tree.map_structure)
                 results[index] = called(*own_args, **own_kwargs)
                 scope.aggregate()
@@ -56,7 +58,13 @@ def run(
             error.add_note(f"Raised in replica {replica_id} ({runtime.devices[index]}).")
             raise
 
-    runtime.native.run(one_replica)
+    try:
+        runtime.native.run(one_replica)
+    except BaseException:
+        if tf.executing_eagerly() and 0 in scopes:
+            scopes[0].equalize(scopes.values())
+        raise
+    scopes[0].commit()
     if debugging.is_on():
         with tf.init_scope(), runtime.suspended(), runtime.scope():
             if runtime.can_exchange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,14 +10,26 @@ import keras
 import tensorflow as tf
 
 from kdist import keras_hooks
+from kdist.backends import debugging
 from kdist.backends.replica import Replica, ReplicaScope
 from kdist.backends.structures import joined
+from kdist.backends.tensorflow.components import is_shared, native_of
+from kdist.backends.variables import check_branch
 from kdist.context import cross_replica
 from kdist.values import component
 
 
 class TensorFlowReplica(Replica):
     """A replica that runs inside `tf.distribute.Strategy.run`."""
+
+    def note(self, collective: str, tensors: Sequence[Any]) -> None:
+        """Under `KDIST_DEBUG=1`, compares with the other workers; in a graph, once it was traced."""
+        runtime = self.strategy.runtime
+        if not debugging.is_on() or not runtime.can_exchange:
+            super().note(collective, tensors)
+        elif self.local_index == 0:
+            with keras_hooks.without_scope(), runtime.suspended(), runtime.scope():
+                debugging.check(runtime, collective, debugging.signature(tensors))
 
     def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums with the all-reduce of `tf.distribute`."""
@@ -55,6 +68,8 @@ class TensorFlowReplica(Replica):
     ) -> Any:
         """Calls the function with the `merge_call` of `tf.distribute`."""
         self.require_running("merge_call")
+        assert self.scope is not None
+        self.scope.aggregate(only_on_read=True)
         # The structure goes around TensorFlow, which would take it apart; the tensors with it.
         caught: list[Any] = []
 
@@ -98,23 +113,49 @@ class TensorFlowScope(ReplicaScope):
     def __init__(self, replica: TensorFlowReplica, variables: Iterable[Any]) -> None:
         super().__init__(replica)
         self._strategy = replica.strategy
-        self._runtime = replica.strategy.runtime
+        self._runtime: Any = replica.strategy.runtime
         self._index = replica.local_index
+        runtime: Any = self._runtime
+        self._components = runtime.components
+        self._num_local = len(self._runtime.devices)
+        self._graph = tf.compat.v1.get_default_graph()
+        self._entered: dict[tuple[int, int], Any] = {}
+        self.touched: dict[int, Any] = {}
         self._at_start = {id(v): self.snapshot(v) for v in variables}
 
     def local(self, variable: Any) -> Any:
         """Returns the `tf.Variable` on this replica's device."""
         if variable._value is None:
             self._initialize(variable)
-        value = variable._value
-        if isinstance(value, tf.distribute.DistributedValues):
-            return value.values[self._index]
-        return value
+        if self.is_untracked:  # optimisers write to what they read
+            self.touched[id(variable)] = variable
+        is_on_read = self.has_component(variable)
+        if not is_on_read and not is_shared(variable, self._num_local):
+            return native_of(variable, self._index, self._num_local)
+        graph = tf.compat.v1.get_default_graph()  # a branch of `tf.cond` has its own
+        key = (id(graph), id(variable))
+        if key not in self._entered:
+            self._entered[key] = graph
+            self._components.enter(variable, self._index, is_on_read)
+        return self._components.get(variable, self._index, is_on_read).value
 
     def write(self, variable: Any, value: Any) -> None:
         """Assigns to the component, without the aggregation of `tf.distribute`."""
         component = self.local(variable)
+        self.touched[id(variable)] = variable
         component.assign(tf.cast(value, component.dtype))
+
+    def show(self, variable: Any, total: Any) -> None:
+        """Shows the total in the mirrored variable."""
+        self.local(variable)
+        self._components.show(variable, self._index, total)
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Refuses what cannot be aggregated."""
+        super().add_update(update)
+        write = self._written.get(id(update[0]))
+        if write and write.is_set and tf.compat.v1.get_default_graph() is not self._graph:
+            check_branch(update[0])
 
     def snapshot(self, variable: Any) -> Any:
         """Reads the component."""
@@ -123,12 +164,29 @@ class TensorFlowScope(ReplicaScope):
     def old_value(self, variable: Any) -> Any:
         """The value at the start of the step, for variables known then."""
         known = self._at_start.get(id(variable))
-        return self.snapshot(variable) if known is None else known
+        if known is not None:
+            return known
+        with contextlib.nullcontext() if tf.executing_eagerly() else self._graph.as_default():
+            return self.snapshot(variable)  # not in a branch, whose tensors cannot be used outside of it
 
     def aggregated(self, variable: Any, value: Any) -> None:
         """Notes the value from which later writes in the same step are counted."""
         super().aggregated(variable, value)
         self._at_start[id(variable)] = tf.identity(value)
+
+    def commit(self) -> None:
+        """After all replicas have ended: writes back what they have one `tf.Variable` of."""
+        touched = [v for v in self.touched.values() if not self.has_component(v)]
+        self._components.commit([v for v in touched if is_shared(v, self._num_local)])
+
+    def equalize(self, scopes: Iterable[TensorFlowScope]) -> None:
+        """After an exception: all local replicas get what the first one has."""
+        for variable in {key: v for scope in scopes for key, v in scope.touched.items()}.values():
+            first, *others = [native_of(variable, i, self._num_local) for i in range(self._num_local)]
+            for other in others:
+                if other is not first:
+                    other.assign(first)
+            self._components.reset(variable)
 
     def _initialize(self, variable: Any) -> None:
         # Keras defers the value of a variable that is created in a scope until a scope is left. It is made

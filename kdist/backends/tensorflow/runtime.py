@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from kdist.backends.contract import Runtime, StepFunction
 from kdist.backends.tensorflow import loops, steps
+from kdist.backends.tensorflow.components import Components
 from kdist.backends.tensorflow.workers import Workers
 
 
@@ -31,6 +32,7 @@ class TensorFlowRuntime(Runtime):
         self.workers = workers
         self.num_workers = workers.num_workers if workers else 1
         self.worker_index = workers.worker_index if workers else 0
+        self.components = Components(self)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -137,8 +139,8 @@ class TensorFlowRuntime(Runtime):
 
 def _mirrored(next_creator: Any, **kwargs: Any) -> Any:
     # Keras's metrics ask for ON_READ variables, each of which would cost a collective every time it is read.
-    # A ReplicaScope makes what a step writes equal on all replicas with one collective, so that plain
-    # mirrored variables are right.
+    # A ReplicaScope makes what a step writes equal on all replicas with one collective, so that plain mirrored
+    # variables show it; `Components` has what each replica of `run` reads.
     if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
         kwargs["synchronization"] = tf.VariableSynchronization.AUTO
     return next_creator(**kwargs)

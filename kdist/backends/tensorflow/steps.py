@@ -105,8 +105,12 @@ class _ReplicatedFunction(StepFunction):
             with self._thread_state, replica:
                 return self.in_replica(replica, parts[index])
 
+        self.scopes: dict[int, TensorFlowScope] = {}
         with self.around_replicas():
-            return native.experimental_local_results(native.run(one_replica))
+            results = native.experimental_local_results(native.run(one_replica))
+        self.scopes[0].commit()
+        self.scopes = {}
+        return results
 
     def around_replicas(self) -> contextlib.AbstractContextManager[None]:
         """Entered once, outside the replicas."""
@@ -136,7 +140,7 @@ class LogsFunction(_ReplicatedFunction):
 
     def in_replica(self, replica: TensorFlowReplica, data: Any) -> Any:
         """Runs the step with the replica's own variables."""
-        with TensorFlowScope(replica, self.model.non_trainable_variables):
+        with TensorFlowScope(replica, self.model.non_trainable_variables) as self.scopes[replica.local_index]:
             return run_step(replica, self.model, self._method, data)
 
 
@@ -169,7 +173,7 @@ class PredictFunction(_ReplicatedFunction):
 
     def in_replica(self, replica: TensorFlowReplica, data: Any) -> Any:
         """Predicts the replica's rows."""
-        with TensorFlowScope(replica, ()):
+        with TensorFlowScope(replica, ()) as self.scopes[replica.local_index]:
             return self.model.predict_step(data)
 
 

@@ -81,6 +81,7 @@ def run(
     try:
         return in_replicas(runtime, strategy, body, gradients=torch.is_grad_enabled())
     except Exception as error:
+        runtime.components.forget_changed()
         if len(runtime.devices) == 1:  # else the threads say it
             error.add_note(f"Raised in replica {runtime.replica_ids[0]} ({runtime.devices[0]}).")
         raise

@@ -151,6 +151,8 @@ class TorchReplica(Replica):
     ) -> Any:
         """Lets the last local replica call the function, for all, on the real variables."""
         self.require_running("merge_call")
+        assert self.scope is not None
+        self.scope.aggregate(only_on_read=True)
 
         def combine(values: Sequence[Any]) -> Any:
             joined_args, joined_kwargs = joined(values)
@@ -248,6 +250,8 @@ class TorchScope(ReplicaScope):
         super().__init__(replica)
         self.replica = replica
         self.copies = copies
+        runtime: Any = replica.strategy.runtime
+        self._components = runtime.components
         # Those that follow this replica's writes: of all others, if it is the first.
         self._others = replica.copies if copies is None else ()
 
@@ -255,10 +259,17 @@ class TorchScope(ReplicaScope):
         """Returns the tensor that this replica reads, writes and differentiates for."""
         if variable._value is None:
             self._initialize(variable)
+        if self.has_component(variable):
+            return self._components.get(variable, self.replica.local_index)
         return variable._value if self.copies is None else self.copies.get(variable)
 
     def write(self, variable: Any, value: Any) -> None:
         """Copies a value into the replica's tensor."""
+        if self.has_component(variable):
+            self.local(variable)
+            with torch.no_grad():
+                self._components.write(variable, self.replica.local_index, value)
+            return
         for copies in self._others:
             copies.get(variable)  # who has not looked at the variable yet must find its old value
         with torch.no_grad():
@@ -267,6 +278,12 @@ class TorchScope(ReplicaScope):
     def snapshot(self, variable: Any) -> torch.Tensor:
         """Returns a copy of the replica's tensor."""
         return self.local(variable).detach().clone()
+
+    def show(self, variable: Any, total: Any) -> None:
+        """Lets the first local replica write the real variable."""
+        if self.copies is None:
+            with torch.no_grad():
+                self._components.show(variable, total)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import keras
 from kdist.backends.contract import Runtime, StepFunction
 from kdist.backends.threads import ReplicaThreads
 from kdist.backends.torch import loops, steps
+from kdist.backends.torch.components import Components
 from kdist.backends.torch.devices import keras_device, torch_device
 from kdist.backends.torch.replicas import VariableCopies
 from kdist.backends.torch.workers import Workers
@@ -32,6 +33,7 @@ class TorchRuntime(Runtime):
         self.worker_index = workers.worker_index if workers else 0
         # The first replica works on the real variables.
         self.copies = [VariableCopies(device) for device in self.torch_devices[1:]]
+        self.components = Components(self.torch_devices, self.replica_ids, self.num_replicas)
         first = self.replica_ids[0]
         self.threads = ReplicaThreads([f"replica {first + i} ({name})" for i, name in enumerate(devices)])
 

@@ -1,0 +1,91 @@
+"""What the replicas of one program do together: sums, gathered rows, functions that speak for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import keras
+import numpy as np
+
+from kdist.values import DistributedValues, PerReplica
+
+BATCH_AXIS = "batch"
+
+
+class Collectives(Protocol):
+    """What connects the replicas of a function of the user's."""
+
+    replica_id: Any
+    local_index: Any
+
+    def sum(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums each tensor over all replicas."""
+
+    def gather(self, rows: Any) -> tuple[Any, Any]:
+        """Returns the rows of all replicas, and the index of this replica's first one."""
+
+    def merge(self, function: Callable[..., Any], values: Any) -> Any:
+        """Calls a function once with the values of all local replicas; returns this one's component."""
+
+
+class UnknownShapes(BaseException):
+    """Tells who traces a function that it gathers: then the shapes of all workers' arguments must be equal."""
+
+
+class MeshCollectives:
+    """The collectives of a program that all devices run.
+
+    Args:
+        runtime: The devices.
+        equal_shapes: Whether the replicas of all workers are known to have tensors of equal shapes.
+    """
+
+    def __init__(self, runtime: Any, equal_shapes: bool) -> None:
+        self._equal_shapes = equal_shapes or runtime.num_workers == 1
+        self._num_replicas = runtime.num_replicas
+        self._num_local = len(runtime.devices)
+        alone = self._num_replicas == 1
+        self.replica_id: Any = 0 if alone else jax.lax.axis_index(BATCH_AXIS)
+        self.local_index: Any = 0 if self._num_local == 1 else self.replica_id % self._num_local
+
+    def sum(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums each tensor over all devices."""
+        if self._num_replicas == 1:
+            return list(tensors)
+        totals = jax.lax.psum(tuple(tensors), BATCH_AXIS)
+        # The sum of truth values would be a number.
+        return [total.astype(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
+
+    def gather(self, rows: Any) -> tuple[Any, Any]:
+        """Returns the rows of all devices: as many of each, since they run one program."""
+        if self._num_replicas == 1:
+            return rows, 0
+        self._require_equal_shapes()
+        return jax.lax.all_gather(rows, BATCH_AXIS, tiled=True), self.replica_id * rows.shape[0]
+
+    def merge(self, function: Callable[..., Any], values: Any) -> Any:
+        """Calls a function on every device, with the values of all devices of its worker."""
+        self._require_equal_shapes()  # the function may gather
+        if self._num_local == 1:
+            return function(values)
+        first = self.replica_id - self.local_index
+
+        def join(leaf: Any) -> Any:
+            if not isinstance(leaf, (jax.Array, np.ndarray)):
+                return leaf
+            everyone = jax.lax.all_gather(leaf, BATCH_AXIS)
+            return PerReplica([everyone[first + i] for i in range(self._num_local)])
+
+        def choose(leaf: Any) -> Any:
+            if not isinstance(leaf, DistributedValues):
+                return leaf
+            return jax.numpy.stack(leaf.values)[self.local_index]
+
+        result = function(keras.tree.map_structure(join, values))
+        return keras.tree.map_structure(choose, result)
+
+    def _require_equal_shapes(self) -> None:
+        if not self._equal_shapes:
+            raise UnknownShapes

@@ -1,0 +1,153 @@
+"""Variables of the replicas' own, for Keras variables that are not simply mirrored over the local devices.
+
+There are two kinds. An on-read variable has a component for each replica, which lasts from `run` to `run`; the
+mirrored variable shows what they aggregate to. A variable that was created outside of the strategy's scope is one
+`tf.Variable` for all local replicas: each works on a copy, and the first one's is written back at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from kdist import keras_hooks
+from kdist.backends.variables import share_of
+from kdist.errors import StrategyScopeError
+
+if TYPE_CHECKING:
+    from kdist.backends.tensorflow.runtime import TensorFlowRuntime
+
+_all: weakref.WeakSet[Components] = weakref.WeakSet()
+
+
+@dataclass
+class Part:
+    """What one local replica has of a variable, and the value outside of replicas from which that was made."""
+
+    value: Any
+    shown: Any
+
+
+@dataclass
+class _Known:
+    variable: weakref.ref[Any]
+    native: Any
+    parts: list[Part]
+    is_on_read: bool
+
+    def is_of(self, variable: Any) -> bool:
+        return self.native is variable._value and self.variable() is variable
+
+
+def native_of(variable: Any, index: int, num_local: int) -> Any:
+    """Returns the `tf.Variable` of a local replica, or the one of all.
+
+    Raises:
+        StrategyScopeError: The variable belongs to the replicas of another strategy.
+    """
+    value = variable._value
+    if not isinstance(value, tf.distribute.DistributedValues):
+        return value
+    if len(value.values) != num_local:
+        raise StrategyScopeError(
+            "A variable that was created in the scope of another strategy cannot be used in this one.",
+            received={"variable": variable.path, "components": len(value.values), "replicas": num_local},
+            hint="Create the variable in the scope of the strategy that runs the function.",
+        )
+    return value.values[index]
+
+
+def is_shared(variable: Any, num_local: int) -> bool:
+    """Says whether the local replicas have one `tf.Variable` for all."""
+    return num_local > 1 and not isinstance(variable._value, tf.distribute.DistributedValues)
+
+
+class Components:
+    """The replicas' own variables, made when a replica first meets the Keras variable.
+
+    They are found to be out of date by their value: in a graph there is no other trace of what was assigned.
+
+    Args:
+        runtime: The devices.
+    """
+
+    def __init__(self, runtime: TensorFlowRuntime) -> None:
+        self._runtime = runtime
+        self._known: dict[int, _Known] = {}
+        _all.add(self)
+
+    def get(self, variable: Any, index: int, is_on_read: bool) -> Part:
+        """Returns what a local replica has; see `enter`."""
+        known = self._known.get(id(variable))
+        if known is None or not known.is_of(variable):
+            known = self._known[id(variable)] = self._make(variable, is_on_read)
+        return known.parts[index]
+
+    def enter(self, variable: Any, index: int, is_on_read: bool) -> None:
+        """Takes over what was assigned outside of replicas since; may be done as often as one likes."""
+        part = self.get(variable, index, is_on_read)
+        outside = native_of(variable, index, len(self._runtime.devices)).read_value()
+        same = tf.reduce_all(tf.equal(outside, part.shown))
+        part.value.assign(tf.where(same, part.value, self._share(variable, index, outside, is_on_read)))
+        part.shown.assign(outside)
+
+    def show(self, variable: Any, index: int, total: Any) -> None:
+        """Takes what the components of an on-read variable aggregate to."""
+        native_of(variable, index, len(self._runtime.devices)).assign(total)
+        self.get(variable, index, True).shown.assign(total)
+
+    def commit(self, variables: Sequence[Any]) -> None:
+        """Writes the first replica's copies of shared variables back, after all replicas have ended."""
+        for variable in variables:
+            variable._value.assign(self.get(variable, 0, False).value)
+
+    def reset(self, variable: Any) -> None:
+        """Gives all local replicas their shares of the present value, if they have anything of the variable."""
+        known = self._known.get(id(variable))
+        if known is None or not known.is_of(variable):
+            return
+        for index, part in enumerate(known.parts):
+            outside = native_of(variable, index, len(known.parts)).read_value()
+            part.value.assign(self._share(variable, index, outside, known.is_on_read))
+            part.shown.assign(outside)
+
+    def _share(self, variable: Any, index: int, value: Any, is_on_read: bool) -> Any:
+        if not is_on_read:
+            return value
+        runtime = self._runtime
+        return share_of(variable, value, runtime.replica_ids[index], runtime.num_replicas)
+
+    def _make(self, variable: Any, is_on_read: bool) -> _Known:
+        parts = []
+        devices = self._runtime.devices
+        # Outside of replicas and graphs, as if before the function.
+        with keras_hooks.without_scope(), tf.init_scope(), self._runtime.suspended():
+            for index, name in enumerate(devices):
+                with tf.device(name):
+                    shown = native_of(variable, index, len(devices)).read_value()
+                    value = self._share(variable, index, shown, is_on_read)
+                    parts.append(
+                        Part(
+                            tf.Variable(value, trainable=variable.trainable),
+                            tf.Variable(shown, trainable=False),
+                        )
+                    )
+        key = id(variable)
+        ref = weakref.ref(variable, functools.partial(_forget, self._known, key))
+        return _Known(ref, variable._value, parts, is_on_read)
+
+
+def assigned(variable: Any) -> None:
+    """Called when a Keras variable was assigned to outside of replicas."""
+    for components in _all:
+        components.reset(variable)
+
+
+def _forget(known: dict[int, _Known], key: int, ref: Any) -> None:
+    if key in known and known[key].variable is ref:
+        del known[key]

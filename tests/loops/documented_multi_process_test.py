@@ -1,0 +1,263 @@
+"""Sentences and examples of the docstrings of `tf.distribute` that no other test in this folder has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kdist
+from kdist.values import PerReplica
+from tests.loops.clusters import (
+    each_cluster,
+    each_cluster_of,
+    local_results,
+    numpy_of,
+    on_replicas,
+    on_workers,
+    per_replica,
+)
+from tests.processes import each_backend, run, strategy
+
+# Strategy -----------------------------------------------------------------------------------------------------
+
+
+def in_worker_examples(num_replicas):
+    import keras
+
+    s = strategy(num_replicas)
+    ops = keras.ops
+
+    @kdist.function
+    def values_in_a_function():
+        # As in the docstring of `run`, made where the function is traced.
+        numbers = s.experimental_distribute_values_from_function(
+            lambda c: ops.ones(()) * c.num_replicas_in_sync
+        )
+        ids = s.experimental_distribute_values_from_function(
+            lambda c: ops.convert_to_tensor(c.replica_id_in_sync_group)
+        )
+        twice = s.run(lambda x: x * 2, args=(numbers,))
+        totals = s.run(lambda x: kdist.get_replica_context().all_reduce("sum", x), args=(ids,))
+        return twice, totals
+
+    array = np.array([3.0, 2.0, 1.0])
+    from_array = s.experimental_distribute_values_from_function(lambda c: array[c.replica_id_in_sync_group])
+    constant = s.run(lambda x: x * 2.0, args=(ops.convert_to_tensor(3.0),))
+    single = ops.reshape(ops.arange(6, dtype="int32"), (1, 2, 3))
+    everywhere = s.experimental_distribute_values_from_function(lambda _: single)
+    gathered = [s.gather(everywhere, axis=axis) for axis in (0, 1, 2)]
+    # The last batch of six rows: [0, 1, 2, 3] and [4, 5], and none for more replicas.
+    rows = per_replica(s, lambda i: np.arange(4 * i, min(4 * i + 4, 6), dtype="float32"))
+    # A variable is a single value, for all the replicas that it lies on.
+    with s.scope():
+        v = keras.Variable(np.float32(4), trainable=False)
+        assert kdist.get_strategy() is s
+    assert s.experimental_local_results(v) == (v,)
+    assert v in s.experimental_local_results(s.extended.value_container(v))
+    assert s.run(kdist.get_strategy) is s or all(x is s for x in s.run(kdist.get_strategy).values)
+    assert kdist.get_strategy() is not s
+    return list(
+        zip(
+            local_results(s, values_in_a_function()),
+            local_results(s, from_array),
+            local_results(s, constant),
+            [numpy_of(gathered)] * len(s.runtime.devices),
+            [numpy_of([s.reduce(op, rows, axis=0) for op in ("MEAN", "SUM")])] * len(s.runtime.devices),
+            strict=True,
+        )
+    )
+
+
+@each_cluster
+def test_the_examples_of_strategy(backend, num_workers, num_replicas):
+    single = np.arange(6).reshape(1, 2, 3)
+    for i, found in enumerate(on_replicas(backend, num_workers, num_replicas, in_worker_examples)):
+        (twice, total), from_array, constant, gathered, (mean, summed) = found
+        assert twice == 2 * num_replicas and total == sum(range(num_replicas))
+        assert from_array == (3.0, 2.0, 1.0)[i] and constant == 6
+        for axis, value in enumerate(gathered):
+            np.testing.assert_array_equal(value, np.concatenate([single] * num_replicas, axis))
+            assert value.dtype == "int32"
+        assert mean == 2.5 and summed == 15, "six rows, whatever the replicas have of them"
+
+
+def in_worker_one_device():
+    s = kdist.OneDeviceStrategy("cpu:0")
+    x = np.array([[1, 2], [3, 6]], "float32")
+    context = s.run(kdist.get_replica_context)
+    assert context.num_replicas_in_sync == 1 and context.strategy is s
+    return numpy_of([s.reduce("SUM", x, axis=None), s.reduce("MEAN", x, axis=0), s.gather(x, axis=1)])
+
+
+@each_backend
+def test_one_device_takes_regular_tensors(backend):
+    same, mean, gathered = run(backend, 1, in_worker_one_device)[0]
+    np.testing.assert_array_equal(same, [[1, 2], [3, 6]])
+    np.testing.assert_array_equal(mean, [2, 4])
+    np.testing.assert_array_equal(gathered, same)
+
+
+# StrategyExtended and `merge_call` ------------------------------------------------------------------------------
+
+
+def in_worker_merge_and_update(num_replicas):
+    import keras
+
+    s = strategy(num_replicas)
+    with s.scope():
+        variables = [keras.Variable(np.zeros(2, "float32"), trainable=False) for _ in range(3)]
+
+    def step(x):
+        """As in the docstrings of `reduce_to`, `batch_reduce_to` and `update`."""
+
+        def merge_fn(merged, value, integer, *variables):
+            extended = merged.extended
+            first, second, third = variables
+            total = extended.reduce_to(kdist.ReduceOp.SUM, value, destinations=first)
+            extended.update(first, lambda var, number: var.assign(number), args=(total,))
+            mean, again = extended.batch_reduce_to("MEAN", [(value, second), (value, third)])
+            extended.update(second, lambda var, x: var.assign_add(x), kwargs={"x": mean})
+            extended.update(third, lambda var, x: var.assign(x * 10), args=(again,))
+            return {
+                "gathered": merged.gather(value, axis=0),
+                "columns": merged.gather(integer, axis=1),
+                "integers": merged.reduce("SUM", integer, axis=None),
+                "rows": merged.reduce("MEAN", value, axis=0),
+                "all rows": merged.reduce("SUM", value, axis=0),
+            }
+
+        context = kdist.get_replica_context()
+        integer = keras.ops.cast(x[None], "int32")
+        found = context.merge_call(merge_fn, args=(x, integer, *variables))
+        return found, [variable.value + 0 for variable in variables]
+
+    results = []
+    for uneven in (False, True):
+        x = per_replica(s, lambda i: np.array([i + 1, 10 * i], "float32"))
+        if not uneven:
+            found = s.run(step, args=(x,))
+        else:  # which makes JAX run the replicas one by one
+            other = per_replica(s, lambda i: np.ones(1 + i, "float32"))
+            found = s.run(lambda x, other: step(x * other[0]), args=(x, other))
+        results.append((local_results(s, found), [numpy_of(v.value) for v in variables]))
+    return [[(own[i], outside) for own, outside in results] for i in range(len(s.runtime.devices))]
+
+
+@each_cluster
+def test_variables_are_updated_in_merge_calls(backend, num_workers, num_replicas):
+    x = np.array([[i + 1, 10 * i] for i in range(num_replicas)])
+    for calls in on_replicas(backend, num_workers, num_replicas, in_worker_merge_and_update):
+        for number, ((found, inside), outside) in enumerate(calls, start=1):
+            np.testing.assert_array_equal(found["gathered"], x.reshape(-1))
+            np.testing.assert_array_equal(found["columns"], x.reshape(1, -1))
+            np.testing.assert_array_equal(found["integers"], x.sum(0)[None])
+            assert found["integers"].dtype == found["columns"].dtype == "int32"
+            np.testing.assert_allclose(found["rows"], x.mean(), rtol=1e-6)
+            np.testing.assert_allclose(found["all rows"], x.sum(), rtol=1e-6)
+            for values in (inside, outside):
+                np.testing.assert_allclose(values, [x.sum(0), number * x.mean(0), 10 * x.mean(0)], rtol=1e-6)
+
+
+def in_worker_wrong_updates(num_replicas):
+    import keras
+
+    s = strategy(num_replicas)
+    with s.scope():
+        v = keras.Variable(np.zeros(2, "float32"), trainable=False)
+    parts = PerReplica([np.ones(2, "float32")] * 2)
+    with pytest.raises(kdist.errors.InvalidArgumentError, match="one value for each replica"):
+        s.extended.update(v, lambda var, x: var.assign(x), args=(parts,))
+    with pytest.raises((ValueError, TypeError)):
+        v.assign(parts)
+    for call in (
+        lambda: s.extended.update(v, lambda var: var.assign([1.0, 1.0])),
+        lambda: s.extended.reduce_to("SUM", np.ones(2, "float32"), destinations=v),
+        lambda: s.extended.batch_reduce_to("SUM", [(np.ones(2, "float32"), v)]),
+    ):
+        with pytest.raises(kdist.errors.StrategyScopeError, match="cross-replica"):
+            s.run(call)
+    mirrored = kdist.DistributedValues([np.full(2, 3, "float32")] * len(s.runtime.devices))
+    grouped = s.extended.update(v, lambda var, x: var.assign(x), args=(mirrored,))
+    listed = s.extended.update(v, lambda var, x: {"x": var + x}, args=(mirrored,), group=False)
+    assert len(listed["x"]) == len(s.runtime.devices)
+    return numpy_of([grouped, *listed["x"]])
+
+
+@each_cluster
+def test_updates_take_one_value_for_all_replicas(backend, num_workers, num_replicas):
+    for grouped, *listed in on_workers(backend, num_workers, num_replicas, in_worker_wrong_updates):
+        np.testing.assert_array_equal(grouped, [3, 3])
+        for value in listed:
+            np.testing.assert_array_equal(value, [6, 6])
+
+
+# What TensorFlow has of its own ---------------------------------------------------------------------------------
+
+
+def in_worker_native_values(num_replicas):
+    import tensorflow as tf
+
+    s = strategy(num_replicas)
+
+    def slices(i):
+        return tf.IndexedSlices(tf.ones((1, 2)) * (i + 1), tf.constant([i]), tf.constant([3, 2]))
+
+    def fn(x):
+        context = kdist.get_replica_context()
+        return context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [slices(int(context.replica_id_in_sync_group)), x]
+        )
+
+    sparse = s.experimental_distribute_values_from_function(
+        lambda c: tf.sparse.from_dense(tf.one_hot(c.replica_id_in_sync_group, 4)[None])
+    )
+    ragged = s.experimental_distribute_values_from_function(
+        lambda c: tf.ragged.constant([[1.0] * (c.replica_id_in_sync_group + 1), [2.0]])
+    )
+
+    def composite(sparse, ragged):
+        return tf.sparse.reduce_sum(sparse, axis=0), tf.reduce_sum(ragged, axis=1)
+
+    reduced = s.run(fn, args=(tf.ones(2),))
+    found = [
+        s.run(composite, args=(sparse, ragged)),
+        tf.function(lambda *a: s.run(composite, args=a))(sparse, ragged),
+    ]
+    return list(zip(local_results(s, reduced), *[local_results(s, f) for f in found], strict=True))
+
+
+@each_cluster_of("tensorflow")
+def test_indexed_slices_and_composite_tensors(backend, num_workers, num_replicas):
+    total = np.zeros((3, 2))
+    for i in range(num_replicas):
+        total[i] += i + 1
+    for i, (reduced, *composite) in enumerate(
+        on_replicas(backend, num_workers, num_replicas, in_worker_native_values)
+    ):
+        np.testing.assert_array_equal(reduced[0], total)
+        np.testing.assert_array_equal(reduced[1], [num_replicas] * 2)
+        for sparse, ragged in composite:
+            np.testing.assert_array_equal(sparse, np.eye(4)[i])
+            np.testing.assert_array_equal(ragged, [i + 1, 2])
+
+
+# Shapes that must be equal ----------------------------------------------------------------------------------------
+
+
+def in_worker_unequal_shapes(num_replicas):
+    s = strategy(num_replicas)
+    x = per_replica(s, lambda i: np.ones((2, 1 + i), "float32"))
+    for call in (
+        lambda x: kdist.get_replica_context().all_gather(x, axis=0),
+        lambda x: kdist.get_replica_context().all_reduce("SUM", x),
+    ):
+        with pytest.raises(Exception) as caught:  # TensorFlow has errors of its own
+            s.run(call, args=(x,))
+        assert "replica" in str(caught.value) or "hape" in str(caught.value)
+    return numpy_of(s.reduce("SUM", s.run(lambda x: x[0, 0], args=(x,)), axis=None))
+
+
+@each_backend
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_shapes_differ_along_the_axis_only(backend, num_replicas):
+    assert run(backend, 1, in_worker_unequal_shapes, num_replicas) == [num_replicas]
