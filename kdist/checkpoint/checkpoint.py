@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import sys
-import weakref
 import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
     from kdist.checkpoint.writing import Save
     from kdist.strategies.strategy import Strategy
 
-_all: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
+# Those whose last save nobody has waited for, by the order in which they were made, which is that of all workers.
+_open: dict[int, Checkpoint] = {}
 _serials = itertools.count()
 
 
@@ -70,7 +70,6 @@ class Checkpoint:
         self._failure: tuple[str, Exception] | None = None
         for name, value in {**({} if root is None else {"root": root}), **objects}.items():
             setattr(self, name, value)
-        _all.add(self)
 
     def __getattr__(self, name: str) -> Any:
         objects = self.__dict__.get("_objects", {})
@@ -169,9 +168,9 @@ class Checkpoint:
         Raises:
             CheckpointError: It failed on some worker; on all workers.
         """
-        pending = self._pending is not None or self._failure is not None
         self._join()
-        if not pending:
+        # On all workers alike, as the failure may not be.
+        if _open.pop(self._serial, None) is None:
             return
         said = gather_from(self.runtime(), self._told())
         failure, self._failure = self._failure, None
@@ -262,15 +261,23 @@ class Checkpoint:
 
         self._join()
         runtime = self.runtime()
-        contents = snapshot.describe(self._objects, self._strategy(), self._random)
         failure, told = self._failure, self._told()
         self._failure = None
+        _open.pop(self._serial, None)
+        try:
+            contents = snapshot.describe(self._objects, self._strategy(), self._random)
+        except Exception as error:
+            problem = told or f"{type(error).__name__}: {error}"
+            with contextlib.suppress(CheckpointError):  # the others wait to hear of it
+                places.meet(runtime, places.Wish(directory, prefix, None, None, problem))
+            raise
         facts = f"{len(contents.sources)} tensors, {zlib.crc32(json.dumps(contents.facts()).encode()):08x}"
         wish = places.Wish(directory, prefix, choose, facts, told)
         try:
             place, save_id, number = places.meet(runtime, wish)
         except CheckpointError as error:
             raise error from failure and failure[1]
+        _open[self._serial] = self
         if choose is not None:
             self._counter = self._counter + 1 if explicit or number is None else number
         try:
@@ -279,8 +286,7 @@ class Checkpoint:
                 snapshot.copy(share)
         except BaseException as error:
             # The others are writing already; they learn it from the folder.
-            writing.tell_failure(place, error)
-            place.release()
+            writing.abandon(place, error)
             raise
         self._pending = writing.Save(place, share, after, background=asynchronous)
         if not asynchronous:
@@ -325,14 +331,15 @@ def gather_from(runtime: Runtime | None, value: Any) -> list[Any]:
 def wait_for_all(runtime: Runtime) -> None:
     """Waits for all that is still being written, and raises on all workers if one could not write.
 
-    Called at the end of `fit`. All workers must call it, but not with the same checkpoints: those of an earlier
-    `fit` that has failed live until the garbage collector comes.
+    Called at the end of `fit`. All workers must call it, in one exchange: after a `fit` that has failed, not all
+    may have the same checkpoints to wait for.
 
     Args:
         runtime: Whose workers take part.
     """
     problems = []
-    for checkpoint in list(_all):
+    for serial in sorted(_open):
+        checkpoint = _open.pop(serial)
         checkpoint._join()
         if (told := checkpoint._told()) is not None:
             problems.append(told)
@@ -345,7 +352,7 @@ def wait_for_all(runtime: Runtime) -> None:
 @atexit.register
 def _report() -> None:
     """Says at the end of the process what nobody has asked for: a save that failed is never passed over."""
-    for checkpoint in list(_all):
+    for checkpoint in _open.values():
         checkpoint._join()
         told = checkpoint._told()
         if told is not None:

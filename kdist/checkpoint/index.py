@@ -217,17 +217,25 @@ def parse(data: bytes, path: str) -> Index:
 def _from_json(fields: dict[str, Any]) -> Index:
     for name in ("format", "version", "crc32"):
         del fields[name]
-    files = [File(**{**f, "header_crc32": int(f["header_crc32"], 16)}) for f in fields.pop("files")]
-    tensors = [_tensor(item, len(files)) for item in fields.pop("tensors")]
+    files = [File(**{**f, "header_crc32": int(f["header_crc32"], 16)}) for f in _list(fields.pop("files"))]
+    tensors = [_tensor(item, len(files)) for item in _list(fields.pop("tensors"))]
     return Index(tensors=tensors, files=files, **fields)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{type(value).__name__} in place of a list")
+    return value
 
 
 def _tensor(item: dict[str, Any], num_files: int) -> Tensor:
     pieces = tuple(
         Piece(file, first, last, offset, int(crc32, 16))
-        for file, first, last, offset, crc32 in item["pieces"]
+        for file, first, last, offset, crc32 in _list(item["pieces"])
     )
-    tensor = Tensor(item["name"], item["dtype"], tuple(item["shape"]), pieces)
+    tensor = Tensor(item["name"], item["dtype"], tuple(_list(item["shape"])), pieces)
+    if any(not isinstance(length, int) or length < 0 for length in tensor.shape):
+        raise ValueError(f"shape of {tensor.name}")
     end = 0
     for piece in pieces:
         if piece.first != end or piece.last <= piece.first or not 0 <= piece.file < num_files:

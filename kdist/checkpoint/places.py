@@ -82,8 +82,11 @@ def meet(runtime: Runtime | None, wish: Wish) -> tuple[Place, str, int | None]:
     mine = os.path.join(wish.directory, layout.temporary(wish.prefix, token))
     lock, problem = _make(mine) if wish.failure is None else (None, wish.failure)
     number = None
-    if problem is None and wish.number is not None and index == 0:
-        number = wish.number()
+    try:
+        if problem is None and wish.number is not None and index == 0:
+            number = wish.number()
+    except OSError as error:
+        problem = f"{type(error).__name__}: {error}"
     said = {"token": token, "problem": problem, "facts": wish.facts, "number": number}
     everyone = [said] if runtime is None else gather(runtime, said)
     place = Place(mine, "", [index], 0, token, lock)
@@ -98,7 +101,8 @@ def meet(runtime: Runtime | None, wish: Wish) -> tuple[Place, str, int | None]:
         shutil.rmtree(mine, ignore_errors=True)
         raise
     if place.rank == 0:
-        clean(wish.directory, {other["token"] for other in everyone})
+        with contextlib.suppress(OSError):  # what cannot be removed does no harm
+            clean(wish.directory, {other["token"] for other in everyone})
     return place, everyone[0]["token"], number
 
 

@@ -30,7 +30,7 @@ _NICENESS = 10
 # Seconds without any progress in the folder after which the others count as gone; the second while this process
 # only waits for them to end.
 PATIENCE = 300.0
-PATIENCE_AT_EXIT = 30.0
+PATIENCE_AT_EXIT = 10.0
 
 
 @dataclass
@@ -126,13 +126,10 @@ class Save:
                 commit(place, share)
                 if self._after is not None:
                     self._after()
+            place.release()
         except Exception as error:
             self.error = error
-            tell_failure(place, error)
-            if place.rank == 0:
-                remove(place.temporary)
-        finally:
-            place.release()
+            abandon(place, error)
 
 
 def write_shard(place: Place, share: Share) -> None:
@@ -301,8 +298,12 @@ def _sizes(folder: str) -> Iterator[tuple[str, int]]:
             yield entry.name, entry.stat().st_size
 
 
-def tell_failure(place: Place, error: BaseException) -> None:
-    """Lets the first worker of the folder know, as far as the disk still takes it."""
+def abandon(place: Place, error: BaseException) -> None:
+    """Lets the first worker of the folder know, as far as the disk still takes it; that one removes the folder."""
+    if place.rank == 0:
+        remove(place.temporary)
+        place.release()
+        return
     path = os.path.join(place.temporary, layout.failure(place.rank))
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -310,6 +311,7 @@ def tell_failure(place: Place, error: BaseException) -> None:
             os.write(fd, f"{type(error).__name__}: {error}".encode()[:2000])
         finally:
             os.close(fd)
+    place.release()
 
 
 def remove(folder: str) -> None:

@@ -1,0 +1,324 @@
+"""Damaged checkpoints, models that do not match, disks that are full, saves that are killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from tests.checkpoint import jobs
+from tests.processes import Script, run
+
+pytestmark = pytest.mark.xdist_group("pool-torch")
+
+
+def in_worker_two_saves(folder):
+    """Two checkpoints; returns their paths."""
+    import kdist
+
+    checkpoint = kdist.Checkpoint(model=jobs.make_model(), epoch=1)
+    paths = [checkpoint.save(folder, asynchronous=asynchronous) for asynchronous in (False, True)]
+    checkpoint.wait()
+    return paths
+
+
+def in_worker_restore_error(path, width=5):
+    """The error of a restore, after which nothing may have changed."""
+    import kdist
+
+    model = jobs.make_model(width, seed=4)
+    checkpoint = kdist.Checkpoint(model=model, epoch=7)
+    before = jobs.values_of(model)
+    with pytest.raises(kdist.errors.CheckpointError) as caught:
+        checkpoint.restore(path)
+    for value, wanted in zip(jobs.values_of(model), before, strict=True):
+        np.testing.assert_array_equal(value, wanted)
+    assert checkpoint.epoch == 7
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A complete checkpoint, and the path of a newer one that tests may spoil."""
+    return run("torch", 1, in_worker_two_saves, str(tmp_path))[0]
+
+
+def error_of(path, *args):
+    ((kind, text),) = run("torch", 1, in_worker_restore_error, path, *args)
+    return kind, text
+
+
+def shard_of(path):
+    (name,) = [name for name in os.listdir(path) if name.startswith("shard")]
+    return os.path.join(path, name)
+
+
+def in_worker_flip_everywhere(path):
+    """Flips bytes all over the files, one at a time; returns how many flips were not noticed."""
+    import kdist
+    from kdist.checkpoint.reading import verify
+
+    checkpoint = kdist.Checkpoint(model=jobs.make_model(), epoch=0)
+    random = np.random.RandomState(0)
+    missed = []
+    for name in sorted(os.listdir(path)):
+        file = os.path.join(path, name)
+        with open(file, "rb") as stream:
+            good = stream.read()
+        for at in sorted({0, 7, len(good) - 1, *random.randint(0, len(good), 60)}):
+            bad = bytearray(good)
+            bad[at] ^= 1 << random.randint(8)
+            with open(file, "wb") as stream:
+                stream.write(bad)
+            try:
+                verify(path)
+                missed.append((name, int(at)))
+            except kdist.errors.CheckpointError:
+                pass
+        with open(file, "wb") as stream:
+            stream.write(good)
+    checkpoint.restore(path)
+    return missed
+
+
+def test_every_flipped_byte_is_noticed(two):
+    (missed,) = run("torch", 1, in_worker_flip_everywhere, two[1])
+    assert missed == []
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(two):
+    good, bad = two
+    offer = f"checkpoint.restore({good!r})"
+    shard = shard_of(bad)
+    with open(shard, "rb") as stream:
+        content = stream.read()
+    for spoil, kind, words in (
+        (
+            content[:-1],
+            "CheckpointCorruptError",
+            ("length", f"bytes={len(content) - 1}", f"saved={len(content)}"),
+        ),
+        (content[:-1] + b"\xff", "CheckpointCorruptError", ("a tensor is damaged", "tensor='model.metrics/")),
+        (None, "CheckpointCorruptError", ("one is missing", os.path.basename(shard))),
+    ):
+        os.unlink(shard)
+        if spoil is not None:
+            with open(shard, "wb") as stream:
+                stream.write(spoil)
+        found, text = error_of(bad)
+        assert found == kind
+        assert all(word in text for word in (*words, shard, offer)), text
+        if spoil is None:
+            with open(shard, "wb") as stream:
+                stream.write(content)
+    index = os.path.join(bad, "index.json")
+    with open(index, "rb") as stream:
+        original = stream.read()
+    from kdist.checkpoint.index import dump, parse
+
+    with open(index, "wb") as stream:
+        stream.write(dump(parse(original, index), version=2))
+    kind, text = error_of(bad)
+    assert kind == "CheckpointError" and "version=2" in text and offer in text
+    os.unlink(index)
+    kind, text = error_of(bad)
+    assert kind == "CheckpointNotFoundError" and offer in text
+
+
+def test_a_model_that_does_not_match_is_named(two):
+    kind, text = error_of(two[0], 6)
+    assert kind == "CheckpointMismatchError"
+    assert "variable 0, dense/kernel" in text
+    assert "saved='dense/kernel float32[3, 5]" in text and "object='dense/kernel float32[3, 6]" in text
+
+
+def in_worker_status(path):
+    """What a status says of what one side lacks."""
+    import keras
+
+    import kdist
+
+    model = jobs.make_model()
+    other = keras.Variable(1.0)
+    status = kdist.Checkpoint(model=model, other=other).restore(path)
+    with pytest.raises(
+        kdist.errors.CheckpointMismatchError, match=r"missing=\['model.metrics', 'other'\]|\['other'\]"
+    ):
+        status.assert_existing_objects_matched()
+    status = kdist.Checkpoint(numbers=0).read(path).expect_partial()
+    with pytest.raises(kdist.errors.CheckpointMismatchError, match="numbers"):
+        status.assert_consumed()
+    assert "model" in status.unused
+    with pytest.raises(kdist.errors.CheckpointMismatchError, match="kind"):
+        kdist.Checkpoint(model=keras.Variable(1.0)).restore(path)
+    unbuilt = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(kdist.errors.CheckpointError, match="Input layer"):
+        kdist.Checkpoint(model=unbuilt).restore(path)
+    with pytest.raises(kdist.errors.InvalidArgumentError, match="get_state"):
+        kdist.Checkpoint(thing=object()).save("never")
+    with pytest.raises(kdist.errors.InvalidArgumentError, match="my_save"):
+        kdist.Checkpoint(save=1)
+
+
+def test_status_and_wrong_objects(two):
+    run("torch", 1, in_worker_status, two[0])
+
+
+def in_worker_killed(folder, phases):
+    """Saves in child processes that are gone in the middle; returns what each phase left."""
+    import kdist
+    from kdist.checkpoint import places, writing
+
+    checkpoint = kdist.Checkpoint(model=jobs.make_model(), epoch=1)
+    first = checkpoint.save(folder, asynchronous=False)
+    left = []
+    for module_name, function, call in phases:
+        child = os.fork()
+        if child == 0:
+            module = {"places": places, "writing": writing, "os": os}[module_name]
+            original, calls = getattr(module, function), []
+
+            def die(*args, _original=original, _calls=calls, _call=call, **kwargs):
+                _calls.append(1)
+                if len(_calls) == _call:
+                    os._exit(9)
+                return _original(*args, **kwargs)
+
+            setattr(module, function, die)
+            try:
+                checkpoint.write(first, asynchronous=False)  # in the place of the one before: the hardest
+            finally:
+                os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        hidden = [name for name in os.listdir(folder) if name.startswith(".")]
+        latest = kdist.latest_checkpoint(folder)
+        assert latest is not None
+        checkpoint.read(latest).assert_existing_objects_matched()
+        left.append((status, len(hidden)))
+        checkpoint.write(os.path.join(folder, "ckpt-2"), asynchronous=False)
+        shutil.rmtree(os.path.join(folder, "ckpt-2"))
+        assert os.listdir(folder) == ["ckpt-1"]
+    return left
+
+
+def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path):
+    phases = [
+        ("places", "clean", 1),  # the folder is there
+        ("writing", "write_file", 1),  # before the shard
+        ("os", "fsync", 1),  # the shard is not on disk
+        ("writing", "write_file", 2),  # before its report
+        ("writing", "merge", 1),
+        ("writing", "write_file", 3),  # before the index
+        ("writing", "publish", 1),  # all is written
+        ("os", "rename", 2),  # before the old one is moved aside
+        ("os", "rename", 3),  # between the two renames
+        ("writing", "remove", 1),  # before the old one is deleted
+    ]
+    (left,) = run("torch", 1, in_worker_killed, str(tmp_path), phases)
+    assert left == [(9, 1)] * 8 + [(9, 2), (9, 1)]
+
+
+def in_worker_failing(folder):
+    """Worker 1's disk is full, for a while; returns what the workers hear of it, in three ways."""
+    import kdist
+    from kdist.checkpoint import writing
+
+    model = jobs.make_model()
+    checkpoint = kdist.Checkpoint(model=model, epoch=1)
+    index = int(os.environ["RANK"])
+    first = checkpoint.save(folder, asynchronous=False)
+    original = writing.write_file
+
+    def full(path, parts):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    def failing():
+        if index == 1:
+            writing.write_file = full
+        try:
+            checkpoint.save(folder)
+            checkpoint._pending.join()
+        finally:
+            writing.write_file = original
+
+    heard = []
+    for ask in (
+        checkpoint.wait,
+        lambda: checkpoint.save(folder),
+        lambda: model.fit(*jobs.data(), batch_size=9, verbose=0),
+    ):
+        failing()
+        with pytest.raises(kdist.errors.CheckpointError) as caught:
+            ask()
+        heard.append(str(caught.value))
+        kdist.barrier()
+        assert os.listdir(folder) == [os.path.basename(first)]
+    last = checkpoint.save(folder, asynchronous=False)
+    assert kdist.latest_checkpoint(folder) == last
+    kdist.barrier()
+    with pytest.raises(kdist.errors.CheckpointError, match="same objects"):
+        kdist.Checkpoint(values=np.zeros(2 + index)).save(folder)
+    kdist.barrier()
+    with pytest.raises(kdist.errors.CheckpointMismatchError, match="same checkpoint"):
+        checkpoint.restore((first, last)[index])
+    own = os.path.join(folder, "own", str(index))
+    path = checkpoint.save(own, asynchronous=False)  # folders that are not shared
+    checkpoint.restore(path).assert_consumed()
+    assert os.path.exists(os.path.join(path, "shard-00000-of-00001.safetensors"))
+    return heard
+
+
+def test_a_failed_write_is_told_on_all_workers_and_harms_nothing(tmp_path):
+    for heard in run("torch", 2, in_worker_failing, str(tmp_path)):
+        for text in heard:
+            assert "worker 1" in text and "No space left on device" in text
+
+
+DISKS = """
+    import os, sys
+    import numpy as np
+    import keras
+    import kdist
+
+    folder = sys.argv[0] + ".disk"
+    os.mkdir(folder)
+    assert os.system(f"mount -t tmpfs -o size=3m tmpfs {folder}") == 0
+    checkpoint = kdist.Checkpoint(weights=keras.Variable(np.ones(2**18, "float32")), random=False)
+    first = checkpoint.save(folder, asynchronous=False)
+    for asynchronous in (False, True):
+        with open(folder + "/filler", "wb") as filler:
+            filler.write(bytes(2**20 + 2**19))
+        try:
+            checkpoint.save(folder, asynchronous=asynchronous)
+            checkpoint.wait()
+            print("no error")
+        except kdist.errors.CheckpointError as error:
+            print("full:", error)
+        os.unlink(folder + "/filler")
+        assert sorted(os.listdir(folder)) == ["ckpt-1"], os.listdir(folder)
+        checkpoint.restore(first).assert_consumed()
+    checkpoint.save(folder, asynchronous=False)
+    assert os.system(f"mount -o remount,ro {folder}") == 0
+    try:
+        checkpoint.save(folder)
+        print("no error")
+    except kdist.errors.CheckpointError as error:
+        print("read-only:", error)
+    checkpoint.restore(kdist.latest_checkpoint(folder)).assert_consumed()
+    assert os.system(f"mount -o remount,rw {folder}") == 0
+    checkpoint.save(folder)  # nobody waits for it: the end of the process does
+"""
+
+
+def test_a_full_disk_and_a_read_only_folder(tmp_path):
+    command = ("unshare", "--user", "--map-root-user", "--mount", sys.executable)
+    script = Script(tmp_path, "disks", DISKS, {"KERAS_BACKEND": "torch"}, command)
+    assert script.wait() == 0, script.stderr()
+    lines = script.stdout().splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["full", "full", "read-only"]
+    assert all("No space left on device" in line for line in lines[:2])
+    assert "Read-only file system" in lines[2]

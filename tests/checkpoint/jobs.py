@@ -1,0 +1,91 @@
+"""What the workers of these tests run: a small job with everything that a checkpoint holds."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from tests.processes import strategy
+
+
+def make_model(width=5, seed=0):
+    """A compiled model with slots, moving statistics, seeds and metrics, under the strategy of the pool."""
+    import keras
+
+    keras.utils.set_random_seed(seed)
+    with strategy().scope():
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                keras.layers.Dense(width, activation="relu"),
+                keras.layers.Dropout(0.3),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+def data():
+    x = np.random.RandomState(0).rand(18, 3).astype("float32")
+    return x, x.sum(axis=1, keepdims=True)
+
+
+def values_of(model):
+    """All variables of a model as arrays: weights, seeds, optimiser and metrics."""
+    import keras
+
+    variables = model.variables + model.optimizer.variables + model.metrics_variables
+    return [keras.ops.convert_to_numpy(v).copy() for v in variables]
+
+
+def distributed():
+    x, _ = data()
+    return strategy().experimental_distribute_dataset([x[i : i + 6] for i in range(0, 18, 6)])
+
+
+def save_in_the_middle(folder):
+    """Saves while an epoch is under way; returns the path and what the variables held then."""
+    import keras
+
+    import kdist
+
+    model, dataset = make_model(seed=1), distributed()
+    next(iter(dataset))
+    checkpoint = kdist.Checkpoint(
+        model=model,
+        optimizer=model.optimizer,
+        dataset=dataset,
+        epoch=3,
+        best=(0.5, None),
+        table={"rows": np.arange(6).reshape(2, 3), "note": "half"},
+    )
+    seen = []
+
+    class Save(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                path = checkpoint.save(folder)
+                seen.append((path, values_of(self.model)))
+
+    model.fit(*data(), batch_size=6, verbose=0, callbacks=[Save()])
+    path, values = seen[0]
+    assert kdist.latest_checkpoint(folder) == path  # the end of fit waits
+    assert [name for name in os.listdir(folder) if name.startswith(".")] == []
+    return path, values
+
+
+def restore(path):
+    """Restores into a model that was trained otherwise, with the optimiser given in another way."""
+    import kdist
+
+    model, dataset = make_model(seed=2), distributed()
+    model.fit(*data(), batch_size=9, verbose=0)
+    checkpoint = kdist.Checkpoint(model=model, dataset=dataset)
+    checkpoint.restore(path).assert_consumed()
+    assert (checkpoint.epoch, checkpoint.best, checkpoint.save_counter) == (3, (0.5, None), 1)
+    assert checkpoint.table["rows"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert dataset.get_state() == {"epoch": 0, "step": 1}
+    return values_of(model)

@@ -1,0 +1,63 @@
+"""Which checkpoints a directory has, and which one is the latest."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kdist
+from kdist.checkpoint import layout
+from kdist.checkpoint.index import dump
+from kdist.checkpoint.places import clean
+from tests.checkpoint.shards_test import an_index
+
+
+def make(folder, name, saved_at):
+    (folder / name).mkdir(parents=True)
+    index = dataclasses.replace(an_index(), saved_at=saved_at)
+    (folder / name / "index.json").write_bytes(dump(index))
+
+
+def test_the_latest_is_the_one_that_was_saved_last(tmp_path):
+    assert kdist.latest_checkpoint(tmp_path / "nothing") is None
+    make(tmp_path, "ckpt-9", 5.0)
+    make(tmp_path, "ckpt-10", 4.0)  # its step was gone back to
+    make(tmp_path, "ckpt-1", 3.0)
+    make(tmp_path, "other-3", 9.0)
+    make(tmp_path, ".ckpt.tmp-00aa", 10.0)  # a save that was killed just before its end
+    (tmp_path / "ckpt-77").mkdir()
+    (tmp_path / "ckpt-no").write_text("no checkpoint")
+    assert [found.number for found in layout.find(tmp_path, "ckpt")] == [1, 10, 9]
+    assert kdist.latest_checkpoint(tmp_path) == str(tmp_path / "other-3")
+    assert kdist.latest_checkpoint(tmp_path, "ckpt") == str(tmp_path / "ckpt-9")
+    copied = tmp_path / "copied"
+    shutil.copytree(tmp_path, copied, copy_function=shutil.copyfile)  # new times on all files
+    assert kdist.latest_checkpoint(copied, "ckpt") == str(copied / "ckpt-9")
+
+
+def test_one_that_is_being_replaced_still_counts(tmp_path):
+    make(tmp_path, "ckpt-1", 1.0)
+    os.rename(tmp_path / "ckpt-1", tmp_path / ".ckpt-1.old-00aa")  # killed between two renames
+    assert layout.find(tmp_path)[0].path == str(tmp_path / ".ckpt-1.old-00aa")
+    clean(str(tmp_path), set())
+    assert kdist.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-1")
+    make(tmp_path, ".ckpt-1.old-00bb", 0.5)
+    assert kdist.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-1")
+    clean(str(tmp_path), set())
+    assert os.listdir(tmp_path) == ["ckpt-1"]
+
+
+names = st.text(st.characters(codec="ascii", categories=["L", "N"], include_characters=".-_"), min_size=1)
+
+
+@given(names, st.integers(0, 10**9), st.text("0123456789abcdef", min_size=1))
+def test_names_are_read_as_they_were_made(prefix, number, token):
+    name = layout.numbered(prefix, number)
+    assert layout.temporary_of(layout.temporary(name, token)) == name
+    assert layout.replaced_of(layout.replaced(name, token)) == name
+    assert layout.temporary_of(layout.replaced(name, token)) is None
+    assert layout.temporary_of(name) is None or name.startswith(".")

@@ -1,0 +1,153 @@
+"""`CheckpointManager` on two workers, and `kdist checkpoint` on the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kdist.checkpoint import command
+from tests.checkpoint import jobs
+from tests.processes import ROOT, clean_environment, run, strategy
+
+pytestmark = pytest.mark.xdist_group("pool-torch")
+
+
+def names(paths):
+    return [os.path.basename(path) for path in paths]
+
+
+def in_worker_manage(folder):
+    """What is kept, when it is saved, and what a new manager finds."""
+    import keras
+
+    import kdist
+
+    with strategy().scope():
+        weights = keras.Variable(np.zeros(3))
+    checkpoint = kdist.Checkpoint(weights=weights, step=0)
+    made = []
+    manager = kdist.CheckpointManager(
+        checkpoint,
+        folder,
+        max_to_keep=2,
+        step_counter="step",
+        checkpoint_interval=3,
+        init_fn=lambda: made.append(1),
+    )
+    assert manager.restore_or_initialize() is None and made == [1]
+    saved = []
+    for step in range(1, 9):
+        checkpoint.step = step
+        weights.assign(np.full(3, step))
+        saved.append(manager.save() is not None)
+    assert saved == [True, False, False, True, False, False, True, False]
+    assert manager.save(check_interval=False) is not None
+    manager.wait()
+    kdist.barrier()
+    assert names(manager.checkpoints) == ["ckpt-3", "ckpt-4"] == names(sorted(os.scandir(folder), key=str))
+
+    again = kdist.Checkpoint(weights=weights, step=0)
+    manager = kdist.CheckpointManager(
+        again, folder, 2, step_counter=lambda: again.step, checkpoint_interval=3
+    )
+    weights.assign(np.zeros(3))
+    assert os.path.basename(manager.restore_or_initialize()) == "ckpt-4"
+    assert again.step == 8 and again.save_counter == 4 and float(np.asarray(weights.numpy())[0]) == 8.0
+    again.step += 2
+    assert manager.save() is None  # the interval counts from what was restored
+    assert os.path.basename(manager.save(100, check_interval=False, asynchronous=False)) == "ckpt-100"
+    kdist.barrier()
+    assert names(manager.checkpoints) == ["ckpt-4", "ckpt-100"]
+
+    manager = kdist.CheckpointManager(again, folder + "-hours", 1, keep_checkpoint_every_n_hours=1e-9)
+    for _ in range(3):
+        manager.save(asynchronous=False)
+    kdist.barrier()
+    assert len(manager.checkpoints) == 1 and len(os.listdir(manager.directory)) == 4
+    for wrong in ({"max_to_keep": 0}, {"max_to_keep": 1, "checkpoint_interval": 5}):
+        with pytest.raises(kdist.errors.InvalidArgumentError):
+            kdist.CheckpointManager(again, folder, **wrong)
+
+
+def test_the_manager(tmp_path):
+    run("torch", 2, in_worker_manage, str(tmp_path / "managed"))
+
+
+def in_worker_save(folder):
+    """Saves a trained model; returns the path and its prediction."""
+    import kdist
+
+    model = jobs.make_model()
+    model.fit(*jobs.data(), batch_size=6, verbose=0)
+    path = kdist.Checkpoint(model=model, epoch=3).save(folder, asynchronous=False)
+    return path, model.predict(jobs.data()[0], verbose=0)
+
+
+LOOK = """
+import sys
+from kdist.launch.main import main
+codes = [main(["checkpoint", action, sys.argv[1]]) for action in ("show", "verify")]
+loaded = {"keras", "tensorflow", "jax", "torch"} & set(sys.modules)
+assert codes == [0, 0] and not loaded, (codes, loaded)
+"""
+OPEN = """
+import sys
+import keras
+import numpy as np
+model = keras.saving.load_model(sys.argv[1] + "/m.keras")
+x = np.random.RandomState(0).rand(18, 3).astype("float32")
+first = model.predict(x, verbose=0)
+assert int(model.optimizer.iterations) == 3
+for weight in model.weights:
+    weight.assign(weight * 0)
+model.load_weights(sys.argv[1] + "/m.weights.h5")
+assert "kdist" not in sys.modules
+np.testing.assert_array_equal(model.predict(x, verbose=0), first)
+np.save(sys.argv[1] + "/prediction.npy", first)
+"""
+
+
+def python(code, folder, backend="torch"):
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        env=clean_environment() | {"KERAS_BACKEND": backend},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_command_line(tmp_path, capsys):
+    path, prediction = run("torch", 1, in_worker_save, str(tmp_path))[0]
+    out = python(LOOK, tmp_path)
+    assert "model.optimizer/2/momentum" in out and "epoch" in out and "complete and undamaged" in out
+    code = "import sys; from kdist.checkpoint.command import run; "
+    for name in ("m.keras", "m.weights.h5"):
+        code += f"assert run(['convert', sys.argv[1], sys.argv[1] + '/{name}']) == 0; "
+    python(code, tmp_path)
+    python(OPEN, tmp_path)
+    np.testing.assert_array_equal(np.load(tmp_path / "prediction.npy"), prediction)
+    with open(os.path.join(path, "shard-00000-of-00001.safetensors"), "r+b") as file:
+        file.truncate(100)
+    assert command.run(["verify", path]) == 1
+    assert command.run(["show", str(tmp_path / "nothing")]) == 1
+    assert command.run(["convert", path, "model.bin"]) == 2
+    err = capsys.readouterr().err
+    assert "bytes=100" in err and "complete checkpoint" in err and ".weights.h5 or .keras" in err
+
+
+def test_shards_are_safetensors_files(tmp_path):
+    from safetensors.numpy import load_file
+
+    path, _ = run("torch", 1, in_worker_save, str(tmp_path))[0]
+    tensors = load_file(os.path.join(path, "shard-00000-of-00001.safetensors"))
+    assert tensors["model/0/dense/kernel"].shape == (3, 5)
+    assert tensors["model.optimizer/0/iteration"] == 3
