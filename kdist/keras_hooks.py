@@ -176,6 +176,19 @@ def _hook_saving() -> None:
 
         return wrapper
 
+    def ask(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any) -> Any:
+            strategy = strategy_of(self)
+            if overwrite or strategy is None or strategy.runtime.worker_index == 0:
+                return original(self, filepath, overwrite, *args, **kwargs)
+            from kdist.training import saving
+
+            # A file that is there may be the chief's of this very save: only the chief can ask.
+            with saving.keeping_files():
+                return original(self, filepath, True, *args, **kwargs)
+
+        return wrapper
+
     def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self, *args, **kwargs)
@@ -202,6 +215,8 @@ def _hook_saving() -> None:
     _wrap(saving_lib, "save_model", save)
     _wrap(saving_lib, "save_weights_only", save)
     _wrap(legacy_h5_format, "save_model_to_hdf5", save)
+    _wrap(keras.Model, "save", ask)
+    _wrap(keras.Model, "save_weights", ask)
     _wrap(keras.Model, "export", save)
     _wrap(keras.Model, "load_weights", load_weights)
     _wrap(file_utils, "makedirs", makedirs)

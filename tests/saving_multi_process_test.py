@@ -91,6 +91,7 @@ def in_worker_save(folder):
         load("same.keras")
         if rank() != 0:
             time.sleep(0.3)  # and now last
+        model.save(f"{folder}/kept.keras", overwrite=False)  # no question about the chief's new file
         keras.saving.save_model(model, Path(folder) / "second.keras")
         load("second.keras")
         model.save(f"{folder}/second.keras")  # the same state again
@@ -326,8 +327,6 @@ def in_worker_backup(folder, scoped, save_freq, own_folders=False):
         except InterruptedError:
             histories.append(None)
         files.append(sorted(path.name for path in Path(folder).glob("*")))
-        if attempt == 0 and rank() == 0 and scoped:
-            time.sleep(0.3)
     return histories, state_of(model), files[1:]
 
 

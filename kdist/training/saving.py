@@ -43,6 +43,7 @@ _PAUSE = 0.02
 
 _logger = logging.getLogger("kdist")
 _is_alone: ContextVar[bool] = ContextVar("kdist_saves_alone", default=False)
+_keeps_files: ContextVar[bool] = ContextVar("kdist_keeps_files", default=False)
 
 
 def save(strategy: Strategy, model: Any, target: Any, write: Callable[[Any], Any]) -> Any:
@@ -69,7 +70,19 @@ def save(strategy: Strategy, model: Any, target: Any, write: Callable[[Any], Any
         return _log.announce(runtime, wanted, write)
     if not _is_alone.get() and _log.is_written(runtime, wanted):
         return None
+    if _keeps_files.get() and os.path.exists(path):
+        return None
     return write_whole(path, write, runtime.worker_index)[0]
+
+
+@contextlib.contextmanager
+def keeping_files() -> Iterator[None]:
+    """Within this, a worker overwrites nothing: for `overwrite=False`, where Keras asks at the chief's terminal."""
+    token = _keeps_files.set(True)
+    try:
+        yield
+    finally:
+        _keeps_files.reset(token)
 
 
 @contextlib.contextmanager

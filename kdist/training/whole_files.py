@@ -19,7 +19,7 @@ def is_remote(path: str) -> bool:
 def normal(path: str | os.PathLike[str]) -> str:
     """Returns what a path is called on all workers."""
     text = os.fspath(path)
-    return text if is_remote(text) else os.path.abspath(os.path.expanduser(text))
+    return text if is_remote(text) else os.path.abspath(text)
 
 
 def write_whole(path: str, write: Callable[[Any], Any], worker_index: int) -> tuple[Any, str]:
