@@ -343,6 +343,11 @@ def release(iterator: Any) -> None:
     iterator.prepare = iterator._current_iterator = iterator._epoch_iterator = None
 
 
+def forget_batches(iterator: Any) -> None:
+    """Lets an `epoch_iterator` make its batches anew, from the random numbers that come now."""
+    iterator._kept = None
+
+
 def is_torch_loader(iterator: Any) -> bool:
     """Says whether an `epoch_iterator` reads a PyTorch `DataLoader`, which may shuffle by the global seed."""
     from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter

@@ -72,6 +72,7 @@ class Passes:
         """Called before Keras prepares the data for an epoch."""
         if self._resume is not None:
             randomness.restore(self._resume["before" if self._in_middle else "now"])
+            keras_hooks.forget_batches(self._iterator)  # made with other seeds
         self._before = self._capture()
 
     def start(self, batches: Any) -> Iterator[Any]:
