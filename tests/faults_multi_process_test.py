@@ -8,13 +8,12 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import sys
 import time
 from dataclasses import dataclass, field
 
 import pytest
 
-from tests.processes import BACKENDS, Script, local_addresses, tf_config
+from tests.processes import BACKENDS, local_addresses, tf_config
 from tests.zygote import Worker, Zygote
 
 HEARTBEAT = 6.0
@@ -153,9 +152,12 @@ def test_whatever_happens_the_others_end_and_name_the_worker(backend, tmp_path, 
     finally:
         zygote.close()
     with capsys.disabled():
-        print(f"\n{matrix(backend, cells)}\n{len(cells)} cells in {time.monotonic() - began:.0f} s", flush=True)
+        print(
+            f"\n{matrix(backend, cells)}\n{len(cells)} cells in {time.monotonic() - began:.0f} s", flush=True
+        )
     failed = [cell for cell in cells if cell.problem]
     assert not failed, "\n".join(
-        f"{cell.name}: {cell.problem}\n" + "\n".join(f"{w.stdout()}\n{w.stderr()[-3000:]}" for w in cell.workers)
+        f"{cell.name}: {cell.problem}\n"
+        + "\n".join(f"{w.stdout()}\n{w.stderr()[-3000:]}" for w in cell.workers)
         for cell in failed[:3]
     )

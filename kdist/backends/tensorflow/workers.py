@@ -151,7 +151,7 @@ class Workers:
         )
         text = str(error)
         if (
-            not self.worker_index == 0
+            self.worker_index != 0
             and isinstance(error, tf.errors.DeadlineExceededError)
             and _SERVICE in text
         ):
