@@ -150,11 +150,7 @@ class Workers:
             tf.errors.InternalError,
         )
         text = str(error)
-        if (
-            self.worker_index != 0
-            and isinstance(error, tf.errors.DeadlineExceededError)
-            and _SERVICE in text
-        ):
+        if self.worker_index != 0 and isinstance(error, tf.errors.DeadlineExceededError) and _SERVICE in text:
             text += " /job:worker/task:0"  # the service is the chief's, which answers no more
         if not isinstance(error, kinds) and "task:" not in text:
             return error
