@@ -5,15 +5,18 @@ No launcher looks after these workers, so each of them has to end by itself.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
+import signal
+import sys
 import time
 from dataclasses import dataclass, field
 
 import pytest
 
-from tests.processes import BACKENDS, local_addresses, tf_config
+from tests.processes import BACKENDS, Script, local_addresses, tf_config
 from tests.zygote import Worker, Zygote
 
 HEARTBEAT = 6.0
