@@ -5,15 +5,18 @@ No launcher looks after these workers, so each of them has to end by itself.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
+import signal
+import sys
 import time
 from dataclasses import dataclass, field
 
 import pytest
 
-from tests.processes import BACKENDS, local_addresses, tf_config
+from tests.processes import BACKENDS, Script, local_addresses, tf_config
 from tests.zygote import Worker, Zygote
 
 HEARTBEAT = 6.0
@@ -31,6 +34,7 @@ model.fit(x, x[:, :1], batch_size=4, epochs=3, verbose=0, validation_data=(x[:4]
 print("FINISHED", flush=True)
 """
 KINDS = {"kill": -9, "sigterm": -15, "hang": 70, "exception": 1}
+FROZEN = {"freeze": -9}  # it never ends by itself: the test kills it once the others have ended
 # Where the fault is, and where the others may be by then. Validation of the first epoch, the end of the second.
 PLACES = {
     "begin": ("phase=begin", "the beginning of fit|the beginning of epoch 1|step 1 of epoch 1"),
@@ -74,14 +78,20 @@ class Cell:
         now = time.monotonic()
         if not self.failed_at and "kdist: --inject" in self.workers[self.victim].stderr():
             self.failed_at = now
-        if all(worker.exit_code is not None for worker in self.workers):
-            return True
+        victim = self.workers[self.victim]
+        if all(worker.exit_code is not None for worker in self.workers if worker is not victim):
+            if victim.exit_code is None and self.kind in FROZEN:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(victim.pid, signal.SIGKILL)
+            if victim.exit_code is not None:
+                return True
         if self.failed_at:
             return now > self.failed_at + HEARTBEAT + 2 * SLACK
         return now > self.began + 90
 
     def seconds(self):
-        return max(worker.ended_at for worker in self.workers) - self.failed_at
+        victim = self.workers[self.victim]
+        return max(w.ended_at for w in self.workers if w is not victim) - self.failed_at
 
     def check(self):
         """Raises unless everything is as promised."""
@@ -91,7 +101,7 @@ class Cell:
             assert "FINISHED" not in worker.stdout(), f"worker {index} has finished"
             with pytest.raises(ProcessLookupError):  # nor has anybody that it has started
                 os.killpg(worker.pid, 0)
-        assert victim.exit_code == KINDS[self.kind], f"exit code {victim.exit_code}"
+        assert victim.exit_code == (KINDS | FROZEN)[self.kind], f"exit code {victim.exit_code}"
         assert self.seconds() < HEARTBEAT + SLACK, f"{self.seconds():.1f} s"
         if self.kind == "hang":
             said = f"worker {self.victim} ({self.addresses[self.victim]}) has hung"
@@ -127,6 +137,25 @@ def run_all(cells, zygote):
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_launcher_starts_again_after_a_hang(backend, tmp_path):
+    options = ("--max-restarts", "1", "--heartbeat-timeout", "4", "--inject", "hang:worker=1,step=6")
+    command = (sys.executable, "-m", "kdist", "run", "-n", "2", "--backend", backend, *options)
+    job = Script(tmp_path, "train", f"import keras, numpy, kdist\n{SCRIPT}", {}, command)
+    try:
+        assert job.wait(90) == 0, job.stderr()
+        assert re.search(
+            r"──── kdist: worker 1 \([\d.:]+\) failed first: it ended with exit code 70", job.stderr()
+        )
+        assert (
+            "kdist: restart 1 of 1 because worker 1 ended with exit code 70; starting 2 workers."
+            in job.stderr()
+        )
+        assert job.stdout().count("FINISHED") == 2
+    finally:
+        job.kill()
+
+
 def matrix(backend, cells):
     """The matrix in text: how many seconds after the fault the last worker had ended."""
     rows = sorted({(cell.kind, cell.num_workers, cell.victim) for cell in cells})
@@ -145,6 +174,7 @@ def matrix(backend, cells):
 def test_whatever_happens_the_others_end_and_name_the_worker(backend, tmp_path, capsys):
     cells = [Cell(*cell) for cell in itertools.product(KINDS, PLACES, (0, 1))]
     cells += [Cell(kind, "step", victim, 3) for kind, victim in itertools.product(("kill", "hang"), (0, 1))]
+    cells += [Cell("freeze", "step", victim) for victim in (0, 1)]
     zygote = Zygote(tmp_path, backend, SCRIPT)
     began = time.monotonic()
     try:

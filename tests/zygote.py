@@ -26,10 +26,11 @@ import numpy, keras, kdist
 {imports}
 children = {{}}
 order = None
+orders = open(0, "rb", buffering=0, closefd=False)  # or a line could hide in a buffer from `select`
 while order is None:
-    ready, _, _ = select.select([sys.stdin], [], [], 0.02)
-    line = sys.stdin.readline() if ready else None
-    if line == "":
+    ready, _, _ = select.select([orders], [], [], 0.02)
+    line = orders.readline() if ready else None
+    if line == b"":
         os._exit(0)
     if line:
         order = json.loads(line)

@@ -87,7 +87,12 @@ class StallWatch:
         self._closed.set()
 
     def _run(self) -> None:
-        while not self._closed.wait(max(0.1, self._timeout * _LOOKS)):
+        pause = max(0.1, self._timeout * _LOOKS)
+        looked = time.monotonic()
+        while not self._closed.wait(pause):
+            if time.monotonic() - looked > self._timeout * _SAYS_AFTER:
+                self._seen = None  # this thread could not look, so nobody knows what has moved meanwhile
+            looked = time.monotonic()
             frame = sys._current_frames().get(_watched_thread())
             if frame is None:
                 continue
