@@ -81,7 +81,7 @@ class Zygote:
     """
 
     def __init__(self, folder: Path, backend: str, script: str) -> None:
-        self._folder = folder
+        self.folder = folder
         self._workers: dict[str, Worker] = {}
         path = folder / "zygote.py"
         imports = {"torch": "import torch._dynamo", "jax": "import jax", "tensorflow": "import tensorflow"}
@@ -104,7 +104,7 @@ class Zygote:
             name: Of its output files.
             env: What its environment has besides.
         """
-        worker = self._workers[name] = Worker(self._folder, name)
+        worker = self._workers[name] = Worker(self.folder, name)
         order: dict[str, Any] = {
             "name": name,
             "env": dict(env),

@@ -16,6 +16,7 @@ from kdist.backends.messages import gather
 from kdist.checkpoint import layout
 from kdist.context import get_strategy, joined_strategy
 from kdist.errors import CheckpointError, InvalidArgumentError
+from kdist.training import faults
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
@@ -271,6 +272,7 @@ class Checkpoint:
             with contextlib.suppress(CheckpointError):  # the others wait to hear of it
                 places.meet(runtime, places.Wish(directory, prefix, None, None, problem))
             raise
+        faults.point("save-begin")
         facts = f"{len(contents.sources)} tensors, {zlib.crc32(json.dumps(contents.facts()).encode()):08x}"
         wish = places.Wish(directory, prefix, choose, facts, told)
         try:

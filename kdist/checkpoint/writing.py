@@ -22,15 +22,18 @@ from kdist.checkpoint import layout
 from kdist.checkpoint.index import DTYPES, File, Index, Piece, Tensor, dump
 from kdist.checkpoint.places import Place
 from kdist.checkpoint.shards import Span
+from kdist.cluster import liveness
 from kdist.errors import CheckpointError
+from kdist.training import faults
 
 _CHUNK = 32 << 20
 _POLL = 0.01
 _NICENESS = 10
-# Seconds without any progress in the folder after which the others count as gone; the second while this process
-# only waits for them to end.
-PATIENCE = 300.0
-PATIENCE_AT_EXIT = 10.0
+# After so many heartbeat timeouts without any progress in the folder, the others count as gone; after so many
+# seconds, where this process only waits for them to end, or ends because of an error.
+_PATIENCE_HEARTBEATS = 4
+_PATIENCE_AT_EXIT = 10.0
+_PATIENCE_AFTER_ERROR = 2.0
 
 
 @dataclass
@@ -148,6 +151,7 @@ def write_shard(place: Place, share: Share) -> None:
                 checksums[-1] = zlib.crc32(chunk, checksums[-1])
                 yield chunk
 
+    faults.point("save-write")
     write_file(os.path.join(place.temporary, name), parts())
     pieces = [
         [span.tensor, asdict(Piece(place.rank, span.first, span.last, len(header) + begin, crc))]
@@ -157,6 +161,7 @@ def write_shard(place: Place, share: Share) -> None:
     said = {"file": asdict(file), "pieces": pieces, "states": dict(share.states)}
     report = os.path.join(place.temporary, layout.report(place.rank))
     write_file(report + ".part", [json.dumps(said).encode()])
+    faults.point("save-report")
     os.rename(report + ".part", report)
 
 
@@ -192,11 +197,13 @@ def sync_folder(path: str) -> None:
 def commit(place: Place, share: Share) -> None:
     """Waits for all shards of a folder, writes the index and makes the checkpoint visible."""
     reports = [wait_for(place, rank) for rank in range(len(place.members))]
+    faults.point("save-commit")
     index = merge(place, share, reports)
     for rank in range(len(place.members)):
         os.unlink(os.path.join(place.temporary, layout.report(rank)))
     write_file(os.path.join(place.temporary, layout.INDEX), [dump(index)])
     sync_folder(place.temporary)
+    faults.point("save-publish")
     publish(place)
 
 
@@ -278,7 +285,7 @@ class _Patience:
         self._clock = clock
         self._seen: Any = None
         self._since = self._looked = clock()
-        self.seconds = PATIENCE
+        self.seconds = _PATIENCE_HEARTBEATS * liveness.heartbeat_timeout()
 
     def is_over(self) -> bool:
         now = self._clock()
@@ -287,8 +294,9 @@ class _Patience:
             seen = sorted(_sizes(self._folder))
             if seen != self._seen:
                 self._seen, self._since = seen, now
-        ending = not threading.main_thread().is_alive()
-        self.seconds = min(PATIENCE, PATIENCE_AT_EXIT) if ending else PATIENCE
+        if not threading.main_thread().is_alive():
+            failed = getattr(sys, "last_type", None) is not None
+            self.seconds = min(self.seconds, _PATIENCE_AFTER_ERROR if failed else _PATIENCE_AT_EXIT)
         return now - self._since > self.seconds
 
 

@@ -20,6 +20,7 @@ from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.training.passes import TAKEN, Passes
 
 if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
     from kdist.training.session import Session
 
 
@@ -131,6 +132,11 @@ class GlobalBatches:
     def close(self) -> None:
         """Ends what reads ahead, with its thread."""
         keras_hooks.release(self.iterator)
+
+    @property
+    def runtime(self) -> Runtime:
+        """The workers that read them."""
+        return self._session.runtime
 
     def record(self) -> None:
         """From now on, notes what `position` needs; to be called before the first epoch."""

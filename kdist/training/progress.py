@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from kdist.backends.messages import gather
 from kdist.errors import StrategyScopeError
 
 if TYPE_CHECKING:
@@ -57,7 +58,13 @@ class Progress:
         self.is_resumed = False
 
     def get_state(self) -> dict[str, Any]:
-        """Returns, as JSON, what a new `fit` needs to go on from here."""
+        """Returns, as JSON, what a new `fit` needs to go on from here. All workers must call it.
+
+        It is the chief's on all of them, so that any number of workers can go on.
+        """
+        return dict(gather(self._batches.runtime, self._state())[0])
+
+    def _state(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch,
             "step": self.step,

@@ -178,3 +178,24 @@ PLACES = {
 @each_backend
 def test_a_run_goes_on_from_anywhere(backend: str, tmp_path: Path) -> None:
     check(run(backend, 2, interrupted, str(tmp_path), "arrays", list(PLACES.values())))
+
+
+def start(folder: str, stops: bool) -> Any:
+    import kdist
+
+    callbacks = [kdist.callbacks.BackupAndRestore(folder, save_freq=2)]
+    if not stops:
+        return fit("arrays", 2, *callbacks)[0]
+    expected = fit("arrays", 1)[0]
+    with pytest.raises(Interrupted):
+        fit("arrays", 1, *callbacks, stop_at(1, 2))
+    return expected
+
+
+@each_backend
+def test_another_number_of_workers_goes_on(backend: str, tmp_path: Path) -> None:
+    expected = run(backend, 2, start, str(tmp_path), True)[0]
+    # One worker of two replicas, which draw the same dropout masks as two workers of one.
+    (weights,) = run(backend, 1, start, str(tmp_path), False)
+    for wanted, value in zip(expected, weights, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
