@@ -68,8 +68,11 @@ class TensorFlowRuntime(Runtime):
         return self.workers.all_gather_bytes(data)
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Starts to gather a message from every worker."""
-        return (lambda: [data]) if self.workers is None else self.workers.begin_gather_bytes(data)
+        """Gathers at once. A collective of a thread's own would have to take its turn among those of steps, and
+        the coordination service does not say when the sender of a message is lost.
+        """
+        received = self.all_gather_bytes(data)
+        return lambda: received
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Sends the chief's values with one collective a dtype."""

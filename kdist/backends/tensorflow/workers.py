@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import base64
 import dataclasses
-import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from tensorflow.python.eager import context as eager_context
 
 from kdist.backends import stalls, whereabouts
 from kdist.backends.tensorflow.board import ServiceBoard, last_words
-from kdist.backends.threads import Errands
 from kdist.cluster import (
     check_port_free,
     complete_addresses,
@@ -48,11 +45,6 @@ _TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
 
 _SERVICE = "CoordinationService"
 _WHY = re.compile(r"aborted by: (.*)")
-# How long the coordination service is asked for a message at a time.
-_GLANCE_MS = 1000
-# One for all strategies of the process, so that messages keep their order.
-_messenger = Errands("kdist messages")
-_turns = itertools.count()
 
 _joined: tuple[Cluster, tf.distribute.Strategy] | None = None
 
@@ -114,30 +106,6 @@ class Workers:
             return str(eager_context.context().get_config_key_value(key, timeout_in_ms=_LOOK_UP_MS))
         except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
             return None
-
-    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Starts to gather a message from each worker; returns what waits for all of them.
-
-        By the coordination service, in a thread: a collective would have to take its turn among those of steps.
-        """
-        future = _messenger.submit(self._exchange, next(_turns), base64.b64encode(data).decode())
-
-        def finish() -> list[bytes]:
-            return [base64.b64decode(text) for text in future.result()]
-
-        return finish
-
-    def _exchange(self, turn: int, mine: str) -> list[str]:
-        service = eager_context.context()
-        service.set_config_key_value(_message_key(turn, self.worker_index), mine)
-        everyone = [
-            mine if index == self.worker_index else _receive(service, _message_key(turn, index))
-            for index in range(self.num_workers)
-        ]
-        if turn > 0:
-            # Whoever has sent in this turn has read everything of the last one.
-            service.delete_config_key_value(_message_key(turn - 1, self.worker_index))
-        return everyone
 
     def _gather_words(self, data: bytes, size: int) -> list[bytes]:
         """Gathers as many bytes from each worker, as 32-bit words: collectives know no shorter numbers."""
@@ -209,19 +177,6 @@ class Workers:
         named = ", and ".join(lost) or "another worker, which has died or cannot be reached any more"
         why = _WHY.search(text)
         return stalls.lost_error(named, self._names[self.worker_index], why[1] if why else text)
-
-
-def _message_key(turn: int, index: int) -> str:
-    return f"kdist/message/{turn}/{index}"
-
-
-def _receive(service: Any, key: str) -> str:
-    while True:
-        try:
-            value = service.get_config_key_value(key, _GLANCE_MS)
-            return value.decode() if isinstance(value, bytes) else str(value)
-        except tf.errors.DeadlineExceededError:
-            continue  # the service says if the sender is lost
 
 
 def join(
