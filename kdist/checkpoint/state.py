@@ -187,7 +187,8 @@ def _short(path: str) -> str:
 def _slot(variable: Any, position: int) -> str:
     """Of an optimiser's variable: its own ("iteration"), or what it is to the variable that it belongs to."""
     name = _COUNTER.sub("", variable.path.split("/")[-1])
-    return name if position < 2 and not variable.shape else name.rpartition("_")[2]
+    # A shape of TensorFlow is true whatever its rank.
+    return name if position < 2 and len(variable.shape) == 0 else name.rpartition("_")[2]
 
 
 # Values and states --------------------------------------------------------------------------------------------

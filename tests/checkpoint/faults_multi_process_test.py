@@ -257,6 +257,7 @@ def in_worker_failing(folder):
         heard.append(str(caught.value))
         kdist.barrier()
         assert os.listdir(folder) == [os.path.basename(first)]
+        kdist.barrier()  # the other one begins the next save
     last = checkpoint.save(folder, asynchronous=False)
     assert kdist.latest_checkpoint(folder) == last
     kdist.barrier()
