@@ -21,7 +21,8 @@ from typing import Any
 from tests.processes import ROOT, clean_environment
 
 _START = """
-import json, os, select, signal, sys
+import faulthandler, json, os, select, signal, sys
+faulthandler.enable()
 import numpy, keras, kdist
 {imports}
 children = {{}}
@@ -112,6 +113,7 @@ class Zygote:
             "err": str(worker.err),
         }
         assert self._process.stdin is not None
+        assert self._process.poll() is None, f"The zygote has ended with {self._process.returncode}."
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return worker
