@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs all tests: sh tests/run.sh PYTHON [options of pytest]. `make test` calls it after the linters.
 #
-# First the tests that run a backend in pytest's own process, one process a backend; then all the rest, in which
+# First the tests that run a backend in pytest's own process, one process a backend (TensorFlow has none); then all the rest, in which
 # pytest itself imports no framework, in two processes. Tests that share worker processes are in one group
 # (`xdist_group`), so that these are started once.
 set -u
@@ -29,11 +29,21 @@ part() {
   $result  $name ($(($(date +%s) - start)) s)"
 }
 
-for backend in tensorflow jax torch; do
-    if [ -d "tests/backends/$backend" ]; then
-        part "tests/backends/$backend" env KERAS_BACKEND=$backend "$python" -m pytest "tests/backends/$backend" "$@"
-    fi
+# They wait for processes most of the time, so they run beside each other; what they print comes one after the other.
+output=$(mktemp -d)
+trap 'rm -rf "$output"' EXIT
+for backend in jax torch; do
+    KERAS_BACKEND=$backend "$python" -m pytest "tests/backends/$backend" "$@" >"$output/$backend" 2>&1 &
+    eval "pid_$backend=$!"
 done
+show() {
+    eval "wait \$pid_$1"
+    code=$?
+    cat "$output/$1"
+    return $code
+}
+part "tests/backends/jax" show jax
+part "tests/backends/torch" show torch
 part "the rest of tests" "$python" -m pytest tests --ignore=tests/backends -n 2 --dist loadgroup "$@"
 
 printf '\nResults:%s\n' "$summary"
