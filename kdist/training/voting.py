@@ -24,7 +24,8 @@ def act_on_batches(callbacks: Any) -> bool:
 class Ballot:
     """Lets `model.stop_training`, set on any worker, stop all at the same step.
 
-    Keras's own callbacks decide from logs, which are equal on all workers: they need no vote after each batch.
+    Keras's own callbacks decide from logs, which are equal on all workers, and kdist's agree among themselves: they
+    need no vote after each batch.
     A callback of the user's that acts on batches may decide from anything (a clock, a file, a signal), and then
     every batch ends with a vote. Every epoch ends with one in any case.
 
@@ -35,7 +36,7 @@ class Ballot:
 
     def __init__(self, runtime: Runtime, callbacks: Any) -> None:
         self._runtime = runtime
-        wanted = any(_acts_on_batches(c) and not _decides_from_logs(c) for c in callbacks.callbacks)
+        wanted = any(_acts_on_batches(c) and not _decides_alike(c) for c in callbacks.callbacks)
         # A worker may have a callback that the others lack: all vote as soon as one wants to.
         self._votes_after_batch = runtime.num_workers > 1 and agreement.agree_to_stop(runtime, wanted)
 
@@ -44,9 +45,9 @@ class Ballot:
         return agreement.agree_to_stop(self._runtime, stop) if self._votes_after_batch else stop
 
 
-def _decides_from_logs(callback: Any) -> bool:
+def _decides_alike(callback: Any) -> bool:
     kind = type(callback)
-    return kind.__module__.startswith("keras.") and kind.__name__ != "LambdaCallback"
+    return kind.__module__.startswith(("keras.", "kdist.")) and kind.__name__ != "LambdaCallback"
 
 
 _BATCH_METHODS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
