@@ -139,7 +139,7 @@ class StallWatch:
             "export KDIST_HEARTBEAT_TIMEOUT=60",
         )
         with contextlib.suppress(Exception):
-            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+            faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
         with contextlib.suppress(Exception):
             lines = "".join(_stack_lines())
             name = f"{type(error).__module__}.{type(error).__qualname__}"
