@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import re
+import signal
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -224,6 +226,7 @@ def join(
     except (RuntimeError, tf.errors.OpError) as error:
         raise _joining_error(error, cluster, timeout) from error
     _create_variables_alone(native)
+    _restore_sigterm()
     watch = stalls.StallWatch(
         ServiceBoard(cluster.num_workers, cluster.worker_index), cluster.worker_names, cluster.worker_index
     )
@@ -265,6 +268,13 @@ def _create_variables_alone(native: tf.distribute.Strategy) -> None:
     extended = native.extended
     method = mirrored_strategy.MirroredExtended._get_variable_creator_initial_value
     extended._get_variable_creator_initial_value = method.__get__(extended)
+
+
+def _restore_sigterm() -> None:
+    """Takes SIGTERM back from TensorFlow, whose preemption notifier only makes a note of it: workers are to end."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _configure_heartbeats(num_workers: int, timeout: float) -> None:
