@@ -18,7 +18,7 @@ from typing import Any
 
 import kdist
 
-ROUNDS = 4
+ROUNDS = 3
 NUM_VARIABLES = 16
 ENV = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
 

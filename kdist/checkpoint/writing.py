@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -135,27 +136,52 @@ class Save:
             abandon(place, error)
 
 
+class _Checksums:
+    """Computes checksums: beside the writing where the main thread waits for it, else in the same thread.
+
+    Args:
+        beside: Whether to take another thread.
+    """
+
+    def __init__(self, beside: bool) -> None:
+        self._pool = ThreadPoolExecutor(1) if beside else None
+
+    def __enter__(self) -> _Checksums:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def add(self, part: Any) -> Callable[[], int]:
+        """Returns what gives the checksum of bytes, later."""
+        if self._pool is not None:
+            return self._pool.submit(zlib.crc32, part).result
+        checksum = zlib.crc32(part)
+        return lambda: checksum
+
+
 def write_shard(place: Place, share: Share) -> None:
     """Writes a worker's shard, waits until it is on disk, and reports it to the first worker of the folder."""
     name = layout.shard(place.rank, len(place.members))
     header = header_of(share)
     offsets = share.offsets()
-    checksums: list[int] = []
+    checksums: list[Callable[[], int]] = []
 
     def parts() -> Iterator[Any]:
         yield header
         for part in share.read():
-            checksums.append(0)
+            checksums.append(sums.add(part))
             for start in range(0, len(part), _CHUNK):
-                chunk = part[start : start + _CHUNK]
-                checksums[-1] = zlib.crc32(chunk, checksums[-1])
-                yield chunk
+                yield part[start : start + _CHUNK]
 
     faults.point("save-write")
-    write_file(os.path.join(place.temporary, name), parts())
+    with _Checksums(beside=threading.current_thread() is threading.main_thread()) as sums:
+        write_file(os.path.join(place.temporary, name), parts())
+        found = [checksum() for checksum in checksums]
     pieces = [
         [span.tensor, asdict(Piece(place.rank, span.first, span.last, len(header) + begin, crc))]
-        for span, begin, crc in zip(share.spans, offsets, checksums, strict=False)
+        for span, begin, crc in zip(share.spans, offsets, found, strict=False)
     ]
     file = File(name, len(header) + offsets[-1], len(header), zlib.crc32(header))
     said = {"file": asdict(file), "pieces": pieces, "states": dict(share.states)}
