@@ -53,7 +53,7 @@ class Progress:
     def after_epoch(self, logs: Mapping[str, Any]) -> None:
         """Notes that the epoch has ended, its validation too, with these logs."""
         # Keras's own history hears of them only after all callbacks.
-        self._history.append([self.epoch, {name: float(value) for name, value in logs.items()}])
+        self._history.append([self.epoch, dict(logs)])
         self.epoch, self.step = self.epoch + 1, 0
         self.is_resumed = False
 
@@ -69,7 +69,7 @@ class Progress:
             "epoch": self.epoch,
             "step": self.step,
             "data": self._batches.position(),
-            "history": self._history,
+            "history": [[epoch, keras.tree.map_structure(_number, logs)] for epoch, logs in self._history],
             "callbacks": [[_name(callback), _state_of(callback)] for callback in self._callbacks],
         }
 
@@ -97,6 +97,11 @@ class Progress:
             if found is not None:
                 states.remove(found)
                 _set_state_of(callback, found[1])
+
+
+def _number(value: Any) -> Any:
+    # A metric may have a value for each class.
+    return keras.ops.convert_to_numpy(value).tolist()
 
 
 def _name(callback: Any) -> str:
