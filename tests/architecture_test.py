@@ -51,7 +51,6 @@ EXTRA_FILES = {
         "uneven.py",  # and only for equal shapes on all devices
     },
     "torch": {
-        "meeting.py",  # nor a rendezvous that says who is missing
         "lifeline.py",  # nor heartbeats
         "modules.py",  # modules of PyTorch inside a Keras model read their parameters directly
     },

@@ -174,6 +174,10 @@ class Runtime(ABC):
         """Returns the text that any worker has posted under a key, or `None`. Does not wait for it."""
 
     @abstractmethod
+    def lost_workers(self) -> frozenset[int]:
+        """Returns the workers that the engine knows to be lost. Does not wait; for any thread."""
+
+    @abstractmethod
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
         """Sends a message to every worker and does not wait; all must call it.
 

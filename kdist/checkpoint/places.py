@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ class Place:
         rank: Which of them this one is; the first one commits.
         token: Of the folder.
         lock: A descriptor that keeps others from taking the folder for one left behind.
+        lost: Gives the workers that are known to be lost.
     """
 
     temporary: str
@@ -41,6 +42,7 @@ class Place:
     rank: int
     token: str
     lock: int | None = None
+    lost: Callable[[], Collection[int]] = frozenset
 
     def release(self) -> None:
         """Lets go of the folder."""
@@ -89,7 +91,7 @@ def meet(runtime: Runtime | None, wish: Wish) -> tuple[Place, str, int | None]:
         problem = f"{type(error).__name__}: {error}"
     said = {"token": token, "problem": problem, "facts": wish.facts, "number": number}
     everyone = [said] if runtime is None else gather(runtime, said)
-    place = Place(mine, "", [index], 0, token, lock)
+    place = Place(mine, "", [index], 0, token, lock, runtime.lost_workers if runtime else frozenset)
     try:
         _check(everyone, wish.directory)
         number = everyone[0]["number"]

@@ -29,6 +29,7 @@ from kdist.training import faults
 
 _CHUNK = 32 << 20
 _POLL = 0.01
+_LOOK = 0.5
 _NICENESS = 10
 # After so many heartbeat timeouts without any progress in the folder, the others count as gone; after so many
 # seconds, where this process only waits for them to end, or ends because of an error.
@@ -281,8 +282,9 @@ def wait_for(place: Place, rank: int) -> Any:
         CheckpointError: It could not write its shard, or nothing happens any more.
     """
     path = os.path.join(place.temporary, layout.report(rank))
-    patience = _Patience(place.temporary)
+    patience = _Patience(place, place.members[rank])
     while True:
+        is_over = patience.is_over()  # before the look into the folder: what is there counts
         with contextlib.suppress(FileNotFoundError):
             with open(path, encoding="utf-8") as file:
                 return json.load(file)
@@ -294,36 +296,41 @@ def wait_for(place: Place, rank: int) -> Any:
                         f"{file.read() or 'see its own message'}",
                         received={"checkpoint": place.final},
                     )
-        if patience.is_over():
+        if is_over:
             raise CheckpointError(
                 f"Every worker must write its shard, but that of worker {place.members[rank]} did not come.",
-                received={"checkpoint": place.final, "seconds": patience.seconds},
+                received={"checkpoint": place.final, "seconds": round(patience.waited, 1)},
                 hint="Look at that worker's output: has it ended?",
             )
         time.sleep(_POLL)
 
 
 class _Patience:
-    """Says when nothing has changed in a folder for too long."""
+    """Says when a worker's report will not come: it is lost, or nothing has changed in the folder for too long."""
 
-    def __init__(self, folder: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder = folder
+    def __init__(self, place: Place, worker: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._place = place
+        self._worker = worker
         self._clock = clock
         self._seen: Any = None
         self._since = self._looked = clock()
-        self.seconds = _PATIENCE_HEARTBEATS * liveness.heartbeat_timeout()
+        self._is_lost = False
+        self.waited = 0.0
+        self._limit = _PATIENCE_HEARTBEATS * liveness.heartbeat_timeout()
 
     def is_over(self) -> bool:
         now = self._clock()
-        if now - self._looked >= 0.5 or self._seen is None:
+        if now - self._looked >= _LOOK or self._seen is None:
             self._looked = now
-            seen = sorted(_sizes(self._folder))
+            self._is_lost = self._worker in self._place.lost()
+            seen = sorted(_sizes(self._place.temporary))
             if seen != self._seen:
                 self._seen, self._since = seen, now
         if not threading.main_thread().is_alive():
             failed = getattr(sys, "last_type", None) is not None
-            self.seconds = min(self.seconds, _PATIENCE_AFTER_ERROR if failed else _PATIENCE_AT_EXIT)
-        return now - self._since > self.seconds
+            self._limit = min(self._limit, _PATIENCE_AFTER_ERROR if failed else _PATIENCE_AT_EXIT)
+        self.waited = now - self._since
+        return self._is_lost or self.waited > self._limit
 
 
 def _sizes(folder: str) -> Iterator[tuple[str, int]]:

@@ -14,9 +14,10 @@ from kdist.backends.contract import Runtime, StepFunction
 from kdist.backends.jax.collectives import BATCH_AXIS
 from kdist.backends.jax.devices import find_devices
 from kdist.backends.jax.loops import Loops, leave_function
+from kdist.backends.jax.meeting import without_chatter
 from kdist.backends.jax.replicas import Replicas
 from kdist.backends.jax.steps import JaxSteps
-from kdist.backends.jax.workers import Workers, without_chatter
+from kdist.backends.jax.workers import Workers
 from kdist.backends.replica import divide
 from kdist.data.exchange import gather_rows
 
@@ -68,6 +69,10 @@ class JaxRuntime(Runtime):
     def look_up(self, key: str) -> str | None:
         """Returns a text from the key-value store of the coordination service."""
         return self.workers.look_up(key)
+
+    def lost_workers(self) -> frozenset[int]:
+        """Asks the watch over the coordination service."""
+        return self.workers.lost()
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
         """Starts to gather a message from every worker."""

@@ -119,6 +119,11 @@ class Watch:
         finally:
             self._working -= 1
 
+    @property
+    def lost(self) -> frozenset[int]:
+        """The workers that have been noticed to be lost."""
+        return frozenset(self._lost)
+
     def check(self, index: int | None = None) -> None:
         """Raises if a worker is lost, or if the one that is waited for has ended."""
         culprits = dict(self._lost)

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import os
 import re
-import socket
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -20,17 +15,12 @@ import jax.extend.backend
 
 from kdist.backends import whereabouts
 from kdist.backends.device_names import short_name
+from kdist.backends.jax import meeting
 from kdist.backends.jax.devices import request_cpus
 from kdist.backends.jax.watch import Watch, has_started, service_client
 from kdist.backends.threads import Errands
 from kdist.cluster import (
-    check_port_free,
-    complete_addresses,
     environment,
-    is_loopback,
-    join_address,
-    liveness,
-    split_address,
     visible_gpus,
 )
 from kdist.errors import (
@@ -46,8 +36,6 @@ if TYPE_CHECKING:
     from kdist.cluster import Cluster
     from kdist.strategies.communication import CommunicationOptions
 
-# A worker that has sent no heartbeat for this share of the timeout counts as lost; JAX's own default is 100 s.
-_SILENCE = 0.4
 # How often a worker that waits for a message looks whether its sender is still there.
 _GLANCE_MS = 1000
 
@@ -74,6 +62,10 @@ class Workers:
     def look_up(self, key: str) -> str | None:
         """Returns the text that a worker has left under a key."""
         return None
+
+    def lost(self) -> frozenset[int]:
+        """Returns the workers that are known to be lost."""
+        return frozenset()
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
         """Starts to gather a message from every worker; returns what waits for all of them."""
@@ -165,6 +157,10 @@ class JoinedWorkers(Workers):
                 return None
             raise
 
+    def lost(self) -> frozenset[int]:
+        """Returns the workers whose loss the watch has noticed."""
+        return self._watch.lost
+
     def _receive(self, turn: int, index: int) -> bytes:
         waited = 0.0
         while True:
@@ -241,8 +237,8 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
         )
     request_cpus(names)
     timeout = float(environment.get("KDIST_JOIN_TIMEOUT") or 300)
-    coordinator, own_host = _meet(cluster, timeout)
-    _initialize(cluster, coordinator, own_host, names)
+    coordinator, own_host = meeting.meet(cluster, timeout)
+    meeting.initialize(cluster, coordinator, own_host, names)
     workers = JoinedWorkers(cluster, options.timeout_seconds)
     _joined = (cluster, workers)
     return workers
@@ -275,124 +271,3 @@ def _joined_again(cluster: Cluster, options: CommunicationOptions) -> Workers:
         )
     workers.timeout_seconds = options.timeout_seconds
     return workers
-
-
-def _meet(cluster: Cluster, timeout: float) -> tuple[str, str | None]:
-    """Waits until all workers are there; returns the chief's address and this worker's own host.
-
-    JAX would wait too, but where a worker does not come it ends the process from C++ instead of raising an
-    error that could say who is missing.
-    """
-    try:
-        if cluster.coordinator_taken:
-            addresses = complete_addresses(cluster, timeout)
-            coordinator = addresses[0]
-        else:
-            coordinator = str(cluster.coordinator)
-            host, port = split_address(coordinator)
-            if cluster.is_chief:
-                check_port_free(join_address(host if is_loopback(host) else "0.0.0.0", port))
-            # The exchange meets at the port after the one it is given; JAX's service takes that port next.
-            unknown = dataclasses.replace(
-                cluster, addresses=(None,) * cluster.num_workers, coordinator=join_address(host, port - 1)
-            )
-            addresses = complete_addresses(unknown, timeout)
-    except WorkerTimeoutError as error:
-        raise _missing(cluster, timeout, error) from error
-    return coordinator, split_address(addresses[cluster.worker_index])[0]
-
-
-def _missing(cluster: Cluster, timeout: float, error: WorkerTimeoutError) -> WorkerTimeoutError:
-    numbers = sorted({int(number) for number in re.findall(r"worker (\d+)", error.rule, re.IGNORECASE)})
-    named = ", ".join(cluster.worker_names[number] for number in numbers) or "a worker"
-    return WorkerTimeoutError(
-        f"All {cluster.num_workers} workers must come within {timeout:g} s, but {named} did not.",
-        received={"this_worker": cluster.worker_names[cluster.worker_index]},
-        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600",
-    )
-
-
-def _initialize(cluster: Cluster, coordinator: str, own_host: str | None, devices: Sequence[str]) -> None:
-    # A task that fails must not end the others from C++, before they can say why: `Watch` sees to them.
-    jax.config.update("jax_enable_recoverability", True)
-    # Its handler of SIGTERM would keep a worker alive that is asked to end.
-    jax.config.update("jax_enable_preemption_service", False)
-    _use_gloo(own_host)
-    host, _ = split_address(coordinator)
-    with without_chatter():
-        jax.distributed.initialize(
-            coordinator,
-            cluster.num_workers,
-            cluster.worker_index,
-            local_device_ids=_local_gpus(cluster, devices),
-            cluster_detection_method="deactivate",
-            initialization_timeout=60,  # all workers are there already
-            heartbeat_timeout_seconds=max(1, round(liveness.heartbeat_timeout() * _SILENCE)),
-            coordinator_bind_address=coordinator if is_loopback(host) else None,
-        )
-
-
-def _use_gloo(own_host: str | None) -> None:
-    """Has CPU collectives use gloo, listening at the interface that leads to the other workers.
-
-    gloo's own choice is the address of this machine's name, which may be the loopback interface, by which
-    nobody else can be reached, or a public one for a job of one machine. JAX has no option for it.
-    """
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if own_host is None or not _can_listen(own_host):
-        return
-    try:
-        from jax._src.lib import _jax
-        from jax._src.xla_bridge import make_cpu_client
-
-        make_gloo = _jax.make_gloo_tcp_collectives
-    except (ImportError, AttributeError):  # another JAX: its own choice then
-        return
-
-    def make_client() -> Any:
-        return make_cpu_client(collectives=make_gloo(distributed_client=service_client(), hostname=own_host))
-
-    jax.extend.backend.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
-
-
-def _can_listen(host: str) -> bool:
-    try:
-        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, 0))
-        return True
-    except OSError:
-        return False
-
-
-def _local_gpus(cluster: Cluster, devices: Sequence[str]) -> list[int] | None:
-    """Shares the GPUs of a machine among its workers, where neither the launcher nor the user has done so."""
-    gpus = visible_gpus()
-    if devices or environment.get("CUDA_VISIBLE_DEVICES") is not None or cluster.local_workers < 2:
-        return None
-    share = len(gpus) // cluster.local_workers
-    first = cluster.local_rank * share
-    return list(range(first, first + share)) or None
-
-
-# What gloo and the coordination service say of themselves when all is well, on every worker.
-_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|Using experimental recoverable task feature")
-
-
-@contextlib.contextmanager
-def without_chatter() -> Iterator[None]:
-    """Holds back what C++ prints meanwhile, and lets everything but the usual chatter through afterwards."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as held:
-        saved = [os.dup(1), os.dup(2)]
-        for stream in (1, 2):
-            os.dup2(held.fileno(), stream)
-        try:
-            yield
-        finally:
-            for stream, original in zip((1, 2), saved, strict=True):
-                os.dup2(original, stream)
-                os.close(original)
-            held.seek(0)
-            os.write(2, b"".join(line for line in held if not _CHATTER.search(line)))

@@ -88,6 +88,10 @@ class TensorFlowRuntime(Runtime):
         """Returns a text from the key-value store of the coordination service."""
         return None if self.workers is None else self.workers.look_up(key)
 
+    def lost_workers(self) -> frozenset[int]:
+        """Asks the coordination service."""
+        return frozenset() if self.workers is None else self.workers.lost()
+
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""
         placed = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import re
 import signal
 import threading
@@ -16,21 +15,14 @@ from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import context as eager_context
 
 from kdist.backends import stalls, whereabouts
+from kdist.backends.tensorflow import meeting
 from kdist.backends.tensorflow.board import ServiceBoard, last_words
 from kdist.cluster import (
-    check_port_free,
-    complete_addresses,
     environment,
-    is_loopback,
-    join_address,
-    liveness,
-    split_address,
 )
 from kdist.errors import (
-    ClusterConfigError,
     DeviceError,
     StrategyScopeError,
-    WorkerTimeoutError,
 )
 
 if TYPE_CHECKING:
@@ -39,11 +31,8 @@ if TYPE_CHECKING:
 
 # How long to wait for a text that may not be there; TensorFlow cannot be asked without waiting.
 _LOOK_UP_MS = 100
-# After this share of the timeout without a heartbeat, TensorFlow's coordination service takes a worker for lost.
-_SILENCE = 0.5
 _SHORT = 1024
 _SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
-_TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
 
 _SERVICE = "CoordinationService"
 _WHY = re.compile(r"aborted by: (.*)")
@@ -109,6 +98,14 @@ class Workers:
         except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
             return None
 
+    def lost(self) -> frozenset[int]:
+        """Returns the workers whose heartbeats the coordination service misses."""
+        try:
+            states = eager_context.context().get_task_states([("worker", self.num_workers)])
+        except tf.errors.OpError:  # the service has ended with the chief
+            return frozenset({0} - {self.worker_index})
+        return frozenset(index for index, error in enumerate(states) if error is not None)
+
     def _gather_words(self, data: bytes, size: int) -> list[bytes]:
         """Gathers as many bytes from each worker, as 32-bit words: collectives know no shorter numbers."""
         words = np.frombuffer(data.ljust(-(-size // 4) * 4, b"\0"), np.int32)
@@ -169,7 +166,7 @@ class Workers:
             text += " /job:worker/task:0"  # the service is the chief's, which answers no more
         if not isinstance(error, kinds) and "task:" not in text:
             return error
-        others = {int(task) for task in _TASK.findall(text)} - {self.worker_index}
+        others = {int(task) for task in meeting.TASK.findall(text)} - {self.worker_index}
         if not others and not isinstance(error, kinds):
             return error
         lost = []
@@ -207,8 +204,8 @@ def join(
             )
         return _joined[1], Workers(cluster, _joined[1])
     timeout = float(environment.get("KDIST_JOIN_TIMEOUT", "300") or 300)
-    addresses = _meet(cluster, timeout)
-    _configure_heartbeats(len(addresses), timeout)
+    addresses = meeting.meet(cluster, timeout)
+    meeting.configure_heartbeats(len(addresses), timeout)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": list(addresses)}),
         task_type="worker",
@@ -224,7 +221,7 @@ def join(
     try:
         native = tf.distribute.MultiWorkerMirroredStrategy(resolver, native_options)
     except (RuntimeError, tf.errors.OpError) as error:
-        raise _joining_error(error, cluster, timeout) from error
+        raise meeting.joining_error(error, cluster, timeout) from error
     _create_variables_alone(native)
     _restore_sigterm()
     watch = stalls.StallWatch(
@@ -233,29 +230,6 @@ def join(
     atexit.register(watch.close)
     _joined = (cluster, native)
     return native, Workers(cluster, native)
-
-
-def _meet(cluster: Cluster, timeout: float) -> tuple[str, ...]:
-    """Waits until all workers are there; returns their addresses.
-
-    TensorFlow waits too, but its chief does so forever, whatever time it is given to register.
-    """
-    known = tuple(address for address in cluster.addresses if address)
-    try:
-        if cluster.coordinator_taken or len(known) < cluster.num_workers:
-            return complete_addresses(cluster, timeout)
-        host, port = split_address(known[0])
-        if cluster.is_chief:
-            check_port_free(join_address(host if is_loopback(host) else "0.0.0.0", port))
-        # The exchange meets at the port after the one it is given: TensorFlow's server takes the same port next.
-        unknown = dataclasses.replace(
-            cluster, addresses=(None,) * cluster.num_workers, coordinator=join_address(host, port - 1)
-        )
-        complete_addresses(unknown, timeout)
-        return known
-    except WorkerTimeoutError as error:
-        missing = sorted({int(number) for number in re.findall(r"worker (\d+)", error.rule, re.IGNORECASE)})
-        raise _missing_error(cluster, timeout, missing) from error
 
 
 def _create_variables_alone(native: tf.distribute.Strategy) -> None:
@@ -275,45 +249,3 @@ def _restore_sigterm() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
-
-
-def _configure_heartbeats(num_workers: int, timeout: float) -> None:
-    from tensorflow.core.protobuf import config_pb2  # noqa: F401  (makes the coordination protos known)
-    from tensorflow.python.framework import config  # noqa: F401
-
-    job = eager_context.coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=num_workers)
-    # `tf.distribute` configures the service itself with its default of 10 s to register, unless it is there.
-    eager_context.context().configure_coordination_service(
-        service_type="standalone",
-        service_leader="/job:worker/replica:0/task:0",
-        heartbeat_timeout_in_ms=int(liveness.heartbeat_timeout() * _SILENCE * 1000),
-        cluster_register_timeout_in_ms=int(timeout * 1000),
-        coordinated_jobs=[job],
-    )
-
-
-def _joining_error(error: Exception, cluster: Cluster, timeout: float) -> Exception:
-    text = str(error)
-    me = cluster.worker_names[cluster.worker_index]
-    if "program startup" in text or "initialized" in text:
-        return StrategyScopeError(
-            "The workers must be joined before TensorFlow has computed anything, and it already has.",
-            hint="Create kdist.MultiWorkerMirroredStrategy() at the start of the program.",
-        )
-    if "Could not start gRPC server" in text or "bind" in text:
-        return ClusterConfigError(
-            "Another process listens at the address of this worker.",
-            received={"worker": me},
-            hint="Choose another port, or end that process.",
-        )
-    missing = sorted({int(task) for task in _TASK.findall(text)} - {cluster.worker_index})
-    return _missing_error(cluster, timeout, missing)
-
-
-def _missing_error(cluster: Cluster, timeout: float, missing: Sequence[int]) -> WorkerTimeoutError:
-    named = ", ".join(cluster.worker_names[i] for i in missing if i < cluster.num_workers) or "some workers"
-    return WorkerTimeoutError(
-        f"All {cluster.num_workers} workers must come within {timeout:g} s, but {named} did not.",
-        received={"this_worker": cluster.worker_names[cluster.worker_index]},
-        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600",
-    )

@@ -83,6 +83,12 @@ class Lifeline:
             index = next(iter(self._culprits() or self._losses))
             return index, _WORDS[self._losses[index]]
 
+    @property
+    def lost(self) -> frozenset[int]:
+        """The workers that have died or ended."""
+        with self._changed:
+            return frozenset(self._losses)
+
     def _culprits(self) -> list[int]:
         return [index for index, kind in self._losses.items() if kind in _LOST]
 

@@ -54,6 +54,10 @@ class TorchRuntime(Runtime):
         """Returns a text from the store of the job."""
         return None if self.workers is None else self.workers.look_up(key)
 
+    def lost_workers(self) -> frozenset[int]:
+        """Asks the lifeline."""
+        return frozenset() if self.workers is None else self.workers.lost()
+
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
         """Starts to gather a message from every worker."""
         return (lambda: [data]) if self.workers is None else self.workers.begin_gather_bytes(data)

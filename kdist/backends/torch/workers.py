@@ -139,6 +139,10 @@ class Workers:
         """Returns a text from the job's store."""
         return str(self._store.get(key), "utf-8") if self._store.check([key]) else None
 
+    def lost(self) -> frozenset[int]:
+        """Returns the workers whose loss the lifeline has noticed."""
+        return self._lifeline.lost
+
     def gather_rows(self, leaves: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         """Concatenates, for several tensors in one collective, the rows of every worker.
 

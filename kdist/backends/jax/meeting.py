@@ -1,0 +1,164 @@
+"""Meeting on JAX: waits until all workers of a cluster are there, and connects them with `jax.distributed`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.extend.backend
+
+from kdist.backends.jax.watch import service_client
+from kdist.cluster import (
+    check_port_free,
+    complete_addresses,
+    environment,
+    is_loopback,
+    join_address,
+    liveness,
+    split_address,
+    visible_gpus,
+)
+from kdist.errors import WorkerTimeoutError
+
+if TYPE_CHECKING:
+    from kdist.cluster import Cluster
+
+# A worker that has sent no heartbeat for this share of the timeout counts as lost; JAX's own default is 100 s.
+_SILENCE = 0.4
+
+
+def meet(cluster: Cluster, timeout: float) -> tuple[str, str | None]:
+    """Waits until all workers are there; returns the chief's address and this worker's own host.
+
+    JAX would wait too, but where a worker does not come it ends the process from C++ instead of raising an
+    error that could say who is missing.
+    """
+    try:
+        if cluster.coordinator_taken:
+            addresses = complete_addresses(cluster, timeout)
+            coordinator = addresses[0]
+        else:
+            coordinator = str(cluster.coordinator)
+            host, port = split_address(coordinator)
+            if cluster.is_chief:
+                check_port_free(join_address(host if is_loopback(host) else "0.0.0.0", port))
+            # The exchange meets at the port after the one it is given; JAX's service takes that port next.
+            unknown = dataclasses.replace(
+                cluster, addresses=(None,) * cluster.num_workers, coordinator=join_address(host, port - 1)
+            )
+            addresses = complete_addresses(unknown, timeout)
+    except WorkerTimeoutError as error:
+        raise _missing(cluster, timeout, error) from error
+    return coordinator, split_address(addresses[cluster.worker_index])[0]
+
+
+def _missing(cluster: Cluster, timeout: float, error: WorkerTimeoutError) -> WorkerTimeoutError:
+    numbers = sorted({int(number) for number in re.findall(r"worker (\d+)", error.rule, re.IGNORECASE)})
+    named = ", ".join(cluster.worker_names[number] for number in numbers) or "a worker"
+    return WorkerTimeoutError(
+        f"All {cluster.num_workers} workers must come within {timeout:g} s, but {named} did not.",
+        received={"this_worker": cluster.worker_names[cluster.worker_index]},
+        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600",
+    )
+
+
+def initialize(cluster: Cluster, coordinator: str, own_host: str | None, devices: Sequence[str]) -> None:
+    """Connects this worker with the others.
+
+    Args:
+        cluster: Who takes part.
+        coordinator: The address of the chief.
+        own_host: By which the others reach this worker.
+        devices: Those of this worker, `()` for those that the backend prefers.
+    """
+    # A task that fails must not end the others from C++, before they can say why: `Watch` sees to them.
+    jax.config.update("jax_enable_recoverability", True)
+    # Its handler of SIGTERM would keep a worker alive that is asked to end.
+    jax.config.update("jax_enable_preemption_service", False)
+    _use_gloo(own_host)
+    host, _ = split_address(coordinator)
+    with without_chatter():
+        jax.distributed.initialize(
+            coordinator,
+            cluster.num_workers,
+            cluster.worker_index,
+            local_device_ids=_local_gpus(cluster, devices),
+            cluster_detection_method="deactivate",
+            initialization_timeout=60,  # all workers are there already
+            heartbeat_timeout_seconds=max(1, round(liveness.heartbeat_timeout() * _SILENCE)),
+            coordinator_bind_address=coordinator if is_loopback(host) else None,
+        )
+
+
+def _use_gloo(own_host: str | None) -> None:
+    """Has CPU collectives use gloo, listening at the interface that leads to the other workers.
+
+    gloo's own choice is the address of this machine's name, which may be the loopback interface, by which
+    nobody else can be reached, or a public one for a job of one machine. JAX has no option for it.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if own_host is None or not _can_listen(own_host):
+        return
+    try:
+        from jax._src.lib import _jax
+        from jax._src.xla_bridge import make_cpu_client
+
+        make_gloo = _jax.make_gloo_tcp_collectives
+    except (ImportError, AttributeError):  # another JAX: its own choice then
+        return
+
+    def make_client() -> Any:
+        return make_cpu_client(collectives=make_gloo(distributed_client=service_client(), hostname=own_host))
+
+    jax.extend.backend.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+
+
+def _can_listen(host: str) -> bool:
+    try:
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+        return True
+    except OSError:
+        return False
+
+
+def _local_gpus(cluster: Cluster, devices: Sequence[str]) -> list[int] | None:
+    """Shares the GPUs of a machine among its workers, where neither the launcher nor the user has done so."""
+    gpus = visible_gpus()
+    if devices or environment.get("CUDA_VISIBLE_DEVICES") is not None or cluster.local_workers < 2:
+        return None
+    share = len(gpus) // cluster.local_workers
+    first = cluster.local_rank * share
+    return list(range(first, first + share)) or None
+
+
+# What gloo and the coordination service say of themselves when all is well, on every worker.
+_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|Using experimental recoverable task feature")
+
+
+@contextlib.contextmanager
+def without_chatter() -> Iterator[None]:
+    """Holds back what C++ prints meanwhile, and lets everything but the usual chatter through afterwards."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held:
+        saved = [os.dup(1), os.dup(2)]
+        for stream in (1, 2):
+            os.dup2(held.fileno(), stream)
+        try:
+            yield
+        finally:
+            for stream, original in zip((1, 2), saved, strict=True):
+                os.dup2(original, stream)
+                os.close(original)
+            held.seek(0)
+            os.write(2, b"".join(line for line in held if not _CHATTER.search(line)))

@@ -1,0 +1,95 @@
+"""Meeting on TensorFlow: waits until all workers of a cluster are there, and prepares its coordination service."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tensorflow.python.eager import context as eager_context
+
+from kdist.cluster import (
+    check_port_free,
+    complete_addresses,
+    is_loopback,
+    join_address,
+    liveness,
+    split_address,
+)
+from kdist.errors import ClusterConfigError, StrategyScopeError, WorkerTimeoutError
+
+if TYPE_CHECKING:
+    from kdist.cluster import Cluster
+
+TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
+"""How TensorFlow names a worker."""
+# After this share of the timeout without a heartbeat, TensorFlow's coordination service takes a worker for lost.
+_SILENCE = 0.5
+
+
+def meet(cluster: Cluster, timeout: float) -> tuple[str, ...]:
+    """Waits until all workers are there; returns their addresses.
+
+    TensorFlow waits too, but its chief does so forever, whatever time it is given to register.
+    """
+    known = tuple(address for address in cluster.addresses if address)
+    try:
+        if cluster.coordinator_taken or len(known) < cluster.num_workers:
+            return complete_addresses(cluster, timeout)
+        host, port = split_address(known[0])
+        if cluster.is_chief:
+            check_port_free(join_address(host if is_loopback(host) else "0.0.0.0", port))
+        # The exchange meets at the port after the one it is given: TensorFlow's server takes the same port next.
+        unknown = dataclasses.replace(
+            cluster, addresses=(None,) * cluster.num_workers, coordinator=join_address(host, port - 1)
+        )
+        complete_addresses(unknown, timeout)
+        return known
+    except WorkerTimeoutError as error:
+        missing = sorted({int(number) for number in re.findall(r"worker (\d+)", error.rule, re.IGNORECASE)})
+        raise _missing_error(cluster, timeout, missing) from error
+
+
+def configure_heartbeats(num_workers: int, timeout: float) -> None:
+    """Tells the coordination service how long workers may be silent, and have to register."""
+    from tensorflow.core.protobuf import config_pb2  # noqa: F401  (makes the coordination protos known)
+    from tensorflow.python.framework import config  # noqa: F401
+
+    job = eager_context.coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=num_workers)
+    # `tf.distribute` configures the service itself with its default of 10 s to register, unless it is there.
+    eager_context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader="/job:worker/replica:0/task:0",
+        heartbeat_timeout_in_ms=int(liveness.heartbeat_timeout() * _SILENCE * 1000),
+        cluster_register_timeout_in_ms=int(timeout * 1000),
+        coordinated_jobs=[job],
+    )
+
+
+def joining_error(error: Exception, cluster: Cluster, timeout: float) -> Exception:
+    """Returns what to raise where the native strategy could not be made."""
+    text = str(error)
+    me = cluster.worker_names[cluster.worker_index]
+    if "program startup" in text or "initialized" in text:
+        return StrategyScopeError(
+            "The workers must be joined before TensorFlow has computed anything, and it already has.",
+            hint="Create kdist.MultiWorkerMirroredStrategy() at the start of the program.",
+        )
+    if "Could not start gRPC server" in text or "bind" in text:
+        return ClusterConfigError(
+            "Another process listens at the address of this worker.",
+            received={"worker": me},
+            hint="Choose another port, or end that process.",
+        )
+    missing = sorted({int(task) for task in TASK.findall(text)} - {cluster.worker_index})
+    return _missing_error(cluster, timeout, missing)
+
+
+def _missing_error(cluster: Cluster, timeout: float, missing: Sequence[int]) -> WorkerTimeoutError:
+    named = ", ".join(cluster.worker_names[i] for i in missing if i < cluster.num_workers) or "some workers"
+    return WorkerTimeoutError(
+        f"All {cluster.num_workers} workers must come within {timeout:g} s, but {named} did not.",
+        received={"this_worker": cluster.worker_names[cluster.worker_index]},
+        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600",
+    )
