@@ -388,13 +388,13 @@ def in_worker_one_sided(folder):
     fit(Mine(f"{folder}/mine.csv"))
     seconds = time.monotonic() - start
 
-    class Fails(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if rank() == 1:
-                raise OSError("disk full")
+    def fail(epoch, logs):
+        if rank() == 1:
+            raise failure
 
-    with pytest.raises(OSError if rank() == 1 else errors.WorkerFailedError) as caught:
-        fit(Fails())
+    for failure in (errors.CheckpointError("a rule"), OSError("disk full")):
+        with pytest.raises(type(failure) if rank() == 1 else errors.WorkerFailedError) as caught:
+            fit(keras.callbacks.LambdaCallback(on_epoch_end=fail))
     if rank() == 0:
         model.load_weights(f"{folder}/0-1-3.keras")  # on the chief alone
         loaded = state_of(model)

@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kdist.errors import DatasetError, WorkerMismatchError
+from kdist.errors import DatasetError, KdistError, WorkerLostError, WorkerMismatchError, WorkerTimeoutError
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
+
+_NOBODY_ANSWERS = (WorkerLostError, WorkerTimeoutError)
 
 
 def gather(runtime: Runtime, value: Any) -> list[Any]:
@@ -76,8 +78,54 @@ def _first_difference(a: Any, b: Any) -> tuple[Any, Any]:
     return a, b
 
 
-def try_on_all(runtime: Runtime, what: str, function: Callable[[], Any]) -> Any:
-    """Calls a function of the user's on every worker, and raises on all if it fails on one.
+def call_on_all(
+    runtime: Runtime | None,
+    function: Callable[[], Any],
+    failed: Callable[[int, str], Exception],
+    note: Callable[[], Any] = lambda: None,
+) -> tuple[Any, list[Any]]:
+    """Calls a function on every worker, waits for all, and raises on all if it fails on one.
+
+    On the worker where it failed, the error comes out as it is; on the others, what `failed` returns.
+
+    Args:
+        runtime: The runtime whose workers take part, all of which must call; `None` for this process alone.
+        function: Called without arguments.
+        failed: Makes the error for the others, of the index of the worker where it failed and what it said.
+        note: Gives, after the function, a JSON value to exchange.
+
+    Returns:
+        What the function returned on this worker, and the note of each worker.
+    """
+    error: Exception | None = None
+    result = None
+    try:
+        result = function()
+    except Exception as raised:
+        # With an engine that has failed, nobody can be told.
+        if runtime is not None and isinstance(runtime.explain_failure(raised), _NOBODY_ANSWERS):
+            raise
+        error = raised
+    text = None
+    if error is not None:
+        text = str(error) if isinstance(error, KdistError) else f"{type(error).__name__}: {error}"
+    said = {"error": text, "note": None if error else note()}
+    try:
+        everyone = [said] if runtime is None else gather(runtime, said)
+    except Exception:
+        if error is not None:
+            raise error from None
+        raise
+    if error is not None:
+        raise error
+    for index, theirs in enumerate(everyone):
+        if theirs["error"] is not None:
+            raise failed(index, theirs["error"])
+    return result, [theirs["note"] for theirs in everyone]
+
+
+def read_on_all(runtime: Runtime, what: str, function: Callable[[], Any]) -> Any:
+    """Calls what reads the user's data on every worker, and raises on all if it fails on one.
 
     Args:
         runtime: The runtime whose workers take part; all must call.
@@ -90,19 +138,9 @@ def try_on_all(runtime: Runtime, what: str, function: Callable[[], Any]) -> Any:
     Raises:
         DatasetError: It failed on another worker; names the worker. On the worker itself, the error as it is.
     """
-    error: Exception | None = None
-    result = None
-    try:
-        result = function()
-    except Exception as raised:
-        error = raised
-    said = gather(runtime, None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for index, text in enumerate(said):
-        if text is not None:
-            raise DatasetError(
-                f"{what} failed on worker {index}: {text}",
-                hint="" if "Received:" in text else "Look at that worker's traceback.",
-            )
-    return result
+
+    def failed(index: int, text: str) -> Exception:
+        hint = "" if "Received:" in text else "Look at that worker's traceback."
+        return DatasetError(f"{what} failed on worker {index}: {text}", hint=hint)
+
+    return call_on_all(runtime, function, failed)[0]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kdist.backends.messages import gather
+from kdist.backends.messages import call_on_all, gather
 from kdist.checkpoint import plain, state
 from kdist.checkpoint.index import Index, Tensor
 from kdist.checkpoint.reading import read_index, read_tensors
@@ -135,23 +135,13 @@ def restore(
 
 
 def _on_all(runtime: Runtime | None, path: str, function: Callable[[], Any]) -> Any:
-    """Calls a function on every worker, and raises on all if it fails on one."""
-    error: Exception | None = None
-    result = None
-    try:
-        result = function()
-    except Exception as raised:
-        error = raised
-    said = [None] if runtime is None else gather(runtime, None if error is None else str(error))
-    if error is not None:
-        raise error
-    for index, text in enumerate(said):
-        if text is not None:
-            raise CheckpointError(
-                f"Every worker must restore the checkpoint, but worker {index} cannot: {text}",
-                received={} if "Received:" in text else {"path": path},
-            )
-    return result
+    def failed(index: int, text: str) -> Exception:
+        return CheckpointError(
+            f"Every worker must restore the checkpoint, but worker {index} cannot: {text}",
+            received={} if "Received:" in text else {"path": path},
+        )
+
+    return call_on_all(runtime, function, failed)[0]
 
 
 def _check_same(runtime: Runtime | None, path: str, index: Index) -> None:

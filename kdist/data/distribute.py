@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from kdist.backends.messages import check_equal, gather, try_on_all
+from kdist.backends.messages import check_equal, gather, read_on_all
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_context import InputContext, ValueContext
 from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
@@ -45,7 +45,7 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
             source = source.hinted(place.num_workers, place.worker_index)
         return source, policy, source.num_batches if policy is AutoShardPolicy.DATA else None
 
-    source, policy, num_batches = try_on_all(runtime, "Distributing the dataset", prepare)
+    source, policy, num_batches = read_on_all(runtime, "Distributing the dataset", prepare)
     is_global = policy is AutoShardPolicy.DATA
     facts = {"kind": source.kind, "policy": policy.name}
     check_equal(runtime, "distributed dataset", facts, "Make it in the same way on every worker.")
@@ -83,7 +83,7 @@ def distribute_from_function(
         sources = [source_of(dataset_fn(context)) for context in contexts]
         return sources, _steps_of(sources, place)
 
-    sources, num_steps = try_on_all(runtime, "The dataset_fn", call)
+    sources, num_steps = read_on_all(runtime, "The dataset_fn", call)
     return DistributedDataset(
         runtime,
         lambda epoch, start: read_per_replica(sources, place, epoch, start),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
 from kdist.backends import get_backend
-from kdist.backends.messages import try_on_all
+from kdist.backends.messages import read_on_all
 from kdist.data.distribute import place_of
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_options import InputOptions
@@ -104,7 +104,7 @@ class GlobalBatches:
         """Returns one batch, of some number of rows, without consuming it."""
         if self._distributed is not None:
             return self._distributed.peek()
-        return try_on_all(self._session.runtime, "Reading the first batch", self._first)
+        return read_on_all(self._session.runtime, "Reading the first batch", self._first)
 
     def _first(self) -> Any:
         if (batch := keras_hooks.first_of_py_dataset(self.iterator)) is not None:

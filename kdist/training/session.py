@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
-from kdist.backends.messages import check_equal, try_on_all
+from kdist.backends.messages import call_on_all, check_equal, read_on_all
+from kdist.errors import WorkerFailedError
 from kdist.training import agreement, keras_callbacks
 from kdist.training.batches import GlobalBatches
 
@@ -76,7 +77,7 @@ class Session:
 
     def open_data(self, function: Callable[[], Any]) -> Any:
         """Calls what makes iterators: Keras looks at the first batches of a generator, which may fail on one worker."""
-        return try_on_all(self.runtime, "Reading the data", function)
+        return read_on_all(self.runtime, "Reading the data", function)
 
     def agree(self, what: str, facts: Mapping[str, Any], callbacks: Any = None) -> Any:
         """Raises unless all workers were called alike.
@@ -105,10 +106,12 @@ class Session:
             WorkerFailedError: A callback failed on another worker. On the worker itself, its own error.
         """
         model = self.model
-        said = agreement.together(
+        _, said = call_on_all(
             self.runtime,
-            "in a callback",
             function,
+            lambda index, text: WorkerFailedError(
+                f"Worker {index} failed in a callback: {text}", hint="Look at that worker's traceback."
+            ),
             lambda: {
                 "stop": bool(model.stop_training),
                 "initial epoch": model._initial_epoch,
