@@ -1,0 +1,123 @@
+"""The one room that touches `keras.src` or changes anything in Keras.
+
+Every hook does nothing outside a kdist strategy: models created elsewhere behave exactly as without kdist.
+`install` is idempotent and runs when the first strategy is created. The hooks and why each is needed:
+
+- `Trainer.__init__` remembers the strategy a model is created under; `fit` and its relatives dispatch on it.
+- `Variable.__init__` tells the strategy in scope, which gives all workers the chief's values; `assign_add` and
+  `assign_sub` tell the replica's scope that a write is no new value; `int` and `float` of mirrored variables.
+- Keras's functions that write a model's files: one worker writes, and all find the file complete.
+- `get_metrics_result` of PyTorch's trainer in Keras 3.16, which sums over processes a second time.
+- `reduce_values`, `apply_mask`, `reduce_weighted_values` (keras.src.losses.loss): denominators of losses that
+  are not a plain mean over rows must be counted over all replicas. There is no public place between a loss's
+  per-row values and its reduction.
+- `Mean.update_state`, `Sum.update_state`: a scalar counts as much as the rows it stands for.
+- `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after.
+- TensorFlow's optimiser: its own `tf.distribute` branches reduce a second time, or fail in a `cond`; inside a
+  replica of kdist, the backend-neutral methods of the base class are right.
+- `SeedGenerator.next`: replicas must draw different random numbers.
+- `BatchNormalization(synchronized=True)` and `moments`: refused by Keras outside TensorFlow.
+
+`make test KERAS=nightly` says which name is gone when a new Keras breaks one of them.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from kdist.keras_hooks import layers, losses, models, optimizers, saving, variables
+from kdist.keras_hooks.data import (
+    class_weight_to_sample_weights,
+    data_adapter,
+    dataset_of,
+    epoch_iterator,
+    first_of_py_dataset,
+    forget_batches,
+    is_torch_loader,
+    num_array_rows,
+    py_dataset_batches,
+    release,
+    shuffles_arrays,
+    shuffles_py_dataset,
+    train_validation_split,
+)
+from kdist.keras_hooks.layers import ThreadState, global_seed_generator, hook_torch_modules
+from kdist.keras_hooks.models import (
+    all_variables,
+    build,
+    build_layers,
+    callback_list,
+    is_built,
+    pythonify_logs,
+)
+from kdist.keras_hooks.optimizers import hook_tensorflow_optimizers
+from kdist.keras_hooks.variables import (
+    hide_state,
+    hook_assignments,
+    hook_cond,
+    show_state,
+    stateless_scope,
+    sync_state,
+    without_scope,
+)
+from kdist.keras_hooks.wrapping import strategy_of
+
+__all__ = [
+    "ThreadState",
+    "all_variables",
+    "build",
+    "build_layers",
+    "callback_list",
+    "class_weight_to_sample_weights",
+    "data_adapter",
+    "dataset_of",
+    "epoch_iterator",
+    "first_of_py_dataset",
+    "forget_batches",
+    "global_seed_generator",
+    "hide_state",
+    "hook_assignments",
+    "hook_cond",
+    "hook_tensorflow_optimizers",
+    "hook_torch_modules",
+    "install",
+    "is_built",
+    "is_torch_loader",
+    "num_array_rows",
+    "py_dataset_batches",
+    "pythonify_logs",
+    "release",
+    "show_state",
+    "shuffles_arrays",
+    "shuffles_py_dataset",
+    "stateless_scope",
+    "strategy_of",
+    "sync_state",
+    "train_validation_split",
+    "without_scope",
+]
+
+_lock = threading.Lock()
+_installed = False
+
+
+def install(native_moments: bool) -> None:
+    """Puts the hooks into Keras, once a process.
+
+    Args:
+        native_moments: Whether the backend's own moments can be synchronised.
+    """
+    global _installed
+    with _lock:
+        if _installed:
+            return
+        models.hook_models()
+        variables.hook_variables()
+        saving.hook_saving()
+        models.hook_torch_metrics()
+        losses.hook_losses()
+        losses.hook_scalars()
+        optimizers.hook_optimizers()
+        layers.hook_seeds()
+        layers.hook_batch_normalization(native_moments)
+        _installed = True

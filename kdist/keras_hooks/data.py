@@ -1,0 +1,135 @@
+"""Keras's data adapters and its `EpochIterator`: the batches of arrays, datasets and loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+
+def epoch_iterator(native: Callable[[Any], Any], keeps_batches: bool, **arguments: Any) -> Any:
+    """Returns Keras's `EpochIterator` over *global* batches, in the order that plain Keras would give.
+
+    Its attribute `prepare` may be set to a function from the iterable of an epoch's batches to an iterator of
+    what the steps take.
+
+    Args:
+        native: From Keras's data adapter to the iterable of batches that the backend's own loop takes, since each
+            shuffles differently.
+        keeps_batches: Whether one iterable serves all epochs: its shuffles follow from how often it was iterated.
+        **arguments: Those of Keras's `EpochIterator`.
+    """
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    class GlobalBatchIterator(EpochIterator):
+        prepare: Callable[[Any], Any] | None = None
+        _kept: Any = None
+
+        def _get_iterator(self) -> Any:
+            if self._kept is None:
+                self._kept = native(self.data_adapter)
+            batches = self._kept
+            if not keeps_batches:
+                self._kept = None
+            return batches if self.prepare is None else self.prepare(batches)
+
+    return GlobalBatchIterator(**arguments)
+
+
+def data_adapter(num_batches: int | None, epochs: Iterable[Any]) -> Any:
+    """Returns a `DataAdapter` of Keras for batches that come from kdist.
+
+    Args:
+        num_batches: Steps of an epoch, where known.
+        epochs: Gives the batches of an epoch each time it is iterated; some iterators are never started.
+    """
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+    class DistributedDataAdapter(DataAdapter):
+        batch_size = None
+
+        @property
+        def num_batches(self) -> int | None:
+            return num_batches
+
+        def get_numpy_iterator(self) -> Any:
+            return epochs
+
+        get_tf_dataset = get_jax_iterator = get_torch_dataloader = get_numpy_iterator
+
+    return DistributedDataAdapter()
+
+
+def shuffles_py_dataset(iterator: Any) -> bool:
+    """Says whether an `epoch_iterator` shuffles the batches of a PyDataset, with Python's `random`."""
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+    return isinstance(iterator.data_adapter, PyDatasetAdapter) and bool(iterator.data_adapter.shuffle)
+
+
+def first_of_py_dataset(iterator: Any) -> Any:
+    """Returns a batch of a PyDataset without its queue, which would lose what was read and not used."""
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+    if not isinstance(iterator.data_adapter, PyDatasetAdapter):
+        return None
+    return iterator.data_adapter._standardize_batch(iterator.data_adapter.py_dataset[0])
+
+
+def release(iterator: Any) -> None:
+    """Lets go of what an `epoch_iterator` has begun to read."""
+    iterator.prepare = iterator._current_iterator = iterator._epoch_iterator = None
+
+
+def forget_batches(iterator: Any) -> None:
+    """Lets an `epoch_iterator` make its batches anew, from the random numbers that come now."""
+    iterator._kept = None
+
+
+def is_torch_loader(iterator: Any) -> bool:
+    """Says whether an `epoch_iterator` reads a PyTorch `DataLoader`, which may shuffle by the global seed."""
+    from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
+
+    return isinstance(iterator.data_adapter, TorchDataLoaderAdapter)
+
+
+def dataset_of(iterator: Any) -> Any:
+    """Returns the dataset that an `epoch_iterator` reads, where Keras keeps one."""
+    return getattr(iterator.data_adapter, "_dataset", None)
+
+
+def py_dataset_batches(dataset: Any) -> Iterator[Any]:
+    """Yields the batches of one epoch of a PyDataset, prepared by its own threads or processes."""
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+    adapter = PyDatasetAdapter(dataset, class_weight=None, shuffle=False)
+    adapter.on_epoch_begin()
+    try:
+        yield from adapter.get_numpy_iterator()
+    finally:
+        adapter.on_epoch_end()
+
+
+def num_array_rows(iterator: Any) -> int | None:
+    """Returns the rows of the arrays that an `epoch_iterator` reads; `None` for data of other kinds."""
+    return getattr(iterator.data_adapter, "_num_samples", None)
+
+
+def shuffles_arrays(iterator: Any) -> bool:
+    """Says whether the order of an `epoch_iterator` comes from the backend's global random state."""
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    return isinstance(iterator.data_adapter, ArrayDataAdapter) and bool(iterator.data_adapter._shuffle)
+
+
+def train_validation_split(arrays: Any, validation_split: float) -> Any:
+    """Keras's own split of arrays into a training and a validation part."""
+    from keras.src.trainers.data_adapters import array_slicing
+
+    return array_slicing.train_validation_split(arrays, validation_split=validation_split)
+
+
+def class_weight_to_sample_weights(y: Any, class_weight: Any) -> Any:
+    """Keras's own translation of `class_weight` into one weight a row."""
+    from keras.src.trainers.data_adapters import data_adapter_utils
+
+    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)

@@ -1,0 +1,120 @@
+"""Losses and metrics over the rows of all replicas."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from kdist.keras_hooks.wrapping import running_model_replica, running_replica, wrap
+
+
+def hook_losses() -> None:
+    from keras.src.losses import loss as losses
+
+    def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
+            replica = running_model_replica()
+            if replica is None or len(values.shape) == 0:
+                return original(values, sample_weight, reduction)
+            return _reduce_rows(replica, original, values, sample_weight, reduction)
+
+        return wrapper
+
+    def apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+            replica = running_model_replica()
+            if replica is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+                return original(sample_weight, mask, dtype, reduction)
+            # With reduction="sum" Keras leaves the mask as zeros and ones; what is missing is the factor.
+            weights = original(sample_weight, mask, dtype, "sum")
+            return weights * _total_over_valid(replica, mask, dtype)
+
+        return wrapper
+
+    def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(values: Any, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+            replica = running_model_replica()
+            if replica is None or sample_weight is None or len(values.shape) > 0:
+                return original(values, sample_weight, *args, **kwargs)
+            # A scalar loss with weights: Keras multiplies it with the mean weight, of all rows.
+            import keras
+
+            factor = original(keras.ops.ones_like(values), sample_weight, *args, **kwargs)
+            return values * replica.mean_over_rows([factor])[0]
+
+        return wrapper
+
+    def scaled(original: Callable[..., Any], up: bool) -> Callable[..., Any]:
+        def wrapper(value: Any) -> Any:
+            replica = running_replica()
+            if replica is None or replica.is_model_step:
+                # A model's step takes a mean over the replicas: nothing is to be divided for a sum to follow.
+                return original(value) if replica is None else value
+            # In the user's own function gradients are summed: there a mean loss counts one part in as many as
+            # there are replicas, as Keras has it on TensorFlow.
+            number = replica.num_replicas_in_sync
+            return value * number if up else value / number
+
+        return wrapper
+
+    wrap(losses, "reduce_values", reduce_values)
+    wrap(losses, "apply_mask", apply_mask)
+    wrap(losses, "reduce_weighted_values", reduce_weighted_values)
+    wrap(losses, "scale_loss_for_distribution", functools.partial(scaled, up=False))
+    wrap(losses, "unscale_loss_for_distribution", functools.partial(scaled, up=True))
+
+
+def _reduce_rows(replica: Any, original: Any, values: Any, sample_weight: Any, reduction: str) -> Any:
+    from keras import ops
+
+    if reduction in (None, "none"):
+        # The gradient of a vector is that of its sum, but its value stands for its rows.
+        scaled = values * _cast(replica.rows.counts / replica.rows.share, values)
+        return scaled + ops.stop_gradient(values - scaled)
+    if reduction == "sum":
+        return original(values, None, "sum") * _cast(replica.rows.counts / replica.rows.share, values)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        counts = _cast(replica.rows.counts, values)
+        local_weight = ops.cast(ops.sum(sample_weight), values.dtype) * counts
+        (weight,) = replica.all_reduce_packed([local_weight])
+        total = original(values, None, "sum") * _cast(replica.rows.counts / replica.rows.share, values)
+        return ops.divide_no_nan(total, weight)
+    return original(values, sample_weight, reduction)
+
+
+def _total_over_valid(replica: Any, mask: Any, dtype: Any) -> Any:
+    from keras import ops
+
+    counts = ops.cast(replica.rows.counts, dtype)
+    valid = ops.sum(ops.cast(mask, dtype))
+    total = ops.sum(ops.ones_like(mask, dtype=dtype))
+    total, valid = replica.all_reduce_packed([total * counts, valid * counts])
+    return ops.divide_no_nan(total, valid)
+
+
+def _cast(number: Any, like: Any) -> Any:
+    from keras import ops
+
+    return ops.cast(number, like.dtype)
+
+
+def hook_scalars() -> None:
+    import keras
+
+    def update_state(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, values: Any, sample_weight: Any = None) -> Any:
+            replica = running_model_replica()
+            if replica is not None and sample_weight is None and _is_scalar(values):
+                sample_weight = keras.ops.cast(replica.rows.scalar_weight, self.dtype)
+            return original(self, values, sample_weight)
+
+        return wrapper
+
+    wrap(keras.metrics.Mean, "update_state", update_state)
+    wrap(keras.metrics.Sum, "update_state", update_state)
+
+
+def _is_scalar(values: Any) -> bool:
+    # A list of the user's has no shape; a traced tensor may not be turned into an array.
+    return len(values.shape) == 0 if hasattr(values, "shape") else not isinstance(values, (list, tuple))

@@ -1,0 +1,143 @@
+"""Models: `fit` and its relatives dispatch on the strategy a model was created under."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from kdist import context
+from kdist.errors import StrategyScopeError
+from kdist.keras_hooks.wrapping import strategies, strategy_of, wrap
+
+MODEL_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
+
+def hook_models() -> None:
+    import keras
+    from keras.src.trainers import trainer as trainers
+
+    # Keras 3.16 calls the class that all backends share by another name.
+    Trainer = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
+
+    def remember(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if context.in_cross_replica_context() and hasattr(context.get_strategy(), "runtime"):
+                strategies[self] = context.get_strategy()
+
+        return __init__
+
+    wrap(Trainer, "__init__", remember)
+
+    for name in MODEL_METHODS:
+        wrap(keras.Model, name, functools.partial(_dispatch, name))
+
+
+def _dispatch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(self)
+        if strategy is None:
+            _refuse_distributed(self, name, *args[:1], *[kwargs[key] for key in ("x",) if key in kwargs])
+            with _outside_of_scopes():
+                return original(self, *args, **kwargs)
+        from kdist.training import methods
+
+        return getattr(methods, name)(strategy, self, *args, **kwargs)
+
+    return method
+
+
+def _refuse_distributed(model: Any, method: str, *data: Any) -> None:
+    """A dataset of a strategy's is of no use to a model that has none."""
+    from kdist.data.distributed_dataset import DistributedDataset
+
+    if any(isinstance(x, DistributedDataset) for x in data):
+        raise StrategyScopeError(
+            f"`{method}` on a distributed dataset needs a model that was created under the strategy.",
+            received={"model": model.name, "dataset": data[0]},
+            hint="Create and compile the model inside `with strategy.scope():`.",
+        )
+
+
+def _outside_of_scopes() -> contextlib.AbstractContextManager[Any]:
+    """For models that belong to no strategy: one that happens to be in scope must not touch them."""
+    runtime = getattr(context.get_strategy(), "runtime", None)
+    return contextlib.nullcontext() if runtime is None else runtime.suspended()
+
+
+def hook_torch_metrics() -> None:
+    """Keras 3.16 sums metrics over all processes itself; those of a strategy's model are global already."""
+    import keras
+
+    def neutral(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_metrics_result(self: Any) -> Any:
+            return original(self) if strategy_of(self) is None else super(owner, self).get_metrics_result()
+
+        return get_metrics_result
+
+    for owner in keras.Model.__mro__:
+        if owner.__module__ == "keras.src.backend.torch.trainer" and "get_metrics_result" in vars(owner):
+            wrap(owner, "get_metrics_result", functools.partial(neutral, owner))
+
+
+def build(model: Any, data_batch: Any) -> None:
+    """Creates the variables of model, metrics, loss and optimiser from the shapes of one global batch."""
+    model._symbolic_build(data_batch=data_batch)
+
+
+def is_built(model: Any) -> bool:
+    """Says whether all variables of a compiled model are there: what Keras asks before it looks at the data."""
+    return (
+        all(layer.built for layer in model._flatten_layers())
+        and (model._compile_metrics is None or model._compile_metrics.built)
+        and (model._compile_loss is None or model._compile_loss.built)
+        and (model.optimizer is None or model.optimizer.built)
+    )
+
+
+def build_layers(model: Any, data_batch: Any) -> None:
+    """Creates the variables of the layers alone, for a model that was not compiled."""
+    import keras
+    from keras.src import backend
+
+    if all(layer.built for layer in model._flatten_layers()):
+        return
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
+    symbolic = keras.tree.map_structure(
+        lambda v: None if v is None else keras.KerasTensor(v.shape, keras.backend.standardize_dtype(v.dtype)),
+        x,
+    )
+    backend.compute_output_spec(model, symbolic, training=False)
+
+
+def all_variables(model: Any) -> list[Any]:
+    """All Keras variables of a model, its seeds, metrics and optimiser included, in one order on all workers."""
+    found = list(model.variables)
+    seen = {id(v) for v in found}
+    parts = [*model.metrics_variables] if getattr(model, "compiled", False) else []
+    optimizer = getattr(model, "optimizer", None)
+    parts += list(optimizer.variables) if optimizer is not None and hasattr(optimizer, "variables") else []
+    parts += [v for v in model.non_trainable_variables if id(v) not in seen]
+    for v in parts:
+        if id(v) not in seen:
+            seen.add(id(v))
+            found.append(v)
+    return found
+
+
+def pythonify_logs(logs: Any) -> dict[str, Any]:
+    """Keras's own translation of logs into Python floats, flattened and sorted."""
+    from keras.src.utils.python_utils import pythonify_logs as keras_pythonify_logs
+
+    return keras_pythonify_logs(logs)
+
+
+def callback_list(callbacks: Any, **arguments: Any) -> Any:
+    """Wraps callbacks in Keras's `CallbackList`, unless they are in one."""
+    import keras
+
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    return keras.callbacks.CallbackList(callbacks, **arguments)

@@ -1,0 +1,99 @@
+"""Optimisers: gradients are summed over the replicas first."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from kdist.keras_hooks.wrapping import running_replica, wrap
+
+
+def hook_optimizers() -> None:
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+    from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+    def apply(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            replica = running_replica()
+            if replica is None or getattr(replica, "applying", False):
+                return original(self, grads, trainable_variables)
+            replica.applying = True  # the optimiser inside a LossScaleOptimizer must not sum again
+            try:
+                variables = trainable_variables or self._trainable_variables
+                grads = _sum_gradients(replica, list(grads), list(variables))
+                return replica.apply_gradients(lambda: original(self, grads, trainable_variables))
+            finally:
+                replica.applying = False
+
+        return wrapper
+
+    def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, loss: Any) -> Any:
+            scaled = original(self, loss)
+            replica = running_replica()
+            return scaled if replica is None or scaled is loss else replica.weight_loss(scaled)
+
+        return wrapper
+
+    wrap(BaseOptimizer, "scale_loss", scale_loss)
+    wrap(LossScaleOptimizer, "scale_loss", scale_loss)
+    wrap(BaseOptimizer, "apply", apply)
+    wrap(LossScaleOptimizer, "apply", apply)
+
+
+def _sum_gradients(replica: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+    from keras import ops
+
+    # IndexedSlices (TensorFlow's gradients of embeddings) are made dense: rows differ between replicas. Their
+    # shape is not known while tracing, but is the variable's.
+    present = [
+        (i, ops.reshape(ops.convert_to_tensor(g), variables[i].shape))
+        for i, g in enumerate(grads)
+        if g is not None
+    ]
+    for (i, _), total in zip(present, replica.sum_gradients([g for _, g in present]), strict=True):
+        grads[i] = total
+    replica.loss_is_weighted = False
+    return grads
+
+
+def hook_tensorflow_optimizers() -> None:
+    """Puts the hooks into Keras's optimisers for TensorFlow; called once, by the backend."""
+    from keras.src.backend.tensorflow.optimizer import TFOptimizer
+    from keras.src.optimizers.base_optimizer import BaseOptimizer as base
+    from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer as loss_scale
+
+    def neutral(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            chosen = original if running_replica() is None else getattr(base, name)
+            return chosen(self, *args, **kwargs)
+
+        return method
+
+    for name in (
+        "_apply_weight_decay",
+        "_backend_update_step",
+        "_backend_increment_gradient_accumulators",
+        "_overwrite_model_variables_with_average_value",
+        "add_variable_from_reference",
+    ):
+        wrap(TFOptimizer, name, functools.partial(neutral, name))
+
+    def var_key(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, variable: Any) -> Any:
+            # Not the copy that a replica may work on.
+            is_known = running_replica() is not None and getattr(variable, "_value", None) is not None
+            return original(self, variable._value if is_known else variable)
+
+        return method
+
+    def tf_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            chosen = original if running_replica() is None else loss_scale._common_apply
+            return chosen(self, grads, trainable_variables)
+
+        return method
+
+    wrap(TFOptimizer, "_var_key", var_key)
+    wrap(loss_scale, "_tf_apply", tf_apply)

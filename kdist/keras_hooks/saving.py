@@ -1,0 +1,73 @@
+"""What all ways to save and load a model end in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kdist.keras_hooks.wrapping import strategy_of, wrap
+
+
+def hook_saving() -> None:
+    """What all ways to save a model end in; `keras.Model.save` is only one of them."""
+    import keras
+    from keras.src.legacy.saving import legacy_h5_format
+    from keras.src.saving import saving_lib
+    from keras.src.utils import file_utils
+
+    def save(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+            strategy = strategy_of(model)
+            if strategy is None:
+                return original(model, filepath, *args, **kwargs)
+            from kdist.training import saving
+
+            write = lambda path: original(model, path, *args, **kwargs)  # noqa: E731
+            return saving.save(strategy, model, filepath, write)
+
+        return wrapper
+
+    def ask(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any) -> Any:
+            strategy = strategy_of(self)
+            if overwrite or strategy is None or strategy.runtime.worker_index == 0:
+                return original(self, filepath, overwrite, *args, **kwargs)
+            from kdist.training import saving
+
+            # A file that is there may be the chief's of this very save: only the chief can ask.
+            with saving.keeping_files():
+                return original(self, filepath, True, *args, **kwargs)
+
+        return wrapper
+
+    def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            strategy = strategy_of(self)
+            if strategy is not None:
+                from kdist.training.session import session_of
+
+                session_of(strategy, self).has_loaded = True
+            return result
+
+        return wrapper
+
+    def makedirs(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(path: Any) -> Any:
+            try:
+                return original(path)
+            except FileExistsError:
+                # Keras asks first whether the folder is there; another worker may make it in between.
+                if not file_utils.isdir(path):
+                    raise
+
+        return wrapper
+
+    wrap(saving_lib, "save_model", save)
+    wrap(saving_lib, "save_weights_only", save)
+    wrap(legacy_h5_format, "save_model_to_hdf5", save)
+    wrap(keras.Model, "save", ask)
+    wrap(keras.Model, "save_weights", ask)
+    wrap(keras.Model, "export", save)
+    wrap(keras.Model, "load_weights", load_weights)
+    wrap(file_utils, "makedirs", makedirs)

@@ -1,0 +1,124 @@
+"""Variables: those that a strategy in scope sees, and the state that Keras keeps outside of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kdist import context
+from kdist.keras_hooks.wrapping import wrap
+
+
+def hook_variables() -> None:
+    """A strategy whose scope sees a new variable is to make it equal on all workers."""
+    import keras
+
+    def note(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if context.in_cross_replica_context() and hasattr(context.get_strategy(), "new_variables"):
+                context.get_strategy().new_variables.add(self)
+
+        return __init__
+
+    def addition(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, value: Any) -> Any:
+            adding = getattr(stateless_scope(), "adding", contextlib.nullcontext)
+            with adding():
+                return original(self, value)
+
+        return wrapper
+
+    def number(kind: type, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any) -> Any:
+            mirrored = isinstance(getattr(self.value, "values", None), tuple)  # on TensorFlow
+            if not mirrored or self.ndim > 0:
+                return original(self)
+            return kind(keras.ops.convert_to_numpy(self.value))
+
+        return wrapper
+
+    wrap(keras.Variable, "__init__", note)
+    for name in ("assign_add", "assign_sub"):
+        wrap(keras.Variable, name, addition)
+    for kind in (int, float):
+        wrap(keras.Variable, f"__{kind.__name__}__", functools.partial(number, kind))
+
+
+def hook_assignments(assigned: Callable[[Any], None]) -> None:
+    """Calls a function after a Keras variable was assigned to outside of replicas; called once, by the backend."""
+    import keras
+
+    def direct(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, value: Any) -> None:
+            original(self, value)
+            assigned(self)
+
+        return wrapper
+
+    wrap(keras.Variable, "_direct_assign", direct)
+
+
+# The second is what Keras 3.16 calls it.
+_STATE_SYNC = ("jax_state_sync", "state_sync")
+
+
+def show_state(model: Any, write: Callable[[], None]) -> None:
+    """Lets callbacks that look at `self.model` in the middle of an epoch see the present weights.
+
+    Keras's `Callback.model` calls `model.jax_state_sync()` before it hands out the model; on JAX the state
+    lives outside the variables during an epoch.
+
+    Args:
+        model: The model that trains.
+        write: Writes the state into the variables; may be called at any time between steps.
+    """
+    for name in _STATE_SYNC:
+        model.__dict__[name] = write
+
+
+def hide_state(model: Any) -> None:
+    """Undoes `show_state`."""
+    for name in _STATE_SYNC:
+        model.__dict__.pop(name, None)
+
+
+def sync_state(model: Any) -> None:
+    """Brings the present state into the variables in the middle of an epoch: what `Callback.model` calls."""
+    for name in _STATE_SYNC:
+        if callable(getattr(model, name, None)):
+            getattr(model, name)()
+            return
+
+
+def stateless_scope() -> Any:
+    """Returns the innermost `keras.StatelessScope` of this thread, or `None`; Keras has no public way to."""
+    from keras.src.backend.common.stateless_scope import get_stateless_scope
+
+    return get_stateless_scope()
+
+
+@contextlib.contextmanager
+def without_scope() -> Iterator[None]:
+    """Within this, variables are as outside of any `keras.StatelessScope`."""
+    from keras.src.backend.common import global_state
+
+    scope = stateless_scope()
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
+
+
+def hook_cond(cond: Callable[..., Any]) -> None:
+    """Wraps `keras.ops.cond` on JAX; called once, by the backend.
+
+    A `LossScaleOptimizer` writes variables in the branches, which JAX does not let out.
+    """
+    from keras.src import backend
+
+    # Keras 3.16 keeps the operations of a backend in a package of their own.
+    wrap(backend.core if hasattr(backend, "core") else backend.ops.core, "cond", cond)

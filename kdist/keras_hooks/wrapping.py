@@ -1,0 +1,53 @@
+"""What all hooks share: how they are put in, the strategy of a model, and the replica that runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kdist import context
+
+if TYPE_CHECKING:
+    from kdist.strategies.strategy import Strategy
+
+# The strategy of each model. Kept outside the models, so that saved files contain nothing of kdist.
+strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()
+
+
+def strategy_of(model: Any) -> Strategy | None:
+    """Returns the strategy that a model was created under, or `None`."""
+    return strategies.get(model)
+
+
+def running_replica() -> Any:
+    """The replica that this thread runs on behalf of a step, or `None`."""
+    replica = context.current_replica()
+    return replica if getattr(replica, "scope", None) is not None else None
+
+
+def running_model_replica() -> Any:
+    """The replica that runs a step of a model's, whose losses are to be those of all rows; or `None`.
+
+    In a function that `strategy.run` runs, losses are what the function makes of them.
+    """
+    replica = running_replica()
+    return replica if replica is not None and replica.is_model_step else None
+
+
+def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts a hook in place of a function of Keras's.
+
+    Args:
+        owner: The class or module that has the function.
+        name: What it is called there.
+        make: Makes the hook from the original function.
+    """
+    original = getattr(owner, name)
+    wrapper = functools.wraps(original)(make(original))
+    # Keras reads the arguments of layers' constructors with `inspect.getfullargspec`, which does not look
+    # behind a wrapper but believes this attribute.
+    wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    setattr(owner, name, wrapper)
