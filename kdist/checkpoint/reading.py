@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kdist.checkpoint import layout
+from kdist.checkpoint.checksums import crc32
 from kdist.checkpoint.index import DTYPES, Index, Piece, Tensor, parse
 from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
@@ -191,7 +191,7 @@ class _Files:
         """Checks what comes before the tensors of a file."""
         file = self._index.files[number]
         path = os.path.join(self._path, file.name)
-        if zlib.crc32(os.pread(self._open[number], file.header_bytes, 0)) != file.header_crc32:
+        if crc32(os.pread(self._open[number], file.header_bytes, 0)) != file.header_crc32:
             raise CheckpointCorruptError(
                 "A shard must have the bytes that it was saved with: its header is damaged.",
                 received={"file": path},
@@ -212,7 +212,7 @@ class _Files:
             got = os.preadv(self._open[piece.file], [part], piece.offset + done)
             if not got:
                 break  # cut since it was opened: the sum says so
-            crc = zlib.crc32(part[:got], crc)
+            crc = crc32(part[:got], crc)
             done += got
         if crc != piece.crc32:
             raise CheckpointCorruptError(

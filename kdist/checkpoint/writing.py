@@ -13,13 +13,13 @@ import shutil
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kdist.checkpoint import layout
+from kdist.checkpoint.checksums import crc32
 from kdist.checkpoint.index import DTYPES, File, Index, Piece, Tensor, dump
 from kdist.checkpoint.places import Place
 from kdist.checkpoint.shards import Span
@@ -157,8 +157,8 @@ class _Checksums:
     def add(self, part: Any) -> Callable[[], int]:
         """Returns what gives the checksum of bytes, later."""
         if self._pool is not None:
-            return self._pool.submit(zlib.crc32, part).result
-        checksum = zlib.crc32(part)
+            return self._pool.submit(crc32, part).result
+        checksum = crc32(part)
         return lambda: checksum
 
 
@@ -184,7 +184,7 @@ def write_shard(place: Place, share: Share) -> None:
         [span.tensor, asdict(Piece(place.rank, span.first, span.last, len(header) + begin, crc))]
         for span, begin, crc in zip(share.spans, offsets, found, strict=False)
     ]
-    file = File(name, len(header) + offsets[-1], len(header), zlib.crc32(header))
+    file = File(name, len(header) + offsets[-1], len(header), crc32(header))
     said = {"file": asdict(file), "pieces": pieces, "states": dict(share.states)}
     report = os.path.join(place.temporary, layout.report(place.rank))
     write_file(report + ".part", [json.dumps(said).encode()])

@@ -1,0 +1,27 @@
+"""Whatever computes it, a sum must be what zlib gives: checkpoints travel between machines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdist.checkpoint.checksums import crc32
+
+
+@given(st.binary(), st.binary(), st.binary(max_size=3))
+def test_sums_are_those_of_zlib(first, second, before):
+    assert crc32(first + second) == zlib.crc32(first + second)
+    assert crc32(memoryview(before + second)[len(before) :], crc32(first)) == zlib.crc32(first + second)
+
+
+def test_without_isal():
+    blocked = "import sys; sys.modules['isal'] = None"
+    code = f"{blocked}; from kdist.checkpoint import checksums; print(checksums.crc32(b'kdist'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert int(done.stdout) == zlib.crc32(b"kdist") == crc32(b"kdist")
