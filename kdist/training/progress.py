@@ -44,6 +44,10 @@ class Progress:
         self.is_resumed = False
         """Whether the epoch goes on in its middle: its metrics are those of the checkpoint."""
 
+    def record(self) -> None:
+        """From now on `get_state` may be called: the data keeps count of where it is."""
+        self._batches.record()
+
     def after_step(self, end: int) -> None:
         """Notes that the step of index `end` has been taken."""
         self.num_steps += end + 1 - self.step
@@ -149,5 +153,5 @@ def progress_of(model: Any) -> Progress:
         raise StrategyScopeError(
             "This callback can be used while `fit` runs only.", received={"model": model.name}
         )
-    progress._batches.record()
+    progress.record()
     return progress

@@ -113,9 +113,9 @@ class TensorFlowScope(ReplicaScope):
     def __init__(self, replica: TensorFlowReplica, variables: Iterable[Any]) -> None:
         super().__init__(replica)
         self._strategy = replica.strategy
-        self._runtime: Any = replica.strategy.runtime
+        runtime: Any = replica.strategy.runtime
+        self._runtime = runtime
         self._index = replica.local_index
-        runtime: Any = self._runtime
         self._components = runtime.components
         self._num_local = len(self._runtime.devices)
         self._graph = tf.compat.v1.get_default_graph()
