@@ -116,16 +116,18 @@ def measure_steps(folder: str, num_bytes: int) -> tuple[float, float, float]:
         return (time.perf_counter() - start) / number
 
     quiet, busy, pauses = [], [], []
-    steps(lambda number: number == 20)
+
+    def agree(ready: bool) -> bool:
+        # As many steps on every worker: they wait for each other. Without a save too, or its cost would be the save's.
+        return all(kdist.all_gather_object(ready))
+
+    steps(lambda number: agree(number >= 20))
     for _ in range(ROUNDS):
-        quiet.append(steps(lambda number: number == 200))
+        quiet.append(steps(lambda number: agree(number >= 200)))
         start = time.perf_counter()
         path = checkpoint.save(folder)
         pauses.append(time.perf_counter() - start)
-        # As many steps on every worker: they wait for each other.
-        busy.append(
-            steps(lambda number: number >= 10 and all(kdist.all_gather_object(not checkpoint.is_saving)))
-        )
+        busy.append(steps(lambda number: agree(number >= 10 and not checkpoint.is_saving)))
         checkpoint.wait()
         if strategy.runtime.worker_index == 0:
             shutil.rmtree(path)
