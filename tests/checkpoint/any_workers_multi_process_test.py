@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -10,36 +12,31 @@ from tests.processes import BACKENDS, run
 
 pytestmark = pytest.mark.xdist_group("pool-checkpoint")
 
-
-def assert_equal(restored, saved):
-    for values in restored:
-        for value, wanted in zip(values, saved, strict=True):
-            assert value.shape == wanted.shape
-            np.testing.assert_array_equal(value, wanted)
+JOBS = list(itertools.product(BACKENDS, (1, 2, 3)))
 
 
-def save(backend, num_workers, folder):
-    results = run(backend, num_workers, jobs.save_in_the_middle, str(folder))
-    assert len({path for path, _ in results}) == 1
-    return results[0]
+def visit(job, folder, saved):
+    """Saves and restores on the workers of a job; all must find what was saved. Returns what it has saved."""
+    results = run(*job, jobs.save_and_restore, folder, [path for path, _ in saved])
+    own = [results[0][0]] if folder is not None else []
+    assert len({worker_saved and worker_saved[0] for worker_saved, _ in results}) == 1
+    for _, restored in results:
+        for values, (_, wanted) in zip(restored, own + saved, strict=True):
+            for value, number in zip(values, wanted, strict=True):
+                assert value.shape == number.shape
+                np.testing.assert_array_equal(value, number)
+    return own
 
 
-def test_any_number_of_workers_restores_what_any_number_saved(tmp_path):
+def test_any_workers_restore_what_any_others_saved(tmp_path):
     saved = {}
-    cells = []
-    # In an order that starts few pools: two are kept.
-    for number in (1, 2, 3, 2, 1):
-        if number not in saved:
-            saved[number] = save("torch", number, tmp_path / str(number))
-        for other, (path, values) in saved.items():
-            if (other, number) not in cells:
-                assert_equal(run("torch", number, jobs.restore, path), values)
-                cells.append((other, number))
-    assert sorted(cells) == [(a, b) for a in (1, 2, 3) for b in (1, 2, 3)]
-
-
-def test_any_backend_restores_what_any_backend_saved(tmp_path):
-    saved = {name: save(name, 2, tmp_path / name) for name in BACKENDS}
-    for name in reversed(BACKENDS):
-        for path, values in saved.values():
-            assert_equal(run(name, 2, jobs.restore, path), values)
+    done = set()
+    # There and back, so that each kind of workers is started twice at the most.
+    for job in (*JOBS, *JOBS[-2::-1]):
+        new = [other for other in saved if (other, job) not in done]
+        folder = None if job in saved else str(tmp_path / f"{job[0]}-{job[1]}")
+        for own in visit(job, folder, [saved[other] for other in new]):
+            saved[job] = own
+            new.append(job)
+        done |= {(other, job) for other in new}
+    assert done == set(itertools.product(JOBS, JOBS)), "3 backends x 3 numbers of workers, there and back"

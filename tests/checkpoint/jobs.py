@@ -46,15 +46,18 @@ def distributed():
     return strategy().experimental_distribute_dataset([x[i : i + 6] for i in range(0, 18, 6)])
 
 
-def save_in_the_middle(folder):
-    """Saves while an epoch is under way; returns the path and what the variables held then."""
+def save_and_restore(folder, paths):
+    """Saves while an epoch is under way, where a folder is given; then restores checkpoints, one after the other.
+
+    Returns the path and what the variables held then, and what they hold after each restore.
+    """
     import keras
 
     import kdist
 
     model, dataset = make_model(seed=1), distributed()
     next(iter(dataset))
-    checkpoint = kdist.Checkpoint(
+    saves = kdist.Checkpoint(
         model=model,
         optimizer=model.optimizer,
         dataset=dataset,
@@ -62,27 +65,30 @@ def save_in_the_middle(folder):
         best=(0.5, None),
         table={"rows": np.arange(6).reshape(2, 3), "note": "half"},
     )
-    seen = []
+    saved = None
 
     class Save(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if batch == 1:
-                path = checkpoint.save(folder)
-                seen.append((path, values_of(self.model)))
+            nonlocal saved
+            if batch == 1 and folder is not None:
+                saved = (saves.save(folder), values_of(self.model))
 
     model.fit(*data(), batch_size=6, verbose=0, callbacks=[Save()])
-    path, values = seen[0]
-    assert kdist.latest_checkpoint(folder) == path  # the end of fit waits
-    assert [name for name in os.listdir(folder) if name.startswith(".")] == []
-    return path, values
+    if folder is not None:
+        assert kdist.latest_checkpoint(folder) == saved[0]  # the end of fit waits
+        assert [name for name in os.listdir(folder) if name.startswith(".")] == []
+    restored = [_restore(path, model) for path in ([saved[0]] if saved else []) + paths]
+    return saved, restored
 
 
-def restore(path):
-    """Restores into a model that was trained otherwise, with the optimiser given in another way."""
+def _restore(path, model):
     import kdist
 
-    model, dataset = make_model(seed=2), distributed()
-    model.fit(*data(), batch_size=9, verbose=0)
+    with strategy().scope():
+        for variable in model.variables + model.optimizer.variables + model.metrics_variables:
+            variable.assign(np.zeros(variable.shape))
+    dataset = distributed()
+    # The optimiser is the model's, though it was saved by a name of its own, too.
     checkpoint = kdist.Checkpoint(model=model, dataset=dataset)
     checkpoint.restore(path).assert_consumed()
     assert (checkpoint.epoch, checkpoint.best, checkpoint.save_counter) == (3, (0.5, None), 1)
