@@ -21,10 +21,12 @@ from typing import Any
 from tests.processes import ROOT, clean_environment
 
 _START = """
-import faulthandler, json, os, select, signal, sys
+import faulthandler, gc, json, os, select, signal, sys
 faulthandler.enable()
 import numpy, keras, kdist
 {imports}
+gc.collect()
+gc.freeze()  # or each collection in a child would look at, and copy, all that was imported
 children = {{}}
 order = None
 orders = open(0, "rb", buffering=0, closefd=False)  # or a line could hide in a buffer from `select`

@@ -239,6 +239,7 @@ def config_of(model: Any) -> Any:
     import json
 
     try:
-        return json.loads(json.dumps(keras.saving.serialize_keras_object(model)))
+        with keras_hooks.without_tensorflow():
+            return json.loads(json.dumps(keras.saving.serialize_keras_object(model)))
     except Exception:  # whatever a user's get_config does
         return None

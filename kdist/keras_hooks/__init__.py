@@ -6,7 +6,8 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 - `Trainer.__init__` remembers the strategy a model is created under; `fit` and its relatives dispatch on it.
 - `Variable.__init__` tells the strategy in scope, which gives all workers the chief's values; `assign_add` and
   `assign_sub` tell the replica's scope that a write is no new value; `int` and `float` of mirrored variables.
-- Keras's functions that write a model's files: one worker writes, and all find the file complete.
+- Keras's functions that write a model's files: one worker writes, and all find the file complete; and none of them
+  imports TensorFlow beside another backend, to see whether something is one of its types.
 - `get_metrics_result` of PyTorch's trainer in Keras 3.16, which sums over processes a second time.
 - `reduce_values`, `apply_mask`, `reduce_weighted_values` (keras.src.losses.loss): denominators of losses that
   are not a plain mean over rows must be counted over all replicas. There is no public place between a loss's
@@ -51,6 +52,7 @@ from kdist.keras_hooks.models import (
     pythonify_logs,
 )
 from kdist.keras_hooks.optimizers import hook_tensorflow_optimizers
+from kdist.keras_hooks.saving import without_tensorflow
 from kdist.keras_hooks.variables import (
     hide_state,
     hook_assignments,
@@ -95,6 +97,7 @@ __all__ = [
     "sync_state",
     "train_validation_split",
     "without_scope",
+    "without_tensorflow",
 ]
 
 _lock = threading.Lock()

@@ -11,7 +11,7 @@ import pytest
 
 from kdist.checkpoint import command
 from tests.checkpoint import jobs
-from tests.processes import ROOT, clean_environment, run, strategy
+from tests.processes import ROOT, Script, clean_environment, run, strategy
 
 pytestmark = pytest.mark.xdist_group("pool-torch")
 
@@ -151,3 +151,23 @@ def test_shards_are_safetensors_files(tmp_path):
     tensors = load_file(os.path.join(path, "shard-00000-of-00001.safetensors"))
     assert tensors["model/0/dense/kernel"].shape == (3, 5)
     assert tensors["model.optimizer/0/iteration"] == 3
+
+
+SAVES = """
+import sys, keras, kdist
+with kdist.OneDeviceStrategy("cpu:0").scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+kdist.Checkpoint(model=model).save("checkpoints", asynchronous=False)
+model.save("model.keras")
+assert "tensorflow" not in sys.modules
+from keras.src.utils import module_utils
+assert module_utils.tensorflow.available, "it is hidden for the time of a save only"
+"""
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_saving_does_not_import_tensorflow(backend, tmp_path):
+    # Keras does, to see whether an object is of one of its types: four seconds of all workers' time.
+    script = Script(tmp_path, "saves", SAVES, {"KERAS_BACKEND": backend})
+    assert script.wait() == 0, script.stderr()
