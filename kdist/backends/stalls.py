@@ -18,8 +18,9 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import NoReturn
 
 from kdist.backends import activity, whereabouts
 from kdist.cluster import liveness
@@ -58,6 +59,10 @@ class Board(ABC):
     def farewell(self, text: str) -> None:
         """Tells the others why this worker ends, where the engine has a way to."""
         return
+
+    def lost(self) -> str | None:
+        """Names a worker that has died, and how, where nobody else ends a worker that has lost it."""
+        return None
 
 
 class StallWatch:
@@ -98,7 +103,7 @@ class StallWatch:
                 continue
             stack = list(_frames_of(frame))
             del frame
-            waits = self._board.waits_in(_innermost(stack))
+            waits = self._board.waits_in(_innermost(stack)) or any(check() for check in _elsewhere)
             self._note_movement(stack, waits)
             resting = time.monotonic() - self._since
             self._say(waits and resting > self._timeout * _SAYS_AFTER)
@@ -125,12 +130,14 @@ class StallWatch:
                 self._said = waits
 
     def _end_if_wanted(self, resting: float) -> None:
-        try:
+        waiting: dict[int, str] = {}
+        with contextlib.suppress(Exception):  # the engine's, if it is gone
             waiting = self._board.read()
-        except Exception:
+        lost = None if _told else self._board.lost()
+        if self._closed.is_set() or not (waiting or lost):
             return
-        if not waiting or self._closed.is_set():
-            return
+        if lost is not None:
+            self._end(lost_error(lost, self._me), 1)
         others = ", and ".join(f"{self._names[i]} in {where}" for i, where in sorted(waiting.items()))
         error = WorkerTimeoutError(
             f"{self._me} has hung: its main thread has neither moved nor computed for {resting:.0f} s, at "
@@ -138,6 +145,9 @@ class StallWatch:
             hint="The stack says where it hangs. If that place may take so long, allow more: "
             "export KDIST_HEARTBEAT_TIMEOUT=60",
         )
+        self._end(error, liveness.STALLED)
+
+    def _end(self, error: BaseException, code: int) -> NoReturn:
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         with contextlib.suppress(Exception):
@@ -148,8 +158,9 @@ class StallWatch:
             )
             sys.stdout.flush()
         with contextlib.suppress(Exception):
-            self._board.farewell(f"which has hung at {whereabouts.describe()}")
-        os._exit(liveness.STALLED)
+            if code == liveness.STALLED:
+                self._board.farewell(f"which has hung at {whereabouts.describe()}")
+        os._exit(code)
 
 
 # Who is inside kdist -----------------------------------------------------------------------------------------
@@ -157,6 +168,8 @@ class StallWatch:
 calls = 0
 """How often user code has called something that exchanges with other workers."""
 _inside: list[int] = []
+_elsewhere: list[Callable[[], bool]] = []
+_told = False  # an error about a lost worker has been raised to the user, whose turn it is
 
 
 @contextlib.contextmanager
@@ -170,6 +183,20 @@ def entered() -> Iterator[None]:
         yield
     finally:
         _inside.remove(thread)
+
+
+@contextlib.contextmanager
+def waiting_for_thread(waits: Callable[[], bool]) -> Iterator[None]:
+    """Entered by the main thread while it waits for another thread.
+
+    Args:
+        waits: Says whether that one waits for other workers; else it is this worker that does not go on.
+    """
+    _elsewhere.append(waits)
+    try:
+        yield
+    finally:
+        _elsewhere.remove(waits)
 
 
 def _watched_thread() -> int:
@@ -216,6 +243,8 @@ def lost_error(named: str, me: str, error: BaseException | str | None = None) ->
         me: The name of this worker.
         error: What the engine said.
     """
+    global _told
+    _told = True
     received = {"this_worker": me}
     if error is not None and str(error):
         received["error"] = str(error).splitlines()[0][:200]

@@ -34,6 +34,7 @@ class Place:
         token: Of the folder.
         lock: A descriptor that keeps others from taking the folder for one left behind.
         lost: Gives the workers that are known to be lost.
+        is_waiting: Whether it is other workers that a save waits for now.
     """
 
     temporary: str
@@ -43,6 +44,7 @@ class Place:
     token: str
     lock: int | None = None
     lost: Callable[[], Collection[int]] = frozenset
+    is_waiting: bool = False
 
     def release(self) -> None:
         """Lets go of the folder."""

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kdist.backends import stalls
 from kdist.checkpoint import layout
 from kdist.checkpoint.checksums import crc32
 from kdist.checkpoint.index import DTYPES, File, Index, Piece, Tensor, dump
@@ -110,7 +111,8 @@ class Save:
     def join(self) -> None:
         """Waits until this worker's part is done; for the first worker of a folder, until it is visible."""
         if self._writing is not None:
-            self._writing.join()
+            with stalls.waiting_for_thread(lambda: self._place.is_waiting):
+                self._writing.join()
 
     @property
     def is_done(self) -> bool:
@@ -223,7 +225,9 @@ def sync_folder(path: str) -> None:
 
 def commit(place: Place, share: Share) -> None:
     """Waits for all shards of a folder, writes the index and makes the checkpoint visible."""
+    place.is_waiting = True
     reports = [wait_for(place, rank) for rank in range(len(place.members))]
+    place.is_waiting = False
     faults.point("save-commit")
     index = merge(place, share, reports)
     for rank in range(len(place.members)):

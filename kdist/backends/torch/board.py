@@ -18,6 +18,7 @@ class StoreBoard(Board):
         worker_index: Which of them this one is.
         is_pending: Says whether a collective is under way.
         farewell: Tells the others that this worker has hung.
+        lost: Names a worker that has died.
     """
 
     def __init__(
@@ -27,12 +28,14 @@ class StoreBoard(Board):
         worker_index: int,
         is_pending: Callable[[], bool],
         farewell: Callable[[], None],
+        lost: Callable[[], str | None],
     ) -> None:
         self._store = store
         self._mine = f"waits/{worker_index}"
         self._others = [i for i in range(num_workers) if i != worker_index]
         self._is_pending = is_pending
         self._farewell = farewell
+        self._lost = lost
 
     def say(self, text: str | None) -> None:
         """Says where this worker waits for the others."""
@@ -53,3 +56,7 @@ class StoreBoard(Board):
     def farewell(self, text: str) -> None:
         """Tells the others that this worker has hung."""
         self._farewell()
+
+    def lost(self) -> str | None:
+        """Names a worker that has died: outside of collectives, nobody else ends this one."""
+        return self._lost()

@@ -89,6 +89,11 @@ class Lifeline:
         with self._changed:
             return frozenset(self._losses)
 
+    def died(self) -> tuple[int, str] | None:
+        """Returns a worker that did not end in good order, and what happened to it, in words."""
+        with self._changed:
+            return next(((index, _WORDS[self._losses[index]]) for index in self._culprits()), None)
+
     def _culprits(self) -> list[int]:
         return [index for index, kind in self._losses.items() if kind in _LOST]
 

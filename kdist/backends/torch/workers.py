@@ -75,7 +75,9 @@ class Workers:
         self._pending: Any = None  # the collective that is under way
         if nccl:
             lifeline.on_death(_abort_nccl)
-        board = StoreBoard(store, self.num_workers, self.worker_index, self._is_pending, lifeline.say_hung)
+        board = StoreBoard(
+            store, self.num_workers, self.worker_index, self._is_pending, lifeline.say_hung, self._died
+        )
         self._watch = stalls.StallWatch(board, self._names, self.worker_index)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -246,6 +248,10 @@ class Workers:
             )
         loss = self._lifeline.wait_for_loss(_NOTICE_SECONDS)
         return error if loss is None else self._lost(*loss)
+
+    def _died(self) -> str | None:
+        found = self._lifeline.died()
+        return None if found is None else f"{self._names[found[0]]}, which {found[1]}"
 
     def _lost(self, index: int, what: str) -> WorkerLostError:
         return stalls.lost_error(f"{self._names[index]}, which {what}", self._names[self.worker_index])
