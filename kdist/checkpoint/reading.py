@@ -13,7 +13,7 @@ from kdist.checkpoint.checksums import crc32
 from kdist.checkpoint.index import DTYPES, Index, Piece, Tensor, parse
 from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
-_CHUNK = 8 << 20
+_CHUNK = 1 << 20  # what is summed is still in the cache
 _THREADS = 4
 
 
