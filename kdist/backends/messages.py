@@ -102,8 +102,9 @@ def call_on_all(
     try:
         result = function()
     except Exception as raised:
-        # With an engine that has failed, nobody can be told.
-        if runtime is not None and isinstance(runtime.explain_failure(raised), _NOBODY_ANSWERS):
+        # Whoever has lost a worker can tell nobody. The engine is not asked what the error means: a database
+        # that refuses a connection looks to it like a worker that does.
+        if runtime is not None and (isinstance(raised, _NOBODY_ANSWERS) or runtime.lost_workers()):
             raise
         error = raised
     text = None

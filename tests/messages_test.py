@@ -1,0 +1,75 @@
+"""`call_on_all`: what fails on one worker fails on all."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kdist.backends.messages import call_on_all
+from kdist.errors import CheckpointError, WorkerLostError
+
+
+class TwoWorkers:
+    """A runtime whose other worker says what the test wants."""
+
+    num_workers = 2
+
+    def __init__(self, theirs=None, lost=()):
+        self.theirs = theirs
+        self.lost = frozenset(lost)
+        self.said = []
+
+    def lost_workers(self):
+        return self.lost
+
+    def explain_failure(self, error):
+        raise AssertionError("to the engine, a refused connection of the user's looks like a lost worker")
+
+    def all_gather_bytes(self, data):
+        self.said.append(json.loads(data))
+        return [data, json.dumps({"error": self.theirs, "note": "theirs"}).encode()]
+
+
+def failed(index, text):
+    return CheckpointError(f"worker {index}: {text}")
+
+
+def fail_with(error):
+    def fail():
+        raise error
+
+    return fail
+
+
+def test_all_succeed():
+    assert call_on_all(TwoWorkers(), lambda: 3, failed, lambda: "mine") == (3, ["mine", "theirs"])
+    assert call_on_all(None, lambda: 3, failed) == (3, [None])
+
+
+def test_the_failure_of_another_one():
+    with pytest.raises(CheckpointError, match="worker 1: disk full"):
+        call_on_all(TwoWorkers("disk full"), lambda: 3, failed)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("connection refused by nccl-db"), "RuntimeError: connection refused by nccl-db"),
+        (CheckpointError("a rule"), "a rule"),
+    ],
+)
+def test_the_own_failure_is_told(error, told):
+    runtime = TwoWorkers()
+    with pytest.raises(type(error)) as caught:
+        call_on_all(runtime, fail_with(error), failed)
+    assert caught.value is error
+    assert runtime.said == [{"error": told, "note": None}]
+
+
+@pytest.mark.parametrize("runtime", [TwoWorkers(), TwoWorkers(lost=[1])])
+def test_whoever_has_lost_a_worker_tells_nobody(runtime):
+    error = OSError("gone") if runtime.lost else WorkerLostError("gone")
+    with pytest.raises(type(error)):
+        call_on_all(runtime, fail_with(error), failed)
+    assert runtime.said == []
