@@ -5,13 +5,16 @@
 
 Figures for each kind of dataset, on 1 and 2 workers:
 
-- rows per second through `fit` with an empty model, over those of the same pipeline iterated by hand. On two
-  workers both iterate at the same time, by hand as in `fit`, with as many threads, and the slower one counts. The
-  pipeline prepares images: a few milliseconds a batch, given beside;
+- rows per second through `fit` with an empty model, over those of the same pipeline iterated by hand: once where
+  the pipeline only scales and mirrors images, a few milliseconds a batch, and once where it augments them as one
+  does in training. On two workers both iterate at the same time, by hand as in `fit`, with as many threads, and
+  the slower one counts;
 - what a step of `fit` with an empty model takes where the pipeline takes next to nothing: batches cut from an
   array;
-- the share of a step of 10 ms that is spent waiting for its batch of images, which includes the workers'
-  agreement.
+- the share of a step of 10 ms that is spent waiting for its batch, which includes the workers' agreement, and
+  beside it that of the least that one can do: a thread that reads the same pipeline by hand into a queue. The
+  images are small ones here: a pipeline that needs as long as the step makes it wait whatever one does. The
+  first batch is not counted.
 
 All come from the same processes, in several rounds one after the other; what is printed is the median.
 """
@@ -19,8 +22,10 @@ All come from the same processes, in several rounds one after the other; what is
 from __future__ import annotations
 
 import argparse
+import queue
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,22 +35,37 @@ import kdist
 ROUNDS = 3
 STEPS = 100
 ROWS = 64  # of a per-replica batch
-SIDE = 96  # of an image
+AUGMENTED_STEPS = 40
+SIDE, SMALL_SIDE = 96, 32  # of an image
 STEP_SECONDS = 0.01
 
 
 def prepare(images: Any) -> Any:
-    """What users do with images: numbers around 0, every other one mirrored."""
+    """The least that users do with images: numbers around 0, mirrored."""
     import numpy as np
 
     scaled = (images.astype("float32") - 127.5) / 127.5
-    return np.ascontiguousarray(scaled[..., ::-1, :]) if images.ndim == 4 else scaled[:, ::-1, :].copy()
+    return np.ascontiguousarray(scaled[..., ::-1, :])
 
 
-def kinds(light: bool = False) -> dict[str, Callable[[], Any]]:
+def augment(images: Any) -> Any:
+    """What is usual in training: mirrored, blurred, in other contrast and colours, within bounds."""
+    import numpy as np
+
+    scaled = prepare(images)
+    for axis in (-3, -2):
+        scaled = (np.roll(scaled, 1, axis) + 2 * scaled + np.roll(scaled, -1, axis)) / 4
+    mean = scaled.mean(axis=(-3, -2), keepdims=True)
+    contrast = np.random.uniform(0.8, 1.2, mean.shape).astype("float32")
+    return np.clip((scaled - mean) * contrast + mean, -1, 1)
+
+
+def kinds(side: int = SIDE, augmented: bool = False, light: bool = False) -> dict[str, Callable[[], Any]]:
     """Makes one pipeline of each kind.
 
     Args:
+        side: Of the images.
+        augmented: Whether they are augmented, or scaled and mirrored only.
         light: Whether batches are cut from an array as they are, instead of prepared from images.
     """
     import grain
@@ -55,17 +75,16 @@ def kinds(light: bool = False) -> dict[str, Callable[[], Any]]:
     import torch
 
     random = np.random.RandomState(0)
+    steps = AUGMENTED_STEPS if augmented else STEPS
     if light:
-        x = random.rand(STEPS * ROWS, 256).astype("float32")
+        x = random.rand(steps * ROWS, 256).astype("float32")
     else:
-        x = random.randint(0, 256, (STEPS * ROWS, SIDE, SIDE, 3)).astype("uint8")
-
-    def made(rows: Any) -> Any:
-        return rows if light else prepare(rows)
+        x = random.randint(0, 256, (steps * ROWS, side, side, 3)).astype("uint8")
+    made = (lambda rows: rows) if light else augment if augmented else prepare
 
     class Batches(keras.utils.PyDataset):
         def __len__(self) -> int:
-            return STEPS
+            return steps
 
         def __getitem__(self, index: int) -> Any:
             return made(x[index * ROWS : (index + 1) * ROWS])
@@ -84,15 +103,26 @@ def kinds(light: bool = False) -> dict[str, Callable[[], Any]]:
     def tf_data() -> Any:
         dataset = tf.data.Dataset.from_tensor_slices(x)
         if not light:
-            dataset = dataset.map(lambda row: tf.reverse(tf.cast(row, tf.float32) / 127.5 - 1.0, [1]))
+            dataset = dataset.map(tf_augment if augmented else tf_prepare)
         return dataset.batch(ROWS)
+
+    def tf_prepare(row: Any) -> Any:
+        return tf.reverse(tf.cast(row, tf.float32) / 127.5 - 1.0, [1])
+
+    def tf_augment(row: Any) -> Any:
+        scaled = tf_prepare(row)
+        for axis in (0, 1):
+            scaled = (tf.roll(scaled, 1, axis) + 2.0 * scaled + tf.roll(scaled, -1, axis)) / 4.0
+        mean = tf.reduce_mean(scaled, axis=(0, 1), keepdims=True)
+        contrast = tf.random.uniform((1, 1, 3), 0.8, 1.2)
+        return tf.clip_by_value((scaled - mean) * contrast + mean, -1.0, 1.0)
 
     def from_grain() -> Any:
         dataset = grain.MapDataset.source(x)
-        return (dataset if light else dataset.map(prepare)).batch(ROWS)
+        return (dataset if light else dataset.map(made)).batch(ROWS)
 
     def from_arrays() -> Any:
-        rows = x if light else prepare(x[: STEPS * ROWS // 4])
+        rows = x if light else made(x[: steps * ROWS // 4])
         return (
             kdist.get_strategy().make_experimental_numpy_dataset(rows).repeat(1 if light else 4).batch(ROWS)
         )
@@ -124,27 +154,52 @@ def empty_model() -> Any:
     return model
 
 
-def by_hand(dataset: Any) -> float:
-    start = time.perf_counter()
+def iterated(dataset: Any) -> Iterator[Any]:
+    """The batches of a pipeline, without kdist."""
     batches = dataset() if callable(dataset) else dataset
     if hasattr(batches, "__getitem__") and hasattr(batches, "num_batches"):  # a PyDataset
-        batches = map(batches.__getitem__, range(len(batches)))
-    count = sum(1 for _ in batches)
-    assert count == STEPS
+        return map(batches.__getitem__, range(len(batches)))
+    return iter(batches)
+
+
+def by_hand(dataset: Any) -> float:
+    start = time.perf_counter()
+    assert sum(1 for _ in iterated(dataset)) in (STEPS, AUGMENTED_STEPS)
     return time.perf_counter() - start
 
 
-def measure(kind: str) -> tuple[list[float], list[float], float, list[float]]:
-    """Runs in every worker: seconds by hand and in `fit` a round, of an empty step, and the shares of waiting."""
+def in_thread(dataset: Any) -> Iterator[Any]:
+    """The batches of a pipeline, two of them read ahead: what one would write without kdist."""
+    waiting: queue.Queue[Any] = queue.Queue(2)
+
+    def read() -> None:
+        for batch in iterated(dataset):
+            waiting.put(batch)
+        waiting.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return iter(waiting.get, None)
+
+
+def share_of_waiting(batches: Iterator[Any]) -> float:
+    next(batches)
+    waits = []
+    asked = time.perf_counter()
+    for _ in batches:
+        waits.append(time.perf_counter() - asked)
+        time.sleep(STEP_SECONDS)
+        asked = time.perf_counter()
+    return sum(waits) / (sum(waits) + len(waits) * STEP_SECONDS)
+
+
+def measure(kind: str) -> dict[str, list[float]]:
+    """Runs in every worker: the figures of each round. Times are in seconds, for a batch."""
     from kdist.backends.messages import gather
 
     strategy = _strategy()
-    with strategy.scope():
-        model, empty = empty_model(), empty_model()
-        pipeline, light = kinds()[kind](), kinds(light=True)[kind]()
-    distributed, light = (
-        strategy.distribute_datasets_from_function(lambda context, p=p: p) for p in (pipeline, light)
-    )
+
+    def distributed(pipeline: Any) -> Any:
+        return strategy.distribute_datasets_from_function(lambda context: pipeline)
 
     def together(function: Callable[..., float], *args: Any) -> float:
         gather(strategy.runtime, None)  # all begin at the same time
@@ -155,20 +210,31 @@ def measure(kind: str) -> tuple[list[float], list[float], float, list[float]]:
         model.fit(dataset, verbose=0)
         return time.perf_counter() - start
 
-    def waiting() -> float:
-        waited = 0.0
-        begun = asked = time.perf_counter()
-        for _ in iter(distributed).batches():
-            waited += time.perf_counter() - asked
-            time.sleep(STEP_SECONDS)
-            asked = time.perf_counter()
-        return waited / (time.perf_counter() - begun)
-
-    fit(model, distributed), by_hand(pipeline), fit(empty, light)
-    rounds = [(together(by_hand, pipeline), together(fit, model, distributed)) for _ in range(ROUNDS)]
-    step = min(fit(empty, light) for _ in range(ROUNDS)) / STEPS
-    hand, fitted = ([pair[i] for pair in rounds] for i in range(2))
-    return hand, fitted, step, [together(waiting) for _ in range(2)]
+    figures: dict[str, list[float]] = {}
+    with strategy.scope():
+        pipelines = {
+            "plain": (kinds()[kind](), STEPS),
+            "augmented": (kinds(augmented=True)[kind](), AUGMENTED_STEPS),
+        }
+        light, small = kinds(light=True)[kind](), kinds(SMALL_SIDE)[kind]()
+        models = {name: empty_model() for name in (*pipelines, "light")}
+    for name, (pipeline, steps) in pipelines.items():
+        ours = distributed(pipeline)
+        fit(models[name], ours), by_hand(pipeline)
+        for _ in range(ROUNDS):
+            figures.setdefault(f"{name} by hand", []).append(together(by_hand, pipeline) / steps)
+            figures.setdefault(f"{name} fit", []).append(together(fit, models[name], ours) / steps)
+    ours = distributed(light)
+    figures["step"] = [together(fit, models["light"], ours) / STEPS for _ in range(ROUNDS + 1)][1:]
+    ours = distributed(small)
+    for _ in range(ROUNDS):
+        figures.setdefault("waiting", []).append(
+            together(lambda: share_of_waiting(iter(ours).batches()))
+        )
+        figures.setdefault("waiting in thread", []).append(
+            together(lambda: share_of_waiting(in_thread(small)))
+        )
+    return figures
 
 
 _strategies: list[Any] = []
@@ -192,25 +258,43 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     options = parser.parse_args(arguments)
     print(f"{options.backend}: batches of {ROWS} images of {SIDE} x {SIDE} x 3 a replica")
-    print(
-        f"{'':20}{'workers':>8}{'by hand':>12}{'fit over by hand':>18}{'empty step':>14}{'waiting in 10 ms':>18}"
+    heads = (
+        "workers",
+        "by hand",
+        "fit/by hand",
+        "augmented",
+        "fit/by hand",
+        "empty step",
+        "waiting",
+        "in thread",
     )
+    print(f"{'':20}" + "".join(f"{head:>13}" for head in heads))
     for num_workers in options.workers:
         with WorkerPool(num_workers, options.backend, timeout=250) as pool:
             for kind in options.kinds:
-                results = pool.run(measure, kind, timeout=250)
+                workers = pool.run(measure, kind, timeout=250)
                 # The slowest worker of each round.
-                hand, fitted = (
-                    [max(times) for times in zip(*(r[i] for r in results), strict=True)] for i in (0, 1)
-                )
-                ratio = statistics.median(h / f for h, f in zip(hand, fitted, strict=True))
-                batch = statistics.median(hand) / STEPS * 1e3
-                step = max(r[2] for r in results) * 1e3
-                share = max(statistics.median(r[3]) for r in results)
-                print(
-                    f"{kind:20}{num_workers:>8}{batch:>9.2f} ms{ratio:>18.2f}{step:>11.2f} ms{share:>18.1%}",
-                    flush=True,
-                )
+                rounds = {
+                    key: [max(values) for values in zip(*(worker[key] for worker in workers), strict=True)]
+                    for key in workers[0]
+                }
+                print(_line(kind, num_workers, rounds), flush=True)
+
+
+def _line(kind: str, num_workers: int, rounds: dict[str, list[float]]) -> str:
+    def milliseconds(key: str) -> str:
+        return f"{statistics.median(rounds[key]) * 1e3:.2f} ms"
+
+    def ratio(name: str) -> str:
+        pairs = zip(rounds[f"{name} by hand"], rounds[f"{name} fit"], strict=True)
+        return f"{statistics.median(hand / fit for hand, fit in pairs):.2f}"
+
+    cells = [str(num_workers)]
+    for name in ("plain", "augmented"):
+        cells += [milliseconds(f"{name} by hand"), ratio(name)]
+    cells.append(milliseconds("step"))
+    cells += [f"{statistics.median(rounds[key]):.1%}" for key in ("waiting", "waiting in thread")]
+    return f"{kind:20}" + "".join(f"{cell:>13}" for cell in cells)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ def _inner_shape(leaf: Any) -> list[int]:
 def to_host(batch: Any) -> Any:
     """Returns a batch whose dense arrays are NumPy's, in host memory. Sparse and ragged tensors stay sparse.
 
-    Nothing is copied that need not be: the arrays may be the user's. See `owned`.
+    Nothing is copied that need not be: the arrays may be the user's. See `owned`. On TensorFlow its own tensors
+    stay, too: they have rows like arrays, and nobody can write to them.
     """
     return keras.tree.map_structure(_leaf_to_host, batch)
 
@@ -98,6 +99,8 @@ def _leaf_to_host(leaf: Any) -> Any:
         return leaf
     if hasattr(leaf, "detach"):
         return _torch_to_numpy(leaf)
+    if type(leaf).__name__ == "EagerTensor" and keras.ops.is_tensor(leaf):  # on no other backend
+        return leaf
     if is_scipy(leaf):
         return leaf.tocsr()  # the one that has rows
     if type(leaf).__module__.startswith("jax.experimental.sparse"):

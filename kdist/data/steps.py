@@ -28,6 +28,8 @@ _MOST = 4
 # since what makes the batches may be waiting for a step.
 _FEW = 2
 _MOMENT = 0.01
+# So many agreed steps are left when the next message is sent: it has as long to travel, and the others to send theirs.
+_LEFT = 1
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Steps:
 
     Each worker says how many rows it has in each of the steps that are ready; the steps for which all have
     spoken are run without another message. Where all read faster than they train, the next message travels
-    while a step runs. One process alone sends none.
+    while steps run. One process alone sends none.
 
     Args:
         runtime: The runtime whose workers take part.
@@ -77,7 +79,8 @@ class Steps:
         """Returns the next step; `None` at the end."""
         if self._runtime.num_workers == 1:
             return self._next_alone()
-        if not self._agreed:
+        has_heard = not self._agreed
+        if has_heard:
             self._agree()
         if not self._agreed:
             return None
@@ -87,9 +90,11 @@ class Steps:
         counts = self._checked(counts)
         batch = None if isinstance(self._read[0], End) else self._read.pop(0)
         self._step += 1
-        if not self._agreed and self._all_are_ahead:
+        if self._all_are_ahead:
             self._fill()
-            self._send(len(self._read) < _FEW)
+            # All workers know the same agreed steps, and send at the same one; not at once, with little to say.
+            if not has_heard and self._on_its_way is None and len(self._agreed) <= _LEFT:
+                self._send(len(self._read) - len(self._agreed) < _FEW)
         return Step(batch, counts)
 
     def _next_alone(self) -> Step | None:
@@ -145,8 +150,8 @@ class Steps:
             self._read += self._pipeline.take(_MOST - len(self._read), wait)
 
     def _send(self, waits: bool) -> None:
-        """Tells the others what is ready; `waits` says that it took some waiting."""
-        batches = [item for item in self._read if not isinstance(item, End)]
+        """Tells the others what is ready and not agreed yet; `waits` says that it took some waiting."""
+        batches = [item for item in self._read[len(self._agreed) :] if not isinstance(item, End)]
         ended = bool(self._read) and isinstance(self._read[-1], End)
         error = self._read[-1].error if ended else None
         message = {

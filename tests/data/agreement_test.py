@@ -132,4 +132,4 @@ def in_worker_count_messages():
 
 
 def test_a_message_speaks_for_several_steps():
-    assert run(BACKEND, 1, in_worker_count_messages)[0] <= 16
+    assert run(BACKEND, 1, in_worker_count_messages)[0] <= 12

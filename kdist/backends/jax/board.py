@@ -9,12 +9,16 @@ from typing import Any
 
 import jax
 
-from kdist.backends import whereabouts
+from kdist.backends import mail, whereabouts
 from kdist.backends.stalls import Board
 
 _FOLDER = "kdist/waits"
 # Code that waits for a device, or for an answer of the service.
-_ENGINE = (os.path.join(os.path.dirname(jax.__file__), ""), os.path.join(os.path.dirname(__file__), ""))
+_ENGINE = (
+    os.path.join(os.path.dirname(jax.__file__), ""),
+    os.path.join(os.path.dirname(__file__), ""),
+    mail.__file__,
+)
 
 # One array of each program that was dispatched and has perhaps not ended, and where in the training that was.
 _dispatched: collections.deque[tuple[Any, str]] = collections.deque(maxlen=64)

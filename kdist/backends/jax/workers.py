@@ -6,19 +6,17 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend.backend
 
-from kdist.backends import whereabouts
 from kdist.backends.device_names import short_name
 from kdist.backends.jax import meeting
 from kdist.backends.jax.devices import request_cpus
 from kdist.backends.jax.watch import Watch, has_started, service_client
-from kdist.backends.threads import Errands
+from kdist.backends.mail import Mail, Store
 from kdist.cluster import (
     environment,
     visible_gpus,
@@ -28,16 +26,12 @@ from kdist.errors import (
     StrategyScopeError,
     WorkerLostError,
     WorkerMismatchError,
-    WorkerTimeoutError,
 )
 from kdist.strategies.communication import CommunicationImplementation, hint_ignored
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
     from kdist.strategies.communication import CommunicationOptions
-
-# How often a worker that waits for a message looks whether its sender is still there.
-_GLANCE_MS = 1000
 
 _joined: tuple[Cluster, JoinedWorkers] | None = None
 
@@ -91,13 +85,11 @@ class JoinedWorkers(Workers):
     def __init__(self, cluster: Cluster, timeout_seconds: float | None) -> None:
         self.num_workers = cluster.num_workers
         self.worker_index = cluster.worker_index
-        self.timeout_seconds = timeout_seconds
         self._names = cluster.worker_names
         self._client = service_client()
         self._watch = Watch(cluster, self._client)
-        self._gathered = 0
-        self._messenger = Errands("kdist messages")
-        self._begun: Future[list[bytes]] | None = None
+        store = ServiceStore(self._client, self._watch, self.explain_failure)
+        self.mail = Mail(store, cluster.worker_names, cluster.worker_index, timeout_seconds)
 
     def all_devices(self, local: Sequence[Any]) -> list[Any]:
         """Returns the devices of all workers; raises unless all have as many, of one kind."""
@@ -118,30 +110,19 @@ class JoinedWorkers(Workers):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker through the key-value store of the service."""
         self._watch.check()
-        if self._begun is not None:
-            wait([self._begun])
-        return self._gather(data)
+        with self.working():
+            return self.mail.gather(data)
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
         """Gathers in a thread, which asks for the messages while this one goes on."""
         self._watch.check()
-        if self._begun is not None:
-            wait([self._begun])
-        self._begun = self._messenger.submit(self._gather, data)
-        return self._begun.result
+        begun = self.mail.begin(data)
 
-    def _gather(self, data: bytes) -> list[bytes]:
-        turn, self._gathered = self._gathered, self._gathered + 1
-        with self.working(), whereabouts.inside("an exchange of messages"):
-            self._client.key_value_set_bytes(_message_key(turn, self.worker_index), data)
-            everyone = [
-                data if index == self.worker_index else self._receive(turn, index)
-                for index in range(self.num_workers)
-            ]
-            if turn > 0:
-                # Whoever has sent in this turn has read everything of the last one.
-                self._client.key_value_delete(_message_key(turn - 1, self.worker_index))
-        return everyone
+        def finish() -> list[bytes]:
+            with self.working():
+                return begun()
+
+        return finish
 
     def post(self, key: str, text: str) -> None:
         """Leaves a text in the key-value store of the service, which the chief holds."""
@@ -161,23 +142,6 @@ class JoinedWorkers(Workers):
         """Returns the workers whose loss the watch has noticed."""
         return self._watch.lost
 
-    def _receive(self, turn: int, index: int) -> bytes:
-        waited = 0.0
-        while True:
-            try:
-                return bytes(self._client.blocking_key_value_get_bytes(_message_key(turn, index), _GLANCE_MS))
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise self.explain_failure(error) from error
-            waited += _GLANCE_MS / 1000
-            self._watch.check(index)
-            if self.timeout_seconds is not None and waited >= self.timeout_seconds:
-                raise WorkerTimeoutError(
-                    f"{self._names[index]} must answer within {self.timeout_seconds:g} s, but did not. Missing from "
-                    f"{whereabouts.describe_wait()}.",
-                    hint="Look at that worker's log, or choose a larger CommunicationOptions(timeout_seconds=…).",
-                )
-
     def working(self) -> AbstractContextManager[Any]:
         """Within this, the process is ended if a worker is lost and no error of JAX's reports it."""
         return self._watch.working()
@@ -189,8 +153,42 @@ class JoinedWorkers(Workers):
         return self._watch.explain(error)
 
 
-def _message_key(turn: int, index: int) -> str:
-    return f"kdist/message/{turn}/{index}"
+class ServiceStore(Store):
+    """The key-value store of the coordination service, which the chief holds.
+
+    Args:
+        client: The client of the service.
+        watch: Knows who is lost.
+        explain_failure: Names the worker that an error of JAX's is about.
+    """
+
+    def __init__(
+        self, client: Any, watch: Watch, explain_failure: Callable[[BaseException], BaseException]
+    ) -> None:
+        self._client = client
+        self._watch = watch
+        self._explain_failure = explain_failure
+
+    def put(self, key: str, data: bytes) -> None:
+        """Leaves data under a key."""
+        self._client.key_value_set_bytes(key, data)
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """Waits for data."""
+        try:
+            return bytes(self._client.blocking_key_value_get_bytes(key, int(seconds * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise self._explain_failure(error) from error
+
+    def delete(self, key: str) -> None:
+        """Removes a key."""
+        self._client.key_value_delete(key)
+
+    def check(self, index: int) -> None:
+        """Asks the watch."""
+        self._watch.check(index)
 
 
 # JAX raises ValueError or JaxRuntimeError with the words of XLA, gloo, NCCL or gRPC.
@@ -269,5 +267,5 @@ def _joined_again(cluster: Cluster, options: CommunicationOptions) -> Workers:
             received={"joined": before.worker_names, "wanted": cluster.worker_names},
             hint="Use one cluster in a program; several strategies may share it.",
         )
-    workers.timeout_seconds = options.timeout_seconds
+    workers.mail.timeout_seconds = options.timeout_seconds
     return workers

@@ -8,11 +8,16 @@ import os
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 
+from kdist.backends import mail
 from kdist.backends.stalls import Board
 
 _WAITS, _HUNG = "kdist/waits", "kdist/hung"
 _ANSWER_MS = 300
-_ENGINE = (os.path.join(os.path.dirname(tf.__file__), ""), os.path.join(os.path.dirname(__file__), ""))
+_ENGINE = (
+    os.path.join(os.path.dirname(tf.__file__), ""),
+    os.path.join(os.path.dirname(__file__), ""),
+    mail.__file__,
+)
 # A pipeline waits for its data.
 _DATA = os.path.join(os.path.dirname(tf.__file__), "python", "data", "")
 

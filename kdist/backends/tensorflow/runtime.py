@@ -68,11 +68,10 @@ class TensorFlowRuntime(Runtime):
         return self.workers.all_gather_bytes(data)
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Gathers at once. A collective of a thread's own would have to take its turn among those of steps, and
-        the coordination service does not say when the sender of a message is lost.
-        """
-        received = self.all_gather_bytes(data)
-        return lambda: received
+        """Gathers through the key-value store of the coordination service, while steps run."""
+        if self.workers is None:
+            return lambda: [data]
+        return self.workers.begin_gather_bytes(data)
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Sends the chief's values with one collective a dtype."""
@@ -97,7 +96,7 @@ class TensorFlowRuntime(Runtime):
         placed = []
         for part, name in zip(parts, self.devices, strict=True):
             with tf.device(name):
-                placed.append(None if part is None else keras.tree.map_structure(steps.as_tensor, part))
+                placed.append(None if part is None else keras.tree.map_structure(steps.on_device, part))
         return placed
 
     def run(

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.framework import ops
 
 from kdist import keras_hooks
 from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
@@ -23,6 +25,8 @@ from kdist.data.rows import is_scipy, num_rows, take
 
 if TYPE_CHECKING:
     from kdist.backends.tensorflow.runtime import TensorFlowRuntime
+
+_ALIGNMENT = 64  # bytes: of the widest vectors that Eigen uses
 
 
 class _ReplicatedFunction(StepFunction):
@@ -188,7 +192,29 @@ def as_tensor(leaf: Any) -> Any:
         entries = leaf.tocsr().tocoo()  # in the order of the rows, as TensorFlow's operations want them
         indices = np.stack([entries.row, entries.col], axis=1).astype("int64")
         return tf.SparseTensor(indices, entries.data, entries.shape)
-    return tf.convert_to_tensor(leaf)  # a copy, of NumPy's arrays
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" and leaf.dtype.isnative:
+        return _copied(leaf)
+    return tf.convert_to_tensor(leaf)
+
+
+def on_device(leaf: Any) -> Any:
+    """Returns an array of any kind as a tensor on the device in scope."""
+    tensor = as_tensor(leaf)
+    is_number = isinstance(tensor, tf.Tensor) and tensor.dtype != tf.string
+    return tf.identity(tensor) if is_number else tensor  # copies nothing that is there
+
+
+def _copied(array: np.ndarray) -> Any:
+    """Returns a copy as a tensor on the device in scope.
+
+    One copy, where `tf.convert_to_tensor` makes two of most arrays: into memory that is aligned as TensorFlow
+    wants it, which its tensor then holds as its own.
+    """
+    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    np.copyto(copy, array)
+    return ops.EagerTensor(copy, context.context().device_name, None)
 
 
 def _spec_of_any_rows(leaf: Any) -> Any:

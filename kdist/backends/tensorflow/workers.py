@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import base64
+import contextlib
 import re
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import context as eager_context
 
 from kdist.backends import stalls, whereabouts
+from kdist.backends.mail import Mail, Store
 from kdist.backends.tensorflow import meeting
 from kdist.backends.tensorflow.board import ServiceBoard, last_words
 from kdist.cluster import (
@@ -34,10 +37,14 @@ _LOOK_UP_MS = 100
 _SHORT = 1024
 _SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 
+# How long the server of a worker may take to answer that it is there.
+_HEALTH_MS = 1000
+_DIED = "which has died or cannot be reached any more"
+
 _SERVICE = "CoordinationService"
 _WHY = re.compile(r"aborted by: (.*)")
 
-_joined: tuple[Cluster, tf.distribute.Strategy] | None = None
+_joined: tuple[Cluster, Workers] | None = None
 
 
 class Workers:
@@ -45,16 +52,20 @@ class Workers:
 
     Args:
         cluster: Who takes part.
-        native: The native strategy, whose collectives carry the messages.
+        native: The native strategy, whose collectives carry what is waited for at once.
+        timeout_seconds: How long a message may take that is begun; `None` for as long as its sender is there.
     """
 
-    def __init__(self, cluster: Cluster, native: tf.distribute.Strategy) -> None:
+    def __init__(
+        self, cluster: Cluster, native: tf.distribute.Strategy, timeout_seconds: float | None
+    ) -> None:
         self.num_workers = cluster.num_workers
         self.worker_index = cluster.worker_index
         self._names = cluster.worker_names
-        self._native = native
+        self.native = native
         self._per_worker = len(native.extended.worker_devices)
         self._sums: dict[Any, Any] = {}
+        self.mail = Mail(ServiceStore(self), self._names, self.worker_index, timeout_seconds)
 
     def all_gather_rows(self, local: Any, sizes: Sequence[int]) -> Any:
         """Concatenates the rows of every worker, which may have different numbers of them.
@@ -86,6 +97,13 @@ class Workers:
             else:
                 messages = self._gather_words(data, longest)
         return [message[:length] for message, length in zip(messages, lengths, strict=True)]
+
+    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Gathers in a thread, which asks for the messages while this one goes on.
+
+        Not with a collective, which would have to take its turn among those of steps.
+        """
+        return self.mail.begin(data)
 
     def post(self, key: str, text: str) -> None:
         """Leaves a text in the key-value store of the coordination service, which the chief holds."""
@@ -138,7 +156,7 @@ class Workers:
             mine = tf.identity(value) if speaks else tf.zeros_like(value)
             return context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
 
-        return self._native.experimental_local_results(self._native.run(replica))[0]
+        return self.native.experimental_local_results(self.native.run(replica))[0]
 
     def broadcast(self, variables: Sequence[Any]) -> None:
         """Gives every worker the chief's values of Keras variables: one collective a dtype."""
@@ -169,13 +187,73 @@ class Workers:
         others = {int(task) for task in meeting.TASK.findall(text)} - {self.worker_index}
         if not others and not isinstance(error, kinds):
             return error
-        lost = []
-        for index in sorted(i for i in others if i < self.num_workers):
-            what = last_words(index) or "which has died or cannot be reached any more"
-            lost.append(f"{self._names[index]}, {what}")
-        named = ", and ".join(lost) or "another worker, which has died or cannot be reached any more"
         why = _WHY.search(text)
-        return stalls.lost_error(named, self._names[self.worker_index], why[1] if why else text)
+        return self._lost_error(others, why[1] if why else text)
+
+    def _lost_error(self, indices: Collection[int], said: str) -> BaseException:
+        lost = []
+        for index in sorted(i for i in indices if i < self.num_workers):
+            lost.append(f"{self._names[index]}, {last_words(index) or _DIED}")
+        named = ", and ".join(lost) or f"another worker, {_DIED}"
+        return stalls.lost_error(named, self._names[self.worker_index], said)
+
+    def check(self) -> None:
+        """Raises if a worker is lost: one that misses its heartbeats, or whose address nobody answers at."""
+        if lost := self.lost():
+            raise self._lost_error(lost, "no heartbeats")
+        unreachable: dict[int, str] = {}
+        for index in set(range(self.num_workers)) - {self.worker_index}:
+            try:
+                eager_context.context().check_collective_ops_peer_health(
+                    f"/job:worker/replica:0/task:{index}", timeout_in_ms=_HEALTH_MS
+                )
+            except tf.errors.DeadlineExceededError:
+                continue  # it is busy; or it is stopped, which its heartbeats will tell
+            except tf.errors.OpError as error:
+                unreachable[index] = error.message
+        if unreachable:
+            raise self._lost_error(unreachable, next(iter(unreachable.values())))
+
+
+class ServiceStore(Store):
+    """The key-value store of the coordination service, which the chief holds.
+
+    Args:
+        workers: Those who write to it.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def put(self, key: str, data: bytes) -> None:
+        """Leaves data under a key; the store holds text that ends at a zero."""
+        with self._explained():
+            eager_context.context().set_config_key_value(key, base64.b64encode(data).decode())
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """Waits for data."""
+        with self._explained():
+            try:
+                text = eager_context.context().get_config_key_value(key, timeout_in_ms=int(seconds * 1000))
+            except tf.errors.DeadlineExceededError:
+                return None
+        return base64.b64decode(text)
+
+    def delete(self, key: str) -> None:
+        """Removes a key."""
+        with self._explained():
+            eager_context.context().delete_config_key_value(key)
+
+    def check(self, index: int) -> None:
+        """Asks for all workers: the one that is waited for may itself be waiting for another."""
+        self._workers.check()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.OpError as error:
+            raise self._workers.explain_failure(error) from error
 
 
 def join(
@@ -202,7 +280,9 @@ def join(
                 "A process can join one cluster only, and this one has already joined another.",
                 received={"joined": _joined[0].addresses, "wanted": cluster.addresses},
             )
-        return _joined[1], Workers(cluster, _joined[1])
+        workers = _joined[1]
+        workers.mail.timeout_seconds = options.timeout_seconds
+        return workers.native, workers
     timeout = float(environment.get("KDIST_JOIN_TIMEOUT", "300") or 300)
     addresses = meeting.meet(cluster, timeout)
     meeting.configure_heartbeats(len(addresses), timeout)
@@ -228,8 +308,9 @@ def join(
         ServiceBoard(cluster.num_workers, cluster.worker_index), cluster.worker_names, cluster.worker_index
     )
     atexit.register(watch.close)
-    _joined = (cluster, native)
-    return native, Workers(cluster, native)
+    workers = Workers(cluster, native, options.timeout_seconds)
+    _joined = (cluster, workers)
+    return native, workers
 
 
 def _create_variables_alone(native: tf.distribute.Strategy) -> None:

@@ -1,0 +1,110 @@
+"""`Mail`: messages between workers through the key-value store that an engine's service keeps.
+
+A message may travel while a step runs: it needs no collective, which would have to take its turn among those
+of the steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+
+from kdist.backends import whereabouts
+from kdist.backends.threads import Errands
+from kdist.errors import WorkerTimeoutError
+
+# How often a worker that waits for a message looks whether its sender is still there, in seconds.
+_GLANCE = 1.0
+
+
+class Store(ABC):
+    """The engine's key-value store, and what it knows of those who write to it."""
+
+    @abstractmethod
+    def put(self, key: str, data: bytes) -> None:
+        """Leaves data under a key, once."""
+
+    @abstractmethod
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """Returns the data under a key; `None` if nobody has left any within so many seconds."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Removes a key."""
+
+    @abstractmethod
+    def check(self, index: int) -> None:
+        """Raises if a worker that is waited for is lost."""
+
+
+class Mail:
+    """Gathers messages: the n-th one of each worker belongs to the n-th one of every other.
+
+    Args:
+        store: The engine's.
+        names: What to call the workers.
+        worker_index: Which of them this one is.
+        timeout_seconds: How long a message may take; `None` for as long as its sender is there.
+    """
+
+    def __init__(
+        self, store: Store, names: Sequence[str], worker_index: int, timeout_seconds: float | None
+    ) -> None:
+        self._store = store
+        self._names = names
+        self._worker_index = worker_index
+        self.timeout_seconds = timeout_seconds
+        self._gathered = 0
+        self._messenger = Errands("kdist messages")
+        self._begun: Future[list[bytes]] | None = None
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Sends a message to every worker and waits for those of the others."""
+        self._wait_for_begun()
+        return self._gather(data)
+
+    def begin(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Gathers in a thread, which asks for the messages while this one goes on; returns what waits for them."""
+        self._wait_for_begun()
+        begun = self._begun = self._messenger.submit(self._gather, data)
+
+        def finish() -> list[bytes]:
+            # Here and not in the caller's file: the stall watch knows this one as a place to wait for others in.
+            return begun.result()
+
+        return finish
+
+    def _wait_for_begun(self) -> None:
+        if self._begun is not None:
+            wait([self._begun])
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        turn, self._gathered = self._gathered, self._gathered + 1
+        with whereabouts.inside("an exchange of messages"):
+            self._store.put(_key(turn, self._worker_index), data)
+            everyone = [
+                data if index == self._worker_index else self._receive(turn, index)
+                for index in range(len(self._names))
+            ]
+            if turn > 0:
+                # Whoever has sent in this turn has read everything of the last one.
+                self._store.delete(_key(turn - 1, self._worker_index))
+        return everyone
+
+    def _receive(self, turn: int, index: int) -> bytes:
+        waited = 0.0
+        while (data := self._store.get(_key(turn, index), _GLANCE)) is None:
+            waited += _GLANCE
+            self._store.check(index)
+            if self.timeout_seconds is not None and waited >= self.timeout_seconds:
+                raise WorkerTimeoutError(
+                    f"{self._names[index]} must answer within {self.timeout_seconds:g} s, but did not. Missing from "
+                    f"{whereabouts.describe_wait()}.",
+                    hint="Look at that worker's log, or choose a larger CommunicationOptions(timeout_seconds=…).",
+                )
+        return data
+
+
+def _key(turn: int, index: int) -> str:
+    return f"kdist/message/{turn}/{index}"

@@ -1,0 +1,118 @@
+"""Messages through a key-value store: in order, begun ahead, and never waited for without end."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from kdist.backends import mail
+from kdist.backends.mail import Mail, Store
+from kdist.errors import WorkerLostError, WorkerTimeoutError
+
+
+class Service:
+    """The store that the workers of a test share; each worker is a thread."""
+
+    def __init__(self):
+        self.entries = {}
+        self.changed = threading.Condition()
+        self.lost = set()
+
+
+class StoreOfService(Store):
+    def __init__(self, service):
+        self.service = service
+
+    def put(self, key, data):
+        with self.service.changed:
+            assert key not in self.service.entries
+            self.service.entries[key] = data
+            self.service.changed.notify_all()
+
+    def get(self, key, seconds):
+        with self.service.changed:
+            self.service.changed.wait_for(lambda: key in self.service.entries, seconds)
+            return self.service.entries.get(key)
+
+    def delete(self, key):
+        with self.service.changed:
+            del self.service.entries[key]
+
+    def check(self, index):
+        if index in self.service.lost:
+            raise WorkerLostError(f"worker {index} is lost")
+
+
+@pytest.fixture
+def service(monkeypatch):
+    monkeypatch.setattr(mail, "_GLANCE", 0.05)
+    return Service()
+
+
+def mail_of(service, index, number=2, timeout=None):
+    return Mail(StoreOfService(service), [f"worker {i}" for i in range(number)], index, timeout)
+
+
+def together(functions):
+    results = queue.SimpleQueue()
+    threads = [
+        threading.Thread(target=lambda i=i, f=f: results.put((i, f()))) for i, f in enumerate(functions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    found = dict(results.get_nowait() for _ in functions)
+    return [found[i] for i in range(len(functions))]
+
+
+def test_messages_of_one_turn_belong_together(service):
+    def talk(index):
+        box = mail_of(service, index, 3)
+        heard = []
+        for turn in range(20):
+            text = f"{index} says {turn}".encode()
+            heard.append(box.begin(text)() if (turn + index) % 3 else box.gather(text))
+        return heard
+
+    expected = [[f"{i} says {turn}".encode() for i in range(3)] for turn in range(20)]
+    assert together([lambda i=i: talk(i) for i in range(3)]) == [expected] * 3
+    assert len(service.entries) == 3, "Messages that all have read must not stay in the store."
+
+
+def test_to_begin_does_not_wait(service):
+    first, second = mail_of(service, 0), mail_of(service, 1)
+    began = time.monotonic()
+    received = first.begin(b"early")
+    assert time.monotonic() - began < 1.0
+    assert second.gather(b"late") == [b"early", b"late"]
+    assert received() == [b"early", b"late"]
+
+
+def test_a_message_that_was_begun_comes_before_the_next(service):
+    first, second = mail_of(service, 0), mail_of(service, 1)
+
+    def talk():
+        received = first.begin(b"1")
+        return first.gather(b"2"), received()
+
+    def answer():
+        time.sleep(0.1)
+        return second.gather(b"a"), second.gather(b"b")
+
+    assert together([talk, answer]) == [([b"2", b"b"], [b"1", b"a"]), ([b"1", b"a"], [b"2", b"b"])]
+
+
+def test_a_lost_sender_is_named(service):
+    received = mail_of(service, 0, timeout=5).begin(b"hello?")
+    service.lost.add(1)
+    with pytest.raises(WorkerLostError, match="worker 1 is lost"):
+        received()
+
+
+def test_a_sender_that_does_not_answer_is_named(service):
+    with pytest.raises(WorkerTimeoutError, match=r"worker 1 must answer within 0\.1 s"):
+        mail_of(service, 0, timeout=0.1).gather(b"hello?")
