@@ -178,7 +178,8 @@ def in_thread(dataset: Any) -> Iterator[Any]:
         waiting.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    return iter(waiting.get, None)
+    while (batch := waiting.get()) is not None:
+        yield batch
 
 
 def share_of_waiting(batches: Iterator[Any]) -> float:
