@@ -229,9 +229,7 @@ def measure(kind: str) -> dict[str, list[float]]:
     figures["step"] = [together(fit, models["light"], ours) / STEPS for _ in range(ROUNDS + 1)][1:]
     ours = distributed(small)
     for _ in range(ROUNDS):
-        figures.setdefault("waiting", []).append(
-            together(lambda: share_of_waiting(iter(ours).batches()))
-        )
+        figures.setdefault("waiting", []).append(together(lambda: share_of_waiting(iter(ours).batches())))
         figures.setdefault("waiting in thread", []).append(
             together(lambda: share_of_waiting(in_thread(small)))
         )

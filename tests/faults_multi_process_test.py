@@ -34,9 +34,17 @@ with strategy.scope():
 x = numpy.random.RandomState(1).rand(16, 3).astype("float32")
 backup = kdist.callbacks.BackupAndRestore(os.environ.get("BACKUP", "backup"), 2, delete_checkpoint=False)
 model.set_weights([w * 0 for w in model.get_weights()])
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        rows = x[index * 4 : index * 4 + 4]
+        return rows, rows[:, :1]
+
+data = {"x": Batches()} if "DATASET" in os.environ else {"x": x, "y": x[:, :1], "batch_size": 4}
 model.fit(
-    x, x[:, :1], batch_size=4, epochs=3, verbose=0, validation_data=(x[:4], x[:4, :1]), callbacks=[backup],
-    shuffle=False,
+    **data, epochs=3, verbose=0, validation_data=(x[:4], x[:4, :1]), callbacks=[backup], shuffle=False
 )
 weights = numpy.concatenate([w.ravel() for w in model.get_weights()])
 print("WEIGHTS", " ".join(map(str, weights)))
@@ -62,6 +70,8 @@ SAVES = {
     "save-publish": ("phase=save-publish,step=6", _LATER),
 }
 PLACES |= SAVES
+# A pipeline, in whose steps the workers agree: they may wait for a message, or for the step.
+PLACES["dataset"] = ("step=6", "step [1-4] of epoch 2")
 IN_BACKGROUND = [*SAVES][1:]
 OF_CHIEF = [*SAVES][3:]
 
@@ -102,6 +112,8 @@ class Cell:
                 "KDIST_HEARTBEAT_TIMEOUT": f"{HEARTBEAT:g}",
                 "KDIST_JOIN_TIMEOUT": "60",
             }
+            if self.place == "dataset":
+                env["DATASET"] = "1"
             attempt = "again" if self.is_restarted else "first"
             self.workers.append(zygote.start(f"{self.name}-{attempt}-worker{index}", env))
 
@@ -247,7 +259,7 @@ def matrix(backend, cells):
 def test_whatever_happens_the_others_end_and_name_the_worker(backend, tmp_path, capsys):
     cells = [Cell(*cell) for cell in itertools.product(KINDS, PLACES, (0, 1), (2, 3))]
     cells = [cell for cell in cells if cell.victim == 0 or cell.place not in OF_CHIEF]
-    cells += [Cell("freeze", "step", victim) for victim in (0, 1)]
+    cells += [Cell("freeze", place, victim) for place in ("step", "dataset") for victim in (0, 1)]
     zygote = Zygote(tmp_path, backend, SCRIPT)
     began = time.monotonic()
     try:

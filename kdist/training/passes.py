@@ -107,6 +107,9 @@ class Passes:
         # From this Keras knows where data of a known length end.
         self._iterator._steps_seen += self._steps_seen
         self._steps_seen = 0
+        if step:
+            # Begins the pass, of which perhaps no batch is left that would: the next one is not to go on there.
+            batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
         for _ in range(step):
             yield TAKEN
         for batch in batches:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import socket
@@ -16,17 +15,14 @@ import jax
 import jax.extend.backend
 
 from kdist.backends.jax.watch import service_client
+from kdist.backends.joining import wait_for_all
 from kdist.cluster import (
-    check_port_free,
-    complete_addresses,
     environment,
     is_loopback,
-    join_address,
     liveness,
     split_address,
     visible_gpus,
 )
-from kdist.errors import WorkerTimeoutError
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
@@ -41,33 +37,9 @@ def meet(cluster: Cluster, timeout: float) -> tuple[str, str | None]:
     JAX would wait too, but where a worker does not come it ends the process from C++ instead of raising an
     error that could say who is missing.
     """
-    try:
-        if cluster.coordinator_taken:
-            addresses = complete_addresses(cluster, timeout)
-            coordinator = addresses[0]
-        else:
-            coordinator = str(cluster.coordinator)
-            host, port = split_address(coordinator)
-            if cluster.is_chief:
-                check_port_free(join_address(host if is_loopback(host) else "0.0.0.0", port))
-            # The exchange meets at the port after the one it is given; JAX's service takes that port next.
-            unknown = dataclasses.replace(
-                cluster, addresses=(None,) * cluster.num_workers, coordinator=join_address(host, port - 1)
-            )
-            addresses = complete_addresses(unknown, timeout)
-    except WorkerTimeoutError as error:
-        raise _missing(cluster, timeout, error) from error
-    return coordinator, split_address(addresses[cluster.worker_index])[0]
-
-
-def _missing(cluster: Cluster, timeout: float, error: WorkerTimeoutError) -> WorkerTimeoutError:
-    numbers = sorted({int(number) for number in re.findall(r"worker (\d+)", error.rule, re.IGNORECASE)})
-    named = ", ".join(cluster.worker_names[number] for number in numbers) or "a worker"
-    return WorkerTimeoutError(
-        f"All {cluster.num_workers} workers must come within {timeout:g} s, but {named} did not.",
-        received={"this_worker": cluster.worker_names[cluster.worker_index]},
-        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600",
-    )
+    chief = None if cluster.coordinator_taken else str(cluster.coordinator)
+    addresses = wait_for_all(cluster, chief, timeout)
+    return chief or addresses[0], split_address(addresses[cluster.worker_index])[0]
 
 
 def initialize(cluster: Cluster, coordinator: str, own_host: str | None, devices: Sequence[str]) -> None:

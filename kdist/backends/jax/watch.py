@@ -89,7 +89,7 @@ class Watch:
         self._working = 0
         self._entered = 0.0  # when the main thread began to wait for others
         self._watching = True
-        self._explained = False  # an error has been raised to the user, whose turn it is
+        self._explained = False  # the user has been told
         self._leaving = False
         self._aborted = threading.Event()
         self._changed = threading.Condition()
@@ -124,17 +124,27 @@ class Watch:
         """The workers that have been noticed to be lost."""
         return frozenset(self._lost)
 
-    def check(self, index: int | None = None) -> None:
-        """Raises if a worker is lost, or if the one that is waited for has ended."""
+    def check(self, index: int | None = None, tells: bool = True) -> None:
+        """Raises if a worker is lost, or if the one that is waited for has ended.
+
+        Args:
+            index: The one that is waited for.
+            tells: Whether the error goes to the user. One of a thread that gathers messages does so later or
+                never: the main thread may be in a collective that does not end.
+        """
         culprits = dict(self._lost)
         if not culprits and index not in (None, self._cluster.worker_index):
             culprits = self._culprits_among([index])
         if culprits:
-            self._explained = True
+            self._explained |= tells
             raise self._error(culprits, None)
 
-    def explain(self, error: BaseException) -> BaseException:
-        """Waits until it is known who was lost, and returns the error that says so."""
+    def has_told(self) -> None:
+        """Notes that the user is told that a worker is lost, whose turn it is."""
+        self._explained = True
+
+    def explain(self, error: BaseException, tells: bool = True) -> BaseException:
+        """Waits until it is known who was lost, and returns the error that says so; `tells` as in `check`."""
         deadline = time.monotonic() + self._timeout * _NAMING
         ended: dict[int, str] = {}
         # Not in this thread: a question to a chief that is dying is never answered.
@@ -146,7 +156,7 @@ class Watch:
                 self._note(0, _DIED)
             with self._changed:
                 self._changed.wait(0.1)
-        self._explained = True
+        self._explained |= tells
         return self._error(dict(self._lost) or ended, error)
 
     def _ask(self, ended: dict[int, str], deadline: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,7 @@ class JoinedWorkers(Workers):
         self._names = cluster.worker_names
         self._client = service_client()
         self._watch = Watch(cluster, self._client)
-        store = ServiceStore(self._client, self._watch, self.explain_failure)
+        store = ServiceStore(self._client, self._watch, lambda error: self._explained(error, tells=False))
         self.mail = Mail(store, cluster.worker_names, cluster.worker_index, timeout_seconds)
 
     def all_devices(self, local: Sequence[Any]) -> list[Any]:
@@ -110,7 +110,7 @@ class JoinedWorkers(Workers):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker through the key-value store of the service."""
         self._watch.check()
-        with self.working():
+        with self._told():
             return self.mail.gather(data)
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
@@ -119,10 +119,20 @@ class JoinedWorkers(Workers):
         begun = self.mail.begin(data)
 
         def finish() -> list[bytes]:
-            with self.working():
+            with self._told():
                 return begun()
 
         return finish
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Within this, the main thread waits for messages; an error goes to the user."""
+        with self.working():
+            try:
+                yield
+            except WorkerLostError:
+                self._watch.has_told()
+                raise
 
     def post(self, key: str, text: str) -> None:
         """Leaves a text in the key-value store of the service, which the chief holds."""
@@ -148,9 +158,12 @@ class JoinedWorkers(Workers):
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Returns a `WorkerLostError` for an error of JAX's about a connection."""
+        return self._explained(error, tells=True)
+
+    def _explained(self, error: BaseException, tells: bool) -> BaseException:
         if isinstance(error, WorkerLostError) or not _is_about_connections(error):
             return error
-        return self._watch.explain(error)
+        return self._watch.explain(error, tells)
 
 
 class ServiceStore(Store):
@@ -188,7 +201,7 @@ class ServiceStore(Store):
 
     def check(self, index: int) -> None:
         """Asks the watch."""
-        self._watch.check(index)
+        self._watch.check(index, tells=False)
 
 
 # JAX raises ValueError or JaxRuntimeError with the words of XLA, gloo, NCCL or gRPC.

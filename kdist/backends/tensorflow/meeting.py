@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tensorflow.python.eager import context as eager_context
 
-from kdist.cluster import (
-    check_port_free,
-    complete_addresses,
-    is_loopback,
-    join_address,
-    liveness,
-    split_address,
-)
-from kdist.errors import ClusterConfigError, StrategyScopeError, WorkerTimeoutError
+from kdist.backends.joining import missing_error, wait_for_all
+from kdist.cluster import liveness
+from kdist.errors import ClusterConfigError, StrategyScopeError
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
@@ -34,21 +26,10 @@ def meet(cluster: Cluster, timeout: float) -> tuple[str, ...]:
     TensorFlow waits too, but its chief does so forever, whatever time it is given to register.
     """
     known = tuple(address for address in cluster.addresses if address)
-    try:
-        if cluster.coordinator_taken or len(known) < cluster.num_workers:
-            return complete_addresses(cluster, timeout)
-        host, port = split_address(known[0])
-        if cluster.is_chief:
-            check_port_free(join_address(host if is_loopback(host) else "0.0.0.0", port))
-        # The exchange meets at the port after the one it is given: TensorFlow's server takes the same port next.
-        unknown = dataclasses.replace(
-            cluster, addresses=(None,) * cluster.num_workers, coordinator=join_address(host, port - 1)
-        )
-        complete_addresses(unknown, timeout)
-        return known
-    except WorkerTimeoutError as error:
-        missing = sorted({int(number) for number in re.findall(r"worker (\d+)", error.rule, re.IGNORECASE)})
-        raise _missing_error(cluster, timeout, missing) from error
+    if cluster.coordinator_taken or len(known) < cluster.num_workers:
+        return wait_for_all(cluster, None, timeout)
+    wait_for_all(cluster, known[0], timeout)
+    return known
 
 
 def configure_heartbeats(num_workers: int, timeout: float) -> None:
@@ -82,14 +63,5 @@ def joining_error(error: Exception, cluster: Cluster, timeout: float) -> Excepti
             received={"worker": me},
             hint="Choose another port, or end that process.",
         )
-    missing = sorted({int(task) for task in TASK.findall(text)} - {cluster.worker_index})
-    return _missing_error(cluster, timeout, missing)
-
-
-def _missing_error(cluster: Cluster, timeout: float, missing: Sequence[int]) -> WorkerTimeoutError:
-    named = ", ".join(cluster.worker_names[i] for i in missing if i < cluster.num_workers) or "some workers"
-    return WorkerTimeoutError(
-        f"All {cluster.num_workers} workers must come within {timeout:g} s, but {named} did not.",
-        received={"this_worker": cluster.worker_names[cluster.worker_index]},
-        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600",
-    )
+    missing = {int(task) for task in TASK.findall(text)} - {cluster.worker_index}
+    return missing_error(cluster, timeout, missing)

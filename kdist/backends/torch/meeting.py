@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from kdist.backends.joining import missing_error
 from kdist.backends.torch import lifeline
 from kdist.cluster import environment, is_loopback, split_address
-from kdist.errors import ClusterConfigError, WorkerMismatchError, WorkerTimeoutError
+from kdist.errors import ClusterConfigError, WorkerMismatchError
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
@@ -74,7 +75,7 @@ class Meeting:
                 store.set("gave up", "")
                 if cluster.is_chief and not gave_up:
                     time.sleep(_FAREWELL)
-                raise self._missing(missing)
+                raise missing_error(self.cluster, self._timeout, missing)
             time.sleep(_PAUSE)
         return [json.loads(store.get(key)) for key in keys]
 
@@ -90,7 +91,7 @@ class Meeting:
                 port = int(self.store.get("lifeline"))
                 connections = lifeline.connect_to_chief(self.host, port, cluster.worker_index, self._deadline)
         except TimeoutError as error:
-            raise self._missing([]) from error
+            raise missing_error(self.cluster, self._timeout, []) from error
         return lifeline.Lifeline(cluster.worker_index, connections)
 
     def _make_store(self) -> dist.Store:
@@ -141,17 +142,8 @@ class Meeting:
                 return
             except OSError as error:
                 if time.monotonic() > self._deadline:
-                    raise self._missing([0]) from error
+                    raise missing_error(self.cluster, self._timeout, [0]) from error
             time.sleep(_PAUSE)
-
-    def _missing(self, missing: Sequence[int]) -> WorkerTimeoutError:
-        names = self.cluster.worker_names
-        who = ", ".join(names[index] for index in missing) or "some worker"
-        return WorkerTimeoutError(
-            f"All {len(names)} workers must come within {self._timeout:g} s, but {who} did not.",
-            received={"this_worker": names[self.cluster.worker_index]},
-            hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600",
-        )
 
 
 def listen(host: str, port: int) -> socket.socket:
