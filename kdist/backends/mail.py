@@ -6,12 +6,16 @@ of the steps.
 
 from __future__ import annotations
 
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from typing import Any
 
-from kdist.backends import whereabouts
+from kdist.backends import stalls, whereabouts
 from kdist.backends.threads import Errands
+from kdist.cluster import liveness
 from kdist.errors import WorkerTimeoutError
 
 # How often a worker that waits for a message looks whether its sender is still there, in seconds.
@@ -58,52 +62,69 @@ class Mail:
         self._gathered = 0
         self._messenger = Errands("kdist messages")
         self._begun: Future[list[bytes]] | None = None
+        self._patience = liveness.heartbeat_timeout()
+        self._asked = 0.0  # when the store was asked for what it has not answered yet; 0 if it has
 
     def gather(self, data: bytes) -> list[bytes]:
         """Sends a message to every worker and waits for those of the others."""
-        self._wait_for_begun()
-        return self._gather(data)
+        self._wait_for(self._begun)
+        with whereabouts.inside("an exchange of messages"):
+            return self._gather(data)
 
     def begin(self, data: bytes) -> Callable[[], list[bytes]]:
         """Gathers in a thread, which asks for the messages while this one goes on; returns what waits for them."""
-        self._wait_for_begun()
+        self._wait_for(self._begun)
         begun = self._begun = self._messenger.submit(self._gather, data)
 
         def finish() -> list[bytes]:
-            # Here and not in the caller's file: the stall watch knows this one as a place to wait for others in.
+            with whereabouts.inside("an exchange of messages"):
+                self._wait_for(begun)
             return begun.result()
 
         return finish
 
-    def _wait_for_begun(self) -> None:
-        if self._begun is not None:
-            wait([self._begun])
+    def _wait_for(self, begun: Future[list[bytes]] | None) -> None:
+        """Waits in this file, which the stall watch knows as a place to wait for others in."""
+        while begun is not None and not begun.done():
+            if sys.is_finalizing() or self._messenger.is_here():
+                raise RuntimeError("The thread that gathers messages cannot do so any more.")
+            wait([begun], _GLANCE)
+            if (asked := self._asked) and time.monotonic() - asked > self._patience:
+                # Whoever holds the store was stopped, and the engine waits for its answer without end.
+                chief = f"{self._names[0]}, which does not answer any more"
+                raise stalls.lost_error(chief, self._names[self._worker_index])
 
     def _gather(self, data: bytes) -> list[bytes]:
         turn, self._gathered = self._gathered, self._gathered + 1
-        with whereabouts.inside("an exchange of messages"):
-            self._store.put(_key(turn, self._worker_index), data)
-            everyone = [
-                data if index == self._worker_index else self._receive(turn, index)
-                for index in range(len(self._names))
-            ]
-            if turn > 0:
-                # Whoever has sent in this turn has read everything of the last one.
-                self._store.delete(_key(turn - 1, self._worker_index))
+        self._ask(self._store.put, _key(turn, self._worker_index), data)
+        everyone = [
+            data if index == self._worker_index else self._receive(turn, index)
+            for index in range(len(self._names))
+        ]
+        if turn > 0:
+            # Whoever has sent in this turn has read everything of the last one.
+            self._ask(self._store.delete, _key(turn - 1, self._worker_index))
         return everyone
 
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        self._asked = time.monotonic()
+        try:
+            return function(*args)
+        finally:
+            self._asked = 0.0
+
     def _receive(self, turn: int, index: int) -> bytes:
-        waited = 0.0
-        while (data := self._store.get(_key(turn, index), _GLANCE)) is None:
-            waited += _GLANCE
+        began = time.monotonic()
+        while (data := self._ask(self._store.get, _key(turn, index), _GLANCE)) is None:
             self._store.check(index)
+            waited = time.monotonic() - began
             if self.timeout_seconds is not None and waited >= self.timeout_seconds:
                 raise WorkerTimeoutError(
                     f"{self._names[index]} must answer within {self.timeout_seconds:g} s, but did not. Missing from "
                     f"{whereabouts.describe_wait()}.",
                     hint="Look at that worker's log, or choose a larger CommunicationOptions(timeout_seconds=…).",
                 )
-        return data
+        return bytes(data)
 
 
 def _key(turn: int, index: int) -> str:

@@ -174,15 +174,23 @@ class Errands:
     def __init__(self, name: str) -> None:
         self._name = name
         self._calls: queue.SimpleQueue[Any] | None = None
+        self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Calls a function soon; returns its future."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            threading.Thread(target=_run_errands, args=(self._calls,), name=self._name, daemon=True).start()
+            self._thread = threading.Thread(
+                target=_run_errands, args=(self._calls,), name=self._name, daemon=True
+            )
+            self._thread.start()
         future: Future[Any] = Future()
         self._calls.put((future, function, args))
         return future
+
+    def is_here(self) -> bool:
+        """Says whether this is that thread."""
+        return self._thread is threading.current_thread()
 
 
 def _run_errands(calls: queue.SimpleQueue[Any]) -> None:

@@ -78,6 +78,9 @@ def take_leaf(leaf: Any, start: int, stop: int) -> Any:
         return _tensorflow().sparse.slice(
             leaf, [start, *[0] * (len(leaf.shape) - 1)], [stop - start, *_inner_shape(leaf)]
         )
+    if is_eager(leaf):
+        # TensorFlow's own slices may be made on a GPU, and keep all other rows as long as they live.
+        return leaf if (start, stop) == (0, leaf.shape[0]) else np.asarray(leaf)[start:stop]
     return leaf[start:stop]
 
 
@@ -99,7 +102,7 @@ def _leaf_to_host(leaf: Any) -> Any:
         return leaf
     if hasattr(leaf, "detach"):
         return _torch_to_numpy(leaf)
-    if type(leaf).__name__ == "EagerTensor" and keras.ops.is_tensor(leaf):  # on no other backend
+    if is_eager(leaf) and keras.ops.is_tensor(leaf) and "CPU" in leaf.device:  # on no other backend
         return leaf
     if is_scipy(leaf):
         return leaf.tocsr()  # the one that has rows
@@ -137,6 +140,11 @@ def _torch_to_numpy(tensor: Any) -> Any:
 def is_tf_sparse(leaf: Any) -> bool:
     """Says whether an array is a `tf.SparseTensor`."""
     return type(leaf).__name__ == "SparseTensor" and type(leaf).__module__.startswith("tensorflow.")
+
+
+def is_eager(leaf: Any) -> bool:
+    """Says whether an array is a dense tensor of TensorFlow's, with numbers that are there."""
+    return type(leaf).__name__ == "EagerTensor"
 
 
 def dtype_name(leaf: Any) -> str:

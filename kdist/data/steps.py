@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 # Steps that one message can be about: what a fast pipeline may have waiting while another worker is slow.
-_MOST = 4
+_MOST = 3
 # Before it speaks, a worker waits a moment for a second batch: a message costs as much as a small step. No longer,
 # since what makes the batches may be waiting for a step.
 _FEW = 2

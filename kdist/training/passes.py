@@ -107,7 +107,7 @@ class Passes:
         # From this Keras knows where data of a known length end.
         self._iterator._steps_seen += self._steps_seen
         self._steps_seen = 0
-        if step:
+        if step and self._in_middle:
             # Begins the pass, of which perhaps no batch is left that would: the next one is not to go on there.
             batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
         for _ in range(step):

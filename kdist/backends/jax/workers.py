@@ -116,7 +116,8 @@ class JoinedWorkers(Workers):
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
         """Gathers in a thread, which asks for the messages while this one goes on."""
         self._watch.check()
-        begun = self.mail.begin(data)
+        with self.working():
+            begun = self.mail.begin(data)
 
         def finish() -> list[bytes]:
             with self._told():

@@ -8,6 +8,7 @@ import contextlib
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,7 @@ from kdist.backends import stalls, whereabouts
 from kdist.backends.mail import Mail, Store
 from kdist.backends.tensorflow import meeting
 from kdist.backends.tensorflow.board import ServiceBoard, last_words
-from kdist.cluster import (
-    environment,
-)
+from kdist.cluster import environment, liveness
 from kdist.errors import (
     DeviceError,
     StrategyScopeError,
@@ -37,8 +36,8 @@ _LOOK_UP_MS = 100
 _SHORT = 1024
 _SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 
-# How long the server of a worker may take to answer that it is there.
-_HEALTH_MS = 1000
+# How long the server of a worker may take to answer that it is there: Python waits for it.
+_HEALTH_MS = 200
 _DIED = "which has died or cannot be reached any more"
 
 _SERVICE = "CoordinationService"
@@ -65,6 +64,8 @@ class Workers:
         self.native = native
         self._per_worker = len(native.extended.worker_devices)
         self._sums: dict[Any, Any] = {}
+        self._sick: dict[int, tuple[float, int]] = {}  # since when, and how often it was seen
+        self._patience = liveness.heartbeat_timeout()
         self.mail = Mail(ServiceStore(self), self._names, self.worker_index, timeout_seconds)
 
     def all_gather_rows(self, local: Any, sizes: Sequence[int]) -> Any:
@@ -118,11 +119,29 @@ class Workers:
 
     def lost(self) -> frozenset[int]:
         """Returns the workers whose heartbeats the coordination service misses."""
+        # TensorFlow waits for the service without end, and holds Python's lock meanwhile.
+        if self.worker_index != 0 and self._health(0) is None:
+            return frozenset()
         try:
             states = eager_context.context().get_task_states([("worker", self.num_workers)])
         except tf.errors.OpError:  # the service has ended with the chief
             return frozenset({0} - {self.worker_index})
         return frozenset(index for index, error in enumerate(states) if error is not None)
+
+    def _health(self, index: int) -> str | None:
+        """Asks the server of a worker, which answers whatever Python does there.
+
+        Returns:
+            Nothing if it is there, an error if there is nobody, and `None` if it does not answer.
+        """
+        name = f"/job:worker/replica:0/task:{index}"
+        try:
+            eager_context.context().check_collective_ops_peer_health(name, timeout_in_ms=_HEALTH_MS)
+        except tf.errors.DeadlineExceededError:
+            return None
+        except tf.errors.OpError as error:
+            return str(error.message) or type(error).__name__
+        return ""
 
     def _gather_words(self, data: bytes, size: int) -> list[bytes]:
         """Gathers as many bytes from each worker, as 32-bit words: collectives know no shorter numbers."""
@@ -198,21 +217,17 @@ class Workers:
         return stalls.lost_error(named, self._names[self.worker_index], said)
 
     def check(self) -> None:
-        """Raises if a worker is lost: one that misses its heartbeats, or whose address nobody answers at."""
-        if lost := self.lost():
-            raise self._lost_error(lost, "no heartbeats")
-        unreachable: dict[int, str] = {}
+        """Raises if a worker is lost: if nobody is at its address, or has not answered for too long."""
+        now = time.monotonic()
         for index in set(range(self.num_workers)) - {self.worker_index}:
-            try:
-                eager_context.context().check_collective_ops_peer_health(
-                    f"/job:worker/replica:0/task:{index}", timeout_in_ms=_HEALTH_MS
-                )
-            except tf.errors.DeadlineExceededError:
-                continue  # it is busy; or it is stopped, which its heartbeats will tell
-            except tf.errors.OpError as error:
-                unreachable[index] = error.message
-        if unreachable:
-            raise self._lost_error(unreachable, next(iter(unreachable.values())))
+            health = self._health(index)
+            if health == "":
+                self._sick.pop(index, None)
+                continue
+            since, times = self._sick.get(index, (now, 0))
+            self._sick[index] = since, times + 1
+            if (health and times) or now - since > self._patience:  # one failure may be an accident
+                raise self._lost_error([index], health or "no answer")
 
 
 class ServiceStore(Store):
