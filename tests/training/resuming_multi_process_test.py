@@ -159,10 +159,11 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(backend: str, kind: str, tmp_pa
     check(run(backend, 1, interrupted, str(tmp_path), kind, [(1, 1, 1)]))
 
 
-@pytest.mark.parametrize("kind", ["distributed tf.data", "DataLoader"])
+@pytest.mark.parametrize("kind", ["tf.data", "distributed tf.data", "DataLoader", "PyDataset"])
 @each_backend
 def test_two_workers_go_on_at_the_same_batch(backend: str, kind: str, tmp_path: Path) -> None:
-    check(run(backend, 2, interrupted, str(tmp_path), kind, [(1, 1, 1)]))
+    # In the middle of an epoch, and where nothing is left of it.
+    check(run(backend, 2, interrupted, str(tmp_path), kind, [(1, 1, 1), (1, 1, 5)]))
 
 
 # How often backups are made; in which epoch, and after which of its batches or at its end, the job is interrupted.
