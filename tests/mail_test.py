@@ -116,3 +116,38 @@ def test_a_lost_sender_is_named(service):
 def test_a_sender_that_does_not_answer_is_named(service):
     with pytest.raises(WorkerTimeoutError, match=r"worker 1 must answer within 0\.1 s"):
         mail_of(service, 0, timeout=0.1).gather(b"hello?")
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(service, monkeypatch):
+    monkeypatch.setenv("KDIST_HEARTBEAT_TIMEOUT", "1")
+    answers = threading.Event()
+
+    class Silent(StoreOfService):
+        def put(self, key, data):
+            answers.wait(10)
+
+    received = Mail(Silent(service), ["worker 0", "worker 1"], 1, None).begin(b"hello?")
+    began = time.monotonic()
+    with pytest.raises(WorkerLostError, match="worker 0, which does not answer any more"):
+        received()
+    assert 0.9 < time.monotonic() - began < 5
+    answers.set()
+
+
+def test_the_thread_that_gathers_does_not_wait_for_itself(service):
+    box = mail_of(service, 0, timeout=5)
+    errors = queue.SimpleQueue()
+
+    class Asking(StoreOfService):
+        def put(self, key, data):
+            try:
+                received.get(timeout=5)()
+            except RuntimeError as error:
+                errors.put(error)
+            super().put(key, data)
+
+    box._store = Asking(service)
+    received = queue.SimpleQueue()
+    received.put(box.begin(b"1"))
+    assert "cannot do so" in str(errors.get(timeout=5))
+    mail_of(service, 1).gather(b"2")
