@@ -6,11 +6,13 @@ of the steps.
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 from kdist.backends import stalls, whereabouts
@@ -61,34 +63,41 @@ class Mail:
         self.timeout_seconds = timeout_seconds
         self._gathered = 0
         self._messenger = Errands("kdist messages")
-        self._begun: Future[list[bytes]] | None = None
+        self._begun: tuple[Future[list[bytes]], queue.SimpleQueue[None]] | None = None
         self._patience = liveness.heartbeat_timeout()
         self._asked = 0.0  # when the store was asked for what it has not answered yet; 0 if it has
 
     def gather(self, data: bytes) -> list[bytes]:
         """Sends a message to every worker and waits for those of the others."""
-        self._wait_for(self._begun)
-        with whereabouts.inside("an exchange of messages"):
-            return self._gather(data)
+        return self.begin(data)()
 
     def begin(self, data: bytes) -> Callable[[], list[bytes]]:
         """Gathers in a thread, which asks for the messages while this one goes on; returns what waits for them."""
-        self._wait_for(self._begun)
-        begun = self._begun = self._messenger.submit(self._gather, data)
+        if self._begun is not None:
+            self._wait_for(*self._begun)
+        ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        begun = self._messenger.submit(self._gather, data)
+        begun.add_done_callback(lambda _: ended.put(None))
+        self._begun = begun, ended
 
         def finish() -> list[bytes]:
             with whereabouts.inside("an exchange of messages"):
-                self._wait_for(begun)
+                self._wait_for(begun, ended)
             return begun.result()
 
         return finish
 
-    def _wait_for(self, begun: Future[list[bytes]] | None) -> None:
-        """Waits in this file, which the stall watch knows as a place to wait for others in."""
-        while begun is not None and not begun.done():
+    def _wait_for(self, begun: Future[list[bytes]], ended: queue.SimpleQueue[None]) -> None:
+        """Waits for a message, where the stall watch sees that this thread rests and waits for others.
+
+        That is in this file, and in a call that makes no frames: new ones look like somebody at work.
+        """
+        while not begun.done():
             if sys.is_finalizing() or self._messenger.is_here():
                 raise RuntimeError("The thread that gathers messages cannot do so any more.")
-            wait([begun], _GLANCE)
+            with contextlib.suppress(queue.Empty):
+                ended.get(timeout=_GLANCE)
+                return
             if (asked := self._asked) and time.monotonic() - asked > self._patience:
                 # Whoever holds the store was stopped, and the engine waits for its answer without end.
                 chief = f"{self._names[0]}, which does not answer any more"
