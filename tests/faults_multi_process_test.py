@@ -282,6 +282,6 @@ def test_whatever_happens_the_others_end_and_name_the_worker(backend, tmp_path, 
     failed = [cell for cell in cells if cell.problem]
     assert not failed, "\n".join(
         f"{cell.name}: {cell.problem}\n"
-        + "\n".join(f"{w.stdout()}\n{w.stderr()[-3000:]}" for w in cell.workers)
+        + "\n".join(f"{w.stdout()}\n{w.stderr()[:1500]}\n…\n{w.stderr()[-3000:]}" for w in cell.workers)
         for cell in failed[:3]
     )
