@@ -16,13 +16,12 @@ import sys
 import sysconfig
 import threading
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from kdist.backends import activity, whereabouts
+from kdist.backends import activity, frames, whereabouts
 from kdist.cluster import liveness
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
@@ -98,11 +97,9 @@ class StallWatch:
             if time.monotonic() - looked > self._timeout * _SAYS_AFTER:
                 self._seen = None  # this thread could not look, so nobody knows what has moved meanwhile
             looked = time.monotonic()
-            frame = sys._current_frames().get(_watched_thread())
-            if frame is None:
+            stack = frames.frames_of_thread(_watched_thread())
+            if not stack:
                 continue
-            stack = list(_frames_of(frame))
-            del frame
             waits = self._board.waits_in(_innermost(stack)) or any(check() for check in _elsewhere)
             self._note_movement(stack, waits)
             resting = time.monotonic() - self._since
@@ -151,7 +148,7 @@ class StallWatch:
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         with contextlib.suppress(Exception):
-            lines = "".join(_stack_lines())
+            lines = "".join(frames.stack_lines(_watched_thread()))
             name = f"{type(error).__module__}.{type(error).__qualname__}"
             print(
                 f"Traceback (most recent call last):\n{lines}{name}: {error}", file=sys.__stderr__, flush=True
@@ -218,12 +215,6 @@ def _in_notebook() -> bool:
     return shell is not None and getattr(shell, "get_ipython", lambda: None)() is not None
 
 
-def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _innermost(stack: list[FrameType]) -> str:
     for frame in stack:
         name = frame.f_code.co_filename
@@ -258,9 +249,5 @@ def lost_error(named: str, me: str, error: BaseException | str | None = None) ->
 def print_stack() -> None:
     """Prints where the main thread is: for a process that ends without a traceback."""
     with contextlib.suppress(Exception):
-        print(f"kdist: this worker was here:\n{''.join(_stack_lines())}", file=sys.stderr, flush=True)
-
-
-def _stack_lines() -> list[str]:
-    frame = sys._current_frames().get(_watched_thread())
-    return traceback.format_stack(frame) if frame is not None else []
+        lines = "".join(frames.stack_lines(_watched_thread()))
+        print(f"kdist: this worker was here:\n{lines}", file=sys.stderr, flush=True)
