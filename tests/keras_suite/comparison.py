@@ -102,10 +102,12 @@ def report(comparisons: Iterable[Comparison]) -> str:
     comparisons = list(comparisons)
     parts = [table(comparison.row() for comparison in comparisons)]
     for each in comparisons:
+        absent = {test: o for test, o in each.plain.items() if o.outcome == "not collected"}
         old = {test: outcome for test, outcome in each.lost.items() if test in each.known}
         named = {
             "new": each.new,
             "known": old,
+            "not collected": absent,
             "known, but passes now: take it off the list": dict.fromkeys(each.mended),
             "known, but does not pass plainly": dict.fromkeys(each.gone),
         }
