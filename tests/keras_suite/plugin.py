@@ -5,12 +5,12 @@ Each line of the results is written at once, so that the runner knows which test
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
+import functools
 import json
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.keras_suite.comparison import BEGUN, read_results
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, help="append the outcome of each test to this file")
     parser.addoption("--in-scope", action="store_true", help="each test in the scope of two CPU devices")
+    parser.addoption("--but-passed-in", type=Path, help="leave out what has passed in this file of results")
     parser.addoption("--limit", type=float, help="seconds a test may take; the process ends after them")
 
 
@@ -35,7 +36,10 @@ class _Recorder:
     def __init__(self, config: pytest.Config) -> None:
         self._path = config.getoption("--results")
         self._limit = config.getoption("--limit")
-        self._done = read_results(self._path)
+        self._done = set(read_results(self._path))
+        other = config.getoption("--but-passed-in")
+        if other:
+            self._done |= {test for test, o in read_results(other).items() if o.outcome == "passed"}
         self._failure = ""
         self._outcome = "passed"
         # pytest takes stderr away from the tests; a report of a hang must go to the real one.
@@ -56,7 +60,7 @@ class _Recorder:
             self._write(report.nodeid, "not collected", _last_line(report))
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leaves out what an earlier process, which died, had done already."""
+        """Leaves out what is done already, maybe by an earlier process that died."""
         items[:] = [item for item in items if item.nodeid not in self._done]
 
     @pytest.hookimpl(wrapper=True)
@@ -71,10 +75,11 @@ class _Recorder:
             faulthandler.cancel_dump_traceback_later()
             self._write(item.nodeid, self._outcome, self._failure, time.monotonic() - start)
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self) -> Generator[None, object, object]:
-        with self._strategy.scope() if self._strategy else contextlib.nullcontext():
-            return (yield)
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        """Puts the scope around the test's method alone: its setUp calls `clear_session`, which is not for scopes."""
+        if self._strategy and isinstance(item, pytest.Function):
+            item.obj = _inside(self._strategy, item.obj)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Takes the worst of a test's reports: of its phases, and of its subtests."""
@@ -82,6 +87,15 @@ class _Recorder:
             self._outcome, self._failure = "failed", _last_line(report)
         elif report.skipped and self._outcome == "passed":
             self._outcome, self._failure = "skipped", _last_line(report)
+
+
+def _inside(strategy: Any, function: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(function)
+    def in_scope(*args: object, **kwargs: object) -> object:
+        with strategy.scope():
+            return function(*args, **kwargs)
+
+    return in_scope
 
 
 def _last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
