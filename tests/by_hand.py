@@ -1,6 +1,6 @@
-"""A linear model on a few rows, whose training can be computed by hand: the oracle of scripts in processes of their own.
+"""A linear model on a few rows, whose training can be computed by hand: an oracle that needs no framework.
 
-No framework is imported before a model is made, so the tests themselves may use this too.
+Scripts in processes of their own train it; the tests themselves only compute.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def model(is_true: bool = True) -> Any:
 def fit(made: Any, epochs: int, *callbacks: Any) -> None:
     """Trains it on all rows, in their order."""
     x, y = rows()
-    made.fit(
-        x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks)
-    )
+    made.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
 
 
 def show(made: Any) -> str:

@@ -141,7 +141,9 @@ def _on_all(runtime: Runtime | None, path: str, function: Callable[[], Any]) -> 
         try:
             return function()
         except CheckpointCorruptError as error:
-            damage.append(error)  # told as a note: whoever falls back to another checkpoint does so with all workers
+            damage.append(
+                error
+            )  # told as a note: whoever falls back to another checkpoint does so with all workers
 
     def failed(index: int, text: str, kind: type[CheckpointError] = CheckpointError) -> Exception:
         return kind(

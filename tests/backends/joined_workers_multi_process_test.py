@@ -21,20 +21,21 @@ rank = int(os.environ["RANK_HERE"])
 """
 
 
-def scripts(folder: Path, backend: str, source: str, codes: tuple[int, int]) -> list[str]:
-    """Runs a script in two workers; returns what each has printed."""
+def scripts(folder: Path, backend: str, source: str, chief_ends_with: int) -> list[str]:
+    """Runs a script in two workers; returns what each has printed, its errors too."""
     addresses = local_addresses(2)
     started = []
     try:
         for rank in (0, 1):
             env = {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, rank), "RANK_HERE": str(rank)}
             started.append(Script(folder, f"worker{rank}", PRELUDE + source, env))
-        ended = tuple(script.wait(120) for script in started)
-        assert ended == codes, "\n".join(script.stdout() + script.stderr() for script in started)
+        ended = [script.wait(240) for script in started]
+        printed = [script.stdout() + script.stderr() for script in started]
+        assert ended[0] == chief_ends_with, "\n".join(printed)
     finally:
         for script in started:
             script.kill()
-    return [script.stdout() for script in started]
+    return printed
 
 
 # Numbers of devices -------------------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ except kdist.errors.WorkerMismatchError as error:
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_workers_with_other_numbers_of_devices_are_told(backend: str, tmp_path: Path) -> None:
-    for printed in scripts(tmp_path, backend, DEVICES, (0, 0)):
+    for printed in scripts(tmp_path, backend, DEVICES, 0):
         assert "MISMATCH Every worker must have the same number of devices, of the same kind." in printed
         assert "='1 cpu'" in printed
         assert "='2 cpu'" in printed
@@ -80,26 +81,24 @@ if rank == 1:
         sum(range(1000))
         time.sleep(0.001)
 try:
-    strategy.reduce("SUM", one, axis=None)
-    print("REDUCED", flush=True)
+    # Elsewhere than on PyTorch the engine's own limit holds for what is computed, and this one for messages.
+    strategy.reduce("SUM", one, axis=None) if keras.backend.backend() == "torch" else kdist.barrier()
+    print("NOBODY WAS LATE", flush=True)
 except kdist.errors.WorkerTimeoutError as error:
     print(f"LATE {time.monotonic() - began:.2f} {error}", flush=True)
     os._exit(7)
-except kdist.errors.WorkerLostError as error:
-    print("LOST", error, flush=True)
-    os._exit(8)
 """
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_nobody_waits_longer_than_the_options_say(backend: str, tmp_path: Path) -> None:
-    chief, other = scripts(tmp_path, backend, LATE, (7, 8))
+    chief, other = scripts(tmp_path, backend, LATE, 7)
     assert "TOTAL 3.0" in chief
     assert "TOTAL 3.0" in other
     seconds = float(chief.partition("LATE ")[2].split()[0])
     assert 2.5 < seconds < 8.5, "before the other one has come"
     assert "CommunicationOptions(timeout_seconds=" in chief
-    assert "worker 0" in other.partition("LOST")[2]
+    assert "The job cannot go on without worker 0 (127.0.0.1:" in other
 
 
 # KDIST_DEBUG_TIMEOUT ------------------------------------------------------------------------------------------
@@ -123,7 +122,8 @@ def in_worker_late(seconds: float) -> Any:
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=pytest.mark.xdist_group(f"pool-{name}")) for name in ("jax", "torch")]
+    "backend",
+    [pytest.param(name, marks=pytest.mark.xdist_group(f"pool-{name}")) for name in ("jax", "torch")],
 )
 def test_a_worker_that_waits_says_where(backend: str) -> None:
     chief, other = run(backend, 2, in_worker_late, 1.5)

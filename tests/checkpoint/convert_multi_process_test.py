@@ -14,7 +14,7 @@ from tests.processes import run, strategy
 pytestmark = pytest.mark.xdist_group("pool-torch")
 
 # `Own` has no configuration that Keras could make it from.
-USER = '''
+USER = """
 import keras
 
 class Own(keras.Model):
@@ -36,7 +36,7 @@ def make(units=2):
 
 def make_wider():
     return make(4)
-'''
+"""
 
 
 def in_worker_convert(folder):
@@ -105,7 +105,13 @@ def in_worker_convert(folder):
 
 def test_which_model_and_who_makes_it(tmp_path):
     ((said, expected, files, found, steps),) = run("torch", 1, in_worker_convert, str(tmp_path))
-    for name, model in {"one": "second", "second": "second", "plain": "plain", "weights": "plain", "own": "own"}.items():
+    for name, model in {
+        "one": "second",
+        "second": "second",
+        "plain": "plain",
+        "weights": "plain",
+        "own": "own",
+    }.items():
         np.testing.assert_array_equal(found[name], expected[model], err_msg=name)
     assert steps == [2, 2], "the optimiser is in the file"
     assert files == ["one.keras", "own.weights.h5", "plain.keras", "plain.weights.h5", "second.keras"]

@@ -1,4 +1,4 @@
-"""Objects with a state of their own in a checkpoint: each worker gets back its own, or all of them the one they share."""
+"""Objects with a state in a checkpoint: each worker gets back its own, or all of them the one they share."""
 
 from __future__ import annotations
 

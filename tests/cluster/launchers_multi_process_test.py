@@ -124,10 +124,10 @@ def test_workers_of_any_launcher_train_as_one_device(
         assert discover(environ=variables(1, number)).source == source
         try:
             for rank in (1, 0):  # whoever comes first is not the chief
-                env = {"KERAS_BACKEND": backend, "KDIST_JOIN_TIMEOUT": "90"} | variables(rank, number)
+                env = {"KERAS_BACKEND": backend, "KDIST_JOIN_TIMEOUT": "180"} | variables(rank, number)
                 started.insert(0, Script(tmp_path, f"worker{rank}", SCRIPT, env))
             for rank, script in enumerate(started):
-                assert script.wait(120) == 0, script.stderr()
+                assert script.wait(240) == 0, script.stderr()
                 assert f"WORKER {rank} OF 2" in script.stdout()
         finally:
             for script in started:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from tests.processes import Script
 
 
 @pytest.mark.skipif(
-    demo.importlib.util.find_spec("sklearn") is None, reason="the digits are scikit-learn's, which is not there"
+    demo.importlib.util.find_spec("sklearn") is None,
+    reason="the digits are scikit-learn's, which is not there",
 )
 def test_two_workers_train_what_one_device_trains(tmp_path: Path) -> None:
     arguments = ["demo", "--backend", "jax", "--num-workers", "2", "--epochs", "6"]
@@ -25,7 +25,9 @@ def test_two_workers_train_what_one_device_trains(tmp_path: Path) -> None:
     finally:
         script.kill()
     out = script.stdout()
-    rows = dict(re.findall(r"^  (test loss|test accuracy|largest weight difference) +(.*)$", out, re.MULTILINE))
+    rows = dict(
+        re.findall(r"^  (test loss|test accuracy|largest weight difference) +(.*)$", out, re.MULTILINE)
+    )
     one, two = map(float, rows["test loss"].split())
     assert 0 < one < 0.5
     assert two == pytest.approx(one, rel=1e-3)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kdist.cluster import discover, free_ports
 from kdist.errors import BackendError, ClusterConfigError, InvalidArgumentError
 from kdist.launch import plan as planning
+from kdist.launch import supervisor as supervisor_module
 from kdist.launch.output import LineStream, Sink, Tail
 from kdist.launch.plan import check_backend, parse_hosts, plan_job, resolve_num_workers
 from kdist.launch.report import MOST_LINES, failure_block, last_traceback, shell_exit_code
-from kdist.launch import supervisor as supervisor_module
 from kdist.launch.supervisor import Supervisor
 
 # ---- the plan

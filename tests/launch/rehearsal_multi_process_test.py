@@ -24,7 +24,7 @@ def test_a_fault_comes_again_after_a_restart_where_it_is_told_to(tmp_path: Path)
     faults = ("--inject", "exit:worker=1,step=3", "--inject", "exit:worker=0,step=5,always=1")
     job = Script(tmp_path, "train", SCRIPT, {}, (sys.executable, "-m", "kdist", "run", *options, *faults))
     try:
-        assert job.wait(120) == 1, job.stderr()
+        assert job.wait(240) == 1, job.stderr()
     finally:
         job.kill()
     err = job.stderr()

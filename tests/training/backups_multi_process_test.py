@@ -42,7 +42,9 @@ class Clock:
         return self.now
 
 
-def fit(folder: str, ends_after: int | None = None, is_true: bool = True, act: Any = None, **backup: Any) -> Any:
+def fit(
+    folder: str, ends_after: int | None = None, is_true: bool = True, act: Any = None, **backup: Any
+) -> Any:
     """Trains on all workers of the pool, with backups.
 
     Args:
@@ -277,7 +279,9 @@ def in_worker_watcher(folder: str) -> Any:
 
 @on("jax")
 def test_a_watcher_says_so_and_save_fn_saves(backend: str, tmp_path: Path) -> None:
-    for taken, saved, num_handlers, has_backup in run(backend, 2, in_worker_watcher, str(tmp_path / "backup")):
+    for taken, saved, num_handlers, has_backup in run(
+        backend, 2, in_worker_watcher, str(tmp_path / "backup")
+    ):
         assert taken == [1, 2, 3, 4, 5]
         assert saved == [5], "in place of the checkpoint's own"
         assert not has_backup

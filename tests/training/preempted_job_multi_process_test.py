@@ -48,7 +48,7 @@ def test_a_worker_is_taken_away_and_nothing_is_lost(tmp_path: Path) -> None:
     faults = ("--inject", "sigterm:worker=1,step=6", "--inject", f"slow:worker=0,seconds={SLOW},always=1")
     job = Script(tmp_path, "train", SCRIPT, {}, (sys.executable, "-m", "kdist", "run", *options, *faults))
     try:
-        assert job.wait(120) == 0, job.stderr()
+        assert job.wait(240) == 0, job.stderr()
     finally:
         job.kill()
     out, err = job.stdout(), job.stderr()
@@ -71,5 +71,7 @@ def check_slow_steps(out: str, err: str) -> None:
     for start in (0, 1):
         numbers, times = zip(*steps_of(out, start, 0), strict=True)
         assert np.diff(times).min() >= SLOW, f"start {start}"
-        said = re.findall(r"worker 0\] kdist: --inject slow:worker=0,seconds=0\.05,always=1, at step (\d)", err)
+        said = re.findall(
+            r"worker 0\] kdist: --inject slow:worker=0,seconds=0\.05,always=1, at step (\d)", err
+        )
         assert len(said) == EPOCHS * by_hand.STEPS, numbers
