@@ -327,20 +327,29 @@ GROUP = r"""
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(sys.argv[1]), world_size=2)
         group = dist.group.WORLD
     strategy = kdist.MultiWorkerMirroredStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.layers.Dense(2)])
+    draw = np.random.RandomState(0)
+    x, y = draw.rand(30, 4), draw.rand(30, 2)
+    def train():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         model.compile("sgd", "mse")
-    loss = model.fit(np.ones((30, 4)), np.ones((30, 2)), batch_size=8, verbose=0).history["loss"]
+        losses = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
+        return [*losses, *model.get_weights()[0].ravel()]
+    with strategy.scope():
+        mine = train()
+    np.testing.assert_allclose(mine, train(), rtol=1e-5)  # one device
     if len(sys.argv) > 1:
         assert dist.group.WORLD is group
         dist.destroy_process_group()
-    print(f"LOSS {strategy.num_replicas_in_sync} {loss}\n", end="", flush=True)
+    print(f"LOSS {strategy.num_replicas_in_sync} {[float(number) for number in mine]}\n", end="", flush=True)
 """
 
 
 def test_a_process_group_that_the_user_has_made_is_taken(tmp_path):
     with Job(GROUP, 2, tmp_path) as job:
-        outputs = [re.search(r"LOSS 2 (.*)", output)[1] for output in job.outputs()]
+        outputs = job.outputs()
+        assert all("LOSS 2" in output for output in outputs), "\n".join(outputs)
+        outputs = [re.search(r"LOSS 2 (.*)", output)[1] for output in outputs]
         assert outputs[0] == outputs[1]
         assert [p.returncode for p in job.processes] == [0, 0]
 
