@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdist.cluster import discover, free_ports
+from kdist.cluster import discover
 from kdist.errors import BackendError, ClusterConfigError, InvalidArgumentError
 from kdist.launch import plan as planning
 from kdist.launch import supervisor as supervisor_module
@@ -16,6 +16,7 @@ from kdist.launch.output import LineStream, Sink, Tail
 from kdist.launch.plan import check_backend, parse_hosts, plan_job, resolve_num_workers
 from kdist.launch.report import MOST_LINES, failure_block, last_traceback, shell_exit_code
 from kdist.launch.supervisor import Supervisor
+from tests.ports import neighbouring_ports
 
 # ---- the plan
 
@@ -42,7 +43,7 @@ def test_tf_config_and_torchruns_variables_agree():
 
 
 def test_hosts():
-    port = free_ports(1)[0]
+    port = neighbouring_ports(2)
     hosts = ["192.0.2.7:5000", f"127.0.0.1:{port}"]
     plan = plan_job(2, hosts=hosts, host_index=1, environ={}, backend="JAX")
     assert [worker.index for worker in plan.workers] == [2, 3]

@@ -324,7 +324,7 @@ def join(
     _restore_sigterm()
     watch = stalls.StallWatch(
         ServiceBoard(cluster.num_workers, cluster.worker_index), cluster.worker_names, cluster.worker_index
-    )
+    ).start()
     atexit.register(watch.close)
     workers = Workers(cluster, native, options.timeout_seconds)
     _joined = (cluster, workers)
