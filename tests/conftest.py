@@ -1,16 +1,25 @@
-"""Options and reports of the whole test suite."""
+"""Options, selection and reports of the whole test suite."""
 
 from __future__ import annotations
 
-import json
 import signal
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 
 import pytest
 
-CONTRACT = "contract_multi_process_test.py"
+from tests import processes, reports
 
+# Those that take longest come first, so that at the end no process of pytest-xdist is left with a long one.
+FIRST = (
+    "tests/faults_multi_process_test.py",
+    "any_workers_multi_process_test.py",
+    "contract_multi_process_test.py",
+    "training/",
+    "loops/",
+    "data/",
+)
+FRAMEWORKS = ("tensorflow", "jax", "torch", "keras")
 
 # A shell lets what it starts in the background ignore Ctrl-C, and all processes started from there inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -19,43 +28,51 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--full", action="store_true", help="every product instead of pairs, and workers that are not forked"
+    )
+    parser.addoption(
         "--contract-results", default=None, help="write the result of each contract cell to this file"
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: of a product; runs with --full, or when it is named")
+    processes.forks = not config.getoption("--full")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        named = {Path(argument).name for argument in config.args}
+        left_out = [
+            item
+            for item in items
+            if item.get_closest_marker("full") and item.nodeid.split("/")[-1] not in named
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        out = set(left_out)
+        items[:] = [item for item in items if item not in out]
+    for item in items:
+        backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
+        if item.get_closest_marker("xdist_group") is None:
+            # The tests of a module share kept workers, and with several backends those of one.
+            item.add_marker(
+                pytest.mark.xdist_group("-".join([item.path.stem, *([backend] if backend else [])]))
+            )
+    items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    return next((i for i, part in enumerate(FIRST) if part in item.path.as_posix()), len(FIRST))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    results = dict(sorted(_contract_results(terminalreporter)))
-    if not results:
-        return
-    terminalreporter.section("global-batch contract: numbers equal to one device's")
-    for line in _matrix(results):
-        terminalreporter.write_line(line)
-    path = config.getoption("--contract-results")
-    if path:
-        Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    reports.print_contract(terminalreporter, config.getoption("--contract-results"))
+    reports.print_faults(terminalreporter)
 
 
-def _contract_results(reporter: pytest.TerminalReporter) -> Iterator[tuple[str, str]]:
-    for outcome in ("passed", "failed", "error"):
-        for report in reporter.stats.get(outcome, []):
-            path, _, name = report.nodeid.partition("::test_numbers_are_those_of_one_device[")
-            if name and path.endswith(CONTRACT):
-                yield name.partition("@")[0].rstrip("]"), outcome
-
-
-def _matrix(results: dict[str, str]) -> list[str]:
-    columns: dict[tuple[str, str], dict[str, str]] = {}
-    from tests.contract_cells import CELLS
-
-    for cell in CELLS:
-        if str(cell) in results:
-            columns.setdefault((cell.backend, cell.configuration), {})[cell.case] = results[str(cell)]
-    cases = list(dict.fromkeys(cell.case for cell in CELLS if any(cell.case in c for c in columns.values())))
-    lines = [f"{'':34}" + " ".join(f"{backend[:5]:>7}" for backend, _ in columns)]
-    lines.append(f"{'':34}" + " ".join(f"{name[-7:]:>7}" for _, name in columns))
-    marks = {"passed": "ok", "failed": "FAIL", "error": "ERROR", "": "–"}
-    for case in cases:
-        lines.append(
-            f"{case:34}" + " ".join(f"{marks[column.get(case, '')]:>7}" for column in columns.values())
-        )
-    return lines
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    imported = [name for name in FRAMEWORKS if name in sys.modules]
+    if imported:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\npytest's own process has imported {', '.join(imported)}: tests run them in workers.")

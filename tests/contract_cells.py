@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kdist.testing.conformance.catalogue import catalogue
@@ -17,16 +19,34 @@ class Cell:
     backend: str
     configuration: str
     case: str
+    is_pair: bool
 
     def __str__(self) -> str:
         return f"{self.backend}-{self.configuration}-{self.case}"
 
 
-CELLS = [
-    Cell(backend, configuration.name, entry.name)
-    for backend in BACKENDS
-    for configuration in CONFIGURATIONS.values()
-    if backend in configuration.backends
-    for entry in catalogue()
-    if backend in entry.backends
-]
+ENTRIES = {entry.name: entry for entry in catalogue()}
+
+
+def _cells() -> Iterator[Cell]:
+    """All cells; `make test` runs the pairs, in which each case meets every strategy and every backend."""
+    for c, configuration in enumerate(CONFIGURATIONS.values()):
+        for e, entry in enumerate(ENTRIES.values()):
+            turn = [BACKENDS[(c + e + i) % len(BACKENDS)] for i in range(len(BACKENDS))]
+            able = [b for b in turn if b in configuration.backends and b in entry.backends]
+            for backend in able:
+                yield Cell(backend, configuration.name, entry.name, backend == able[0])
+
+
+# One configuration of one backend after the other.
+CELLS = sorted(_cells(), key=lambda cell: BACKENDS.index(cell.backend))
+
+
+def missing_pairs() -> set[tuple[str, str]]:
+    """Pairs of case, strategy and backend that `make test` leaves out, of those that some cell has."""
+
+    def pairs(cells: list[Cell]) -> set[tuple[str, str]]:
+        triples = [(cell.backend, cell.configuration, cell.case) for cell in cells]
+        return {pair for triple in triples for pair in itertools.combinations(triple, 2)}
+
+    return pairs(CELLS) - pairs([cell for cell in CELLS if cell.is_pair])

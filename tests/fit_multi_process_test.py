@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from tests.processes import clean_environment, each_backend, run, strategy
+from tests.environment import clean_environment
+from tests.processes import each_backend, run, strategy
 
 # Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
 

@@ -1,7 +1,8 @@
 """Worker processes that the test modules share, and scripts in processes of their own.
 
 The pytest process imports no framework: a module that needs one runs functions in a `WorkerPool`. A pool is
-kept for the next test of the same backend and number of workers, since importing a framework takes seconds.
+kept for the next test of the same backend and number of workers. Workers, and scripts that run a backend, are forked
+from a process that has imported it (`tests/zygote.py`); with `--full` the pools' are started as a user's are.
 """
 
 from __future__ import annotations
@@ -16,26 +17,39 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from kdist.testing import WorkerPool, free_ports
+from tests.environment import clean_environment
+from tests.zygote import Forked, zygote
 
-ROOT = Path(__file__).resolve().parents[1]
 BACKENDS = ("tensorflow", "jax", "torch")
 # A first step may have to compile on a busy machine; a hang is cut off here, with all stacks printed.
 TIMEOUT = 180.0
 
-# In the order of the backends, so that a pool is started once a module; with pytest-xdist, in one process.
-each_backend = pytest.mark.parametrize(
-    "backend",
-    [pytest.param(name, marks=pytest.mark.xdist_group(f"pool-{name}")) for name in BACKENDS],
-    scope="module",
-)
+# In the order of the backends, so that a pool is started once a module; see conftest.py for pytest-xdist.
+each_backend = pytest.mark.parametrize("backend", BACKENDS, scope="module")
 
+# Whether the workers of pools are forked; `--full` says no.
+forks = True
+# The pools that are kept, the one used last at the end.
 _pools: dict[tuple[str, int], WorkerPool] = {}
-_MOST_POOLS = 2
+_MOST_POOLS = 3
+
+
+class ForkedPool(WorkerPool):
+    """A `WorkerPool` whose workers need not import their backend."""
+
+    def _start(self, environ: Mapping[str, str], output: IO[bytes], connection: int) -> Any:
+        assert self.backend is not None
+        return zygote(self.backend).fork(environ, output, output, None, connection)
+
+
+def start_pool(num_workers: int, backend: str, timeout: float = TIMEOUT) -> WorkerPool:
+    """Returns a new pool, which the caller closes."""
+    return (ForkedPool if forks else WorkerPool)(num_workers, backend, timeout=timeout)
 
 
 def run(
@@ -47,17 +61,20 @@ def run(
     on three, else a `MultiWorkerMirroredStrategy`; see `strategy`. After a failure the pool is thrown away.
     """
     key = (backend, num_workers)
+    pool = _pools.pop(key, None)
     try:
-        if key not in _pools:
+        if pool is None:
             while len(_pools) >= _MOST_POOLS:
                 _pools.pop(next(iter(_pools))).close()
-            _pools[key] = WorkerPool(num_workers, backend, timeout=TIMEOUT)
-            _pools[key].run(_prepare, timeout=TIMEOUT)
-        return _pools[key].run(_fresh, fn, *args, timeout=timeout)
+            pool = start_pool(num_workers, backend)
+            pool.run(_prepare, timeout=TIMEOUT)
+        results = pool.run(_fresh, fn, *args, timeout=timeout)
     except BaseException:
-        if key in _pools:
-            _pools.pop(key).close()
+        if pool is not None:
+            pool.close()
         raise
+    _pools[key] = pool
+    return results
 
 
 def _fresh(fn: Callable[..., Any], *args: Any) -> Any:
@@ -98,13 +115,14 @@ atexit.register(lambda: [pool.close() for pool in _pools.values()])
 
 
 class Script:
-    """A Python process that runs a script, with its output in files.
+    """A process that runs a Python script, with its output in files.
 
     Args:
-        folder: Where the script and its output are written.
+        folder: Where the script and its output are written, and where it runs.
         name: Of the files.
         source: The script.
-        env: Environment variables beyond those of a clean shell.
+        env: Environment variables beyond those of a clean shell. With `KERAS_BACKEND` among them, and no `command`,
+            the process is forked from one that has imported that backend.
         command: What runs the script; by default this Python.
     """
 
@@ -114,20 +132,25 @@ class Script:
         name: str,
         source: str,
         env: Mapping[str, str],
-        command: Sequence[str] = (sys.executable,),
+        command: Sequence[str] = (),
     ) -> None:
         path = folder / f"{name}.py"
         path.write_text(textwrap.dedent(source), encoding="utf-8")
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        environment = clean_environment() | env
+        self.process: subprocess.Popen[bytes] | Forked
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
-            self.process = subprocess.Popen(
-                [*command, str(path)],
-                stdout=out,
-                stderr=err,
-                stdin=subprocess.DEVNULL,
-                env=clean_environment() | env,
-                cwd=folder,
-            )
+            if not command and env.get("KERAS_BACKEND") in BACKENDS:
+                self.process = zygote(env["KERAS_BACKEND"]).fork(environment, out, err, path)
+            else:
+                self.process = subprocess.Popen(
+                    [*(command or [sys.executable]), str(path)],
+                    stdout=out,
+                    stderr=err,
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                    cwd=folder,
+                )
 
     def wait(self, timeout: float = TIMEOUT) -> int:
         """Waits for the end; returns the exit code."""
@@ -146,6 +169,17 @@ class Script:
             assert time.monotonic() < deadline, self.stdout() + self.stderr()
             time.sleep(0.02)
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, or `None` while it runs."""
+        return self.process.poll()
+
+    @property
+    def ended_at(self) -> float:
+        """When a forked process ended, by `time.monotonic()`."""
+        assert isinstance(self.process, Forked)
+        return self.process.ended_at
+
     def stdout(self) -> str:
         """What it has printed so far."""
         return self._out.read_text(encoding="utf-8", errors="replace")
@@ -159,31 +193,6 @@ class Script:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
-
-
-def clean_environment() -> dict[str, str]:
-    """This process's environment without what describes a backend or a cluster, on few threads."""
-    described = (
-        "KERAS_",
-        "TF_CONFIG",
-        "SLURM_",
-        "OMPI_",
-        "PMI_",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "MASTER_",
-        "KDIST_",
-    )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(described)}
-    return kept | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TF_NUM_INTRAOP_THREADS": "1",
-        "TF_NUM_INTEROP_THREADS": "2",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "PYTHONUNBUFFERED": "1",
-    }
 
 
 def tf_config(addresses: Sequence[str], index: int, **task: Any) -> str:

@@ -70,7 +70,6 @@ def native_signatures():
     }
 
 
-@pytest.mark.xdist_group("pool-tensorflow")
 def test_signatures_are_those_of_tf_distribute():
     native = run("tensorflow", 1, native_signatures)[0]
     for name, expected in native.items():
@@ -89,7 +88,6 @@ def native_members():
     return [member.name for member in enum], tf.distribute.experimental.CollectiveCommunication is enum
 
 
-@pytest.mark.xdist_group("pool-tensorflow")
 def test_communication_implementations_are_those_of_tf_distribute():
     names, same = run("tensorflow", 1, native_members)[0]
     assert [member.name for member in CommunicationImplementation] == names
@@ -377,7 +375,6 @@ def where():
     return found
 
 
-@pytest.mark.xdist_group("pool-tensorflow")
 def test_one_device_strategy_places_variables_on_its_device():
     # Only TensorFlow and JAX tell their logical CPUs apart.
     first, second = run("tensorflow", 1, where)[0]

@@ -1,141 +1,161 @@
-"""Many short jobs of several workers, without paying for the import of a framework each time.
+"""Processes that are there at once: forked from one that has imported Keras and its backend, and has computed nothing.
 
-A process imports Keras and its backend once, and forks a worker whenever it is told to. Each worker then runs as a
-script of its own does: it joins the others, trains, and ends with its own exit code, and nobody looks after it.
+Such an import takes 2.5 to 5.5 seconds of computing, more than most of what is tested. A forked process has its own
+session, environment and output, ends with its own exit code, and nobody looks after it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO
 
-from tests.processes import ROOT, clean_environment
+from tests.environment import ROOT, clean_environment
 
-_START = """
-import faulthandler, gc, json, os, select, signal, sys
-faulthandler.enable()
-import numpy, keras, kdist
-{imports}
-gc.collect()
-gc.freeze()  # or each collection in a child would look at, and copy, all that was imported
-children = {{}}
-order = None
-orders = open(0, "rb", buffering=0, closefd=False)  # or a line could hide in a buffer from `select`
-while order is None:
-    ready, _, _ = select.select([orders], [], [], 0.02)
-    line = orders.readline() if ready else None
-    if line == b"":
-        os._exit(0)
-    if line:
-        order = json.loads(line)
-        if pid := os.fork():
-            children[pid], order = order["name"], None
-            print(json.dumps([children[pid], "started", pid]), flush=True)
-        continue
-    for pid in list(children):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            print(json.dumps([children.pop(pid), "ended", os.waitstatus_to_exitcode(status)]), flush=True)
-os.setsid()
-os.environ.update(order["env"])
-for number, path in ((1, order["out"]), (2, order["err"])):
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.dup2(file, number)
-    os.close(file)
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-# From here on it is the worker.
-"""
+_MOST = 1 << 18
+_START = 120.0  # seconds for the imports, on a busy machine
 
 
-class Worker:
-    """A forked worker."""
+class Forked:
+    """A forked process, with what is used of `subprocess.Popen`."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
-        self.pid = 0
-        self.exit_code: int | None = None
-        self.ended_at = 0.0
+    def __init__(self, zygote: Zygote, pid: int) -> None:
+        self._zygote = zygote
+        self.pid = pid
+        self.returncode: int | None = None
+        self.ended_at = 0.0  # by `time.monotonic()`
 
-    def stdout(self) -> str:
-        """What it has printed so far."""
-        return self.out.read_text(encoding="utf-8", errors="replace") if self.out.exists() else ""
+    def poll(self) -> int | None:
+        """The exit code, or `None` while it runs."""
+        self._zygote.read()
+        return self.returncode
 
-    def stderr(self) -> str:
-        """What it has written to stderr so far."""
-        return self.err.read_text(encoding="utf-8", errors="replace") if self.err.exists() else ""
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end; returns the exit code."""
+        deadline = time.monotonic() + (1e9 if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout or 0.0)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal unless it has ended."""
+        if self.poll() is None:
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                pass
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        self.send_signal(signal.SIGKILL)
 
 
 class Zygote:
-    """The process that forks workers of one backend.
+    """The process that forks, seen from the tests.
 
     Args:
-        folder: Where the workers' output goes.
         backend: The Keras backend.
-        script: What each worker runs; Keras, NumPy and kdist are imported.
     """
 
-    def __init__(self, folder: Path, backend: str, script: str) -> None:
-        self.folder = folder
-        self._workers: dict[str, Worker] = {}
-        path = folder / "zygote.py"
-        imports = {"torch": "import torch._dynamo", "jax": "import jax", "tensorflow": "import tensorflow"}
-        path.write_text(_START.format(imports=imports[backend]) + script, encoding="utf-8")
-        self._errors = open(folder / "zygote.err", "wb")  # noqa: SIM115  # closed with the process
-        self._process: subprocess.Popen[str] = subprocess.Popen(
-            [sys.executable, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+    def __init__(self, backend: str) -> None:
+        self._children: dict[int, Forked] = {}
+        self._lock = threading.Lock()
+        self._errors: IO[bytes] = tempfile.TemporaryFile(prefix="kdist-zygote-")  # noqa: SIM115  # kept open
+        # Datagrams: an order, and the files that go with it, come as a whole.
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "zygote_process.py"), str(theirs.fileno()), backend],
+            stdin=subprocess.DEVNULL,
+            stdout=self._errors,
             stderr=self._errors,
-            text=True,
-            env=clean_environment() | {"KERAS_BACKEND": backend, "PYTHONPATH": str(ROOT)},
+            pass_fds=[theirs.fileno()],
+            env=clean_environment() | {"KERAS_BACKEND": backend},
         )
-        threading.Thread(target=self._read, daemon=True).start()
+        theirs.close()
+        atexit.register(self.close)
 
-    def start(self, name: str, env: Mapping[str, str]) -> Worker:
-        """Forks a worker.
+    def fork(
+        self, env: Mapping[str, str], out: IO[bytes], err: IO[bytes], script: Path | None, *files: int
+    ) -> Forked:
+        """Forks a process.
 
         Args:
-            name: Of its output files.
-            env: What its environment has besides.
+            env: Its whole environment.
+            out: Its stdout.
+            err: Its stderr.
+            script: What it runs; `None` for the worker of a `WorkerPool`.
+            *files: Descriptors it gets besides.
         """
-        worker = self._workers[name] = Worker(self.folder, name)
-        order: dict[str, Any] = {
-            "name": name,
-            "env": dict(env),
-            "out": str(worker.out),
-            "err": str(worker.err),
-        }
-        assert self._process.stdin is not None
-        assert self._process.poll() is None, f"The zygote has ended with {self._process.returncode}."
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return worker
+        folder = str(script.parent if script is not None else ROOT)
+        cwd = folder if script is not None else os.getcwd()
+        order = {"env": dict(env), "cwd": cwd, "folder": folder, "script": script and str(script)}
+        with self._lock:
+            data = json.dumps(order).encode()
+            socket.send_fds(self._orders, [data], [out.fileno(), err.fileno(), *files])
+            deadline = time.monotonic() + _START
+            while True:
+                self._orders.settimeout(max(0.1, deadline - time.monotonic()))
+                try:
+                    answer = self._orders.recv(_MOST)
+                except TimeoutError:
+                    answer = b""
+                if not answer:
+                    self._errors.seek(0)
+                    raise RuntimeError(f"The zygote does not answer:\n{self._errors.read().decode()[-5000:]}")
+                if (started := self._note(answer)) is not None:
+                    child = self._children[started] = Forked(self, started)
+                    return child
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            name, what, number = json.loads(line)
-            worker = self._workers[name]
-            if what == "started":
-                worker.pid = number
-            else:
-                worker.ended_at, worker.exit_code = time.monotonic(), number
+    def _note(self, answer: bytes) -> int | None:
+        what, pid, *ended = json.loads(answer)
+        if what == "started":
+            return int(pid)
+        child = self._children.pop(pid)
+        child.returncode, child.ended_at = ended
+        return None
+
+    def read(self) -> None:
+        """Takes note of those that have ended."""
+        with self._lock:
+            if self._orders.fileno() < 0:
+                return
+            self._orders.settimeout(0.0)
+            try:
+                while answer := self._orders.recv(_MOST):
+                    self._note(answer)
+            except BlockingIOError:
+                pass
 
     def close(self) -> None:
-        """Ends the process and all of its workers."""
-        for worker in self._workers.values():
-            if worker.exit_code is None and worker.pid:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(worker.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.wait(10)
+        """Ends the process and all of its children."""
+        with self._lock:
+            self._orders.close()
+        for child in self._children.values():
+            child.returncode = -signal.SIGKILL
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(5)
         self._errors.close()
+        atexit.unregister(self.close)
+
+
+@functools.cache
+def zygote(backend: str) -> Zygote:
+    """The zygote of a backend, kept until the tests end."""
+    return Zygote(backend)

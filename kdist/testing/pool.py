@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
 from kdist.launch import linux, report, shipping
@@ -38,24 +38,25 @@ class PoolTimeoutError(WorkerTimeoutError):
     """A worker of a `WorkerPool` did not answer in time; the message shows what each worker was doing."""
 
 
+class Process(Protocol):
+    """What a pool needs of a worker's process."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
 class _Member:
     """One worker of the pool, seen from the test."""
 
-    def __init__(self, name: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, name: str, environ: Mapping[str, str], start: Callable[..., Process]) -> None:
         self.name = name
         self.errors: IO[bytes] = tempfile.TemporaryFile(prefix="kdist-")  # noqa: SIM115  # closed with the worker
         self.connection, theirs = socket.socketpair()
-        command = shipping.worker_command("kdist.testing.pool_worker", str(theirs.fileno()))
         try:
-            self.process = subprocess.Popen(
-                start_command(command),
-                env=dict(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=self.errors,
-                stderr=self.errors,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            self.process = start(environ, self.errors, theirs.fileno())
         except BaseException:
             self.close()
             raise
@@ -147,10 +148,23 @@ class WorkerPool:
         plan.release_ports()
         try:
             for worker in plan.workers:
-                self._members.append(_Member(worker.name, worker.environ))
+                self._members.append(_Member(worker.name, worker.environ, self._start))
         except BaseException:
             self.close()
             raise
+
+    def _start(self, environ: Mapping[str, str], output: IO[bytes], connection: int) -> Process:
+        """Starts a worker that reads calls from a connection. kdist's own tests start theirs in another way."""
+        command = shipping.worker_command("kdist.testing.pool_worker", str(connection))
+        return subprocess.Popen(
+            start_command(command),
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[connection],
+            start_new_session=True,
+        )
 
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any

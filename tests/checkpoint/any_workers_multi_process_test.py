@@ -5,12 +5,9 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 
 from tests.checkpoint import jobs
 from tests.processes import BACKENDS, run
-
-pytestmark = pytest.mark.xdist_group("pool-checkpoint")
 
 JOBS = list(itertools.product(BACKENDS, (1, 2, 3)))
 

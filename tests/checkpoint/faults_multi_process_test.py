@@ -209,7 +209,6 @@ def in_worker_killed(folder, phases):
 
 # A process that has begun to compute on JAX or TensorFlow cannot be forked; what a kill leaves does not depend on it.
 # The fault matrix kills saves on all backends.
-@pytest.mark.xdist_group("pool-torch")
 def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path):
     phases = [
         ("places", "clean", 1),  # the folder is there

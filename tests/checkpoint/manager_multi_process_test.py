@@ -11,9 +11,8 @@ import pytest
 
 from kdist.checkpoint import command
 from tests.checkpoint import jobs
-from tests.processes import ROOT, Script, clean_environment, run, strategy
-
-pytestmark = pytest.mark.xdist_group("pool-torch")
+from tests.environment import ROOT, clean_environment
+from tests.processes import Script, run, strategy
 
 
 def names(paths):

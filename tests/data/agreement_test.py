@@ -6,14 +6,10 @@ import random
 import threading
 import time
 
-import pytest
-
 from tests.processes import run
 
 # The steps need Keras's trees, and no backend: one is enough.
 BACKEND = "torch"
-pytestmark = pytest.mark.xdist_group("pool-torch")
-
 CASES = 40
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +11,6 @@ from tests.processes import run
 
 # The readers need Keras's trees, and no backend: one is enough.
 BACKEND = "torch"
-pytestmark = pytest.mark.xdist_group("pool-torch")
-
 sizes = st.lists(st.integers(0, 9), max_size=8)
 places = st.tuples(st.integers(1, 4), st.integers(1, 3))  # workers, replicas in each
 

@@ -8,8 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from kdist.testing import WorkerPool
-from tests.processes import TIMEOUT, each_backend, run, strategy
+from tests.processes import TIMEOUT, each_backend, run, start_pool, strategy
 
 SIZES = ((12, 4, False), (10, 4, False), (10, 4, True), (7, 5, False), (5, 8, False), (9, 1, False))
 KINDS = ("tf.data", "DataLoader", "PyDataset", "Grain", "generator function", "list", "numpy")
@@ -84,7 +83,7 @@ def in_worker_make_strategies():
 
 @pytest.fixture(scope="module")
 def four_devices(backend):
-    with WorkerPool(1, backend, timeout=TIMEOUT) as pool:
+    with start_pool(1, backend) as pool:
         pool.run(in_worker_make_strategies, timeout=TIMEOUT)
         yield pool
 

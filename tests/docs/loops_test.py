@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from tests.processes import BACKENDS, ROOT, Script
+from tests.environment import ROOT
+from tests.processes import BACKENDS, Script
 
 DATA = """
 import numpy as np

@@ -11,7 +11,7 @@ import pytest
 
 from kdist.testing.conformance import table
 from kdist.testing.conformance.catalogue import catalogue
-from tests.processes import ROOT, clean_environment
+from tests.environment import ROOT, clean_environment
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

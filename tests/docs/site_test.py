@@ -13,7 +13,7 @@ import kdist
 import kdist.cluster_resolver
 import kdist.errors
 import kdist.experimental
-from tests.processes import ROOT, clean_environment
+from tests.environment import ROOT, clean_environment
 
 
 @pytest.fixture(scope="module")

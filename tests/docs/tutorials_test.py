@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import BACKENDS, ROOT, clean_environment
+from tests.environment import ROOT, clean_environment
+from tests.processes import BACKENDS
 
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 EXECUTE = """

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.processes import each_backend, run
+from tests.processes import BACKENDS, run
 
 CLUSTERS = ((1, 2), (1, 3), (2, 2))
 
-_on_clusters = pytest.mark.parametrize(
-    ("num_workers", "num_replicas"), CLUSTERS, ids=[f"{r}-replicas-on-{w}" for w, r in CLUSTERS]
-)
+
+def _parametrize(name: str, backends: Sequence[str]) -> Any:
+    """Every backend × cluster; in `make test` each backend meets one cluster, and each cluster one backend.
+
+    Where the round begins depends on the test's name, so that every backend meets every cluster in some test.
+    """
+    first = zlib.crc32(name.encode()) % len(CLUSTERS)
+    params = []
+    for backend, (c, (workers, replicas)) in itertools.product(backends, enumerate(CLUSTERS)):
+        is_pair = (first + BACKENDS.index(backend)) % len(CLUSTERS) == c
+        marks = [] if is_pair or len(backends) == 1 else [pytest.mark.full]
+        params.append(
+            pytest.param(
+                backend, workers, replicas, id=f"{replicas}-replicas-on-{workers}-{backend}", marks=marks
+            )
+        )
+    return pytest.mark.parametrize(("backend", "num_workers", "num_replicas"), params, scope="module")
 
 
 def each_cluster(test: Any) -> Any:
     """Runs a test on three backends, with 2 and 3 replicas of one worker and with 2 workers of one each."""
-    return each_backend(_on_clusters(test))
+    return _parametrize(test.__name__, BACKENDS)(test)
 
 
 def each_cluster_of(backend: str) -> Any:
-    """As `each_cluster`, for what one backend alone has; the test is still told the backend."""
-    on_backend = pytest.mark.parametrize(
-        "backend", [pytest.param(backend, marks=pytest.mark.xdist_group(f"pool-{backend}"))], scope="module"
-    )
-    return lambda test: on_backend(_on_clusters(test))
+    """As `each_cluster`, for what one backend alone has: on all of the clusters. The test is still told the backend."""
+    return lambda test: _parametrize(test.__name__, [backend])(test)
 
 
 def on_workers(

@@ -92,9 +92,7 @@ def in_worker_other_strategy(num_replicas):
 
 
 @pytest.mark.parametrize("num_replicas", [3])
-@pytest.mark.parametrize(
-    "backend", [pytest.param("tensorflow", marks=pytest.mark.xdist_group("pool-tensorflow"))]
-)
+@pytest.mark.parametrize("backend", ["tensorflow"])
 def test_a_variable_of_another_strategy_is_named(backend, num_replicas):
     for text in on_replicas(backend, 1, num_replicas, in_worker_other_strategy):
         assert "stranger" in text  # elsewhere there is one variable for all devices

@@ -316,7 +316,7 @@ def in_worker_different_collectives(num_replicas):
     return True
 
 
-@pytest.mark.xdist_group("pool-torch")  # TensorFlow does not see it, and on JAX replicas cannot differ
+# TensorFlow does not see it, and on JAX replicas cannot differ
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_replicas_meet_in_the_same_collectives(num_replicas):
     assert run("torch", 1, in_worker_different_collectives, num_replicas)[0]

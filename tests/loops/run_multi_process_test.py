@@ -260,7 +260,7 @@ def in_worker_different_structures(num_replicas):
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize(
     "backend",  # on JAX one program for all replicas cannot return different structures
-    [pytest.param(name, marks=pytest.mark.xdist_group(f"pool-{name}")) for name in ("tensorflow", "torch")],
+    ["tensorflow", "torch"],
 )
 def test_replicas_return_the_same_structure(backend, num_replicas):
     found = run(backend, 1, in_worker_different_structures, num_replicas)[0]

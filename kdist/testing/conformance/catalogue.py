@@ -6,9 +6,10 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from kdist.testing.conformance.case import MODULES
+from kdist.testing.conformance.case import ATOL, MODULES, RTOL
 
 _ALL = ("tensorflow", "jax", "torch")
+_DEFAULTS = {"why_not_all": "", "rtol": RTOL, "atol": ATOL}
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Entry:
     title: str
     backends: tuple[str, ...]
     why_not_all: str
+    rtol: float
+    atol: float
 
 
 def catalogue() -> list[Entry]:
@@ -38,5 +41,6 @@ def _read(path: Path, group: str) -> list[Entry]:
                 options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
                 title = ast.literal_eval(call.args[0])
                 backends = tuple(options.get("backends", _ALL))
-                entries.append(Entry(node.name, group, title, backends, options.get("why_not_all", "")))
+                why, rtol, atol = (options.get(key, value) for key, value in _DEFAULTS.items())
+                entries.append(Entry(node.name, group, title, backends, why, rtol, atol))
     return entries

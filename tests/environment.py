@@ -1,0 +1,33 @@
+"""The environment of processes that tests start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what describes a backend or a cluster, on few threads."""
+    described = (
+        "KERAS_",
+        "TF_CONFIG",
+        "SLURM_",
+        "OMPI_",
+        "PMI_",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "KDIST_",
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(described)}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "TF_NUM_INTEROP_THREADS": "2",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "PYTHONUNBUFFERED": "1",
+    }

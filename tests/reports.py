@@ -1,0 +1,69 @@
+"""What is printed after the tests: the contract's matrix and the fault matrix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract_cells import CELLS
+
+_CONTRACT = "contract_multi_process_test.py"
+_MARKS = {"passed": "ok", "failed": "FAIL", "error": "ERROR", "": "–"}
+
+
+def print_contract(reporter: pytest.TerminalReporter, path: str | None) -> None:
+    """Prints the contract's cells, one column a backend and strategy.
+
+    Args:
+        reporter: Of pytest.
+        path: Where the results are written, too, if anywhere.
+    """
+    results = dict(sorted(_contract_results(reporter)))
+    if not results:
+        return
+    reporter.section("global-batch contract: numbers equal to one device's")
+    for line in _contract_lines(results):
+        reporter.write_line(line)
+    if path:
+        Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def _contract_results(reporter: pytest.TerminalReporter) -> Iterator[tuple[str, str]]:
+    for outcome in ("passed", "failed", "error"):
+        for report in reporter.stats.get(outcome, []):
+            path, _, name = report.nodeid.partition("::test_numbers_are_those_of_one_device[")
+            if name and path.endswith(_CONTRACT):
+                yield name.partition("@")[0].rstrip("]"), outcome
+
+
+def _contract_lines(results: dict[str, str]) -> Iterator[str]:
+    columns: dict[tuple[str, str], dict[str, str]] = {}
+    for cell in CELLS:
+        if str(cell) in results:
+            columns.setdefault((cell.backend, cell.configuration), {})[cell.case] = results[str(cell)]
+    yield f"{'':34}" + " ".join(f"{backend[:5]:>7}" for backend, _ in columns)
+    yield f"{'':34}" + " ".join(f"{name[-7:]:>7}" for _, name in columns)
+    for case in dict.fromkeys(cell.case for cell in CELLS if any(cell.case in c for c in columns.values())):
+        yield f"{case:34}" + " ".join(f"{_MARKS[c.get(case, '')]:>7}" for c in columns.values())
+
+
+def print_faults(reporter: pytest.TerminalReporter) -> None:
+    """Prints how many seconds after each fault the last worker had ended; ↺ where the job was started again."""
+    cells = [
+        value
+        for reports in reporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == "fault matrix" and report.when == "call"
+    ]
+    if not cells:
+        return
+    places = sorted({place for _, place, _ in cells})
+    reporter.section("fault matrix: seconds until the last worker has ended; ↺: and started again")
+    reporter.write_line(f"{'':38}" + "".join(f"{place:>13}" for place in places))
+    for row in sorted({row for row, _, _ in cells}):
+        found = {place: result for other, place, result in cells if other == row}
+        reporter.write_line(f"{row:38}" + "".join(f"{found.get(place, ''):>13}" for place in places))
