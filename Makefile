@@ -3,8 +3,6 @@
 PYTHON ?= python3
 # Of `make demo`: jax (the smallest install), torch or tensorflow.
 BACKEND ?= jax
-# Of `make test`: "nightly" runs the contract with the coming Keras.
-KERAS ?= stable
 
 PIP = -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
@@ -12,7 +10,7 @@ PACKAGES_jax = jax
 PACKAGES_torch = torch
 PACKAGES_tensorflow = tensorflow-cpu
 
-.PHONY: demo test lint docs bench table clean
+.PHONY: demo test test-full test-nightly mutants keras-tests lint docs bench table clean
 
 demo: .venv-demo-$(BACKEND)/ready
 	KERAS_BACKEND=$(BACKEND) .venv-demo-$(BACKEND)/bin/kdist demo
@@ -22,13 +20,27 @@ demo: .venv-demo-$(BACKEND)/ready
 	.venv-demo-$*/bin/python $(PIP) -e '.[demo]' $(PACKAGES_$*)
 	touch $@
 
-ifeq ($(KERAS),nightly)
-test: .venv-nightly/ready
-	.venv-nightly/bin/python -m pytest -n 2 --dist loadgroup tests/contract_multi_process_test.py
-else
+# Two tests at a time: most wait for worker processes, which share the cores.
+PYTEST = -m pytest -n 2 --dist loadgroup --durations 20
+
+# What CI runs: pairs instead of products, in at most 20 minutes on 2 cores.
 test: .venv/ready lint
-	sh tests/run.sh .venv/bin/python
-endif
+	.venv/bin/python $(PYTEST)
+
+# Every product, workers that are not forked, and the contract with the coming Keras.
+test-full: .venv/ready lint test-nightly
+	.venv/bin/python $(PYTEST) --full
+
+test-nightly: .venv-nightly/ready
+	.venv-nightly/bin/python $(PYTEST) --full tests/contract_multi_process_test.py
+
+# Each breaks one promise, and its part of the tests must notice: make mutants MUTANTS=restore
+mutants: .venv/ready
+	.venv/bin/python tests/mutants/run.py $(MUTANTS)
+
+# Keras's own tests, plainly and in a scope: make keras-tests KERAS_REPO=path of its repository at v3.15.1
+keras-tests: .venv/ready
+	.venv/bin/python tests/keras_suite/run.py $(KERAS_REPO)
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .
@@ -43,7 +55,7 @@ bench: .venv/ready
 
 # Runs the contract and writes its result into the README.
 table: .venv/ready
-	.venv/bin/python -m pytest -n 2 --dist loadgroup tests/contract_multi_process_test.py --contract-results docs/contract.json
+	.venv/bin/python $(PYTEST) --full tests/contract_multi_process_test.py --contract-results docs/contract.json
 	.venv/bin/python -m kdist.testing.conformance.table docs/contract.json README.md
 
 .venv/ready: pyproject.toml constraints.txt
@@ -56,7 +68,7 @@ table: .venv/ready
 	$(PYTHON) -m venv .venv-nightly
 	grep -v '^keras' constraints.txt > .venv-nightly/constraints.txt
 	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet install -c .venv-nightly/constraints.txt \
-	  keras-nightly tensorflow-cpu jax torch scikit-learn cloudpickle grain pytest pytest-xdist hypothesis
+	  keras-nightly tensorflow-cpu jax torch scikit-learn cloudpickle grain pytest pytest-xdist pytest-timeout hypothesis
 	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes keras
 	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet install --force-reinstall --no-deps keras-nightly
 	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -e .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes, reports
+from tests.environment import DESCRIBING, ROOT
 
 # Those that take longest come first, so that at the end no process of pytest-xdist is left with a long one.
 FIRST = (
@@ -20,6 +22,12 @@ FIRST = (
     "data/",
 )
 FRAMEWORKS = ("tensorflow", "jax", "torch", "keras")
+
+# What a shell has set must not reach the workers.
+for name in [*os.environ]:
+    if name.startswith(DESCRIBING):
+        del os.environ[name]
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 # A shell lets what it starts in the background ignore Ctrl-C, and all processes started from there inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -38,6 +46,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: of a product; runs with --full, or when it is named")
     processes.forks = not config.getoption("--full")
+    if processes.forks:
+        # Workers compile the same programs again and again; what JAX finds here depends on the program alone.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "jax")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,21 +8,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+# How the names of variables begin that describe a backend, a cluster or kdist's own settings.
+DESCRIBING = (
+    "KERAS_",
+    "TF_CONFIG",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "KDIST_",
+)
+
+
 def clean_environment() -> dict[str, str]:
     """This process's environment without what describes a backend or a cluster, on few threads."""
-    described = (
-        "KERAS_",
-        "TF_CONFIG",
-        "SLURM_",
-        "OMPI_",
-        "PMI_",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "MASTER_",
-        "KDIST_",
-    )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(described)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(DESCRIBING)}
     return kept | {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",

@@ -19,7 +19,7 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 - `SeedGenerator.next`: replicas must draw different random numbers.
 - `BatchNormalization(synchronized=True)` and `moments`: refused by Keras outside TensorFlow.
 
-`make test KERAS=nightly` says which name is gone when a new Keras breaks one of them.
+`make test-nightly` says which name is gone when a new Keras breaks one of them.
 """
 
 from __future__ import annotations

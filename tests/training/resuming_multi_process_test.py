@@ -77,11 +77,14 @@ KINDS = (
 )
 
 
-def fit(kind: str, seed: int, *callbacks: Any, **arguments: Any) -> tuple[list[Any], dict[str, Any]]:
-    """One start of the user's script; returns the weights and the history."""
+def fit(kind: str, seed: int, *callbacks: Any, **arguments: Any) -> tuple[list[Any], dict[str, Any], int]:
+    """One start of the user's script; returns the weights, the history and the number of steps it took."""
     import keras
 
     keras.utils.clear_session()
+    # A pipeline of tf.data takes the seeds that are there when it is made; everything else comes from the backup.
+    keras.utils.set_random_seed(1 if "tf.data" in kind else seed)
+    data = make_data(kind, seed)
     keras.utils.set_random_seed(seed)
     with strategy().scope():
         model = keras.Sequential(
@@ -94,15 +97,17 @@ def fit(kind: str, seed: int, *callbacks: Any, **arguments: Any) -> tuple[list[A
         )
         model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
     x, y = arrays()
+    steps = []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
     history = model.fit(
-        **make_data(kind, seed),
+        **data,
         validation_data=(x[:7], y[:7]),
         epochs=EPOCHS,
         verbose=0,
-        callbacks=list(callbacks),
+        callbacks=[count, *callbacks],
         **arguments,
     )
-    return [np.array(w) for w in model.get_weights()], history.history
+    return [np.array(w) for w in model.get_weights()], history.history, len(steps)
 
 
 def stop_at(epoch: int, batch: int | None) -> Any:
@@ -134,17 +139,16 @@ def interrupted(folder: str, kind: str, places: Any) -> Any:
         backup = {"backup_dir": f"{folder}/{number}", "save_freq": save_freq}
         with pytest.raises(Interrupted):
             fit(kind, 1, kdist.callbacks.BackupAndRestore(**backup), stop_at(epoch, batch))
-        # Weights, seeds and random states come from the backup: another seed must not matter. A pipeline of
-        # tf.data, though, takes the seeds that are there when it is made.
-        seed = 1 if "tf.data" in kind else 2
-        again = fit(kind, seed, kdist.callbacks.BackupAndRestore(**backup))
+        # Weights, seeds and random states come from the backup: another seed must not matter.
+        again = fit(kind, 2, kdist.callbacks.BackupAndRestore(**backup))
         results.append((again, Path(backup["backup_dir"]).exists()))
     return expected, results
 
 
 def check(everyone: Any) -> None:
-    for (weights, history), results in everyone:
-        for (again, history_again), is_left in results:
+    for (weights, history, steps), results in everyone:
+        for (again, history_again, steps_left), is_left in results:
+            assert 0 < steps_left < steps, "it goes on, and does not begin anew"
             for expected, value in zip(weights, again, strict=True):
                 np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
             assert history_again.keys() == history.keys()
