@@ -136,9 +136,15 @@ def copy_of(root: Path) -> Iterator[Path]:
     """Gives a copy of a tree, for as long as it is needed; ends what was started from there and runs on."""
     with tempfile.TemporaryDirectory(prefix="kdist-mutant-", ignore_cleanup_errors=True) as folder:
         copy = Path(folder).resolve() / "tree"
-        for name in files_of(root):
+        names = list(files_of(root))
+        for name in names:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, copy / name)
+        for folder in {name.parent for name in names if name.suffix == ".py"}:
+            # What Python has compiled already; of a file that a patch changes it takes no notice.
+            compiled = root / folder / "__pycache__"
+            if compiled.is_dir():
+                shutil.copytree(compiled, copy / folder / "__pycache__", dirs_exist_ok=True)
         try:
             yield copy
         finally:
@@ -164,7 +170,7 @@ def apply(patch: Path, tree: Path, check: bool = False) -> str | None:
 
 def run_tests(tree: Path, arguments: Sequence[str], limit: float) -> Ended:
     """Runs pytest in a copy."""
-    environ = _environment() | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    environ = _environment() | {"PYTHONPATH": str(tree)}
     if backend := _own_backend(arguments):
         environ["KERAS_BACKEND"] = backend
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *arguments]
