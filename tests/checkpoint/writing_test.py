@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import time
 
 import pytest
 
 from kdist.checkpoint import layout, writing
+from kdist.checkpoint.index import Tensor
 from kdist.checkpoint.places import Place
+from kdist.checkpoint.shards import Span
 from kdist.errors import CheckpointError
+
+FACTS = {"id": "0f", "number": 1, "saved_by": {}, "parts": {}}
 
 
 def place_in(folder, lost):
@@ -40,3 +46,44 @@ def test_the_loss_of_another_one_is_waited_out(tmp_path):
 
     assert writing.wait_for(place_in(tmp_path, lost), 1) == 1
     assert len(asked) == 2
+
+
+def share():
+    return writing.Share([Tensor("w", "uint8", (4,))], [Span(0, 0, 4)], lambda: [b"1234"], FACTS, {})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for the names of open files")
+def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A machine that loses power keeps what was synchronised: the order is the promise."""
+    done = []
+    real = {name: getattr(os, name) for name in ("fsync", "rename")}
+
+    def fsync(fd):
+        done.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+        real["fsync"](fd)
+
+    def rename(old, new):
+        done.append(("name", os.path.basename(new)))
+        real["rename"](old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(writing, "remove", lambda folder: done.append(("remove", os.path.basename(folder))))
+    for _ in range(2):  # the second one replaces the first
+        (tmp_path / "new").mkdir()
+        place = Place(str(tmp_path / "new"), str(tmp_path / "ckpt-1"), [0], 0, "0f")
+        del done[:]
+        writing.write_shard(place, share())
+        writing.commit(place, share())
+    shard, report = layout.shard(0, 1), layout.report(0)
+    assert done == [
+        ("sync", shard),
+        ("sync", report + ".part"),
+        ("name", report),
+        ("sync", layout.INDEX),
+        ("sync", "new"),
+        ("name", layout.replaced("ckpt-1", "0f")),
+        ("name", "ckpt-1"),
+        ("sync", tmp_path.name),
+        ("remove", layout.replaced("ckpt-1", "0f")),
+    ]

@@ -49,9 +49,9 @@ def test_a_generator_goes_on_where_it_was_left(backend):
     assert run(backend, 2, in_worker_generator_goes_on) == [(6, 8.0)] * 2
 
 
-def in_worker_reused_buffer():
+def in_worker_reused_buffer(rows):
     def refilling():
-        buffer = np.zeros((2, 3), "float32")
+        buffer = np.zeros((rows, 3), "float32")
         for number in range(6):
             buffer[:] = number
             yield buffer
@@ -64,7 +64,10 @@ def in_worker_reused_buffer():
 
 @each_backend
 def test_a_buffer_may_be_filled_again(backend):
-    assert run(backend, 2, in_worker_reused_buffer) == [[[float(n)] for n in range(6)]] * 2
+    assert run(backend, 2, in_worker_reused_buffer, 2) == [[[float(n)] for n in range(6)]] * 2
+    # Of an odd number of rows every worker keeps the whole batch, on the host.
+    larger, smaller = run(backend, 2, in_worker_reused_buffer, 3)
+    assert larger == [[float(n)] * 2 for n in range(6)] and smaller == [[float(n)] for n in range(6)]
 
 
 def in_worker_unseeded_shuffle(kind):
