@@ -1,6 +1,6 @@
 """The examples in kdist's docstrings run as they stand there: `>>>` lines and blocks of Python.
 
-Each on one backend, the next one for the next example. `tests/cluster/docstring_examples_test.py` runs the `>>>`
+Each on one backend, the next one for the next example. `tests/docstring_examples_test.py` runs the `>>>`
 lines of the packages that need no framework.
 """
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import BACKENDS, ROOT, run, strategy
+from tests.environment import ROOT
+from tests.processes import BACKENDS, run, strategy
 
 ELSEWHERE = ("cluster", "launch", "testing")  # whose `>>>` lines need no worker
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from tests.keras_suite.comparison import BEGUN, Comparison, Outcome, read_known, read_results, report
-from tests.processes import clean_environment
+from tests.environment import clean_environment
 
 BACKENDS = ("jax", "torch", "tensorflow")
 FOLDERS = ("trainers", "callbacks", "optimizers", "metrics", "saving", "legacy/saving")

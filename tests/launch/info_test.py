@@ -13,7 +13,8 @@ from kdist import demo
 from kdist.launch import info
 from kdist.launch.main import build_parser, main
 from kdist.launch.plan import count_cores
-from tests.processes import TIMEOUT, clean_environment, each_backend, run
+from tests.environment import clean_environment
+from tests.processes import TIMEOUT, each_backend, run
 
 
 def test_versions():
