@@ -21,8 +21,8 @@ import tarfile
 import time
 from pathlib import Path
 
-from tests.keras_suite.comparison import BEGUN, Comparison, Outcome, read_known, read_results, report
 from tests.environment import clean_environment
+from tests.keras_suite.comparison import BEGUN, Comparison, Outcome, read_known, read_results, report
 
 BACKENDS = ("jax", "torch", "tensorflow")
 FOLDERS = ("trainers", "callbacks", "optimizers", "metrics", "saving", "legacy/saving")
