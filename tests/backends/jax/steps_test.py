@@ -225,7 +225,8 @@ def test_a_failed_execution_restores_the_values_of_the_last_sync(replicas: int) 
 
 @REPLICAS
 def test_data_of_other_frameworks_and_structures(replicas: int) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     x, y, _ = _data()
     expected = _under(replicas).train_on_batch(x, y)
     assert _under(replicas).train_on_batch(jax.numpy.asarray(x), jax.numpy.asarray(y)) == expected
