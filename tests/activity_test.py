@@ -76,7 +76,9 @@ def test_the_threads_of_a_process_count():
 
 def test_more_than_threads_that_only_look_around():
     assert activity.is_busy(0.31, 10.0) and not activity.is_busy(0.29, 10.0)
-    assert activity.is_busy(0.031, 0.1) and not activity.is_busy(0.029, 0.1), "a tenth of a second says little"
+    assert activity.is_busy(0.031, 0.1) and not activity.is_busy(0.029, 0.1), (
+        "a tenth of a second says little"
+    )
 
 
 def test_a_process_that_was_stopped(child):

@@ -240,6 +240,8 @@ def test_the_input_of_the_guides_custom_loop(backend):
     for number, replicas in enumerate(seen):
         assert len(replicas) == 2
         for i, (replica_x, replica_y) in enumerate(replicas):
-            first = 10 * (number % 10) + 5 * i  # the order of the dataset, the first rows to the first replica
+            first = (
+                10 * (number % 10) + 5 * i
+            )  # the order of the dataset, the first rows to the first replica
             np.testing.assert_array_equal(replica_x, x[first : first + 5])
             np.testing.assert_array_equal(replica_y, y[first : first + 5])
