@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,18 +23,19 @@ class _ThreadState(threading.local):
 
 
 _state = _ThreadState()
-# The strategy by which this process has joined others: a process joins once.
-_joined: list[weakref.ref[Strategy]] = []
+# The strategy by which this process has joined others: a process joins once, and for good. So it is kept, though the
+# user may drop it: `broadcast` would give each worker its own value else, without a word.
+_joined: list[Strategy] = []
 
 
 def note_joined(strategy: Strategy) -> None:
     """Remembers the strategy by which this process has joined other workers."""
-    _joined[:] = [weakref.ref(strategy)]
+    _joined[:] = [strategy]
 
 
 def joined_strategy() -> Strategy | None:
     """Returns the strategy by which this process has joined other workers, if there is one."""
-    return _joined[0]() if _joined else None
+    return _joined[0] if _joined else None
 
 
 class ReplicaContext:

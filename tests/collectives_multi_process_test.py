@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +29,8 @@ def in_worker_exchange():
     import kdist
 
     index = strategy().runtime.worker_index
+    kdist.MultiWorkerMirroredStrategy()  # and forgotten: the process has joined the others all the same
+    gc.collect()
     objects = kdist.all_gather_object({"loss": 0.5 + index, "tags": ["a", None, (1, True)]})
     arrays = kdist.all_gather_object(keras.ops.ones((index + 1, 2)))
     sent = kdist.broadcast({"x": np.arange(3) * (index + 1), "name": f"worker {index}"}, source=1)
@@ -56,25 +61,32 @@ def test_workers_exchange_objects_and_values(backend):
         assert "barrier 0" in barrier and "barrier 1" in barrier
 
 
-def in_worker_wait():
-    import time
+def wait_for(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
 
+
+def in_worker_wait(folder):
     import kdist
 
-    chosen = strategy()
-    if chosen.runtime.worker_index == 1:
-        time.sleep(3)
+    given_up, come = Path(folder) / "given-up", Path(folder) / "come"
+    if strategy().runtime.worker_index == 1:
+        wait_for(given_up)
         kdist.barrier("late")
+        come.touch()
         return ""
     with pytest.raises(kdist.errors.WorkerTimeoutError) as caught:
         kdist.barrier("late", timeout=0.5)
-    time.sleep(4)
+    given_up.touch()
+    wait_for(come)
     return str(caught.value)
 
 
 @each_backend
-def test_a_barrier_with_a_timeout_says_which_it_was(backend):
-    said, _ = run(backend, NUM_WORKERS, in_worker_wait)
+def test_a_barrier_with_a_timeout_says_which_it_was(backend, tmp_path):
+    said, _ = run(backend, NUM_WORKERS, in_worker_wait, str(tmp_path))
     assert "'late'" in said and "0.5 s" in said
 
 
@@ -155,7 +167,7 @@ def in_worker_collectives(case, compiled):
     try:
         if case == "order" and index == 1:
             chosen.reduce("SUM", ops.ones(4), axis=None)
-        return [host(train(ops.ones(4))).tolist() for _ in range(2)]
+        return [host(train(ops.arange(4.0) + 3 * index)).tolist() for _ in range(2)]
     except kdist.errors.WorkerMismatchError as error:
         return str(error)
     finally:
@@ -168,7 +180,7 @@ def in_worker_collectives(case, compiled):
 def test_under_kdist_debug_a_worker_at_another_collective_is_named_with_its_line(backend, case, compiled):
     for result in run(backend, NUM_WORKERS, in_worker_collectives, case, compiled):
         if case == "none":
-            assert result == [[2] * 4] * 2
+            assert result == [[3, 5, 7, 9]] * 2
             continue
         assert "worker_0=" in result and "worker_1=" in result
         assert result.count("collectives_multi_process_test.py:") == 2

@@ -301,20 +301,26 @@ def test_models_remember_the_strategy_they_were_created_under(backend):
 
 def _calls_of_plain_keras():
     """What Keras's own methods saw: kdist's loop calls none of them."""
-    import keras
-
     from kdist.training import methods
-    from tests.processes import strategy as own
 
     calls = []
-    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
-        original = getattr(methods, name)
+    with pytest.MonkeyPatch.context() as patch:  # the worker is kept for other tests
+        for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
+            original = getattr(methods, name)
 
-        def counted(*args, _name=name, _original=original, **kwargs):
-            calls.append(_name)
-            return _original(*args, **kwargs)
+            def counted(*args, _name=name, _original=original, **kwargs):
+                calls.append(_name)
+                return _original(*args, **kwargs)
 
-        setattr(methods, name, counted)
+            patch.setattr(methods, name, counted)
+        _call_models(calls)
+
+
+def _call_models(calls):
+    import keras
+
+    from tests.processes import strategy as own
+
     strategy = own()
     x, y = _data()
     plain = _model()

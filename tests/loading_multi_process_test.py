@@ -35,7 +35,7 @@ def in_worker_load(path, scoped):
 def test_a_file_is_loaded_anywhere_and_trains_on(backend, tmp_path):
     path = str(tmp_path / "model.keras")
     saved, continued = run(backend, 2, in_worker_save_for_others, path)[0]
-    others = {"tensorflow": "jax", "jax": "torch", "torch": "torch"}
+    others = {"tensorflow": "jax", "jax": "torch", "torch": "tensorflow"}
     for where, workers, scoped in (
         (backend, 1, True),
         (backend, 1, False),

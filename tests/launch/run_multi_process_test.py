@@ -66,8 +66,7 @@ class Job:
 
     def named(self):
         """The processes that `name` was called for."""
-        found = re.findall(r"pid=(\d+) since=(\d+);", self.stdout())
-        return [(int(pid), started) for pid, started in found]
+        return [(int(pid), at) for pid, at in re.findall(r"pid=(\d+) since=(\d+);", self.stdout())]
 
 
 @pytest.fixture
@@ -173,7 +172,7 @@ def test_the_failed_worker_ends_the_job(run, tmp_path):
     )  # fmt: skip
     assert job.wait() == 1
     ended = time.time()
-    # The promise is a second, as above; to end processes on a busy machine takes longer. They sleep for 100 s.
+    # The promise is a second, as above, where the machine is not busy. They sleep for 100 s.
     assert ended - job.numbers("at")[0] / 1000 < 10
     assert len(job.named()) == 3 and left_of(job.named()) == []
     text = job.stderr()

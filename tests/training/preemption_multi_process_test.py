@@ -91,6 +91,7 @@ def handled(folder: str) -> Any:
     import kdist
 
     index = int(os.environ["RANK"])
+    batch = [data()[name][:4] for name in ("x", "y")]
     model = make_model(1)
     checkpoint = kdist.Checkpoint(model=model, step=0)
     config = kdist.experimental.TerminationConfig(exit_fn=leave)
@@ -99,7 +100,7 @@ def handled(folder: str) -> Any:
     )
     with pytest.raises(Left):
         while checkpoint.step < 10_000:
-            handler.run(model.train_on_batch, np.ones((4, 3)), np.ones((4, 1)))
+            handler.run(model.train_on_batch, *batch)
             checkpoint.step += 1
             if checkpoint.step == 3 and index == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -147,26 +148,38 @@ def test_weights_that_drift_apart_are_named(backend: str) -> None:
     assert run(backend, 2, drifting, False) == [("", 20), ("", 20)]
 
 
-def test_the_exit_code_says_that_the_job_may_go_on(tmp_path: Path) -> None:
+# In a worker: if the signal were not caught, it would end the process that it is sent to.
+
+
+def terminated() -> Any:
     from kdist.training.preemption import TerminationConfig, TerminationWatch
 
     saved = []
     watch = TerminationWatch(None, TerminationConfig())
-    assert not watch.must_leave(0)
+    before = watch.must_leave(0)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert watch.must_leave(1)
+    after = watch.must_leave(1)
     with pytest.raises(SystemExit) as ended:
         watch.leave(lambda: saved.append(True))
-    assert ended.value.code == 75
-    assert saved == [True]
+    return before, after, ended.value.code, saved
 
 
-def test_training_may_use_the_grace_period() -> None:
+@pytest.mark.xdist_group("pool-torch")
+def test_the_exit_code_says_that_the_job_may_go_on() -> None:
+    assert run("torch", 1, terminated) == [(False, True, 75, [True])]
+
+
+def terminated_with_a_grace_period() -> Any:
     from kdist.training.preemption import TerminationConfig, TerminationWatch
 
     watch = TerminationWatch(None, TerminationConfig(grace_period=3600))
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert not watch.must_leave(0)
+        return watch.must_leave(0), watch.must_leave(1)
     finally:
         watch.close()
+
+
+@pytest.mark.xdist_group("pool-torch")
+def test_training_may_use_the_grace_period() -> None:
+    assert run("torch", 1, terminated_with_a_grace_period) == [(False, False)]
