@@ -20,6 +20,7 @@ FIRST = (
     "training/",
     "loops/",
     "data/",
+    "backends/",
 )
 FRAMEWORKS = ("tensorflow", "jax", "torch", "keras")
 
