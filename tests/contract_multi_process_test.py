@@ -7,6 +7,7 @@ result is printed as a matrix at the end, and the README's support table is made
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import pickle
 from collections.abc import Iterator
@@ -93,11 +94,28 @@ def _oracle(plain: WorkerPool, backend: str, case: str, folder: Path) -> Any:
     return pickle.loads(path.read_bytes())
 
 
+def _keras_version() -> tuple[int, ...]:
+    """The first two numbers of the installed Keras, which may be the nightly one."""
+    names = {"keras", "keras-nightly"}
+    (found, *_) = [d.version for d in importlib.metadata.distributions() if d.metadata["Name"] in names]
+    return tuple(map(int, found.split(".")[:2]))
+
+
+# What does not hold yet: strict, so that it shows when it does.
+_NOT_YET = pytest.mark.xfail(
+    reason="Keras 3.16 on TensorFlow: the reported losses of single outputs are off where batches are uneven",
+    strict=True,
+)
+
+
 def _params() -> Iterator[Any]:
+    nightly = _keras_version() >= (3, 16)
     for cell in CELLS:
-        marks = [pytest.mark.xdist_group(f"contract-{cell.backend}-{cell.configuration}")]
+        marks: list[Any] = [pytest.mark.xdist_group(f"contract-{cell.backend}-{cell.configuration}")]
         if not cell.is_pair:
             marks.append(pytest.mark.full)
+        if nightly and (cell.backend, cell.case) == ("tensorflow", "losses_of_outputs"):
+            marks.append(_NOT_YET)
         yield pytest.param(cell, id=str(cell), marks=marks)
 
 
