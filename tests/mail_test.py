@@ -84,10 +84,9 @@ def test_messages_of_one_turn_belong_together(service):
 
 
 def test_to_begin_does_not_wait(service):
-    first, second = mail_of(service, 0), mail_of(service, 1)
-    began = time.monotonic()
+    # Nobody answers before it has returned.
+    first, second = mail_of(service, 0, timeout=20), mail_of(service, 1)
     received = first.begin(b"early")
-    assert time.monotonic() - began < 1.0
     assert second.gather(b"late") == [b"early", b"late"]
     assert received() == [b"early", b"late"]
 
@@ -100,7 +99,8 @@ def test_a_message_that_was_begun_comes_before_the_next(service):
         return first.gather(b"2"), received()
 
     def answer():
-        time.sleep(0.1)
+        with service.changed:  # the first must be waiting for the answer to what it has begun
+            assert service.changed.wait_for(lambda: mail._key(0, 0) in service.entries, 10)
         return second.gather(b"a"), second.gather(b"b")
 
     assert together([talk, answer]) == [([b"2", b"b"], [b"1", b"a"]), ([b"1", b"a"], [b"2", b"b"])]
@@ -124,13 +124,13 @@ def test_a_store_that_does_not_answer_is_not_waited_for(service, monkeypatch):
 
     class Silent(StoreOfService):
         def put(self, key, data):
-            answers.wait(10)
+            answers.wait(100)
 
     received = Mail(Silent(service), ["worker 0", "worker 1"], 1, None).begin(b"hello?")
     began = time.monotonic()
     with pytest.raises(WorkerLostError, match="worker 0, which does not answer any more"):
         received()
-    assert 0.9 < time.monotonic() - began < 5
+    assert 0.9 < time.monotonic() - began < 50
     answers.set()
 
 

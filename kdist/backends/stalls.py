@@ -16,13 +16,12 @@ import sys
 import sysconfig
 import threading
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from kdist.backends import activity, whereabouts
+from kdist.backends import activity, frames, whereabouts
 from kdist.cluster import liveness
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
@@ -65,60 +64,90 @@ class Board(ABC):
         return None
 
 
+class Machine:
+    """What the watch reads off this machine, and how it ends the process. Tests have one with a clock of its own."""
+
+    def now(self) -> float:
+        """Returns the time, in seconds."""
+        return time.monotonic()
+
+    def cpu_seconds(self) -> float:
+        """Returns the processor time that this process has used."""
+        return activity.cpu_seconds()
+
+    def others_work(self) -> bool:
+        """Says whether a disk or a child works for this process."""
+        return activity.others_work_for_it()
+
+    def pause(self, closed: threading.Event, seconds: float) -> bool:
+        """Waits until the next look; says whether the watch has been closed."""
+        return closed.wait(seconds)
+
+    def end(self, code: int) -> NoReturn:
+        """Ends the process."""
+        os._exit(code)
+
+
 class StallWatch:
-    """Watches the main thread of this worker, from a thread of its own.
+    """Watches the main thread of this worker, from a thread of its own once it is started.
 
     Args:
         board: The engine's.
         names: What to call the workers.
         worker_index: Which of them this one is.
+        machine: What time it is, and whether this process works.
     """
 
-    def __init__(self, board: Board, names: Sequence[str], worker_index: int) -> None:
+    def __init__(
+        self, board: Board, names: Sequence[str], worker_index: int, machine: Machine | None = None
+    ) -> None:
+        self._machine = machine or Machine()
         self._board = board
         self._names = names
         self._me = names[worker_index]
         self._timeout = liveness.heartbeat_timeout()
         self._closed = threading.Event()
         self._seen: object = None
-        self._since = time.monotonic()
-        self._used = activity.cpu_seconds()
+        self._since = self._machine.now()
+        self._used = self._machine.cpu_seconds()
         self._said = False
-        self._thread = threading.Thread(target=self._run, name="kdist stall watch", daemon=True)
-        self._thread.start()
+
+    def start(self) -> StallWatch:
+        """Begins to watch; returns itself."""
+        threading.Thread(target=self.run, name="kdist stall watch", daemon=True).start()
+        return self
 
     def close(self) -> None:
         """Ends the watch: the process is about to end."""
         self._closed.set()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Watches until it is closed, in this thread."""
         pause = max(0.1, self._timeout * _LOOKS)
-        looked = time.monotonic()
-        while not self._closed.wait(pause):
-            if time.monotonic() - looked > self._timeout * _SAYS_AFTER:
+        looked = self._machine.now()
+        while not self._machine.pause(self._closed, pause):
+            if self._machine.now() - looked > self._timeout * _SAYS_AFTER:
                 self._seen = None  # this thread could not look, so nobody knows what has moved meanwhile
-            looked = time.monotonic()
-            frame = sys._current_frames().get(_watched_thread())
-            if frame is None:
+            looked = self._machine.now()
+            stack = frames.frames_of_thread(_watched_thread())
+            if not stack:
                 continue
-            stack = list(_frames_of(frame))
-            del frame
             waits = self._board.waits_in(_innermost(stack)) or any(check() for check in _elsewhere)
             self._note_movement(stack, waits)
-            resting = time.monotonic() - self._since
+            resting = self._machine.now() - self._since
             self._say(waits and resting > self._timeout * _SAYS_AFTER)
             if not waits and resting > self._timeout * _ENDS_AFTER and not _is_at_rest(stack):
                 self._end_if_wanted(resting)
             del stack  # frames hold the user's arrays
 
     def _note_movement(self, stack: list[FrameType], waits: bool) -> None:
-        now, used = time.monotonic(), activity.cpu_seconds()
+        now, used = self._machine.now(), self._machine.cpu_seconds()
         seen = (whereabouts.total_steps, calls, waits, tuple((id(f), f.f_lasti) for f in stack))
         moved = seen != self._seen
         if not moved and not waits:
             suspicious = now - self._since > self._timeout * _SAYS_AFTER
             moved = activity.is_busy(used - self._used, now - self._since) or (
-                suspicious and activity.others_work_for_it()
+                suspicious and self._machine.others_work()
             )
         if moved:
             self._seen, self._since, self._used = seen, now, used
@@ -151,7 +180,7 @@ class StallWatch:
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         with contextlib.suppress(Exception):
-            lines = "".join(_stack_lines())
+            lines = "".join(frames.stack_lines(_watched_thread()))
             name = f"{type(error).__module__}.{type(error).__qualname__}"
             print(
                 f"Traceback (most recent call last):\n{lines}{name}: {error}", file=sys.__stderr__, flush=True
@@ -160,7 +189,7 @@ class StallWatch:
         with contextlib.suppress(Exception):
             if code == liveness.STALLED:
                 self._board.farewell(f"which has hung at {whereabouts.describe()}")
-        os._exit(code)
+        self._machine.end(code)
 
 
 # Who is inside kdist -----------------------------------------------------------------------------------------
@@ -218,12 +247,6 @@ def _in_notebook() -> bool:
     return shell is not None and getattr(shell, "get_ipython", lambda: None)() is not None
 
 
-def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _innermost(stack: list[FrameType]) -> str:
     for frame in stack:
         name = frame.f_code.co_filename
@@ -258,9 +281,5 @@ def lost_error(named: str, me: str, error: BaseException | str | None = None) ->
 def print_stack() -> None:
     """Prints where the main thread is: for a process that ends without a traceback."""
     with contextlib.suppress(Exception):
-        print(f"kdist: this worker was here:\n{''.join(_stack_lines())}", file=sys.stderr, flush=True)
-
-
-def _stack_lines() -> list[str]:
-    frame = sys._current_frames().get(_watched_thread())
-    return traceback.format_stack(frame) if frame is not None else []
+        lines = "".join(frames.stack_lines(_watched_thread()))
+        print(f"kdist: this worker was here:\n{lines}", file=sys.stderr, flush=True)

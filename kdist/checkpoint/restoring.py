@@ -13,7 +13,7 @@ from kdist.checkpoint import plain, state
 from kdist.checkpoint.index import Index, Tensor
 from kdist.checkpoint.reading import read_index, read_tensors
 from kdist.checkpoint.snapshot import scope_of
-from kdist.errors import CheckpointError, CheckpointMismatchError
+from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,13 +135,29 @@ def restore(
 
 
 def _on_all(runtime: Runtime | None, path: str, function: Callable[[], Any]) -> Any:
-    def failed(index: int, text: str) -> Exception:
-        return CheckpointError(
+    damage: list[CheckpointCorruptError] = []
+
+    def read() -> Any:
+        try:
+            return function()
+        except CheckpointCorruptError as error:
+            damage.append(
+                error
+            )  # told as a note: whoever falls back to another checkpoint does so with all workers
+
+    def failed(index: int, text: str, kind: type[CheckpointError] = CheckpointError) -> Exception:
+        return kind(
             f"Every worker must restore the checkpoint, but worker {index} cannot: {text}",
             received={} if "Received:" in text else {"path": path},
         )
 
-    return call_on_all(runtime, function, failed)[0]
+    result, damages = call_on_all(runtime, read, failed, lambda: str(damage[0]) if damage else None)
+    if damage:
+        raise damage[0]
+    for index, text in enumerate(damages):
+        if text is not None:
+            raise failed(index, text, CheckpointCorruptError)
+    return result
 
 
 def _check_same(runtime: Runtime | None, path: str, index: Index) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 _SPLIT = re.compile(rb"(\r|\n)")
 _LONGEST = 65536  # a line without an end is shown from here on
+_LOST = b"The job cannot go on without "  # how the error of a worker that has lost another begins
 _PATIENCE = 1.0  # seconds that half a line waits for its other half
 
 
@@ -149,6 +150,8 @@ class Tail:
         self._lines: collections.deque[bytes] = collections.deque(maxlen=most)
         self._rest = b""
         self.traceback_at: float | None = None
+        self.has_lost_another = False
+        """Whether the worker has said that it failed because another one had ended."""
 
     def feed(self, data: bytes) -> None:
         """Takes what the worker has written.
@@ -160,6 +163,7 @@ class Tail:
         for line in lines:
             if line.lstrip(b" |+").startswith(b"Traceback (most recent call last)"):
                 self.traceback_at = time.monotonic()
+            self.has_lost_another |= _LOST in line
             self._lines.append(line[:2000])
         self._rest = self._rest[-_LONGEST:]
 

@@ -20,6 +20,7 @@ from kdist.launch.worker_process import WorkerProcess
 # A worker that loses a peer fails within milliseconds of it. Exits this close together are judged together.
 _WINDOW = 0.2
 _LONGER_WINDOW = 0.4  # for a worker that has printed its traceback already and is still shutting down
+_LONGEST_WINDOW = 0.6  # for one that leaves in good order, which takes longer than the others to notice it
 _TERM_TO_KILL = 0.3  # together with the window, the rest of a failed job is ended within a second
 _FOREVER = float("inf")
 # Nobody gets these from a peer that went away, so whoever did was first.
@@ -106,7 +107,7 @@ class Supervisor:
             until = min(until, time.monotonic() + 0.02)
         if any(channel.line.waits() for worker in self._workers for channel in worker.channels.values()):
             until = min(until, time.monotonic() + 0.25)
-        return None if until == _FOREVER else max(0.0, until - time.monotonic())
+        return None if until == _FOREVER else max(0.01, until - time.monotonic())
 
     def _step(self, patience: float | None) -> None:
         """Waits for something to happen and notes it, in the order in which the system tells it."""
@@ -153,7 +154,10 @@ class Supervisor:
                 linux.send(worker.pid, signal.SIGUSR1)  # workers of kdist.launch print their stacks
             self._kill_at = now + 0.5
         if now >= self._judge_at:
-            if now < self._judge_at - _WINDOW + _LONGER_WINDOW and self._somebody_is_falling():
+            waited = now - (self._judge_at - _WINDOW)
+            if waited < _LONGER_WINDOW and self._somebody_is_falling():
+                return
+            if waited < _LONGEST_WINDOW and not self._reasons() and any(w.alive for w in self._workers):
                 return
             self._judge()
             self._signal_all(signal.SIGTERM)
@@ -166,6 +170,10 @@ class Supervisor:
         recent = time.monotonic() - 5.0
         return any(worker.alive and (worker.tail.traceback_at or 0) > recent for worker in self._workers)
 
+    def _reasons(self) -> list[WorkerProcess]:
+        """Those that have failed for another reason than that another one had ended."""
+        return [worker for worker in self._failures if not worker.tail.has_lost_another]
+
     def _judge(self) -> None:
         """Decides which worker failed first."""
         self._judge_at = _FOREVER
@@ -174,7 +182,7 @@ class Supervisor:
         self._ending = True
         own_fault = [worker for worker in self._failures if -(worker.exit_code or 0) in _OWN_FAULT]
         frozen = [worker for worker in self._workers if worker.alive and linux.is_stopped(worker.pid)]
-        first = (own_fault or frozen or [min(self._failures, key=_failed_at)])[0]
+        first = (own_fault or frozen or [min(self._reasons() or self._failures, key=_failed_at)])[0]
         self._outcome.failed = first
         first.frozen = first in frozen
         gone = {id(worker) for worker in (*own_fault, *frozen)}

@@ -31,7 +31,7 @@ class CommunicationOptions:
         bytes_per_pack: Size in bytes of the packs into which gradients are grouped; 0 lets kdist decide (it
             packs all gradients of a dtype into one). A hint.
         timeout_seconds: How long a collective may wait for the other workers, in seconds; `None` for the
-            default of the engine.
+            default of the engine. On JAX it holds for kdist's messages, not for what is compiled.
         implementation: A `CommunicationImplementation` or its name.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions

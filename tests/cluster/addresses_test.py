@@ -26,6 +26,7 @@ from kdist.cluster import (
     visible_gpus,
 )
 from kdist.errors import ClusterConfigError, WorkerTimeoutError
+from tests.ports import neighbouring_ports
 
 
 @given(st.from_regex(r"[a-z0-9][a-z0-9.-]{0,20}", fullmatch=True), st.integers(1, 65535))
@@ -182,34 +183,42 @@ def test_exchange_refuses_two_workers_of_one_index():
     assert all(isinstance(error, (ClusterConfigError, WorkerTimeoutError)) for error in found)
 
 
+def stranger_says(port, data):
+    """Waits for worker 0, whose greeting names it, and then talks about something else."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+                assert b"addresses" in connection.recv(1000)
+                connection.sendall(data)
+                return
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 def test_exchange_is_not_put_off_by_strangers():
-    port = free_ports(1)[0]
-    stop = threading.Event()
-
-    def disturb():
-        while not stop.is_set():
-            try:
-                with socket.create_connection(("127.0.0.1", port + 1), timeout=1) as connection:
-                    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                with socket.create_connection(("127.0.0.1", port + 1), timeout=1) as connection:
-                    connection.sendall(b"x" * 100_000)
-            except OSError:
-                time.sleep(0.01)
-
-    stranger = threading.Thread(target=disturb)
-    stranger.start()
+    port = neighbouring_ports(3)
+    clusters = _clusters(2, port)
+    found = {}
+    chief = threading.Thread(target=lambda: found.update({0: complete_addresses(clusters[0], 20.0)}))
+    chief.start()
     try:
-        found = _exchange(_clusters(2, port))
+        # Worker 1 comes when both have been, so that worker 0 cannot have finished before.
+        for data in (b"GET / HTTP/1.1\r\n\r\n", b"x" * 100_000):
+            stranger_says(port + 1, data)
+        found[1] = complete_addresses(clusters[1], 20.0)
     finally:
-        stop.set()
-        stranger.join(10)
-    assert found[0] == found[1]
+        chief.join(30)
+    assert not chief.is_alive()
+    assert found[0] == found[1] and found[0][0] == f"127.0.0.1:{port}"
 
 
 def test_exchange_finds_another_port(monkeypatch):
-    port = free_ports(1)[0]
-    with socket.create_server(("127.0.0.1", port + 1)):
-        assert len(set(_exchange(_clusters(2, port)))) == 1
-        monkeypatch.setattr("kdist.cluster.exchange._meeting_places", lambda _: [("127.0.0.1", port + 1)])
-        with pytest.raises(ClusterConfigError, match=f"127.0.0.1:{port + 1}='Address already in use'"):
-            complete_addresses(_clusters(2, port)[0], timeout=1.0)
+    # The port beside the coordinator's is taken first; nobody listens at the coordinator's own here.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        assert len(set(_exchange(_clusters(2, taken - 1)))) == 1
+        monkeypatch.setattr("kdist.cluster.exchange._meeting_places", lambda _: [("127.0.0.1", taken)])
+        with pytest.raises(ClusterConfigError, match=f"127.0.0.1:{taken}='Address already in use'"):
+            complete_addresses(_clusters(2, taken - 1)[0], timeout=1.0)

@@ -28,7 +28,7 @@ class Post:
 
     def receive(self, turn):
         with self.changed:
-            complete = self.changed.wait_for(lambda: len(self.turns.get(turn, ())) == self.number, timeout=10)
+            complete = self.changed.wait_for(lambda: len(self.turns.get(turn, ())) == self.number, timeout=50)
             assert complete, f"Only workers {sorted(self.turns[turn])} came to message {turn}."
             return [self.turns[turn][i] for i in range(self.number)]
 
@@ -80,7 +80,7 @@ def work_together(reads, step_seconds, buffer):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(20)
+        worker.join(60)
     assert len(results) == len(reads)
     return [results[i] for i in range(len(reads))]
 
@@ -122,10 +122,46 @@ def test_all_workers_run_the_same_steps():
     assert run(BACKEND, 1, in_worker_agree)[0]
 
 
+class Ready:
+    """A pipeline that has always read as much as is asked for, in place of a thread that may be late."""
+
+    def __init__(self, length):
+        import numpy as np
+
+        from kdist.data.reading import WorkerBatch
+
+        self.left = [WorkerBatch([1], parts=[np.full(1, number)]) for number in range(length)]
+
+    def take(self, most, wait=None):
+        from kdist.data.prefetch import End
+
+        taken = self.left[:most]
+        del self.left[:most]
+        return taken if len(taken) == most else [*taken, End()]
+
+    def close(self):
+        pass
+
+
 def in_worker_count_messages():
-    fast = [reading(24, 0, None)] * 2
-    return work_together(fast, 0.005, 1)[0][2]
+    from kdist.data.steps import Steps
+
+    post, results = Post(2), {}
+
+    def work(index):
+        runtime = Runtime(post, index)
+        steps = Steps(runtime, Ready(24), is_global=False)
+        results[index] = [int(step.batch.parts[0][0]) for step in steps], runtime.sent
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [results[index] for index in range(2)]
 
 
 def test_a_message_speaks_for_several_steps():
-    assert run(BACKEND, 1, in_worker_count_messages)[0] <= 12
+    for rows, messages in run(BACKEND, 1, in_worker_count_messages)[0]:
+        assert rows == list(range(24))
+        assert 24 / 3 <= messages <= 24 / 2

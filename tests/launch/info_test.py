@@ -1,11 +1,20 @@
-"""`kdist info` and `kdist demo`, without the frameworks they ask about."""
+"""`kdist info` and `kdist demo`: as commands, and their parts."""
 
+import importlib.metadata
+import json
+import platform
 import subprocess
 import sys
-import types
+from pathlib import Path
 
+import pytest
+
+from kdist import demo
 from kdist.launch import info
-from kdist.launch.main import main
+from kdist.launch.main import build_parser, main
+from kdist.launch.plan import count_cores
+from tests.environment import clean_environment
+from tests.processes import TIMEOUT, each_backend, run
 
 
 def test_versions():
@@ -14,6 +23,7 @@ def test_versions():
 
 
 def test_devices_are_asked_in_another_process(monkeypatch):
+    # A broken installation crashes or hangs there; what the real commands print is tested below.
     monkeypatch.setitem(info._DEVICES, "jax", "print('noise'); print('one, two')")
     assert info.devices_of("jax") == "one, two"
     monkeypatch.setitem(info._DEVICES, "jax", "import os; os.abort()")
@@ -32,32 +42,102 @@ def test_cluster_lines():
     assert info.cluster_lines({}) == ["  default: a single worker; won: no variable describes a cluster"]
 
 
-def test_info(monkeypatch, capsys):
-    monkeypatch.setattr(info, "devices_of", lambda backend: f"devices of {backend}")
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    assert main(["info"]) == 0
+def in_worker_answer(code):
+    """What the command prints in a process that has some devices."""
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, {})
+    return printed.getvalue()
+
+
+DEVICES = {
+    # The workers of a pool have three CPU devices.
+    "tensorflow": "/device:CPU:0, /device:CPU:1, /device:CPU:2\n",
+    "jax": "cpu:0, cpu:1, cpu:2\n",
+    "torch": "cpu\n",
+}
+
+
+@each_backend
+def test_what_each_backend_is_asked(backend):
+    said = run(backend, 1, in_worker_answer, info._DEVICES[backend])[0]
+    if "gpu" in said.lower() or "cuda" in said:  # beside the CPU's, or in its place
+        assert ":0" in said
+    else:
+        assert said == DEVICES[backend]
+
+
+def command(*arguments, timeout=TIMEOUT, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "kdist", *arguments],
+        env=clean_environment() | env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def test_info():
+    done = command("info", KERAS_BACKEND="jax", RANK="1", WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="80")
+    assert done.returncode == 0, done.stderr
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    assert lines["python"].startswith(f"{platform.python_version()} ({sys.executable})")
+    for package in ("keras", "jax", "numpy"):
+        assert lines[package] == importlib.metadata.version(package)
+    assert lines["os"].endswith("memory") and f"{count_cores()} cores" in lines["os"]
+    assert lines["backend"] == "jax (KERAS_BACKEND is set)"
+    assert lines["devices"].split(", ")[0] in ("cpu:0", "cuda:0")
+    assert lines["  torchrun"].startswith("worker 1 of 2; won")
+
+
+@pytest.mark.parametrize(("accuracy", "code"), [(0.96, 0), (0.5, 1)])
+def test_demo(monkeypatch, capsys, accuracy, code):
+    # `make demo` trains; here it is what the command starts, and what it makes of the results.
+    started = []
+
+    def trains(command, check):
+        result = {
+            "loss": 0.25,
+            "accuracy": accuracy,
+            "steps_per_second": 5.0,
+            "weights": [[len(started) * 1e-6]],
+        }
+        Path(command[command.index("--result") + 1]).write_text(json.dumps(result), encoding="utf-8")
+        started.append([part for part in command if "/" not in part])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(demo.subprocess, "run", trains)
+    assert main(["demo", "--num-workers", "3", "--backend", "jax", "--epochs", "2"]) == code
+    options = ["--backend", "jax", "-m", "kdist.demo.train", "--result", "--epochs", "2"]
+    assert started == [
+        ["-m", "kdist", "run", "--num-workers", "1", *options, "--plain"],
+        ["-m", "kdist", "run", "--num-workers", "3", *options],
+    ]
     printed = capsys.readouterr().out
-    for part in ("python:", "kdist:", "keras:", "tensorflow:", "jax:", "torch:", "numpy:", "cores", "memory"):
-        assert part in printed
-    assert "backend: torch (KERAS_BACKEND is set)" in printed and "devices: devices of torch" in printed
+    assert "3 workers" in printed and f"{accuracy:.2%}" in printed and "1.0e-06" in printed
+    assert "The runs agree" in printed
 
 
-def test_demo_is_passed_on(monkeypatch):
-    seen = []
-    demo = types.ModuleType("kdist.demo")
-    demo.main = lambda argv: seen.append(argv)
-    monkeypatch.setitem(sys.modules, "kdist.demo", demo)
-    assert main(["demo", "--num-workers", "3", "--backend", "jax", "--epochs", "2"]) == 0
-    assert main(["demo"]) == 0
-    assert seen == [["--num-workers", "3", "--backend", "jax", "--epochs", "2"], ["--num-workers", "2"]]
+def test_the_demo_s_options():
+    options = build_parser().parse_args(["demo"])
+    assert (options.num_workers, options.backend, options.epochs) == (2, None, None)
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["demo", "--backend", "numpy"])
+
+
+def test_the_demo_says_when_the_runs_disagree():
+    one = {"loss": 0.5, "accuracy": 0.9, "steps_per_second": 10.0, "weights": [[[0.5, 1.0]], [2.0]]}
+    near, far = one | {"weights": [[[0.5, 1.0005]], [2.0]]}, one | {"weights": [[[0.5, 1.0]], [1.998]]}
+    assert "largest weight difference                       5.0e-04" in demo._report(one, near, 3)
+    assert "The runs agree: 3 workers" in demo._report(one, near, 3)
+    for other in (far, one | {"loss": 0.502}):
+        assert "The runs DISAGREE by more than 0.001" in demo._report(one, other, 3)
 
 
 def test_help_of_the_command_line():
-    done = subprocess.run(
-        [sys.executable, "-m", "kdist", "run", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    assert "--num-workers" in done.stdout and "examples:" in done.stdout
+    done = command("run", "--help")
+    assert done.returncode == 0 and "--num-workers" in done.stdout and "examples:" in done.stdout

@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdist.cluster import discover, free_ports
+from kdist.cluster import discover
 from kdist.errors import BackendError, ClusterConfigError, InvalidArgumentError
 from kdist.launch import plan as planning
+from kdist.launch import supervisor as supervisor_module
 from kdist.launch.output import LineStream, Sink, Tail
 from kdist.launch.plan import check_backend, parse_hosts, plan_job, resolve_num_workers
 from kdist.launch.report import MOST_LINES, failure_block, last_traceback, shell_exit_code
 from kdist.launch.supervisor import Supervisor
+from tests.ports import neighbouring_ports
 
 # ---- the plan
 
@@ -41,7 +43,7 @@ def test_tf_config_and_torchruns_variables_agree():
 
 
 def test_hosts():
-    port = free_ports(1)[0]
+    port = neighbouring_ports(2)
     hosts = ["192.0.2.7:5000", f"127.0.0.1:{port}"]
     plan = plan_job(2, hosts=hosts, host_index=1, environ={}, backend="JAX")
     assert [worker.index for worker in plan.workers] == [2, 3]
@@ -208,7 +210,9 @@ def test_tail_notes_the_traceback():
     tail.feed(b"1\n2\n3\n4\nTrace")
     assert tail.traceback_at is None and tail.lines() == ["2", "3", "4", "Trace"]
     tail.feed(b"back (most recent call last):\n")
-    assert tail.traceback_at is not None
+    assert tail.traceback_at is not None and not tail.has_lost_another
+    tail.feed(b"kdist: The job cannot go on without worker 0 (a:1), which has died.\n")
+    assert tail.has_lost_another
 
 
 # ---- the report
@@ -251,8 +255,8 @@ def test_exit_codes():
 
 def _judged(*workers):
     supervisor = Supervisor([], "job")
-    for exit_code, exited_at, traceback_at in workers:
-        tail = types.SimpleNamespace(traceback_at=traceback_at)
+    for exit_code, exited_at, traceback_at, *lost in workers:
+        tail = types.SimpleNamespace(traceback_at=traceback_at, has_lost_another=bool(lost))
         supervisor._failures.append(
             types.SimpleNamespace(exit_code=exit_code, exited_at=exited_at, tail=tail)
         )
@@ -269,3 +273,24 @@ def test_who_failed_first():
     assert _judged((-6, 10.0, None), (1, 10.1, 9.8)) == 1
     # A traceback that was printed long ago was no reason to fail.
     assert _judged((1, 10.0, None), (1, 10.1, 2.0)) == 0
+    # The first one says that it has lost the second, which took longer to end.
+    assert _judged((1, 10.0, 9.9, True), (1, 10.1, None)) == 1
+    assert _judged((1, 10.1, None, True), (1, 10.0, None, True)) == 1
+
+
+@pytest.mark.parametrize(("lost", "waits"), [(True, 0.6), (False, 0.2)])
+def test_whoever_has_lost_another_waits_for_it_to_end(lost, waits, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(supervisor_module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    tail = types.SimpleNamespace(traceback_at=None, has_lost_another=lost)
+    failed = types.SimpleNamespace(alive=False, exit_code=1, exited_at=100.0, tail=tail, collect=lambda: True)
+    other_tail = types.SimpleNamespace(traceback_at=None, has_lost_another=False)
+    leaves = types.SimpleNamespace(alive=True, exit_code=None, pid=0, tail=other_tail)
+    supervisor = Supervisor([failed, leaves], "job")
+    monkeypatch.setattr(supervisor, "_signal_all", lambda signum: None)
+    monkeypatch.setattr(supervisor, "_kill_everything", lambda: None)
+    supervisor._note_exit(failed)
+    for seconds in (0.1, 0.25, 0.55, 0.65):
+        now[0] = 100.0 + seconds
+        supervisor._act()
+        assert (supervisor._outcome.failed is failed) == (seconds > waits), seconds

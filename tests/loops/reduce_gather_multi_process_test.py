@@ -26,7 +26,8 @@ def in_worker_reduce(num_replicas):
     @kdist.function
     def compiled(vectors, rows):
         doubled = s.run(lambda x: x * 2, args=(vectors,))
-        return s.reduce("SUM", doubled, axis=None), s.reduce("MEAN", rows, axis=0)
+        longer = s.run(lambda x: keras.ops.concatenate([x, -x, x]), args=(vectors,))
+        return [s.reduce("SUM", x, axis=None) for x in (doubled, longer)], s.reduce("MEAN", rows, axis=0)
 
     found = {
         "sum": [s.reduce(op, vectors, axis=None) for op in (kdist.ReduceOp.SUM, "SUM", "sum", "Sum")],
@@ -71,8 +72,10 @@ def test_reduce_adds_or_averages(backend, num_workers, num_replicas):
         for name in ("rows", "negative"):  # replicas have 1, 2 and 3 rows, and each row counts the same
             np.testing.assert_allclose(found[name][0], rows.sum(0))
             np.testing.assert_allclose(found[name][1], rows.mean(0), rtol=1e-6)
-        np.testing.assert_allclose(found["compiled"][0], 2 * total)
-        np.testing.assert_allclose(found["compiled"][1], rows.mean(0), rtol=1e-6)
+        (doubled, longer), mean = found["compiled"]
+        np.testing.assert_allclose(doubled, 2 * total)
+        np.testing.assert_allclose(longer, np.concatenate([total, -total, total]))
+        np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-6)
 
 
 def in_worker_plain_values(num_replicas):
@@ -157,8 +160,8 @@ def in_worker_gather(num_replicas):
     empty_but_first = per_replica(s, lambda i: np.ones((0 if i else 2, 2), "float32"))
 
     @kdist.function
-    def compiled(value):
-        return s.gather(value, axis=0)
+    def compiled(value, other):
+        return s.gather(value, axis=0), s.gather(other, axis=1)
 
     return numpy_of(
         {
@@ -169,7 +172,7 @@ def in_worker_gather(num_replicas):
             "uneven columns": s.gather(uneven_columns, axis=1),
             "structure": s.gather({"a": [flags, None], "b": from_run}, axis=0),
             "empty": s.gather(empty_but_first, axis=0),
-            "compiled": compiled(uneven_rows),
+            "compiled": compiled(uneven_rows, uneven_columns),
         }
     )
 
@@ -183,11 +186,11 @@ def test_gather_concatenates(backend, num_workers, num_replicas):
         np.testing.assert_array_equal(found["axis 0"], np.concatenate(even))
         for name in ("axis 1", "axis -1"):
             np.testing.assert_array_equal(found[name], np.concatenate(even, axis=1))
-        for name in ("uneven rows", "compiled"):
-            np.testing.assert_array_equal(found[name], uneven)
-            assert found[name].dtype == "int32"
         columns = np.concatenate([part_of(i, (2, 3 - i), "float32") for i in ids], axis=1)
-        np.testing.assert_array_equal(found["uneven columns"], columns)
+        for of_rows, of_columns in ((found["uneven rows"], found["uneven columns"]), found["compiled"]):
+            np.testing.assert_array_equal(of_rows, uneven)
+            assert of_rows.dtype == "int32"
+            np.testing.assert_array_equal(of_columns, columns)
         flags, none = found["structure"]["a"]
         assert flags.tolist() == [i == j for i in ids for j in (0, 1)]
         assert none is None

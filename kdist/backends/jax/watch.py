@@ -97,7 +97,7 @@ class Watch:
             ServiceBoard(client, cluster.worker_index, self._say_hung),
             cluster.worker_names,
             cluster.worker_index,
-        )
+        ).start()
         # Registered after JAX's own handler, so called before it.
         atexit.register(self._leave)
         self._catch_abort()

@@ -52,7 +52,7 @@ class _ReplicatedFunction(StepFunction):
             [None if leaf is None else as_tensor(leaf) for leaf in keras.tree.flatten(p)] for p in parts
         ]
         tensors = [leaf for part in leaves for leaf in part if leaf is not None]
-        tensors += [tf.constant([s.share, s.counts, s.scalar_weight], tf.float32) for s in local]
+        tensors += [tf.constant([s.share, s.counts, s.scalar_weight], tf.float64) for s in local]
         return self._function(parts[0], leaves[0])(*tensors), [rows for rows, _ in split]
 
     def _split(self, batch: GlobalBatch | ReplicaBatches) -> tuple[Sequence[Any], list[Any]]:
@@ -81,7 +81,7 @@ class _ReplicatedFunction(StepFunction):
             if not self._eager:
                 rows = [_spec_of_any_rows(leaf) for leaf in present]
                 replicas = len(self.runtime.devices)
-                signature = rows * replicas + [tf.TensorSpec([3], tf.float32)] * replicas
+                signature = rows * replicas + [tf.TensorSpec([3], tf.float64)] * replicas
                 run = tf.function(run, input_signature=signature)
             self._compiled[key] = run
         return self._compiled[key]

@@ -160,6 +160,9 @@ class Workers:
     def sum(self, value: Any) -> Any:
         """Sums a tensor over the workers."""
         sent = value if value.dtype in _SUMMABLE else tf.cast(value, tf.int64)
+        if not tf.executing_eagerly():
+            # TensorFlow gives a function that is called twice in another one the same key for both collectives.
+            return tf.cast(self._sum_over_workers(sent), value.dtype)
         key = (sent.dtype, len(sent.shape))
         if key not in self._sums:
             signature = [tf.TensorSpec([None] * len(sent.shape), sent.dtype)]
@@ -321,7 +324,7 @@ def join(
     _restore_sigterm()
     watch = stalls.StallWatch(
         ServiceBoard(cluster.num_workers, cluster.worker_index), cluster.worker_names, cluster.worker_index
-    )
+    ).start()
     atexit.register(watch.close)
     workers = Workers(cluster, native, options.timeout_seconds)
     _joined = (cluster, workers)

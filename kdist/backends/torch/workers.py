@@ -78,7 +78,7 @@ class Workers:
         board = StoreBoard(
             store, self.num_workers, self.worker_index, self._is_pending, lifeline.say_hung, self._died
         )
-        self._watch = stalls.StallWatch(board, self._names, self.worker_index)
+        self._watch = stalls.StallWatch(board, self._names, self.worker_index).start()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums a tensor over the workers, in place."""

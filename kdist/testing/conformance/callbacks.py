@@ -63,3 +63,33 @@ def after_each_batch() -> Numbers:
     recorder = _Recorder()
     numbers = _train(recorder)
     return numbers | {"seen": recorder.seen, "norms": recorder.norms}
+
+
+class _Enough(keras.callbacks.Callback):
+    """Has seen enough after two batches of evaluating or predicting; notes the losses on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(float(logs["loss"]))
+        self.model.stop_evaluating = batch == 1
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_predicting = batch == 1
+
+
+@case("`model.stop_evaluating`, `model.stop_predicting`")
+def stop_evaluating_and_predicting() -> Numbers:
+    x, y = a.regression()
+    model = a.mlp()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    enough = _Enough()
+    # In batches of 7 rows: two of the six are used.
+    sizes: dict[str, Any] = {"batch_size": 7, "verbose": 0, "callbacks": [enough]}
+    predicted = model.predict(x, **sizes)
+    score = model.evaluate(x, y, **sizes)
+    history = a.fit(model, x, y, validation_data=(x, y), validation_batch_size=7, callbacks=[enough])
+    rest = model.predict(x[20:], batch_size=7, verbose=0)  # it begins anew: all 18 rows
+    return a.numbers(model, history, predicted=predicted, score=score, seen=enough.seen, rest=rest)

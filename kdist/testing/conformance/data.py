@@ -60,6 +60,21 @@ def validation() -> Numbers:
     return a.numbers(model, history, **{f"split {k}": v for k, v in more.history.items()})
 
 
+@case("`validation_steps`, `validation_batch_size`, `evaluate(steps=, return_dict=)`, `predict(steps=)`")
+def limited_steps() -> Numbers:
+    x, y = a.regression()
+    model = _compiled(weighted_metrics=["mse"])
+    held_out = (x[5:], y[5:], a.weights(33))
+    history = a.fit(model, x, y, validation_data=held_out, validation_batch_size=7, validation_steps=3)
+    scores = model.evaluate(x, y, batch_size=7, steps=2, return_dict=True, verbose=0)
+    return a.numbers(
+        model,
+        history,
+        predicted=model.predict(x, batch_size=7, steps=4, verbose=0),  # 28 of the 38 rows
+        **{f"score {name}": value for name, value in scores.items()},
+    )
+
+
 @case("`shuffle`, with the order that plain Keras draws")
 def shuffle() -> Numbers:
     x, y = a.regression()
@@ -124,6 +139,22 @@ def dictionaries() -> Numbers:
         for name in [name for name in history.history if name.endswith(("kind_loss", "value_loss"))]:
             del history.history[name]
     return a.numbers(model, history, value=predicted["value"], kind=predicted["kind"])
+
+
+@case("losses of single outputs, in the history and from `evaluate`")
+def losses_of_outputs() -> Numbers:
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(5, activation="tanh")(inputs)
+    model = keras.Model(
+        inputs, [keras.layers.Dense(1, name="a")(hidden), keras.layers.Dense(4, name="b")(hidden)]
+    )
+    model.compile(
+        keras.optimizers.SGD(0.1), ["mse", keras.losses.SparseCategoricalCrossentropy(from_logits=True)]
+    )
+    x, y = a.features(), (a.regression()[1], a.classes()[1])
+    history = a.fit(model, x, y, validation_data=(x, y))
+    scores = model.evaluate(x, y, batch_size=a.BATCH, return_dict=True, verbose=0)
+    return a.numbers(model, history, **{f"score {name}": value for name, value in scores.items()})
 
 
 @case("`train_on_batch`, `test_on_batch`, `predict_on_batch`")

@@ -70,6 +70,41 @@ def recurrent() -> Numbers:
     return a.numbers(model, a.fit(model, x, y))
 
 
+@case(
+    "stateful recurrent layers",
+    backends=("jax",),
+    why_not_all="their states have a row for each of a global batch, and a replica has a part of it",
+)
+def stateful_recurrent() -> Numbers:
+    x = a.features(2 * a.BATCH, 9).reshape(-1, 3, 3)
+    y = x.sum(axis=(1, 2))[:, None] * 0.1
+    model = keras.Sequential(
+        [
+            keras.layers.Input(batch_shape=(a.BATCH, 3, 3)),
+            keras.layers.SimpleRNN(4, stateful=True),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    history = a.fit(model, x, y)
+    (states,) = model.layers[0].states
+    return a.numbers(model, history, states=keras.ops.convert_to_numpy(states))
+
+
+@case("attention with masks (`MultiHeadAttention`)")
+def attention() -> Numbers:
+    x = a.tokens()
+    inputs = keras.Input((7,), dtype="int32")
+    embedded = keras.layers.Embedding(11, 6, mask_zero=True)(inputs)
+    attended = keras.layers.MultiHeadAttention(2, 3)(embedded, embedded, use_causal_mask=True)
+    hidden = keras.layers.LayerNormalization()(keras.layers.Add()([embedded, attended]))
+    pooled = keras.layers.GlobalAveragePooling1D()(hidden)
+    model = keras.Model(inputs, [keras.layers.Dense(1)(hidden), keras.layers.Dense(1)(pooled)])
+    model.compile(keras.optimizers.SGD(0.1), ["mse", "mae"])
+    y = ((x[..., None] * 0.1).astype("float32"), (x.mean(axis=1, keepdims=True) * 0.2).astype("float32"))
+    return a.numbers(model, a.fit(model, x, y))
+
+
 class Counting(keras.layers.Layer):
     """Counts steps and keeps a moving mean, in variables without a declared aggregation."""
 

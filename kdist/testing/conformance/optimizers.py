@@ -39,6 +39,40 @@ def rmsprop_with_schedule() -> Numbers:
     return _train(keras.optimizers.RMSprop(keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)))
 
 
+def _train_each(*optimizers: Any) -> Numbers:
+    """Trains with one after the other, each from where the last has come to."""
+    x, y = a.regression(a.BATCH)  # batches of one size: the engines compile once for each optimiser
+    model = a.mlp()
+    found: Numbers = {}
+    for optimizer in optimizers:
+        model.compile(optimizer, "mse")
+        history = a.fit(model, x, y, sample_weight=a.weights(a.BATCH), epochs=3)
+        slots = {f"slot {i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(optimizer.variables)}
+        found |= {f"{optimizer.name} {k}": v for k, v in a.numbers(model, history, **slots).items()}
+    return found
+
+
+@case("`Adagrad`, `Adadelta`, `Adamax`, `Nadam`, `Ftrl`")
+def older_optimizers() -> Numbers:
+    return _train_each(
+        keras.optimizers.Adagrad(0.1),
+        keras.optimizers.Adadelta(5.0),
+        keras.optimizers.Adamax(0.02),
+        keras.optimizers.Nadam(0.02),
+        keras.optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
+    )
+
+
+@case("`Lion`, `Lamb`, `Adafactor`, `Muon`")
+def newer_optimizers() -> Numbers:
+    return _train_each(
+        keras.optimizers.Lion(0.01),
+        keras.optimizers.Lamb(0.02),
+        keras.optimizers.Adafactor(0.05),
+        keras.optimizers.Muon(0.02),
+    )
+
+
 @case("`clipnorm`")
 def clipnorm() -> Numbers:
     return _train(keras.optimizers.SGD(0.1, clipnorm=0.3))
@@ -88,6 +122,37 @@ def mixed_precision() -> Numbers:
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=256.0)
     model.compile(optimizer, "mse")
     return a.numbers(model, a.fit(model, x, y))
+
+
+# bfloat16 keeps 8 bits, so the activations of other groups of rows differ by up to 2**-8 = 0.004 of themselves.
+@case("mixed precision with bfloat16 (to its digits)", rtol=1e-2, atol=1e-2)
+def mixed_bfloat16() -> Numbers:
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    x, y = a.regression()
+    model = a.mlp()
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return a.numbers(model, a.fit(model, x, y))
+
+
+# float64 keeps 53 bits, 1e-16: 1e-12 leaves room for sums in another order, and none for a detour through float32.
+@case(
+    "float64 (to its digits)",
+    rtol=1e-12,
+    atol=1e-13,
+    backends=("tensorflow",),
+    why_not_all="Keras multiplies matrices in float32 on PyTorch, and on JAX unless the process asks for more",
+)
+def float64() -> Numbers:
+    keras.config.set_floatx("float64")  # losses and metrics follow it, and not the policy
+    keras.config.set_dtype_policy("float64")
+    try:
+        x, y = a.regression()
+        model = a.mlp(kernel_regularizer=keras.regularizers.L2(0.1))
+        model.compile(keras.optimizers.Adam(0.05, global_clipnorm=0.5), "mse")
+        # In batches of 19 rows: a replica's share is no short fraction.
+        return a.numbers(model, a.fit(model, x, y, batch_size=19, sample_weight=a.weights()))
+    finally:
+        keras.config.set_floatx("float32")
 
 
 @case("constraints on weights")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
-
-if os.environ.get("KERAS_BACKEND") != "jax":
-    pytest.skip("needs KERAS_BACKEND=jax", allow_module_level=True)
-
-import jax
 
 import kdist
 from kdist.backends import get_backend
 from kdist.errors import DeviceError
+from tests.backends.where import in_worker
+
+if in_worker:
+    import jax
 
 
 def test_logical_cpus_are_there() -> None:

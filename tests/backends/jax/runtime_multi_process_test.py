@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from kdist.testing import WorkerPool
-
-pytest.importorskip("jax")
+from tests.processes import start_pool
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (3, 1), (2, 2)], ids=["2", "3", "2x2"])
 def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     num_workers, num_devices = request.param
-    with WorkerPool(num_workers, backend="jax", timeout=180) as pool:
+    with start_pool(num_workers, "jax") as pool:
         pool.run(_join, num_devices)
         yield pool
 

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from kdist.backends.jax.watch import Watch
 from kdist.errors import WorkerLostError
+from tests.backends.where import in_worker
+
+if in_worker:
+    from kdist.backends.jax.watch import Watch
 
 
-@pytest.fixture
-def watch():
+def _watch():
     """A watch of worker 0 that has lost worker 1, without its thread."""
     made = object.__new__(Watch)
     made._cluster = SimpleNamespace(worker_names=("worker 0", "worker 1"), worker_index=0, is_chief=True)
@@ -24,13 +26,15 @@ def watch():
     return made
 
 
-def test_who_asks_for_the_user_tells_the_user(watch):
+def test_who_asks_for_the_user_tells_the_user():
+    watch = _watch()
     with pytest.raises(WorkerLostError, match="worker 1, which has died"):
         watch.check(1)
     assert watch._explained
 
 
-def test_a_thread_that_asks_tells_nobody(watch):
+def test_a_thread_that_asks_tells_nobody():
+    watch = _watch()
     with pytest.raises(WorkerLostError, match="worker 1, which has died"):
         watch.check(1, tells=False)
     assert "worker 1" in str(watch.explain(RuntimeError("connection reset"), tells=False))

@@ -1,4 +1,4 @@
-"""A worker of the tests in `workers_multi_process_test.py`. Arguments: what happens, and to whom."""
+"""A worker of the tests in `workers_multi_process_test.py`. `WHAT` happens, and to `WHOM`: environment variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 import kdist
 
-WHAT, WHOM = sys.argv[1], int(sys.argv[2])
+WHAT, WHOM = os.environ["WHAT"], int(os.environ["WHOM"])
 
 
 def happen() -> None:
@@ -29,7 +29,7 @@ class Happens(keras.callbacks.ProgbarLogger):
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         time.sleep(0.01)  # so that it happens in the middle of an epoch
         if batch == 20:
-            print("BEGAN", time.time(), flush=True)
+            print("BEGAN", time.monotonic(), flush=True)
             if me == WHOM:
                 # From another thread, since that is what a kernel or an operator does.
                 threading.Thread(target=happen).start()

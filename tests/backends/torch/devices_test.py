@@ -1,13 +1,19 @@
-import keras
+from unittest import mock
+
 import pytest
-import torch
 
 import kdist
 from kdist.backends import get_backend
-from kdist.backends.torch import devices
 from kdist.cluster import discover
 from kdist.errors import DeviceError
 from kdist.experimental import CommunicationImplementation, CommunicationOptions
+from tests.backends.where import in_worker
+
+if in_worker:
+    import keras
+    import torch
+
+    from kdist.backends.torch import devices
 
 
 def _cluster(index, workers=2):
@@ -23,11 +29,11 @@ def test_every_cpu_is_the_one_cpu():
     assert devices.keras_device("gpu:1") == "cuda:1"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_a_gpu_that_is_not_there_is_an_error_that_says_what_is():
-    with pytest.raises(DeviceError, match=r"gpu:0.*Available: cpu:0"):
-        devices.require_devices(["gpu:0"])
-    assert devices.list_devices() == ("cpu:0",)
+    with mock.patch.object(torch.cuda, "device_count", return_value=0):
+        with pytest.raises(DeviceError, match=r"gpu:0.*Available: cpu:0"):
+            devices.require_devices(["gpu:0"])
+        assert devices.list_devices() == ("cpu:0",)
 
 
 @pytest.mark.parametrize(
@@ -39,16 +45,15 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_what_is():
         (1, 2, [("gpu:0",), ("gpu:0",)]),
     ],
 )
-def test_workers_of_a_machine_share_its_gpus(monkeypatch, gpus, workers, expected):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert [devices.devices_of_worker(_cluster(i, workers)) for i in range(workers)] == expected
+def test_workers_of_a_machine_share_its_gpus(gpus, workers, expected):
+    with mock.patch.object(torch.cuda, "device_count", return_value=gpus):
+        assert [devices.devices_of_worker(_cluster(i, workers)) for i in range(workers)] == expected
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_nccl_without_a_gpu_is_an_error_that_says_so():
     options = CommunicationOptions(implementation=CommunicationImplementation.NCCL)
     with pytest.raises(DeviceError, match="NVIDIA GPUs only"):
-        get_backend().create_runtime((), None, options)
+        get_backend().create_runtime(("cpu:0",), None, options)
 
 
 def test_the_scope_places_variables_and_random_state_travels():

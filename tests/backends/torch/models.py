@@ -8,11 +8,53 @@ from typing import Any
 
 import keras
 import numpy as np
+import torch
 
 import kdist
 
 RTOL = 1e-5
 ATOL = 1e-6
+
+
+class Twice(keras.Model):
+    """A step of the user's own with two optimisers, the second of which sees what the first has done."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(4)
+        self.second = keras.layers.Dense(2)
+        # Not known to `compile`: built in the middle of the first step.
+        self.optimizers = [keras.optimizers.Adam(0.05), keras.optimizers.SGD(0.1, momentum=0.9)]
+
+    def call(self, x):
+        return self.second(keras.ops.relu(self.first(x)))
+
+    def train_step(self, data):
+        x, y = data
+        for layer, optimizer in zip((self.first, self.second), self.optimizers, strict=True):
+            layer.zero_grad()
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+            self.zero_grad()
+            loss.backward()
+            weights = layer.trainable_weights
+            optimizer.apply([w.value.grad for w in weights], weights)
+        return {"loss": loss, "norm": keras.ops.norm(self.second.kernel.value.detach())}
+
+
+class TorchInside(keras.Model):
+    """Modules of PyTorch in a model of Keras."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(5, 8)
+        self.b = keras.layers.Dense(3)
+        self.c = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        self.modes = []
+
+    def call(self, x, training=False):
+        if kdist.get_replica_context() is not None and kdist.has_strategy():
+            self.modes.append((training, self.b.training, torch.is_grad_enabled()))
+        return self.c(self.b(torch.relu(self.a(x))))
 
 
 def mirrored(devices: int) -> kdist.MirroredStrategy:

@@ -1,14 +1,18 @@
 import gc
 import weakref
 
-import keras
 import numpy as np
 import pytest
-import torch
 
-from kdist.backends.replica import split_rows
-from kdist.backends.threads import ReplicaThreads
-from kdist.backends.torch.replicas import TorchReplica, VariableCopies
+from tests.backends.where import in_worker
+
+if in_worker:
+    import keras
+    import torch
+
+    from kdist.backends.replica import split_rows
+    from kdist.backends.threads import ReplicaThreads
+    from kdist.backends.torch.replicas import TorchReplica, VariableCopies
 
 
 def in_replicas(rows, replicas, body):

@@ -2,40 +2,28 @@ import gc
 import threading
 import weakref
 
-import keras
 import numpy as np
 import pytest
-import torch
 
 import kdist
-from tests.backends.torch.models import ATOL, RTOL, assert_same_numbers, data, mirrored, train
+from tests.backends.where import in_worker
+
+if in_worker:
+    import keras
+    import torch
+
+    from tests.backends.torch.models import (
+        ATOL,
+        RTOL,
+        TorchInside,
+        Twice,
+        assert_same_numbers,
+        data,
+        mirrored,
+        train,
+    )
 
 REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 3])
-
-
-class Twice(keras.Model):
-    """A step of the user's own with two optimisers, the second of which sees what the first has done."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = keras.layers.Dense(4)
-        self.second = keras.layers.Dense(2)
-        # Not known to `compile`: built in the middle of the first step.
-        self.optimizers = [keras.optimizers.Adam(0.05), keras.optimizers.SGD(0.1, momentum=0.9)]
-
-    def call(self, x):
-        return self.second(keras.ops.relu(self.first(x)))
-
-    def train_step(self, data):
-        x, y = data
-        for layer, optimizer in zip((self.first, self.second), self.optimizers, strict=True):
-            layer.zero_grad()
-            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
-            self.zero_grad()
-            loss.backward()
-            weights = layer.trainable_weights
-            optimizer.apply([w.value.grad for w in weights], weights)
-        return {"loss": loss, "norm": keras.ops.norm(self.second.kernel.value.detach())}
 
 
 @REPLICAS
@@ -49,20 +37,6 @@ def test_a_step_with_two_optimisers(replicas):
     _, expected = train(None, make, x, y, shuffle=False)
     _, actual = train(mirrored(replicas), make, x, y, shuffle=False)
     assert_same_numbers(actual, expected)
-
-
-class TorchInside(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Linear(5, 8)
-        self.b = keras.layers.Dense(3)
-        self.c = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-        self.modes = []
-
-    def call(self, x, training=False):
-        if kdist.get_replica_context() is not None and kdist.has_strategy():
-            self.modes.append((training, self.b.training, torch.is_grad_enabled()))
-        return self.c(self.b(torch.relu(self.a(x))))
 
 
 @REPLICAS
@@ -104,8 +78,9 @@ def test_synchronised_batch_normalization_is_that_of_one_device(replicas, rows):
 
 
 @REPLICAS
-@pytest.mark.parametrize("convert", [np.array, torch.tensor])
-def test_the_user_s_data_are_not_written_to(replicas, convert):
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_the_user_s_data_are_not_written_to(replicas, kind):
+    convert = {"array": np.array, "tensor": torch.tensor}[kind]
     # Keras multiplies sample weights with the mask in place.
     model_input = keras.Input((4,), dtype="int32")
     hidden = keras.layers.Embedding(5, 3, mask_zero=True)(model_input)

@@ -1,24 +1,14 @@
-import os
+"""Workers that are joined by torch.distributed: their messages, how they come, and how they are lost."""
+
+import contextlib
 import re
 import signal
 import socket
-import subprocess
 import sys
-import textwrap
-import time
 
 import pytest
 
-from kdist.testing import WorkerPool, free_ports
-
-# Of a process that imports Keras and PyTorch on a busy machine.
-START = 180
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(2, "torch", timeout=START) as pool:
-        yield pool
+from tests.processes import Script, local_addresses, run, start_pool, tf_config
 
 
 def _runtime():
@@ -27,7 +17,7 @@ def _runtime():
     return kdist.MultiWorkerMirroredStrategy().runtime
 
 
-def test_messages_of_any_length_are_gathered_in_order(pool):
+def test_messages_of_any_length_are_gathered_in_order():
     def gather():
         runtime = _runtime()
         sizes = [0, 1, 247, 248, 249, 5000]
@@ -40,10 +30,10 @@ def test_messages_of_any_length_are_gathered_in_order(pool):
     expected = [
         [(size * (i + 1), {i} if size else set()) for i in range(2)] for size in [0, 1, 247, 248, 249, 5000]
     ]
-    assert pool.run(gather) == [expected, expected]
+    assert run("torch", 2, gather) == [expected, expected]
 
 
-def test_variables_get_the_chief_s_values_whatever_their_dtype(pool):
+def test_variables_get_the_chief_s_values_whatever_their_dtype():
     def broadcast():
         import keras
         import numpy as np
@@ -61,11 +51,11 @@ def test_variables_get_the_chief_s_values_whatever_their_dtype(pool):
         runtime.broadcast_variables(variables)
         return [np.array(v).astype("float64").tolist() for v in variables]
 
-    first, second = pool.run(broadcast)
+    first, second = run("torch", 2, broadcast)
     assert first == second == [[[0.5] * 3] * 2, 7.0, [1.0, 1.0], [], [0.0] * 3, [1.0]]
 
 
-def test_every_worker_shuffles_as_the_chief_does_in_every_epoch(pool):
+def test_every_worker_shuffles_as_the_chief_does_in_every_epoch():
     def fit():
         import keras
         import numpy as np
@@ -95,14 +85,14 @@ def test_every_worker_shuffles_as_the_chief_does_in_every_epoch(pool):
         model.fit(x, x, batch_size=6, epochs=3, verbose=0, callbacks=[Draws()])
         return seen
 
-    first, second = pool.run(fit)
+    first, second = run("torch", 2, fit)
     for epoch in range(3):
         batches = first[2 * epoch : 2 * epoch + 2] + second[2 * epoch : 2 * epoch + 2]
         assert sorted(row for batch in batches for row in batch) == list(range(12))
     assert first[:2] != first[2:4]
 
 
-def test_predictions_of_several_outputs_and_uneven_rows(pool):
+def test_predictions_of_several_outputs_and_uneven_rows():
     def predict():
         import keras
         import numpy as np
@@ -131,10 +121,10 @@ def test_predictions_of_several_outputs_and_uneven_rows(pool):
             )
         return good
 
-    assert pool.run(predict) == [True, True]
+    assert run("torch", 2, predict) == [True, True]
 
 
-def test_a_process_joins_once(pool):
+def test_a_process_joins_once():
     def join():
         import torch.distributed as dist
 
@@ -150,56 +140,37 @@ def test_a_process_joins_once(pool):
         except kdist.errors.StrategyScopeError as error:
             return group[0] is group[1], "one cluster only" in str(error)
 
-    assert pool.run(join) == [(True, True)] * 2
+    assert run("torch", 2, join) == [(True, True)] * 2
 
 
 # Without a launcher -----------------------------------------------------------------------------------------
 
 
-class Job:
+@contextlib.contextmanager
+def job(folder, source, num_workers):
     """Processes that run one script, each with its place in `TF_CONFIG`."""
+    addresses = local_addresses(num_workers)
+    workers = []
+    try:
+        for index in range(num_workers):
+            env = {"KERAS_BACKEND": "torch", "TF_CONFIG": tf_config(addresses, index)}
+            workers.append(Script(folder, f"worker{index}", source, env))
+        yield workers, [f"worker {i} ({address})" for i, address in enumerate(addresses)]
+    finally:
+        for worker in workers:
+            worker.kill()
 
-    def __init__(self, script, num_workers, tmp_path, indices=None, ports=None, **environ):
-        path = tmp_path / "script.py"
-        path.write_text(textwrap.dedent(script))
-        ports = ports or free_ports(num_workers)
-        self.names = [f"worker {i} (127.0.0.1:{port})" for i, port in enumerate(ports)]
-        addresses = ", ".join(f'"127.0.0.1:{port}"' for port in ports)
-        self.processes = []
-        for index in range(num_workers) if indices is None else indices:
-            task = f'{{"type": "worker", "index": {index}}}'
-            variables = {"TF_CONFIG": f'{{"cluster": {{"worker": [{addresses}]}}, "task": {task}}}'}
-            variables |= {"KERAS_BACKEND": "torch", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(path), str(index)],
-                    env={**os.environ, **variables, **environ},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    cwd=os.getcwd(),
-                )
-            )
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
-    def outputs(self, timeout=START):
-        deadline = time.monotonic() + timeout
-        return [p.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for p in self.processes]
+def _output(worker):
+    return worker.stdout() + worker.stderr()
 
 
 TRAIN = """
     import faulthandler, os, sys, signal, time
     faulthandler.dump_traceback_later(150, exit=True)  # a hang shows where
     import keras, numpy as np, kdist
-    index = int(sys.argv[1])
     strategy = kdist.MultiWorkerMirroredStrategy()
+    index = strategy.runtime.worker_index
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(2)])
         model.compile("sgd", "mse")
@@ -207,7 +178,7 @@ TRAIN = """
     class Ends(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 5:
-                print("TIME", time.time(), flush=True)
+                print("TIME", time.monotonic(), flush=True)
                 if index == VICTIM:
                     HOW
 
@@ -230,34 +201,32 @@ FORK = "(os.fork() or (time.sleep(20), os._exit(0))) and os.kill(os.getpid(), si
     ids=["worker", "chief", "connections stay open", "exception", "exit"],
 )
 def test_a_lost_worker_ends_the_others_in_time_and_is_named(tmp_path, num_workers, victim, how, what):
-    with Job(TRAIN.replace("VICTIM", str(victim)).replace("HOW", how), num_workers, tmp_path) as job:
-        survivors = [p for i, p in enumerate(job.processes) if i != victim]
-        for process in survivors:
-            output, _ = process.communicate(timeout=START)
-            ended = time.time()
-            assert process.returncode == 1, output
-            assert (
-                f"WorkerLostError: The job cannot go on without {job.names[victim]}, which {what}" in output
-            )
-            assert ended - float(re.search(r"TIME (\S+)", output)[1]) < 15
-            assert "terminate called" not in output
+    source = TRAIN.replace("VICTIM", str(victim)).replace("HOW", how)
+    with job(tmp_path, source, num_workers) as (workers, names):
+        for worker in [worker for index, worker in enumerate(workers) if index != victim]:
+            assert worker.wait() == 1, _output(worker)
+            told = f"WorkerLostError: The job cannot go on without {names[victim]}, which {what}"
+            assert told in worker.stderr()
+            assert worker.ended_at - float(re.search(r"TIME (\S+)", worker.stdout())[1]) < 15
+            assert "terminate called" not in worker.stderr()
 
 
 def test_a_worker_may_end_earlier_than_another(tmp_path):
-    script = (
+    source = (
         TRAIN.replace("VICTIM", "-1").replace("HOW", "pass")
         + "    time.sleep(2 * (index > 0))\n    print('END')\n"
     )
-    with Job(script, 2, tmp_path) as job:
-        for output in job.outputs():
-            assert output.rstrip().endswith("END")
-        assert [p.returncode for p in job.processes] == [0, 0]
+    with job(tmp_path, source, 2) as (workers, _):
+        assert [worker.wait() for worker in workers] == [0, 0]
+        for worker in workers:
+            assert worker.stdout().rstrip().endswith("END")
+            assert "Traceback" not in worker.stderr()
 
 
 @pytest.fixture(scope="module")
 def strangers():
     """Processes that have not joined yet."""
-    with WorkerPool(3, "torch", timeout=START) as pool:
+    with start_pool(3, "torch") as pool:
         yield pool
 
 
@@ -282,12 +251,8 @@ def _join(addresses, indices, timeout):
         return f"{type(error).__name__}: {error}", time.monotonic() - before
 
 
-def _addresses(num_workers):
-    return [f"127.0.0.1:{port}" for port in free_ports(num_workers)]
-
-
 def test_who_does_not_come_is_named(strangers):
-    addresses = _addresses(3)
+    addresses = local_addresses(3)
     *came, _ = strangers.run(_join, addresses, [0, 1, None], 4)
     for message, _ in came:
         assert "WorkerTimeoutError: All 3 workers must come within 4 s, but worker 2" in message
@@ -296,21 +261,21 @@ def test_who_does_not_come_is_named(strangers):
 
 
 def test_a_chief_that_does_not_come_is_named(strangers):
-    addresses = _addresses(2)
+    addresses = local_addresses(2)
     (message, seconds), *_ = strangers.run(_join, addresses, [1, None, None], 2)
     assert f"but worker 0 ({addresses[0]}) did not" in message
     assert seconds < 10
 
 
 def test_two_processes_cannot_be_the_same_worker(strangers):
-    messages = [message for message, _ in strangers.run(_join, _addresses(3), [0, 1, 1], 4)]
+    messages = [message for message, _ in strangers.run(_join, local_addresses(3), [0, 1, 1], 4)]
     assert sum("ClusterConfigError: Every process must be a worker of its own" in m for m in messages) == 1
 
 
 def test_a_port_that_somebody_else_has_is_an_error_within_ten_seconds(strangers):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        answers = strangers.run(_join, [f"127.0.0.1:{port}", *_addresses(1)], [0, 1, None], 300)
+        answers = strangers.run(_join, [f"127.0.0.1:{port}", *local_addresses(1)], [0, 1, None], 300)
     for answer, words in zip(
         answers, (f"Port {port} must be free", "something that is not this job"), strict=False
     ):
@@ -320,50 +285,50 @@ def test_a_port_that_somebody_else_has_is_an_error_within_ten_seconds(strangers)
 
 
 GROUP = r"""
-    import sys, json, os
+    import json, os
     import numpy as np, keras, torch.distributed as dist, kdist
-    if len(sys.argv) > 1:
-        port = int(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][1].rpartition(":")[2])
-        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(sys.argv[1]), world_size=2)
+    config = json.loads(os.environ.get("TF_CONFIG", "{}"))  # torchrun sets none
+    if config:
+        address, rank = config["cluster"]["worker"][1], config["task"]["index"]
+        dist.init_process_group("gloo", f"tcp://{address}", rank=rank, world_size=2)
         group = dist.group.WORLD
     strategy = kdist.MultiWorkerMirroredStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.layers.Dense(2)])
+    draw = np.random.RandomState(0)
+    x, y = draw.rand(30, 4), draw.rand(30, 2)
+    def train():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         model.compile("sgd", "mse")
-    loss = model.fit(np.ones((30, 4)), np.ones((30, 2)), batch_size=8, verbose=0).history["loss"]
-    if len(sys.argv) > 1:
+        losses = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
+        return [*losses, *model.get_weights()[0].ravel()]
+    with strategy.scope():
+        mine = train()
+    np.testing.assert_allclose(mine, train(), rtol=1e-5)  # one device
+    if config:
         assert dist.group.WORLD is group
         dist.destroy_process_group()
-    print(f"LOSS {strategy.num_replicas_in_sync} {loss}\n", end="", flush=True)
+    print(f"LOSS {strategy.num_replicas_in_sync} {[float(number) for number in mine]}\n", end="", flush=True)
 """
 
 
 def test_a_process_group_that_the_user_has_made_is_taken(tmp_path):
-    with Job(GROUP, 2, tmp_path) as job:
-        outputs = [re.search(r"LOSS 2 (.*)", output)[1] for output in job.outputs()]
-        assert outputs[0] == outputs[1]
-        assert [p.returncode for p in job.processes] == [0, 0]
+    with job(tmp_path, GROUP, 2) as (workers, _):
+        assert [worker.wait() for worker in workers] == [0, 0], "\n".join(map(_output, workers))
+        first, second = [re.search(r"LOSS 2 (.*)", worker.stdout())[1] for worker in workers]
+        assert first == second
 
 
 def test_torchrun_starts_it_too(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(GROUP))
+    host, port = local_addresses(1)[0].split(":")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_ports(1)[0]), str(path)]
-    environ = {**os.environ, "KERAS_BACKEND": "torch", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    process = subprocess.Popen(
-        command,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    command += ["--master-addr", host, "--master-port", port]
+    torchrun = Script(tmp_path, "script", GROUP, {"KERAS_BACKEND": "torch"}, command)
     try:
-        output, _ = process.communicate(timeout=START)
+        assert torchrun.wait(150) == 0, _output(torchrun)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    losses = re.findall(r"LOSS 2 (.*)", output)
-    assert len(losses) == 2, output
+        if torchrun.exit_code is None:
+            torchrun.process.send_signal(signal.SIGTERM)  # it ends its workers, too
+            torchrun.wait(20)
+    losses = re.findall(r"LOSS 2 (.*)", torchrun.stdout())
+    assert len(losses) == 2, _output(torchrun)
     assert losses[0] == losses[1]

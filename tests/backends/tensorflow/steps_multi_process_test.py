@@ -1,0 +1,147 @@
+"""Steps on TensorFlow: how often they are traced, what enters them, functions that replicas call."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.processes import run, strategy
+
+pytestmark = pytest.mark.xdist_group("pool-tensorflow")
+
+
+def count_traces():
+    import keras
+
+    traces = []
+
+    class Counting(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            traces.append(data[0].shape)
+            return super().train_step(data)
+
+    x, y = np.random.randn(38, 3).astype("float32"), np.random.randn(38, 1).astype("float32")
+    with strategy(3).scope():
+        model = Counting()
+        model.compile("sgd", "mse")
+    model.fit(x, y, batch_size=16, verbose=0)
+    after_fit = len(traces)
+    for rows in (38, 7, 2):
+        model.fit(x[:rows], y[:rows], batch_size=rows, verbose=0)
+    model.fit(x.astype("float64"), y, batch_size=16, verbose=0)
+    return after_fit, len(traces), {shape[0] for shape in traces}
+
+
+def test_a_step_is_traced_once_for_any_number_of_rows():
+    # Once a replica, and twice where TensorFlow makes variables in the first trace; not again for other rows.
+    ((after_fit, at_the_end, rows),) = run("tensorflow", 1, count_traces)
+    assert after_fit in (3, 6)
+    assert at_the_end in (after_fit, after_fit + 3)  # Keras may make float32 of float64 before the step
+    assert rows == {None}
+
+
+def convert():
+    import numpy as np
+    import scipy.sparse
+    import tensorflow as tf
+
+    from kdist.backends.tensorflow.steps import as_tensor
+
+    wide = np.arange(24, dtype="float32").reshape(4, 6)
+    found = {}
+    for name, array in {"whole": wide, "columns": wide[:, ::2], "turned": wide.T, "empty": wide[:0]}.items():
+        expected, tensor = array.copy(), as_tensor(array)
+        found[name] = (tensor.dtype == array.dtype, np.array_equal(tensor.numpy(), expected))
+    tensor = as_tensor(wide)
+    wide[:] = -1
+    found["its own"] = bool(tf.reduce_all(tensor >= 0))
+    big_endian = as_tensor(np.arange(3, dtype=">f4"))
+    found["big endian"] = big_endian.numpy().tolist()
+    unordered = scipy.sparse.coo_matrix(([5.0, 7.0, 9.0], ([2, 0, 2], [1, 3, 0])), (3, 4))
+    sparse = as_tensor(unordered)
+    found["sparse"] = np.array_equal(tf.sparse.to_dense(sparse).numpy(), unordered.toarray())
+    found["indices"] = sparse.indices.numpy().tolist()
+    return found
+
+
+def test_arrays_of_any_layout_become_tensors_of_their_own():
+    (found,) = run("tensorflow", 1, convert)
+    for name in ("whole", "columns", "turned", "empty"):
+        assert found[name] == (True, True), name
+    assert found["its own"]
+    assert found["big endian"] == [0.0, 1.0, 2.0]
+    assert found["sparse"]
+    assert found["indices"] == [[0, 3], [2, 0], [2, 1]]
+
+
+def call_functions():
+    import keras
+    import tensorflow as tf
+
+    import kdist
+
+    traces = []
+
+    @tf.function
+    def decorated(x):
+        traces.append(x.dtype)
+        if tf.reduce_sum(x) > 100.0:  # for AutoGraph
+            x = -x
+        return kdist.get_replica_context().all_reduce("SUM", x)
+
+    def plain(x):
+        return decorated(x) + 1.0
+
+    mine = strategy(2)
+
+    def values(low):
+        return mine.experimental_distribute_values_from_function(
+            lambda context: tf.constant([low + context.replica_id_in_sync_group])
+        )
+
+    def numbers(result):
+        return [float(keras.ops.squeeze(part)) for part in mine.experimental_local_results(result)]
+
+    found = [numbers(mine.run(decorated, args=(values(low),))) for low in (1.0, 3.0, 101.0)]
+    before = len(traces)
+    outer = tf.function(lambda v: mine.run(plain, args=(v,)))
+    return found, before, numbers(outer(values(1.0)))
+
+
+def test_replicas_call_functions_that_reduce():
+    # TensorFlow itself refuses to reduce in a `tf.function` that a replica calls.
+    ((found, traces, inside),) = run("tensorflow", 1, call_functions)
+    assert found == [[3.0, 3.0], [7.0, 7.0], [-203.0, -203.0]]
+    assert traces == 2  # once a replica, and not at each call
+    assert inside == [4.0, 4.0]
+
+
+def name_devices():
+    from kdist.backends import get_backend
+    from kdist.errors import DeviceError
+
+    backend = get_backend()
+    errors = []
+    for names in (["gpu:7"], [f"cpu:{i}" for i in range(9)]):
+        try:
+            backend.require_devices(names)
+            errors.append("")
+        except DeviceError as error:
+            errors.append(str(error))
+    found = backend.require_devices(["/job:localhost/replica:0/task:0/device:CPU:2", "cpu:0"])
+    return backend.list_devices("cpu"), found, errors
+
+
+def test_devices_are_named_as_tensorflow_names_them_and_cannot_be_added_later():
+    ((cpus, found, (missing, too_late)),) = run("tensorflow", 1, name_devices)
+    assert cpus == ("cpu:0", "cpu:1", "cpu:2")
+    assert found == ("cpu:2", "cpu:0")
+    assert "gpu:7" in missing and "cpu:2" in missing
+    assert "before TensorFlow" in too_late

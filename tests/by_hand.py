@@ -1,0 +1,73 @@
+"""A linear model on a few rows, whose training can be computed by hand: an oracle that needs no framework.
+
+Scripts in processes of their own train it; the tests themselves only compute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+ROWS, BATCH = 20, 8  # 3 steps an epoch, the last of 4 rows
+STEPS = 3
+RATE, MOMENTUM = 0.01, 0.9
+
+
+def rows() -> tuple[np.ndarray, np.ndarray]:
+    """What is trained on: no two rows are alike, and none is fitted exactly."""
+    random = np.random.RandomState(11)
+    x = random.randn(ROWS, 3).astype("float32")
+    return x, (x @ [[1.5], [-2.0], [0.5]] + random.randn(ROWS, 1)).astype("float32")
+
+
+def start() -> list[np.ndarray]:
+    """The weights before the first step: kernel and bias."""
+    return [np.array([[0.3], [-0.7], [1.1]], "float32"), np.array([0.25], "float32")]
+
+
+def weights(epochs: int) -> list[float]:
+    """The weights after so many epochs in the order of the rows: stochastic gradient descent with momentum."""
+    x, y = (part.astype("float64") for part in rows())
+    kernel, bias = (part.astype("float64") for part in start())
+    velocities = [0.0 * kernel, 0.0 * bias]
+    for _ in range(epochs):
+        for first in range(0, ROWS, BATCH):
+            batch, labels = x[first : first + BATCH], y[first : first + BATCH]
+            error = 2 * (batch @ kernel + bias - labels) / len(batch)
+            for index, gradient in enumerate((batch.T @ error, error.sum(0))):
+                velocities[index] = MOMENTUM * velocities[index] - RATE * gradient
+            kernel, bias = kernel + velocities[0], bias + velocities[1]
+    return [*kernel[:, 0].tolist(), *bias.tolist()]
+
+
+def model(is_true: bool = True) -> Any:
+    """The compiled model. To be called in a strategy's scope.
+
+    Args:
+        is_true: Whether it starts where the computation by hand does; else far away from there.
+    """
+    import keras
+
+    made = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    made.compile(keras.optimizers.SGD(RATE, momentum=MOMENTUM), "mse")
+    made.set_weights([part if is_true else part * 0 + 50 for part in start()])
+    return made
+
+
+def fit(made: Any, epochs: int, *callbacks: Any) -> None:
+    """Trains it on all rows, in their order."""
+    x, y = rows()
+    made.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+
+def show(made: Any) -> str:
+    """The weights as a line that `shown` reads."""
+    values = [value for part in made.get_weights() for value in np.ravel(part).tolist()]
+    return "WEIGHTS " + " ".join(map(repr, values))
+
+
+def shown(output: str) -> list[list[float]]:
+    """The weights in each line of an output that `show` has made."""
+    lines = [line.partition("WEIGHTS ")[2] for line in output.splitlines() if "WEIGHTS " in line]
+    return [[float(word) for word in line.split()] for line in lines]

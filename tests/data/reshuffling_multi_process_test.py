@@ -1,0 +1,91 @@
+"""`tf.data` pipelines that shuffle anew in each epoch, on two workers: tf.data's own order, each row once an epoch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.processes import each_backend, run, strategy
+
+ROWS, EPOCHS = 22, 3  # in batches of 4, with a last one of 2
+
+
+def pipeline(reshuffles):
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.range(1, ROWS + 1).map(lambda i: tf.cast(i, tf.float32)[None])
+    return rows.shuffle(ROWS, seed=3, reshuffle_each_iteration=reshuffles).batch(4)
+
+
+def own_orders(reshuffles):
+    """The batches of each epoch, as TensorFlow itself gives them."""
+    dataset = pipeline(reshuffles)
+    return [[batch.numpy() for batch in dataset] for _ in range(EPOCHS)]
+
+
+def iterate(reshuffles):
+    import keras
+
+    distributed = strategy().experimental_distribute_dataset(pipeline(reshuffles))
+    return [
+        [
+            np.concatenate([keras.ops.convert_to_numpy(part) for part in local_parts(batch)])
+            for batch in distributed
+        ]
+        for _ in range(EPOCHS)
+    ]
+
+
+def local_parts(batch):
+    return strategy().experimental_local_results(batch)
+
+
+def fit(reshuffles):
+    """What training leaves: the weights of two workers, of one device, and of one without another order."""
+    import keras
+
+    def trained(scope, data, **arguments):
+        keras.utils.set_random_seed(5)
+        with scope:
+            model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.001), "mse")
+        model.fit(data, epochs=EPOCHS, verbose=0, **arguments)
+        return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
+
+    def target(rows):
+        return 3.0 / rows  # no line goes through these: the order of the rows stays visible
+
+    import contextlib
+
+    orders = own_orders(reshuffles)
+    batches = [(rows, target(rows)) for epoch in orders for rows in epoch]
+    again = [(rows, target(rows)) for _ in orders for rows in orders[0]]
+    steps = {"steps_per_epoch": len(orders[0])}
+    return (
+        trained(strategy().scope(), pipeline(reshuffles).map(lambda rows: (rows, target(rows)))),
+        trained(contextlib.nullcontext(), iter(batches), **steps),
+        trained(contextlib.nullcontext(), iter(again), **steps),
+    )
+
+
+@each_backend
+@pytest.mark.parametrize("reshuffles", [True, False])
+def test_each_epoch_has_the_order_of_tf_data_and_each_row_once(backend, reshuffles):
+    orders = run(backend, 2, own_orders, reshuffles)[0]
+    first, second = run(backend, 2, iterate, reshuffles)
+    for epoch, own in enumerate(orders):
+        delivered = [np.concatenate(parts) for parts in zip(first[epoch], second[epoch], strict=True)]
+        assert [len(batch) for batch in delivered] == [4, 4, 4, 4, 4, 2]
+        assert [batch.tolist() for batch in delivered] == [batch.tolist() for batch in own]
+        assert sorted(np.concatenate(delivered)[:, 0]) == list(range(1, ROWS + 1))
+    different = {tuple(np.concatenate(epoch)[:, 0]) for epoch in orders}
+    assert len(different) == (EPOCHS if reshuffles else 1)
+
+
+@each_backend
+def test_fit_trains_in_the_orders_of_tf_data(backend):
+    for reshuffles in (True, False):
+        for workers, one_device, same_order in run(backend, 2, fit, reshuffles):
+            np.testing.assert_allclose(workers, one_device, 1e-5)
+            # The numbers see the order: with that of the first epoch again, they are others.
+            assert np.allclose(one_device, same_order, 1e-4) != reshuffles

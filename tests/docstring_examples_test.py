@@ -1,0 +1,68 @@
+"""The examples in kdist's docstrings run, all of them, and where they are few there is no module without."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import kdist.cluster
+import kdist.launch
+import kdist.testing
+from tests.environment import ROOT
+from tests.processes import run
+
+# How many lines of examples each module has, as its text says.
+EXAMPLES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): number
+    for path in sorted((ROOT / "kdist").rglob("*.py"))
+    if (number := sum(line.lstrip().startswith(">>> ") for line in path.read_text("utf-8").splitlines()))
+}
+# These import Keras, which this process must not.
+NEED_KERAS = ("kdist.backends.replica", "kdist.data.numpy_dataset", "kdist.data.rows")
+MODULES = [
+    f"{package.__name__}.{module.name}"
+    for package in (kdist.cluster, kdist.launch, kdist.testing)
+    for module in pkgutil.iter_modules(package.__path__)
+    if not module.ispkg and not module.name.startswith("_")
+]
+
+
+def results_of(name):
+    found = doctest.testmod(importlib.import_module(name))
+    return found.failed, found.attempted
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in NEED_KERAS])
+def test_examples(name):
+    assert results_of(name) == (0, EXAMPLES[name]), "failed and run, against the lines that are written"
+
+
+def test_examples_that_need_keras():
+    found = run("torch", 1, lambda names: [results_of(name) for name in names], NEED_KERAS)[0]
+    assert found == [(0, EXAMPLES[name]) for name in NEED_KERAS]
+
+
+def test_the_package_explains_itself_with_examples():
+    # What reads variables and addresses is shown by examples; the strategies are shown in the pages.
+    assert len(EXAMPLES) >= 30 and sum(EXAMPLES.values()) >= 130
+    silent = {"errors", "sources"}  # a class each, and protocols
+    in_cluster = {name.rpartition(".")[2] for name in MODULES if name.startswith("kdist.cluster.")}
+    assert in_cluster - silent == {
+        name.rpartition(".")[2] for name in EXAMPLES if name.startswith("kdist.cluster.")
+    }
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_say_what_they_are(name):
+    assert importlib.import_module(name).__doc__
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if "testing" not in name])
+def test_public_functions_are_documented(name):
+    module = importlib.import_module(name)
+    for public, value in vars(module).items():
+        if not public.startswith("_") and getattr(value, "__module__", None) == name and callable(value):
+            assert value.__doc__, f"{name}.{public}"

@@ -1,0 +1,122 @@
+"""What passes plainly and no longer in a scope, held against the list of known failures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+BEGUN = "begun"
+
+
+class Outcome(NamedTuple):
+    """How a test ended, the last line of its error, and how long it took."""
+
+    outcome: str
+    line: str = ""
+    seconds: float = 0.0
+
+
+class Known(NamedTuple):
+    """A failure that is known, and why it is left so."""
+
+    backend: str
+    test: str
+    reason: str
+
+
+@dataclasses.dataclass
+class Comparison:
+    """One backend's tests, plainly and in a scope.
+
+    Attributes:
+        lost: What passes plainly and not in a scope, with what it says there.
+        new: Those of them that are not known.
+        mended: What is known to fail in a scope, and passes there now.
+        gone: What is known to fail in a scope, and does not pass plainly: not there any more, or skipped.
+    """
+
+    backend: str
+    plain: Mapping[str, Outcome]
+    scoped: Mapping[str, Outcome]
+    known: Mapping[str, Known]
+
+    def __post_init__(self) -> None:
+        passed = [test for test, outcome in self.plain.items() if outcome.outcome == "passed"]
+        after = {test: self.scoped.get(test, Outcome("not collected")) for test in passed}
+        self.lost = {test: outcome for test, outcome in after.items() if outcome.outcome != "passed"}
+        self.new = {test: outcome for test, outcome in self.lost.items() if test not in self.known}
+        self.mended = [test for test in self.known if test in after and test not in self.lost]
+        self.gone = [test for test in self.known if test not in after]
+
+    def row(self) -> tuple[str, ...]:
+        """Returns the backend's row of the table."""
+        counts = Counter(outcome.outcome for outcome in self.plain.values())
+        other = len(self.plain) - counts["passed"] - counts["skipped"]
+        minutes = [sum(o.seconds for o in run.values()) / 60 for run in (self.plain, self.scoped)]
+        numbers = (counts["passed"], counts["skipped"], other, len(self.lost), len(self.new))
+        return (self.backend, *map(str, numbers), *(f"{each:.1f}" for each in minutes))
+
+
+def read_results(path: Path) -> dict[str, Outcome]:
+    """Returns the outcome of each test in a file of results; a test that began and did not end has `BEGUN`."""
+    outcomes = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            outcomes[entry["test"]] = Outcome(entry["outcome"], entry["line"], entry["seconds"])
+    return outcomes
+
+
+def read_known(text: str) -> list[Known]:
+    """Reads the list of known failures: a line with a reason, then an indented line for each backend and test."""
+    reason, known = "", []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        if not line[0].isspace():
+            reason = line.strip()
+            continue
+        backend, _, test = line.strip().partition(" ")
+        if not reason or not test:
+            raise ValueError(
+                f"Line {number} must be `    backend test`, below a line with a reason: {line!r}"
+            )
+        known.append(Known(backend, test, reason))
+    return known
+
+
+def table(rows: Iterable[tuple[str, ...]]) -> str:
+    """Returns the rows below their heads, in columns."""
+    heads = ("backend", "passed", "skipped", "failed", "lost in scope", "new", "min plain", "min scope")
+    lines = [heads, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def report(comparisons: Iterable[Comparison]) -> str:
+    """Returns the table, then the names of what is new, what is known, and what is known but passes."""
+    comparisons = list(comparisons)
+    parts = [table(comparison.row() for comparison in comparisons)]
+    for each in comparisons:
+        absent = {test: o for test, o in each.plain.items() if o.outcome == "not collected"}
+        old = {test: outcome for test, outcome in each.lost.items() if test in each.known}
+        named = {
+            "new": each.new,
+            "known": old,
+            "not collected": absent,
+            "known, but passes now: take it off the list": dict.fromkeys(each.mended),
+            "known, but does not pass plainly": dict.fromkeys(each.gone),
+        }
+        for title, tests in named.items():
+            if tests:
+                parts.append(f"\n{each.backend}, {title} ({len(tests)}):")
+                parts += [f"  {test}" + _said(outcome) for test, outcome in sorted(tests.items())]
+    return "\n".join(parts)
+
+
+def _said(outcome: Outcome | None) -> str:
+    return f"\n      {outcome.outcome}: {outcome.line[:200]}" if outcome else ""

@@ -1,0 +1,70 @@
+"""`kdist demo` as it is: the digits, plain Keras, two workers; and what it says if the numbers differ."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kdist import demo
+from tests.processes import Script
+
+
+@pytest.mark.skipif(
+    demo.importlib.util.find_spec("sklearn") is None,
+    reason="the digits are scikit-learn's, which is not there",
+)
+def test_two_workers_train_what_one_device_trains(tmp_path: Path) -> None:
+    arguments = ["demo", "--backend", "jax", "--num-workers", "2", "--epochs", "6"]
+    source = f"import sys\nfrom kdist.launch.main import main\nsys.exit(main({arguments!r}))\n"
+    script = Script(tmp_path, "demo", source, {})
+    try:
+        assert script.wait(480) == 0, script.stdout() + script.stderr()
+    finally:
+        script.kill()
+    out = script.stdout()
+    rows = dict(
+        re.findall(r"^  (test loss|test accuracy|largest weight difference) +(.*)$", out, re.MULTILINE)
+    )
+    one, two = map(float, rows["test loss"].split())
+    assert 0 < one < 0.5
+    assert two == pytest.approx(one, rel=1e-3)
+    assert float(rows["largest weight difference"]) < 1e-3
+    assert all(float(percent.rstrip("%")) > 95 for percent in rows["test accuracy"].split())
+    assert out.endswith("The runs agree: 2 workers trained the network that one device trains.\n")
+    assert "[worker 1]" in out + script.stderr() or "[worker 0]" in out, "two processes have trained"
+
+
+RESULT = {"loss": 0.1, "accuracy": 0.97, "steps_per_second": 10.0, "weights": [[[0.5, 1.0]], [0.25]]}
+CHANGES: list[tuple[dict[str, Any], int, str]] = [
+    ({}, 0, "The runs agree: 3 workers"),
+    ({"weights": [[[0.5, 1.002]], [0.25]]}, 1, "The runs DISAGREE"),
+    ({"loss": 0.102}, 1, "The runs DISAGREE"),
+    ({"accuracy": 0.94}, 1, "The runs agree: 3 workers"),
+]
+
+
+@pytest.mark.parametrize(("change", "code", "verdict"), CHANGES)
+def test_what_it_says_of_two_results(
+    change: dict[str, Any], code: int, verdict: str, monkeypatch: Any, capsys: Any
+) -> None:
+    results = iter([RESULT, RESULT | change])
+    calls = []
+
+    def run(options: Any, num_workers: int, result: Path, *flags: str) -> dict[str, Any]:
+        calls.append((num_workers, flags))
+        return next(results)
+
+    monkeypatch.setattr(demo, "_run", run)
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: name)
+    assert demo.main(["--num-workers", "3"]) == code
+    assert verdict in capsys.readouterr().out
+    assert calls == [(1, ("--plain",)), (3, ())]
+
+
+def test_it_needs_scikit_learn(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    assert demo.main([]) == 2
+    assert "pip install 'kdist[demo]'" in capsys.readouterr().err

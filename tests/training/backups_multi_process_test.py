@@ -1,0 +1,288 @@
+"""When `BackupAndRestore` saves by the clock, what a damaged backup does, and how a termination is noticed.
+
+Clocks are replaced, so that it is known after which step something is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import by_hand
+from tests.processes import run, strategy
+
+EPOCHS = 10
+ALL_STEPS = EPOCHS * by_hand.STEPS
+
+
+def on(*backends: str) -> Any:
+    """Runs a test on some backends: what it is about is the same on all, and each has its turn."""
+    marked = [pytest.param(name, marks=pytest.mark.xdist_group(f"pool-{name}")) for name in backends]
+    return pytest.mark.parametrize("backend", marked)
+
+
+class Interrupted(Exception):
+    """Stands for whatever ends a job."""
+
+
+class Clock:
+    """A clock that goes on with the steps of the training, on each worker in its own way."""
+
+    def __init__(self, start: float, seconds: float) -> None:
+        self.now, self.seconds = start, seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def fit(
+    folder: str, ends_after: int | None = None, is_true: bool = True, act: Any = None, **backup: Any
+) -> Any:
+    """Trains on all workers of the pool, with backups.
+
+    Args:
+        folder: Of the backups.
+        ends_after: The step after which the job is interrupted.
+        is_true: Whether the model starts where it should; else all that is right was restored.
+        act: Called after each step, with its number and the clock of this worker, before it can be saved.
+        **backup: Arguments of `BackupAndRestore`.
+
+    Returns:
+        The weights; the steps that were taken, from 0; and the steps after which a backup was made, from 1.
+    """
+    import keras
+
+    import kdist
+    from kdist.training import backup as backup_module
+    from kdist.training import meetings, preemption
+
+    index = int(os.environ["RANK"])
+    clock = Clock(1000.0 * index, 1.0 + 2 * index)
+    taken: list[int] = []
+    saved: list[int] = []
+
+    class Steps(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            taken.append(self.epoch * by_hand.STEPS + batch)
+            clock.now += clock.seconds
+            if act is not None:
+                act(taken[-1] + 1, clock)
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if taken[-1] + 1 == ends_after:
+                raise Interrupted
+
+    class Backup(kdist.callbacks.BackupAndRestore):
+        def _save(self) -> None:
+            super()._save()
+            saved.append(taken[-1] + 1)
+
+        def wait(self) -> None:
+            self._manager.wait()
+
+    with strategy().scope():
+        model = by_hand.model(is_true)
+    backups = Backup(folder, **backup)
+    times = [(module, module.time) for module in (backup_module, meetings, preemption)]
+    try:
+        for module, _ in times:
+            module.time = clock
+        by_hand.fit(model, EPOCHS, Steps(), backups, Stop())
+    except Interrupted:
+        backups.wait()
+    finally:
+        for module, time in times:
+            module.time = time
+    return [float(v) for part in model.get_weights() for v in np.ravel(part)], taken, saved
+
+
+def in_worker_by_the_clock(folder: str) -> Any:
+    first = fit(folder, 25, save_freq=None, every_seconds=10)
+    again = fit(folder, is_true=False, save_freq=None, every_seconds=10)
+    both = fit(f"{folder}-both", save_freq=7, every_seconds=10)
+    return first, again, both
+
+
+@on("jax", "torch")
+def test_backups_by_the_clock_of_the_chief(backend: str, tmp_path: Path) -> None:
+    # A step takes a second of the chief's clock and three of the other one's.
+    for first, again, both in run(backend, 2, in_worker_by_the_clock, str(tmp_path / "backup")):
+        assert first[1:] == (list(range(25)), [10, 20])
+        assert again[1:] == (list(range(20, ALL_STEPS)), [30]), "it goes on from the last backup"
+        assert both[2] == [7, 14, 21, 28], "each backup sets the clock back"
+        for weights, *_ in (again, both):
+            np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
+
+
+# Damaged backups ----------------------------------------------------------------------------------------------
+
+
+def damage(path: Path, how: str) -> None:
+    """Does to a backup what disks and people do."""
+    shard = min(path.glob("shard-*-of-*.safetensors"))
+    if how == "byte":
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+    elif how == "cut":
+        os.truncate(shard, shard.stat().st_size // 2)
+    elif how == "gone":
+        shard.unlink()
+    else:
+        index = path / "index.json"
+        os.truncate(index, index.stat().st_size // 2)
+
+
+def in_worker_damaged(folder: str, how: str) -> Any:
+    import kdist
+
+    index = int(os.environ["RANK"])
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    own = f"{folder}/own-{index}"
+    first = fit(f"{folder}/shared", 9, save_freq=2)
+    fit(own, 9, save_freq=2)
+    if index == 1:
+        newest = [kdist.latest_checkpoint(name) for name in (f"{folder}/shared", own)]
+        shutil.copytree(f"{folder}/shared", f"{folder}/lost")
+        for path in (*newest, *Path(f"{folder}/lost").iterdir()):
+            damage(Path(str(path)), how)
+    kdist.barrier()
+    logging.getLogger("kdist").addHandler(handler)
+    try:
+        found = [fit(name, is_true=False, save_freq=100) for name in (f"{folder}/shared", own)]
+        found.append(fit(f"{folder}/lost", save_freq=100))
+    finally:
+        logging.getLogger("kdist").removeHandler(handler)
+    return first, found, [text for text in warnings if "backup before it" in text]
+
+
+PAIRS = [("byte", "torch"), ("cut", "jax"), ("gone", "torch"), ("index", "torch")]
+
+
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [pytest.param(*pair, marks=pytest.mark.xdist_group(f"pool-{pair[1]}")) for pair in PAIRS],
+)
+def test_a_damaged_backup_does_no_harm(how: str, backend: str, tmp_path: Path) -> None:
+    for first, found, warnings in run(backend, 2, in_worker_damaged, str(tmp_path), how):
+        assert first[2] == [2, 4, 6, 8]
+        shared, own, lost = found
+        # The newest one is damaged for all; for one worker alone, where each has a folder; and both are.
+        assert [steps for _, steps, _ in found] == [list(range(n, ALL_STEPS)) for n in (6, 6, 0)]
+        for weights, *_ in (shared, own, lost):
+            np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
+        assert len(warnings) == 4, warnings
+        assert all("ckpt-4" in text for text in warnings[:3])
+
+
+# Termination --------------------------------------------------------------------------------------------------
+
+
+class Left(Exception):
+    """Raised by `exit_fn`, in place of the end of the process."""
+
+
+def leave() -> None:
+    raise Left
+
+
+def in_worker_grace(folder: str) -> Any:
+    """SIGTERM on one worker, which may go on for 30 seconds of its clock."""
+    import kdist
+
+    config = kdist.experimental.TerminationConfig(exit_fn=leave, grace_period=30)
+    backup = {"save_freq": None, "termination_config": config}
+    taken: list[int] = []
+
+    def terminate(step: int, clock: Clock) -> None:
+        taken.append(step)
+        if step == 4 and clock.seconds > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Left):
+        fit(folder, act=terminate, **backup)
+    saved = [path.name for path in Path(folder).glob("ckpt-*")]
+    kdist.barrier()
+    return taken, saved, fit(folder, is_true=False, **backup)
+
+
+@on("tensorflow", "torch")
+def test_training_goes_on_until_the_grace_period_has_run_out(backend: str, tmp_path: Path) -> None:
+    # Three seconds a step on that worker: ten steps, and all save after the same one.
+    for taken, saved, (weights, rest, _) in run(backend, 2, in_worker_grace, str(tmp_path / "backup")):
+        assert taken == list(range(1, 15))
+        assert saved == ["ckpt-1"]
+        assert rest == list(range(14, ALL_STEPS))
+        np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
+
+
+def in_worker_watcher(folder: str) -> Any:
+    """A function says that this worker will be terminated, and another one saves."""
+    import threading
+
+    import kdist
+    from kdist.training import preemption
+
+    index = int(os.environ["RANK"])
+    near, asked, saved = threading.Event(), threading.Event(), []
+    taken: list[int] = []
+
+    def is_near() -> bool:
+        if near.is_set():
+            asked.set()
+        return near.is_set() and index == 1
+
+    def wait_for_notice(step: int, clock: Clock) -> None:
+        taken.append(step)
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        if step == 5:
+            near.set()
+            assert asked.wait(30)
+            while index == 1 and watches[0]._noticed is None:
+                os.sched_yield()
+
+    handlers: list[Any] = [signal.getsignal(signal.SIGTERM)]
+    watches: list[Any] = []
+    init = preemption.TerminationWatch.__init__
+
+    def noted(self: Any, *args: Any) -> None:
+        watches.append(self)
+        init(self, *args)
+
+    config = kdist.experimental.TerminationConfig(
+        termination_watcher_fn=is_near, exit_fn=leave, save_fn=lambda: saved.append(taken[-1])
+    )
+    preemption._LOOK_SECONDS, before = 0.02, preemption._LOOK_SECONDS
+    preemption.TerminationWatch.__init__ = noted  # type: ignore[method-assign]
+    try:
+        with pytest.raises(Left):
+            fit(folder, act=wait_for_notice, save_freq=None, termination_config=config)
+    finally:
+        preemption._LOOK_SECONDS = before
+        preemption.TerminationWatch.__init__ = init  # type: ignore[method-assign]
+    kdist.barrier()
+    return taken, saved, len(set(handlers)), Path(folder).exists()
+
+
+@on("jax")
+def test_a_watcher_says_so_and_save_fn_saves(backend: str, tmp_path: Path) -> None:
+    for taken, saved, num_handlers, has_backup in run(
+        backend, 2, in_worker_watcher, str(tmp_path / "backup")
+    ):
+        assert taken == [1, 2, 3, 4, 5]
+        assert saved == [5], "in place of the checkpoint's own"
+        assert not has_backup
+        assert num_handlers == 1, "SIGTERM means what it meant before"
