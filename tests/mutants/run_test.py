@@ -44,7 +44,9 @@ def test_every_mutant_applies_to_this_tree(path: Path) -> None:
         if file.startswith("tests/"):
             assert (run.ROOT / file).exists(), f"{file} has another name now."
             name = test.partition("[")[0]
-            assert not name or f"def {name}(" in (run.ROOT / file).read_text("utf-8"), f"{file} has no {name}."
+            assert not name or f"def {name}(" in (run.ROOT / file).read_text("utf-8"), (
+                f"{file} has no {name}."
+            )
 
 
 def test_there_are_mutants() -> None:
