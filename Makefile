@@ -40,7 +40,7 @@ mutants: .venv/ready
 
 # Keras's own tests, plainly and in a scope: make keras-tests KERAS_REPO=path of its repository at v3.15.1
 keras-tests: .venv/ready
-	.venv/bin/python tests/keras_suite/run.py $(KERAS_REPO)
+	.venv/bin/python -m tests.keras_suite.run $(KERAS_REPO)
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .

@@ -5,6 +5,8 @@
 Keras's tests of trainers, callbacks, optimisers (loss scaling among them), metrics and saving run against the
 installed Keras, each backend plainly and with every test inside `kdist.MirroredStrategy(["cpu:0", "cpu:1"])`'s
 scope, in processes of their own. Fails if a test that passes plainly fails in a scope and is not in `known.txt`.
+`--quick` runs plainly only what does not pass in the scope; it takes what passes there to pass plainly, too.
+The results of every test and pytest's output stay in `build/keras_suite`.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ import tarfile
 import time
 from pathlib import Path
 
-from tests.keras_suite.comparison import BEGUN, Comparison, Outcome, read_known, read_results, report
 from tests.environment import clean_environment
+from tests.keras_suite.comparison import BEGUN, Comparison, Outcome, read_known, read_results, report
 
 BACKENDS = ("jax", "torch", "tensorflow")
 FOLDERS = ("trainers", "callbacks", "optimizers", "metrics", "saving", "legacy/saving")
