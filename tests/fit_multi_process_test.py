@@ -196,10 +196,12 @@ def test_without_a_seed_the_chiefs_weights_and_order_count(backend):
     assert min(abs(np.array(possible) / results[0][3][0] - 1)) < 1e-4, "training did not start from the chief"
 
 
-def in_worker_permutation():
+def in_worker_permutation(batch_size, differ=False):
     """Which rows each global batch has: a model without weights that count reports the sum of its rows."""
     import keras
 
+    if differ:
+        keras.utils.set_random_seed(100 + rank())
     with strategy().scope():
         model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
         model.compile(keras.optimizers.SGD(0.0), lambda y, p: keras.ops.mean(y, axis=-1) + 0 * p[..., 0])
@@ -211,14 +213,14 @@ def in_worker_permutation():
 
         def on_train_batch_end(self, batch, logs=None):
             total = float(logs["loss"]) * (batch + 1)  # the log is the mean over the epoch so far
-            sums.append(round(total - self.total))
+            sums.append(round((total - self.total) * batch_size))
             self.total = total
 
     y = 2.0 ** np.arange(12)[:, None]
     model.fit(
         np.ones((12, 1), "float32"),
         y.astype("float32"),
-        batch_size=1,
+        batch_size=batch_size,
         epochs=2,
         verbose=0,
         callbacks=[Sums()],
@@ -228,7 +230,7 @@ def in_worker_permutation():
 
 @each_backend
 def test_shuffle_is_a_permutation_the_same_one_on_all_workers(backend):
-    one, two = run(backend, 2, in_worker_permutation)
+    one, two = run(backend, 2, in_worker_permutation, 1)
     assert one == two
     orders = [one[:12], one[12:]]
     for order in orders:
@@ -236,6 +238,15 @@ def test_shuffle_is_a_permutation_the_same_one_on_all_workers(backend):
         assert order != sorted(order)
     # Keras on TensorFlow repeats its order in each epoch where a seed is set, and the workers share one.
     assert (orders[0] != orders[1]) == (backend != "tensorflow")
+
+
+@each_backend
+def test_workers_that_draw_other_numbers_have_one_order(backend):
+    # Each worker has one row of two: in orders of their own, some rows would come twice and others never.
+    one, two = run(backend, 2, in_worker_permutation, 2, True)
+    assert one == two
+    for order in (one[:6], one[6:]):
+        assert sum(order) == 2**12 - 1 and all(total.bit_count() == 2 for total in order)
 
 
 def in_worker_masks(seed):

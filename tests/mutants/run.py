@@ -171,8 +171,6 @@ def apply(patch: Path, tree: Path, check: bool = False) -> str | None:
 def run_tests(tree: Path, arguments: Sequence[str], limit: float) -> Ended:
     """Runs pytest in a copy."""
     environ = _environment() | {"PYTHONPATH": str(tree)}
-    if backend := _own_backend(arguments):
-        environ["KERAS_BACKEND"] = backend
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *arguments]
     start = time.monotonic()
     with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as output:
@@ -219,14 +217,14 @@ def baseline(root: Path, mutants: Iterable[Mutant], jobs: int) -> Iterator[Ended
     runs: dict[str, set[str]] = {}
     for mutant in mutants:
         has_options = any(word.startswith("-") for word in mutant.tests)
-        # Options would choose among the other tests, too; a backend of pytest's own process excludes others.
-        room = shlex.join(mutant.tests) if has_options else _own_backend(mutant.tests) or ""
-        runs.setdefault(room, set()).update(() if has_options else mutant.tests)
+        # Options would choose among the other tests, too.
+        key = shlex.join(mutant.tests) if has_options else ""
+        runs.setdefault(key, set()).update(mutant.tests)
     with copy_of(root) as copy:
         check_import(copy)
-        for room, tests in runs.items():
-            parallel = ["-n", str(jobs), "--dist", "loadgroup"] if jobs > 1 and not room else []
-            ended = run_tests(copy, [*parallel, *(sorted(tests) or shlex.split(room))], BASELINE_LIMIT)
+        for key, tests in runs.items():
+            parallel = ["-n", str(jobs), "--dist", "loadgroup"] if jobs > 1 and not key else []
+            ended = run_tests(copy, [*parallel, *(shlex.split(key) or sorted(tests))], BASELINE_LIMIT)
             if ended.code != 0:
                 yield ended
 
@@ -245,12 +243,6 @@ def _environment() -> dict[str, str]:
     dropped = ("KERAS_BACKEND", "TF_CONFIG", "GIT_", "PYTEST_", "KDIST_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return kept | {"TF_CPP_MIN_LOG_LEVEL": "2"}
-
-
-def _own_backend(arguments: Sequence[str]) -> str | None:
-    """The backend that pytest's own process must have for these tests."""
-    found = [re.match(r"tests/backends/(\w+)", word) for word in arguments]
-    return next((match[1] for match in found if match), None)
 
 
 def _started_from(copy: Path) -> Iterator[int]:

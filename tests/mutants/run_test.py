@@ -40,8 +40,13 @@ def test_every_mutant_applies_to_this_tree(path: Path) -> None:
     assert problem is None, f"{path.name} is stale: make it anew for the code as it is now.\n{problem}"
     assert mutant.promise.endswith("."), mutant.promise
     for word in mutant.tests:
-        file = word.partition("::")[0]
-        assert not file.startswith("tests/") or (run.ROOT / file).exists(), f"{file} has another name now."
+        file, _, test = word.partition("::")
+        if file.startswith("tests/"):
+            assert (run.ROOT / file).exists(), f"{file} has another name now."
+            name = test.partition("[")[0]
+            assert not name or f"def {name}(" in (run.ROOT / file).read_text("utf-8"), (
+                f"{file} has no {name}."
+            )
 
 
 def test_there_are_mutants() -> None:
