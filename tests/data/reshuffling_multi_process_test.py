@@ -17,10 +17,10 @@ def pipeline(reshuffles):
     return rows.shuffle(ROWS, seed=3, reshuffle_each_iteration=reshuffles).batch(4)
 
 
-def own_orders(reshuffles):
+def own_orders(reshuffles, epochs=EPOCHS):
     """The batches of each epoch, as TensorFlow itself gives them."""
     dataset = pipeline(reshuffles)
-    return [[batch.numpy() for batch in dataset] for _ in range(EPOCHS)]
+    return [[batch.numpy() for batch in dataset] for _ in range(epochs)]
 
 
 def iterate(reshuffles):
@@ -57,14 +57,15 @@ def fit(reshuffles):
 
     import contextlib
 
-    orders = own_orders(reshuffles)
+    # The first of TensorFlow's orders goes to the look at the data with which `fit` begins.
+    orders = own_orders(reshuffles, EPOCHS + 1)[1:]
     batches = [(rows, target(rows)) for epoch in orders for rows in epoch]
     again = [(rows, target(rows)) for _ in orders for rows in orders[0]]
     steps = {"steps_per_epoch": len(orders[0])}
     return (
         trained(strategy().scope(), pipeline(reshuffles).map(lambda rows: (rows, target(rows)))),
-        trained(contextlib.nullcontext(), iter(batches), **steps),
-        trained(contextlib.nullcontext(), iter(again), **steps),
+        trained(contextlib.nullcontext(), (batch for batch in batches), **steps),
+        trained(contextlib.nullcontext(), (batch for batch in again), **steps),
     )
 
 

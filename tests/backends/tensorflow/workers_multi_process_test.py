@@ -76,7 +76,9 @@ def explain():
     other = 1 - workers.worker_index
     errors = {
         "gone": tf.errors.UnavailableError(None, None, f"/job:worker/replica:0/task:{other} is gone"),
-        "why": tf.errors.InternalError(None, None, f"task:{other} … aborted by: no memory left"),
+        "why": tf.errors.InternalError(
+            None, None, f"/job:worker/task:{other} was aborted by: no memory left"
+        ),
         "nobody": tf.errors.AbortedError(None, None, "no one in particular"),
         "mine": tf.errors.InvalidArgumentError(None, None, "shapes do not match"),
         "at me": ValueError(f"/job:worker/replica:0/task:{workers.worker_index} has bad shapes"),
