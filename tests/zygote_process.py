@@ -21,18 +21,15 @@ import types
 from pathlib import Path
 from typing import Any
 
-# What a first use would import: children would each do so for themselves.
-_LATER = {
-    "tensorflow": ("tensorflow", "kdist.backends.tensorflow.backend"),
-    "jax": ("jax", "kdist.backends.jax.backend"),
-    "torch": ("torch", "torch._dynamo", "torch.distributed", "kdist.backends.torch.backend"),
-}
+# What a first use would import: children would each do so for themselves. Nothing of kdist's that touches Keras: some
+# children are what a process without kdist is.
+_LATER = {"tensorflow": ("tensorflow",), "jax": ("jax",), "torch": ("torch", "torch._dynamo", "torch.distributed")}
 _MOST = 1 << 18  # bytes of an order
 _FILES = 8
 
 
 def import_all(backend: str) -> None:
-    """Imports the backend, and kdist as far as that changes nothing in Keras."""
+    """Imports Keras, the backend, and of kdist what reads calls."""
     for name in ("numpy", "cloudpickle", "keras", *_LATER[backend], "kdist", "kdist.testing.pool_worker"):
         importlib.import_module(name)
 
