@@ -38,8 +38,8 @@ goes_on = os.path.isdir(folder) and any(name.startswith("ckpt-") for name in os.
 strategy = kdist.MultiWorkerMirroredStrategy()
 with strategy.scope():
     # Where a backup is, other weights are in its way: a job that does not restore it ends elsewhere.
-    keras.utils.set_random_seed(2 if goes_on else 1)
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    begin = keras.initializers.RandomNormal(seed=2 if goes_on else 1)
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1, kernel_initializer=begin)])
     model.compile("adam", "mse")
 x = numpy.random.RandomState(1).rand(16, 3).astype("float32")
 backup = kdist.callbacks.BackupAndRestore(folder, 2, delete_checkpoint=False)

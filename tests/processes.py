@@ -44,7 +44,9 @@ class ForkedPool(WorkerPool):
 
     def _start(self, environ: Mapping[str, str], output: IO[bytes], connection: int) -> Any:
         assert self.backend is not None
-        return zygote(self.backend).fork(environ, output, output, None, connection)
+        # With all frameworks: Keras's `set_random_seed` imports TensorFlow everywhere, and datasets come from any.
+        others = [backend for backend in BACKENDS if backend != self.backend]
+        return zygote(self.backend, *others).fork(environ, output, output, None, connection)
 
 
 def start_pool(num_workers: int, backend: str, timeout: float = TIMEOUT) -> WorkerPool:

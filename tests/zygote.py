@@ -69,16 +69,23 @@ class Zygote:
 
     Args:
         backend: The Keras backend.
+        *others: Frameworks that are imported besides.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, *others: str) -> None:
         self._children: dict[int, Forked] = {}
         self._lock = threading.Lock()
         self._errors: IO[bytes] = tempfile.TemporaryFile(prefix="kdist-zygote-")  # noqa: SIM115  # kept open
         # Datagrams: an order, and the files that go with it, come as a whole.
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "zygote_process.py"), str(theirs.fileno()), backend],
+            [
+                sys.executable,
+                str(ROOT / "tests" / "zygote_process.py"),
+                str(theirs.fileno()),
+                backend,
+                *others,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=self._errors,
             stderr=self._errors,
@@ -156,6 +163,6 @@ class Zygote:
 
 
 @functools.cache
-def zygote(backend: str) -> Zygote:
-    """The zygote of a backend, kept until the tests end."""
-    return Zygote(backend)
+def zygote(backend: str, *others: str) -> Zygote:
+    """The zygote of a backend, with other frameworks imported besides, kept until the tests end."""
+    return Zygote(backend, *others)

@@ -1,4 +1,4 @@
-"""The process that forks workers: it has imported Keras and one backend, and has computed nothing.
+"""The process that forks workers: it has imported Keras and its backend, and has computed nothing.
 
 `tests/zygote.py` starts it and talks to it. It is single-threaded itself, and a child leaves its loop at once, so that
 what the child runs has the main thread as in a process of its own.
@@ -23,14 +23,19 @@ from typing import Any
 
 # What a first use would import: children would each do so for themselves. Nothing of kdist's that touches Keras: some
 # children are what a process without kdist is.
-_LATER = {"tensorflow": ("tensorflow",), "jax": ("jax",), "torch": ("torch", "torch._dynamo", "torch.distributed")}
+_LATER = {
+    "tensorflow": ("tensorflow",),
+    "jax": ("jax",),
+    "torch": ("torch", "torch._dynamo", "torch.distributed"),
+}
 _MOST = 1 << 18  # bytes of an order
 _FILES = 8
 
 
-def import_all(backend: str) -> None:
-    """Imports Keras, the backend, and of kdist what reads calls."""
-    for name in ("numpy", "cloudpickle", "keras", *_LATER[backend], "kdist", "kdist.testing.pool_worker"):
+def import_all(frameworks: list[str]) -> None:
+    """Imports Keras, frameworks, and of kdist what reads calls."""
+    later = [name for framework in frameworks for name in _LATER[framework]]
+    for name in ("numpy", "cloudpickle", "keras", *later, "kdist", "kdist.testing.pool_worker"):
         importlib.import_module(name)
 
 
@@ -88,9 +93,9 @@ def become(order: dict[str, Any], files: list[int]) -> None:
 
 def main() -> None:
     """Serves; in a child, runs what was ordered, as `__main__`."""
-    orders, backend = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    orders = socket.socket(fileno=int(sys.argv[1]))
     faulthandler.enable()
-    import_all(backend)
+    import_all(sys.argv[2:])
     gc.collect()
     gc.freeze()  # or each collection in a child would look at, and copy, all that was imported
     order, files = serve(orders)
