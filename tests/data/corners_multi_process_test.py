@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import random
 import threading
 
@@ -254,3 +255,46 @@ def in_worker_small_first_file():
 def test_a_first_file_that_is_smaller_than_the_replicas(backend):
     first, second = run(backend, 2, in_worker_small_first_file)
     assert sorted(n for step in first + second for n in step) == list(range(6))
+
+
+# TensorFlow's iterators, which may take seconds to go -------------------------------------------------------------
+
+
+def in_worker_dropped_iterator():
+    """The thread in which a pipeline's iterator ends, at the end of an epoch of `fit` and of a source's reader."""
+    import keras
+    import tensorflow as tf
+
+    from kdist.data.sources import tf_data
+
+    dropped_by = queue.Queue()
+
+    class Native:
+        def __init__(self, iterator):
+            self.iterator = iterator
+
+        def __next__(self):
+            return next(self.iterator)
+
+        def __del__(self):
+            dropped_by.put(threading.current_thread().name)
+
+    real = tf_data._Iterator.__init__
+    tf_data._Iterator.__init__ = lambda self, native: real(self, Native(native))
+    try:
+        batches = tf_data.TFDataSource(tf.data.Dataset.range(4).batch(2)).batches(0)
+        first = next(batches).numpy().tolist()
+        batches.close()
+        del batches
+        dropped = [dropped_by.get(timeout=60)]
+        if keras.backend.backend() == "tensorflow":
+            new_model().fit(*arrays(), epochs=1, verbose=0)
+            dropped.append(dropped_by.get(timeout=60))
+        return first, set(dropped)
+    finally:
+        tf_data._Iterator.__init__ = real
+
+
+@each_backend
+def test_nobody_waits_for_an_iterator_that_is_dropped(backend):
+    assert run(backend, 1, in_worker_dropped_iterator) == [([0, 1], {"kdist lets an iterator go"})]

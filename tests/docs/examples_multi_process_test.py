@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.processes import BACKENDS, ROOT, Script, run, strategy
+from tests.environment import ROOT
+from tests.processes import BACKENDS, Script, run, strategy
 
 # Where another test runs an example, in place of this one.
 ELSEWHERE = {"loops 0": "loops_test.py", "launcher 0": "below: it starts workers of its own"}

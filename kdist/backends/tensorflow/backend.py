@@ -14,6 +14,7 @@ from kdist.backends.contract import Backend
 from kdist.backends.tensorflow import components, loops, workers
 from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
+from kdist.data.sources.tf_data import Iterated
 from kdist.errors import DeviceError
 from kdist.strategies.communication import CommunicationImplementation
 
@@ -36,8 +37,9 @@ class TensorFlowBackend(Backend):
         keras_hooks.hook_assignments(components.assigned)
 
     def native_batches(self, adapter: Any) -> Any:
-        """Returns a `tf.data.Dataset`."""
-        return adapter.get_tf_dataset()
+        """Returns a `tf.data.Dataset`'s batches; what kdist's own adapter gives as it is."""
+        batches = adapter.get_tf_dataset()
+        return Iterated(batches) if isinstance(batches, tf.data.Dataset) else batches
 
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
         """Returns the devices of this process."""

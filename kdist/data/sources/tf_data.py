@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 from kdist.data.input_options import AutoShardPolicy
 from kdist.data.sources.source import Source
 from kdist.errors import DatasetError
+
+_LETS_GO = "kdist lets an iterator go"
 
 
 class TFDataSource(Source):
@@ -48,24 +52,21 @@ class TFDataSource(Source):
         """
         import tensorflow as tf
 
+        iterator: Iterator[Any]
         if self._reshuffles:
-            iterator = self._iterator(epoch, start)
+            iterator = _Iterator(self._iterator(epoch, start))
         else:
-            iterator = iter(self.dataset.skip(start) if start else self.dataset)
-        while True:
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            except tf.errors.InvalidArgumentError as error:
-                if "FILE based sharding" not in str(error):
-                    raise
-                raise DatasetError(
-                    "AutoShardPolicy.FILE needs at least one file a worker.",
-                    received={"error": str(error).split("}} ")[-1][:120]},
-                    hint="Write the data to more files, or use AutoShardPolicy.DATA.",
-                ) from error
-            yield batch
+            iterator = iter(Iterated(self.dataset.skip(start) if start else self.dataset))
+        try:
+            yield from iterator
+        except tf.errors.InvalidArgumentError as error:
+            if "FILE based sharding" not in str(error):
+                raise
+            raise DatasetError(
+                "AutoShardPolicy.FILE needs at least one file a worker.",
+                received={"error": str(error).split("}} ")[-1][:120]},
+                hint="Write the data to more files, or use AutoShardPolicy.DATA.",
+            ) from error
 
     def _iterator(self, epoch: int, start: int) -> Any:
         """The n-th iterator of a dataset with `shuffle(seed=…)` has an order of its own."""
@@ -137,6 +138,36 @@ class TFDataSource(Source):
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[policy.name]
         return _AutoShardDataset(self.dataset.with_options(options), num_workers, worker_index)
+
+
+class Iterated:
+    """A `tf.data.Dataset` whose iterators can be dropped at once.
+
+    One of TensorFlow's own waits for the thread that tunes its pipeline, which sleeps for up to a minute if it misses
+    the call to end: TensorFlow calls before it notes that the iterator is cancelled. The other workers would wait for
+    this one meanwhile. So that is left to a thread.
+
+    Args:
+        dataset: The dataset.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Iterator(iter(self._dataset))
+
+
+class _Iterator(Iterator[Any]):
+    def __init__(self, native: Any) -> None:
+        self._native = [native]
+
+    def __next__(self) -> Any:
+        return next(self._native[0])
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # Python ends and starts no more threads
+            threading.Thread(target=self._native.clear, name=_LETS_GO, daemon=True).start()
 
 
 def _parts(dataset: Any) -> Iterator[Any]:

@@ -35,8 +35,9 @@ def classification_metrics() -> Numbers:
 
 @case("regression metrics (RMSE, R², cosine similarity, correlation)")
 def regression_metrics() -> Numbers:
-    x, y = a.regression()
-    model = a.mlp()
+    x = a.features()
+    y = x[:, :3] * 2 - x[:, 3:]  # a row of one value correlates with nothing: that would be NaN
+    model = a.mlp(3)
     metrics = [
         keras.metrics.RootMeanSquaredError(name="rmse"),
         keras.metrics.R2Score(name="r2"),
