@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -166,7 +166,7 @@ class _Iterator(Iterator[Any]):
         return next(self._native[0])
 
     def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # Python ends and starts no more threads
+        if not sys.is_finalizing():  # then a thread would never start
             threading.Thread(target=self._native.clear, name=_LETS_GO, daemon=True).start()
 
 
