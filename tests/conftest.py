@@ -51,6 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Workers compile the same programs again and again; what JAX finds here depends on the program alone.
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "jax")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        # Compiling takes longer than what is compiled; the full run has programs as users have them.
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 @pytest.hookimpl(tryfirst=True)
