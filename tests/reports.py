@@ -12,6 +12,7 @@ from tests.contract_cells import CELLS
 
 _CONTRACT = "contract_multi_process_test.py"
 _MARKS = {"passed": "ok", "failed": "FAIL", "error": "ERROR", "": "–"}
+_SHORT = {"tensorflow": "tf", "jax": "jax", "torch": "torch"}  # and m-2: mirrored-2, w-2x2: workers-2x2
 
 
 def print_contract(reporter: pytest.TerminalReporter, path: str | None) -> None:
@@ -44,8 +45,8 @@ def _contract_lines(results: dict[str, str]) -> Iterator[str]:
     for cell in CELLS:
         if str(cell) in results:
             columns.setdefault((cell.backend, cell.configuration), {})[cell.case] = results[str(cell)]
-    yield f"{'':34}" + " ".join(f"{backend[:5]:>7}" for backend, _ in columns)
-    yield f"{'':34}" + " ".join(f"{name[-7:]:>7}" for _, name in columns)
+    yield f"{'':34}" + " ".join(f"{_SHORT[backend]:>7}" for backend, _ in columns)
+    yield f"{'':34}" + " ".join(f"{name[0] + name[name.index('-') :]:>7}" for _, name in columns)
     for case in dict.fromkeys(cell.case for cell in CELLS if any(cell.case in c for c in columns.values())):
         yield f"{case:34}" + " ".join(f"{_MARKS[c.get(case, '')]:>7}" for c in columns.values())
 
