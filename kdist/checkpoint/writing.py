@@ -31,7 +31,8 @@ from kdist.training import faults
 _CHUNK = 32 << 20
 _POLL = 0.01
 _LOOK = 0.5
-_NICENESS = 10
+# How much less of a busy processor than a step; not so little that whoever waits for a save is taken for hung.
+_NICENESS = 5
 # After so many heartbeat timeouts without any progress in the folder, the others count as gone; after so many
 # seconds, where this process only waits for them to end, or ends because of an error.
 _PATIENCE_HEARTBEATS = 4
@@ -121,8 +122,9 @@ class Save:
 
     def _write_behind(self, share: Share) -> None:
         if sys.platform == "linux":  # where a thread has a priority of its own: steps go first
+            thread = threading.get_native_id()
             with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
         self._write(share)
 
     def _write(self, share: Share) -> None:
