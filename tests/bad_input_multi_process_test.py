@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import sys
 import time
 
 import numpy as np
@@ -38,11 +39,11 @@ MULTI_WORKER = "attempt(kdist.MultiWorkerMirroredStrategy)\n"
 
 
 @contextlib.contextmanager
-def scripts(folder, source, environments):
+def scripts(folder, source, environments, command=()):
     started = []
     try:
         for index, env in enumerate(environments):
-            started.append(Script(folder, f"worker{index}", source, env))
+            started.append(Script(folder, f"worker{index}", source, env, command))
         yield started
     finally:
         for script in started:
@@ -77,6 +78,7 @@ def test_unknown_backend(call, tmp_path):
         expect(script, "BackendError", "KERAS_BACKEND='theano'", "jax, tensorflow, torch", within=2)
 
 
+# In a process that is not forked: what hides a package must come before its import.
 HIDE = """
 import importlib.abc, importlib.machinery
 class Hidden(importlib.abc.MetaPathFinder):
@@ -93,7 +95,7 @@ sys.meta_path[:] = [Blocker if f is importlib.machinery.PathFinder else f for f 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backend_that_is_not_installed(backend, tmp_path):
     source = PRELUDE + f"HIDDEN = {backend!r}" + HIDE + "attempt(kdist.MirroredStrategy)"
-    with scripts(tmp_path, source, [{"KERAS_BACKEND": backend}]) as (script,):
+    with scripts(tmp_path, source, [{"KERAS_BACKEND": backend}], [sys.executable]) as (script,):
         expect(
             script, "BackendError", f"package '{backend}'", "not installed", f"pip install 'kdist[{backend}]'"
         )
@@ -101,7 +103,7 @@ def test_backend_that_is_not_installed(backend, tmp_path):
 
 def test_keras_that_is_not_installed(tmp_path):
     source = PRELUDE + "HIDDEN = 'keras'" + HIDE + "attempt(kdist.MirroredStrategy)"
-    with scripts(tmp_path, source, [{"KERAS_BACKEND": "jax"}]) as (script,):
+    with scripts(tmp_path, source, [{"KERAS_BACKEND": "jax"}], [sys.executable]) as (script,):
         expect(script, "BackendError", "package 'keras'", "not installed")
 
 

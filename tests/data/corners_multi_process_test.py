@@ -52,7 +52,9 @@ def test_a_generator_goes_on_where_it_was_left(backend):
 
 def in_worker_reused_buffer(rows):
     def refilling():
-        buffer = np.zeros((rows, 3), "float32")
+        memory = np.zeros(rows * 3 + 16, "float32")
+        start = -memory.ctypes.data % 64 // memory.itemsize  # where JAX would show it and not copy it
+        buffer = memory[start : start + rows * 3].reshape(rows, 3)
         for number in range(6):
             buffer[:] = number
             yield buffer

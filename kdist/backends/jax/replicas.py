@@ -97,7 +97,10 @@ class Replicas:
             if array is None or isinstance(array, sparse.BCOO):
                 return array
             is_number = isinstance(array, jax.Array) or array.dtype.kind in "biufcV"
-            return jax.device_put(array, device, may_alias=False) if is_number else np.array(array)
+            if isinstance(array, np.ndarray):
+                # Whatever may_alias says, JAX shows memory that is aligned as it wants; a pipeline may fill it again.
+                array = np.array(array)
+            return jax.device_put(array, device, may_alias=False) if is_number else array
 
         return [
             None if part is None else keras.tree.map_structure(lambda leaf, d=device: put(leaf, d), part)
