@@ -81,6 +81,14 @@ def _rank(item: pytest.Item) -> int:
     return next((i for i, part in enumerate(FIRST) if part in item.path.as_posix()), len(FIRST))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("loadgroup", False) and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError(
+            "pytest-xdist must keep the tests of a group together, and does not with this pytest. "
+            f"Received: pytest {pytest.__version__}. Install the one in constraints.txt."
+        )
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     reports.print_contract(terminalreporter, config.getoption("--contract-results"))
     reports.print_faults(terminalreporter)
