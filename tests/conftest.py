@@ -15,6 +15,7 @@ from tests.environment import DESCRIBING, ROOT
 # Those that take longest come first, so that at the end no process of pytest-xdist is left with a long one.
 FIRST = (
     "tests/faults_multi_process_test.py",
+    "two_hosts_multi_process_test.py",
     "any_workers_multi_process_test.py",
     "contract_multi_process_test.py",
     "training/",
