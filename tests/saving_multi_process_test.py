@@ -138,8 +138,7 @@ def check_saved(results, folder):
 @each_backend
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_the_chief_writes_and_all_have_the_file_on_return(backend, num_workers, tmp_path):
-    # In new workers: what kept ones have saved before, or have doubted, counts.
-    with start_pool(num_workers, backend) as pool:
+    with start_pool(num_workers, backend) as pool:  # what kept workers have saved before counts
         check_saved(pool.run(in_worker_save, str(tmp_path)), tmp_path)
 
 
