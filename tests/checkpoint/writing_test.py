@@ -1,11 +1,13 @@
-"""The chief's wait for the reports of the others."""
+"""Who writes a checkpoint, in which order, and the chief's wait for the reports of the others."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import sys
+import threading
 import time
 
 import pytest
@@ -50,6 +52,32 @@ def test_the_loss_of_another_one_is_waited_out(tmp_path):
 
 def share():
     return writing.Share([Tensor("w", "uint8", (4,))], [Span(0, 0, 4)], lambda: [b"1234"], FACTS, {})
+
+
+def priority():
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priorities of their own")
+def test_whoever_writes_is_a_little_less_important_than_whoever_trains(tmp_path):
+    """Not much: the chief waits for it at the end, and others take a chief that waits long for hung."""
+    seen = []
+
+    def read():
+        seen.append(priority())
+        return [b"1234"]
+
+    def train():  # on a machine where it is not the most important itself
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority() + 2)
+        seen.append(priority())
+        (tmp_path / "new").mkdir()
+        place = Place(str(tmp_path / "new"), str(tmp_path / "ckpt-1"), [0], 0, "0f")
+        writing.Save(place, dataclasses.replace(share(), read=read)).join()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join(60)
+    assert seen == [priority() + 2, min(19, priority() + 2 + 5)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for the names of open files")
