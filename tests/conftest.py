@@ -54,6 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         # Compiling takes longer than what is compiled; the full run has programs as users have them.
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+        os.environ["XLA_FLAGS"] = (
+            "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)

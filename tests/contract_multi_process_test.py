@@ -20,7 +20,7 @@ import pytest
 from kdist.testing import WorkerPool
 from kdist.testing.conformance import CONFIGURATIONS, compare, make_strategy, run_case
 from tests.contract_cells import BACKENDS, CELLS, ENTRIES, Cell, missing_pairs
-from tests.processes import start_pool
+from tests.processes import full_unless, start_pool
 
 # A first step may have to compile on a busy machine; a hang is cut off here, with every worker's stack printed.
 TIMEOUT = 120
@@ -111,9 +111,8 @@ _NOT_YET = pytest.mark.xfail(
 def _params() -> Iterator[Any]:
     nightly = _keras_version() >= (3, 16)
     for cell in CELLS:
-        marks: list[Any] = [pytest.mark.xdist_group(f"contract-{cell.backend}-{cell.configuration}")]
-        if not cell.is_pair:
-            marks.append(pytest.mark.full)
+        marks: list[Any] = full_unless(cell.is_pair)
+        marks.append(pytest.mark.xdist_group(f"contract-{cell.backend}-{cell.configuration}"))
         if nightly and (cell.backend, cell.case) == ("tensorflow", "losses_of_outputs"):
             marks.append(_NOT_YET)
         yield pytest.param(cell, id=str(cell), marks=marks)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy
 import pytest
 
-from tests.processes import BACKENDS, Script, local_addresses, tf_config
+from tests.processes import BACKENDS, Script, full_unless, local_addresses, tf_config
 
 HEARTBEAT = 6.0
 # Other cells run at the same time, and a worker that fails needs a moment to print its traceback.
@@ -235,15 +235,15 @@ def weights_of(worker: Script) -> list[float]:
 def all_cells(backend: str) -> Iterator[Cell]:
     """The cells of a backend: every kind of fault × place × worker × number of workers.
 
-    Pairs (`make test`) are every kind × place, on two backends in turn (a freeze on all); so every kind and every place
-    meets every backend. Which worker it is, and of how many, goes round, and at every place one is started again.
+    Pairs (`make test`) are every kind × place, each on one backend in turn (a freeze on all); so every kind and every
+    place meets every backend. Which worker it is, and of how many, goes round, and at every place one is started again.
     """
     offset = BACKENDS.index(backend)
     for p, place in enumerate(PLACES):
         kinds = (
             [*FROZEN] if place == "reading" else [*KINDS, *(FROZEN if place in ("step", "dataset") else ())]
         )
-        here = [kind for k, kind in enumerate(kinds) if kind in FROZEN or (k + p) % len(BACKENDS) != offset]
+        here = [kind for k, kind in enumerate(kinds) if kind in FROZEN or (k + p) % len(BACKENDS) == offset]
         again = here[(p + offset) % len(here)]
         for k, kind in enumerate(kinds):
             victims = (0,) if place in OF_CHIEF else (0, 1)
@@ -350,10 +350,7 @@ def runner(request: pytest.FixtureRequest, backend: str, tmp_path_factory: Any) 
 
 @pytest.mark.parametrize(
     ("backend", "cell"),
-    [
-        pytest.param(cell.backend, cell, id=str(cell), marks=[] if cell.is_pair else pytest.mark.full)
-        for cell in CELLS
-    ],
+    [pytest.param(cell.backend, cell, id=str(cell), marks=full_unless(cell.is_pair)) for cell in CELLS],
     scope="module",
 )
 @pytest.mark.timeout(TIMEOUT + 30)
@@ -367,7 +364,11 @@ def test_the_others_end_and_name_the_worker(
     assert not cell.problem, cell.report()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend",
+    # The launcher is one for all backends, and its workers are not forked.
+    [pytest.param(backend, marks=full_unless(backend == "torch")) for backend in BACKENDS],
+)
 def test_the_launcher_starts_again_after_a_hang(backend: str, tmp_path: Path) -> None:
     options = ("--max-restarts", "1", "--heartbeat-timeout", "4", "--inject", "hang:worker=1,step=6")
     command = (sys.executable, "-m", "kdist", "run", "-n", "2", "--backend", backend)

@@ -393,14 +393,14 @@ import sys
 import numpy as np
 sys.modules["kdist"] = None  # any import of it is an error
 import keras
-path = sys.argv[1]
-model = keras.models.load_model(path)
-assert "kdist" not in model.to_json()
-x = np.random.RandomState(0).randn(24, 3).astype("float32")
-np.save(sys.argv[2], model.predict(x, verbose=0))
-model.fit(x, x[:, :1], verbose=0)
-model.load_weights(path.replace(".keras", ".weights.h5"))
-assert np.allclose(model.predict(x, verbose=0), np.load(sys.argv[2]))
+for path in sys.argv[1:]:
+    model = keras.models.load_model(path)
+    assert "kdist" not in model.to_json()
+    x = np.random.RandomState(0).randn(24, 3).astype("float32")
+    np.save(path, predictions := model.predict(x, verbose=0))
+    model.fit(x, x[:, :1], verbose=0)
+    model.load_weights(path.replace(".keras", ".weights.h5"))
+    assert np.allclose(model.predict(x, verbose=0), predictions)
 """
 
 
@@ -412,13 +412,13 @@ def test_saved_files_open_where_kdist_is_not_installed(backend, synchronized, tm
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     predictions = run(backend, 2, in_worker_save, str(tmp_path), synchronized)
     np.testing.assert_array_equal(*predictions)
+    env = clean_environment() | {"KERAS_BACKEND": backend}
+    env.pop("PYTHONPATH")
+    command = [sys.executable, "-c", PLAIN_KERAS, "worker-0.keras", "worker-1.keras"]
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
     for worker in (0, 1):
-        env = clean_environment() | {"KERAS_BACKEND": backend}
-        env.pop("PYTHONPATH")
-        result = tmp_path / f"{worker}.npy"
-        command = [sys.executable, "-c", PLAIN_KERAS, str(tmp_path / f"worker-{worker}.keras"), str(result)]
-        done = subprocess.run(
-            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        np.testing.assert_allclose(np.load(result), predictions[0], rtol=1e-5, atol=1e-6)
+        found = np.load(tmp_path / f"worker-{worker}.keras.npy")
+        np.testing.assert_allclose(found, predictions[0], rtol=1e-5, atol=1e-6)

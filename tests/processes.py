@@ -32,6 +32,12 @@ TIMEOUT = 180.0
 # In the order of the backends, so that a pool is started once a module; see conftest.py for pytest-xdist.
 each_backend = pytest.mark.parametrize("backend", BACKENDS, scope="module")
 
+
+def full_unless(is_pair: bool) -> list[pytest.MarkDecorator]:
+    """The marks of a product's test: `make test` leaves it out unless it is one of the pairs."""
+    return [] if is_pair else [pytest.mark.full]
+
+
 # Whether the workers of pools are forked; `--full` says no.
 forks = True
 # The pools that are kept, the one used last at the end.

@@ -6,6 +6,7 @@ Skipped, with the reason, where namespaces cannot be made (that takes root, or t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import sys
 
 import pytest
 
-from tests.processes import Script, each_backend, run
+from tests.processes import BACKENDS, Script, full_unless, run
 
 NETWORK = "10.77.0"
 
@@ -77,8 +78,15 @@ def one_device(source):
     return namespace["train"](None)
 
 
-@each_backend
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("backend", "workers"),
+    # Each worker is a Python of its own, which takes seconds to import its backend: two workers on PyTorch only.
+    [
+        pytest.param(backend, workers, marks=full_unless((workers == 2) == (backend == "torch")))
+        for backend, workers in itertools.product(BACKENDS, (1, 2))
+    ],
+    scope="module",
+)
 def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
     # Nothing else listens in a namespace of our own.
     addresses = f"{NETWORK}.1:5000,{NETWORK}.2:5000"

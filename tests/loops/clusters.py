@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import BACKENDS, run
+from tests.processes import BACKENDS, full_unless, run
 
 CLUSTERS = ((1, 2), (1, 3), (2, 2))
 
@@ -23,7 +23,7 @@ def _parametrize(name: str, backends: Sequence[str]) -> Any:
     params = []
     for backend, (c, (workers, replicas)) in itertools.product(backends, enumerate(CLUSTERS)):
         is_pair = (first + BACKENDS.index(backend)) % len(CLUSTERS) == c
-        marks = [] if is_pair or len(backends) == 1 else [pytest.mark.full]
+        marks = full_unless(is_pair or len(backends) == 1)
         params.append(
             pytest.param(
                 backend, workers, replicas, id=f"{replicas}-replicas-on-{workers}-{backend}", marks=marks
