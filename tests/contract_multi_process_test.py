@@ -38,8 +38,8 @@ class Pools:
         if self._key != (backend, configuration):
             self.close()
             self._key = (backend, configuration)
-            for num_workers in (CONFIGURATIONS[configuration].num_workers, 1):
-                self._pools.append(start_pool(num_workers, backend, timeout=TIMEOUT))
+            for num_workers, plain in ((CONFIGURATIONS[configuration].num_workers, False), (1, True)):
+                self._pools.append(start_pool(num_workers, backend, TIMEOUT, plain))
             # Before anything is computed, as in a user's script.
             self._pools[0].run(_prepare, configuration)
         return self._pools[0], self._pools[1]

@@ -48,16 +48,23 @@ _MOST_POOLS = 3
 class ForkedPool(WorkerPool):
     """A `WorkerPool` whose workers need not import their backend."""
 
+    plain = False
+
     def _start(self, environ: Mapping[str, str], output: IO[bytes], connection: int) -> Any:
         assert self.backend is not None
-        # With all frameworks: Keras's `set_random_seed` imports TensorFlow everywhere, and datasets come from any.
-        others = [backend for backend in BACKENDS if backend != self.backend]
-        return zygote(self.backend, *others).fork(environ, output, output, None, connection)
+        return zygote(self.backend, self.plain).fork(environ, output, output, None, connection)
 
 
-def start_pool(num_workers: int, backend: str, timeout: float = TIMEOUT) -> WorkerPool:
-    """Returns a new pool, which the caller closes."""
-    return (ForkedPool if forks else WorkerPool)(num_workers, backend, timeout=timeout)
+class PlainPool(ForkedPool):
+    """The same for what needs a process in which nothing of kdist touches Keras."""
+
+    plain = True
+
+
+def start_pool(num_workers: int, backend: str, timeout: float = TIMEOUT, plain: bool = False) -> WorkerPool:
+    """Returns a new pool, which the caller closes; in a plain one nothing of kdist touches Keras."""
+    forked = PlainPool if plain else ForkedPool
+    return (forked if forks else WorkerPool)(num_workers, backend, timeout=timeout)
 
 
 def run(
@@ -149,7 +156,8 @@ class Script:
         self.process: subprocess.Popen[bytes] | Forked
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
             if not command and env.get("KERAS_BACKEND") in BACKENDS:
-                self.process = zygote(env["KERAS_BACKEND"]).fork(environment, out, err, path)
+                forks_from = zygote(env["KERAS_BACKEND"], plain="kdist" not in source)
+                self.process = forks_from.fork(environment, out, err, path)
             else:
                 self.process = subprocess.Popen(
                     [*(command or [sys.executable]), str(path)],

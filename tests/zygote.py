@@ -1,7 +1,8 @@
 """Processes that are there at once: forked from one that has imported Keras and its backend, and has computed nothing.
 
-Such an import takes 2.5 to 5.5 seconds of computing, more than most of what is tested. A forked process has its own
-session, environment and output, ends with its own exit code, and nobody looks after it.
+Such an import takes 2.5 to 5.5 seconds of computing, more than most of what is tested; of all frameworks, which
+datasets and Keras's seeds import on any backend, more than ten. A forked process has its own session, environment and
+output, ends with its own exit code, and nobody looks after it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,26 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tests.environment import ROOT, clean_environment
 
+# What a first use would import: children would each do so for themselves.
+_FRAMEWORKS = ("numpy", "cloudpickle", "torch", "torch._dynamo", "torch.distributed", "jax")
+# TensorFlow imports Keras, which imports its backend. Nothing of kdist's that touches Keras: some children are what a
+# process without kdist is.
+_KERAS = ("keras", "tensorflow", "kdist", "kdist.testing.pool_worker")
+_KDIST = (
+    "kdist.strategies.multi_worker_mirrored",
+    "kdist.strategies.new_variables",
+    "kdist.training.methods",
+    "kdist.checkpoint.manager",
+    "kdist.callbacks",
+    "kdist.data.distribute",
+    "kdist.data.prefetch",
+)
 _MOST = 1 << 18
 _START = 120.0  # seconds for the imports, on a busy machine
 
@@ -68,30 +83,32 @@ class Zygote:
     """The process that forks, seen from the tests.
 
     Args:
-        backend: The Keras backend.
-        *others: Frameworks that are imported besides.
+        imports: The modules that it imports.
+        env: Environment variables beyond those of a clean shell.
+        parent: The zygote that it is forked from; without, it is a new process.
     """
 
-    def __init__(self, backend: str, *others: str) -> None:
+    def __init__(self, imports: Sequence[str], env: Mapping[str, str], parent: Zygote | None = None) -> None:
         self._children: dict[int, Forked] = {}
         self._lock = threading.Lock()
         self._errors: IO[bytes] = tempfile.TemporaryFile(prefix="kdist-zygote-")  # noqa: SIM115  # kept open
         # Datagrams: an order, and the files that go with it, come as a whole.
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                str(ROOT / "tests" / "zygote_process.py"),
-                str(theirs.fileno()),
-                backend,
-                *others,
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=self._errors,
-            stderr=self._errors,
-            pass_fds=[theirs.fileno()],
-            env=clean_environment() | {"KERAS_BACKEND": backend},
-        )
+        environment = clean_environment() | env
+        self._process: subprocess.Popen[bytes] | Forked
+        if parent is not None:
+            files = (self._errors, self._errors, theirs)
+            self._process = parent.order({"env": environment, "imports": imports}, *files)
+        else:
+            script = str(ROOT / "tests" / "zygote_process.py")
+            self._process = subprocess.Popen(
+                [sys.executable, script, str(theirs.fileno()), *imports],
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
         theirs.close()
         atexit.register(self.close)
 
@@ -107,12 +124,20 @@ class Zygote:
             script: What it runs; `None` for the worker of a `WorkerPool`.
             *files: Descriptors it gets besides.
         """
-        folder = str(script.parent if script is not None else ROOT)
-        cwd = folder if script is not None else os.getcwd()
-        order = {"env": dict(env), "cwd": cwd, "folder": folder, "script": script and str(script)}
+        if script is None:
+            return self.order({"env": dict(env)}, out, err, *files)
+        folder = str(script.parent)
+        return self.order(
+            {"env": dict(env), "cwd": folder, "folder": folder, "script": str(script)}, out, err
+        )
+
+    def order(self, order: Mapping[str, Any], *files: IO[bytes] | socket.socket | int) -> Forked:
+        """Forks a process that does as it is told, with these files: its stdout, its stderr, and others."""
+        usual = {"cwd": os.getcwd(), "folder": str(ROOT), "script": None, "imports": ()}
         with self._lock:
-            data = json.dumps(order).encode()
-            socket.send_fds(self._orders, [data], [out.fileno(), err.fileno(), *files])
+            data = json.dumps(usual | dict(order)).encode()
+            numbers = [file if isinstance(file, int) else file.fileno() for file in files]
+            socket.send_fds(self._orders, [data], numbers)
             deadline = time.monotonic() + _START
             while True:
                 self._orders.settimeout(max(0.1, deadline - time.monotonic()))
@@ -163,6 +188,14 @@ class Zygote:
 
 
 @functools.cache
-def zygote(backend: str, *others: str) -> Zygote:
-    """The zygote of a backend, with other frameworks imported besides, kept until the tests end."""
-    return Zygote(backend, *others)
+def zygote(backend: str, plain: bool) -> Zygote:
+    """The zygote of a backend, kept until the tests end; in a plain one nothing of kdist touches Keras."""
+    env = {"KERAS_BACKEND": backend}
+    if plain:
+        return Zygote(_KERAS, env, _frameworks())
+    return Zygote((*_KDIST, f"kdist.backends.{backend}.backend"), env, zygote(backend, True))
+
+
+@functools.cache
+def _frameworks() -> Zygote:
+    return Zygote(_FRAMEWORKS, {})

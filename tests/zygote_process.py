@@ -1,7 +1,9 @@
-"""The process that forks workers: it has imported Keras and its backend, and has computed nothing.
+"""The processes that fork others: they have imported much, and have computed nothing.
 
-`tests/zygote.py` starts it and talks to it. It is single-threaded itself, and a child leaves its loop at once, so that
-what the child runs has the main thread as in a process of its own.
+`tests/zygote.py` starts the first, which has imported the frameworks, and talks to it. What it forks is a worker, a
+script, or a zygote again, that imports more: Keras with one backend, and then what is kdist's. A zygote is
+single-threaded, and a child leaves its loop at once, so that what it runs has the main thread as in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -21,27 +23,14 @@ import types
 from pathlib import Path
 from typing import Any
 
-# What a first use would import: children would each do so for themselves. Nothing of kdist's that touches Keras: some
-# children are what a process without kdist is.
-_LATER = {
-    "tensorflow": ("tensorflow",),
-    "jax": ("jax",),
-    "torch": ("torch", "torch._dynamo", "torch.distributed"),
-}
 _MOST = 1 << 18  # bytes of an order
 _FILES = 8
-
-
-def import_all(frameworks: list[str]) -> None:
-    """Imports Keras, frameworks, and of kdist what reads calls."""
-    later = [name for framework in frameworks for name in _LATER[framework]]
-    for name in ("numpy", "cloudpickle", "keras", *later, "kdist", "kdist.testing.pool_worker"):
-        importlib.import_module(name)
 
 
 def serve(orders: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Forks a child for each order until nobody orders any more; returns in the children only."""
     children: dict[int, int] = {}  # the pidfd of a child -> its process id
+    zygotes: set[int] = set()
     while True:
         ready, _, _ = select.select([orders, *children], [], [])
         for pidfd in [one for one in ready if one in children]:
@@ -52,9 +41,13 @@ def serve(orders: socket.socket) -> tuple[dict[str, Any], list[int]]:
         if orders in ready:
             data, files, _, _ = socket.recv_fds(orders, _MOST, _FILES)
             if not data:
-                _end(children)
+                # Zygotes end by themselves: nobody orders there any more either, and they have children to end.
+                _end({pid for pid in children.values() if pid not in zygotes})
+            order = json.loads(data)
             if pid := os.fork():
                 children[os.pidfd_open(pid)] = pid
+                if order["imports"]:
+                    zygotes.add(pid)
                 for file in files:
                     os.close(file)
                 orders.send(json.dumps(["started", pid]).encode())
@@ -62,11 +55,11 @@ def serve(orders: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 orders.close()
                 for pidfd in children:
                     os.close(pidfd)
-                return json.loads(data), files
+                return order, files
 
 
-def _end(children: dict[int, int]) -> None:
-    for pid in children.values():
+def _end(children: set[int]) -> None:
+    for pid in children:
         try:
             os.killpg(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -93,13 +86,19 @@ def become(order: dict[str, Any], files: list[int]) -> None:
 
 def main() -> None:
     """Serves; in a child, runs what was ordered, as `__main__`."""
-    orders = socket.socket(fileno=int(sys.argv[1]))
+    number, imports = int(sys.argv[1]), sys.argv[2:]
     faulthandler.enable()
-    import_all(sys.argv[2:])
-    gc.collect()
-    gc.freeze()  # or each collection in a child would look at, and copy, all that was imported
-    order, files = serve(orders)
-    become(order, files)
+    while imports:
+        orders = socket.socket(fileno=number)
+        for name in imports:
+            importlib.import_module(name)
+        if "keras" in sys.modules:
+            assert sys.modules["keras"].config.backend() == os.environ["KERAS_BACKEND"]
+        gc.collect()
+        gc.freeze()  # or each collection in a child would look at, and copy, all that was imported
+        order, files = serve(orders)
+        become(order, files)
+        number, imports = files[-1], order["imports"]
     if order["script"] is None:
         importlib.import_module("kdist.testing.pool_worker").main([str(files[2])])
         return

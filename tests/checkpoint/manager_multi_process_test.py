@@ -168,5 +168,6 @@ assert module_utils.tensorflow.available, "it is hidden for the time of a save o
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_saving_does_not_import_tensorflow(backend, tmp_path):
     # Keras does, to see whether an object is of one of its types: four seconds of all workers' time.
-    script = Script(tmp_path, "saves", SAVES, {"KERAS_BACKEND": backend})
+    # What is forked has imported TensorFlow.
+    script = Script(tmp_path, "saves", SAVES, {"KERAS_BACKEND": backend}, [sys.executable])
     assert script.wait() == 0, script.stderr()
