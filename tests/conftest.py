@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes, reports
+from tests import processes, reports, zygote
 from tests.environment import DESCRIBING, ROOT
 
 # Those that take longest come first, so that at the end no process of pytest-xdist is left with a long one.
@@ -53,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "jax")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         # Compiling takes longer than what is compiled; the full run has programs as users have them.
+        zygote.optimizes = False
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         os.environ["XLA_FLAGS"] = (
             "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"

@@ -38,6 +38,8 @@ _KDIST = (
     "kdist.data.distribute",
     "kdist.data.prefetch",
 )
+# Whether TensorFlow's functions are optimized; see conftest.py.
+optimizes = True
 _MOST = 1 << 18
 _START = 120.0  # seconds for the imports, on a busy machine
 
@@ -192,7 +194,8 @@ def zygote(backend: str, plain: bool) -> Zygote:
     """The zygote of a backend, kept until the tests end; in a plain one nothing of kdist touches Keras."""
     env = {"KERAS_BACKEND": backend}
     if plain:
-        return Zygote(_KERAS, env, _frameworks())
+        quick = () if optimizes or backend != "tensorflow" else ("tests.without_grappler",)
+        return Zygote((*_KERAS, *quick), env, _frameworks())
     return Zygote((*_KDIST, f"kdist.backends.{backend}.backend"), env, zygote(backend, True))
 
 
