@@ -131,6 +131,17 @@ def test_numbers_are_those_of_one_device(cell: Cell, pools: Pools, oracle_folder
         compare(ENTRIES[cell.case], expected, numbers)
 
 
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(b, marks=pytest.mark.xdist_group(f"contract-{b}-mirrored-2")) for b in BACKENDS],
+)
+def test_keras_stays_as_it_is_outside_of_a_scope(backend: str, pools: Pools, oracle_folder: Path) -> None:
+    workers, plain = pools.get(backend, "mirrored-2")
+    for case in ("sample_weight", "regularizers"):
+        (actual,) = workers.run(run_case, case)
+        compare(ENTRIES[case], _oracle(plain, backend, case, oracle_folder), actual)
+
+
 def test_numbers_that_differ_are_seen() -> None:
     entry = next(iter(ENTRIES.values()))
     expected = {"weight": np.array([1.0, 2.0]), "loss": np.array(0.5)}

@@ -209,6 +209,7 @@ def test_the_killed_worker_is_blamed_and_not_the_one_that_lost_it(run, tmp_path)
             connection, _ = server.accept()
             say("ready")
             connection.recv(1)
+            time.sleep(0.05)
             os._exit(7)  # what an engine does when a peer is gone
         while True:
             try:
