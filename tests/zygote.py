@@ -145,7 +145,7 @@ class Zygote:
                 self._orders.settimeout(max(0.1, deadline - time.monotonic()))
                 try:
                     answer = self._orders.recv(_MOST)
-                except TimeoutError:
+                except (TimeoutError, ConnectionError):  # it has ended, and what it printed says why
                     answer = b""
                 if not answer:
                     self._errors.seek(0)
