@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from kdist.testing.conformance.catalogue import catalogue
+from kdist.testing.conformance.catalogue import Entry, catalogue
 from kdist.testing.conformance.configuration import CONFIGURATIONS
 
 BACKENDS = ("tensorflow", "jax", "torch")
@@ -28,25 +29,48 @@ class Cell:
 ENTRIES = {entry.name: entry for entry in catalogue()}
 
 
+def _kind(name: str) -> tuple[bool, bool]:
+    """Whether a configuration has several workers, and whether a worker has several devices."""
+    configuration = CONFIGURATIONS[name]
+    return configuration.num_workers > 1, configuration.devices_per_worker > 1
+
+
+def _pairs(entry: Entry, turn: int) -> Iterator[tuple[str, str]]:
+    """The backends and configurations of a case in `make test`: it meets each backend and each kind of strategy.
+
+    With every turn the backends change places, and after a round of them the configurations of a kind.
+    """
+    kinds = [[*names] for _, names in itertools.groupby(CONFIGURATIONS, _kind)]
+    able = [[b for b in entry.backends if b in CONFIGURATIONS[names[0]].backends] for names in kinds]
+    kinds, able = [k for k, b in zip(kinds, able, strict=True) if b], [b for b in able if b]
+    meets_all = [backends for backends in itertools.product(*able) if {*backends} == {*entry.backends}]
+    rounds, place = divmod(turn, len(meets_all))
+    for backend, names in zip(meets_all[place], kinds, strict=True):
+        yield backend, names[rounds % len(names)]
+
+
 def _cells() -> Iterator[Cell]:
-    """All cells; `make test` runs the pairs, in which each case meets every strategy and every backend."""
-    for c, configuration in enumerate(CONFIGURATIONS.values()):
-        for e, entry in enumerate(ENTRIES.values()):
-            turn = [BACKENDS[(c + e + i) % len(BACKENDS)] for i in range(len(BACKENDS))]
-            able = [b for b in turn if b in configuration.backends and b in entry.backends]
-            for backend in able:
-                yield Cell(backend, configuration.name, entry.name, backend == able[0])
+    for turn, entry in enumerate(ENTRIES.values()):
+        pairs = set(_pairs(entry, turn))
+        for configuration in CONFIGURATIONS.values():
+            for backend in BACKENDS:
+                if backend in entry.backends and backend in configuration.backends:
+                    is_pair = (backend, configuration.name) in pairs
+                    yield Cell(backend, configuration.name, entry.name, is_pair)
 
 
 # One configuration of one backend after the other.
-CELLS = sorted(_cells(), key=lambda cell: BACKENDS.index(cell.backend))
+_ORDER = [*itertools.product(BACKENDS, CONFIGURATIONS)]
+CELLS = sorted(_cells(), key=lambda cell: _ORDER.index((cell.backend, cell.configuration)))
 
 
-def missing_pairs() -> set[tuple[str, str]]:
-    """Pairs of case, strategy and backend that `make test` leaves out, of those that some cell has."""
+def missing_pairs() -> set[tuple[Any, Any]]:
+    """Cases on a backend, cases under a kind, strategies on a backend: what some cell has, and none of the pairs."""
 
-    def pairs(cells: list[Cell]) -> set[tuple[str, str]]:
-        triples = [(cell.backend, cell.configuration, cell.case) for cell in cells]
-        return {pair for triple in triples for pair in itertools.combinations(triple, 2)}
+    def pairs(cells: list[Cell]) -> set[tuple[Any, Any]]:
+        of_cases = {
+            (cell.case, other) for cell in cells for other in (cell.backend, _kind(cell.configuration))
+        }
+        return of_cases | {(cell.backend, cell.configuration) for cell in cells}
 
     return pairs(CELLS) - pairs([cell for cell in CELLS if cell.is_pair])

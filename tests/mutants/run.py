@@ -8,8 +8,8 @@ A mutant is a file `tests/mutants/NAME.patch`: lines of a head, then a unified d
     tests: tests/fit_multi_process_test.py::test_it[torch]
 
 `promise` says in one sentence what is broken; `tests` are the arguments of pytest which must turn red, as few and as
-cheap as will do: a test that only `make test-full` runs needs its whole name. `limit: 60` gives them so many seconds
-instead of 300, and `hang: yes` says that running out of time is what the break leads to, and counts as noticed.
+cheap as will do, all of them part of `make test`. `limit: 60` gives them so many seconds instead of 300, and
+`hang: yes` says that running out of time is what the break leads to, and counts as noticed.
 
 Each patch is applied to a copy of the tree, where its tests run. Before that, all these tests must be green on a copy
 without a patch. Exit code 0: every mutant was caught.
