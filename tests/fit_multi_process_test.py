@@ -1,14 +1,10 @@
-"""`fit` on two workers: stopping together, printing once, equal histories, shuffling, random draws, saved files."""
+"""`fit` on two workers: stopping together, printing once, equal histories, shuffling and random draws."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from tests.environment import clean_environment
 from tests.processes import each_backend, run, strategy
 
 # Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
@@ -356,69 +352,3 @@ def test_fits_with_data_of_different_shapes(backend):
     expected = run(backend, 1, in_worker_lengths, False)[0]
     for actual in run(backend, 2, in_worker_lengths, True):
         assert_close(expected, actual)
-
-
-# Saved files -------------------------------------------------------------------------------------------------
-
-
-def in_worker_save(folder, synchronized=False):
-    import keras
-
-    seeded()
-    with strategy().scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Input((3,)),
-                keras.layers.Dense(4, activation="tanh"),
-                keras.layers.BatchNormalization(synchronized=synchronized),
-                keras.layers.Dropout(0.1),
-                keras.layers.Dense(1),
-            ]
-        )
-        model.compile("adam", "mse")
-    x, y = make_data()
-    model.fit(x, y, batch_size=6, epochs=2, verbose=0)
-    path = f"{folder}/worker-{rank()}.keras"
-    model.save(path)
-    model.save_weights(path.replace(".keras", ".weights.h5"))
-    with strategy().scope():
-        loaded = keras.models.load_model(path)
-    assert_close(model.get_weights(), loaded.get_weights(), rtol=0)
-    loaded.fit(x, y, batch_size=6, verbose=0)
-    return model.predict(x, verbose=0)
-
-
-PLAIN_KERAS = """
-import sys
-import numpy as np
-sys.modules["kdist"] = None  # any import of it is an error
-import keras
-for path in sys.argv[1:]:
-    model = keras.models.load_model(path)
-    assert "kdist" not in model.to_json()
-    x = np.random.RandomState(0).randn(24, 3).astype("float32")
-    np.save(path, predictions := model.predict(x, verbose=0))
-    model.fit(x, x[:, :1], verbose=0)
-    model.load_weights(path.replace(".keras", ".weights.h5"))
-    assert np.allclose(model.predict(x, verbose=0), predictions)
-"""
-
-
-@each_backend
-@pytest.mark.parametrize("synchronized", [False, True])
-def test_saved_files_open_where_kdist_is_not_installed(backend, synchronized, tmp_path, request):
-    if synchronized and backend != "tensorflow":
-        reason = "Keras refuses to make a layer with synchronized=True on this backend, and the file says so"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    predictions = run(backend, 2, in_worker_save, str(tmp_path), synchronized)
-    np.testing.assert_array_equal(*predictions)
-    env = clean_environment() | {"KERAS_BACKEND": backend}
-    env.pop("PYTHONPATH")
-    command = [sys.executable, "-c", PLAIN_KERAS, "worker-0.keras", "worker-1.keras"]
-    done = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    for worker in (0, 1):
-        found = np.load(tmp_path / f"worker-{worker}.keras.npy")
-        np.testing.assert_allclose(found, predictions[0], rtol=1e-5, atol=1e-6)

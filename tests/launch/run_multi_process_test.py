@@ -2,86 +2,18 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
 from kdist.launch import supervisor
-from tests.alive import is_alive, left_of
+from tests.alive import left_of
+from tests.environment import ROOT
+from tests.launch.jobs import TIMEOUT
 from tests.ports import neighbouring_ports
-
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 30.0
-PRELUDE = """
-import json, os, signal, subprocess, sys, time
-rank = int(os.environ["RANK"])
-def say(*what): print(*what, flush=True)
-def name(pid):
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        say(f"pid={pid} since={file.read().rpartition(b')')[2].split()[19].decode()};")
-"""
-SLEEPER = "import time; time.sleep(120)"
-
-
-class Job:
-    """A running `kdist run`."""
-
-    def __init__(self, folder, script, *options, arguments=(), env=None, prelude=PRELUDE, stdin=None):
-        self.script = folder / "script.py"
-        self.script.write_text(prelude + textwrap.dedent(script))
-        self.out, self.err = folder / "out", folder / "err"
-        clean = {k: v for k, v in os.environ.items() if k not in ("KERAS_BACKEND", "TF_CONFIG")}
-        clean |= {"PYTHONPATH": str(ROOT), **(env or {})}
-        target = [] if "-m" in options else [str(self.script)]
-        with open(self.out, "wb") as out, open(self.err, "wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kdist", "run", *options, *target, *arguments],
-                stdout=out, stderr=err, stdin=stdin or subprocess.DEVNULL, env=clean, cwd=folder,
-            )  # fmt: skip
-
-    def wait(self, timeout=TIMEOUT):
-        return self.process.wait(timeout)
-
-    def stdout(self):
-        return self.out.read_text()
-
-    def stderr(self):
-        return self.err.read_text()
-
-    def wait_for(self, *texts):
-        deadline = time.monotonic() + TIMEOUT
-        while not all(text in self.stdout() for text in texts):
-            assert time.monotonic() < deadline, self.stdout() + self.stderr()
-            assert self.process.poll() is None, self.stdout() + self.stderr()
-            time.sleep(0.02)
-
-    def numbers(self, word):
-        return [int(number) for number in re.findall(rf"{word}=(\d+)", self.stdout())]
-
-    def named(self):
-        """The processes that `name` was called for."""
-        return [(int(pid), at) for pid, at in re.findall(r"pid=(\d+) since=(\d+);", self.stdout())]
-
-
-@pytest.fixture
-def run(tmp_path):
-    jobs = []
-
-    def start(script, *options, **kwargs):
-        jobs.append(Job(tmp_path, script, *options, **kwargs))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        if job.process.poll() is None:
-            job.process.kill()
-            job.process.wait(10)
 
 
 def test_success(run):
@@ -259,94 +191,6 @@ def test_the_first_traceback_is_blamed_and_not_the_first_exit(run):
     assert job.wait() == 1
     block = job.stderr()[job.stderr().index("────") :]
     assert "worker 1" in block.splitlines()[0] and "ValueError: the cause" in block
-
-
-FAMILY = f"""
-child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}])
-apart = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], start_new_session=True)
-bare = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], start_new_session=True, env={{}})
-# A double fork: its parent is gone, and only the job's mark or the subreaper finds it.
-orphan = subprocess.run(
-    [sys.executable, "-c", "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', "
-     + repr({SLEEPER!r}) + "], start_new_session=True, stdout=-3, stderr=-3).pid)"],
-    capture_output=True, text=True).stdout.strip()
-for pid in (os.getpid(), child.pid, apart.pid, bare.pid, orphan): name(pid)
-say("born", rank)
-"""
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_nothing_behind(run, signum):
-    job = run(FAMILY + "time.sleep(100)\n", "-n", "2")
-    job.wait_for("born 0", "born 1")
-    family = job.named()
-    assert len(family) == 10 and all(map(is_alive, family))
-    job.process.send_signal(signum)
-    assert job.wait() == 128 + signum
-    assert left_of(family) == []
-    assert "all workers have ended" in job.stderr()
-
-
-def test_failure_and_success_leave_nothing_behind(run):
-    for end, code in (("sys.exit(4)", 4), ("os._exit(0)", 0)):
-        job = run(FAMILY + f"time.sleep(0.5)\n{end}\n", "-n", "2")
-        assert job.wait() == code
-        assert len(job.named()) == 10
-        assert left_of(job.named()) == []
-
-
-def test_a_killed_launcher_takes_its_workers_along(run):
-    job = run('name(os.getpid()); say("born", rank); time.sleep(100)', "-n", "2")
-    job.wait_for("born 0", "born 1")
-    job.process.kill()
-    job.wait()
-    # Nobody waits for them: the system ends them when it comes to it.
-    assert len(job.named()) == 2 and left_of(job.named(), within=10) == []
-
-
-STUBBORN = """
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-name(os.getpid()); say("born", rank)
-while True: time.sleep(1)
-"""
-
-
-def test_the_grace_period_ends(run):
-    job = run(STUBBORN, "-n", "2", "--grace-period", "0.5")
-    job.wait_for("born 0", "born 1")
-    start = time.monotonic()
-    job.process.send_signal(signal.SIGTERM)
-    assert job.wait() == 143
-    assert 0.4 < time.monotonic() - start < 8  # of their own they never end
-    assert len(job.named()) == 2 and left_of(job.named()) == []
-
-
-def test_the_second_ctrl_c_kills_at_once(run):
-    job = run(STUBBORN, "-n", "2", "--grace-period", "60")
-    job.wait_for("born 0", "born 1")
-    job.process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert job.process.poll() is None
-    job.process.send_signal(signal.SIGINT)
-    assert job.wait(20) == 130
-    assert len(job.named()) == 2 and left_of(job.named()) == []
-
-
-def test_workers_may_end_in_peace(run):
-    job = run(
-        """
-        def save(*_):
-            time.sleep(0.3); say("saved", rank); sys.exit(0)
-        signal.signal(signal.SIGTERM, save)
-        say("born", rank); time.sleep(100)
-        """,
-        "-n", "2",
-    )  # fmt: skip
-    job.wait_for("born 0", "born 1")
-    job.process.send_signal(signal.SIGTERM)
-    assert job.wait() == 0
-    assert "saved 0" in job.stdout() and "saved 1" in job.stdout()
 
 
 def test_two_hosts_on_one_machine(run, tmp_path):

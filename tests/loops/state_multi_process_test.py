@@ -10,7 +10,6 @@ from tests.loops.clusters import (
     each_cluster,
     each_cluster_of,
     local_results,
-    number_of,
     numpy_of,
     on_replicas,
     on_workers,
@@ -139,6 +138,39 @@ def test_variables_of_all_kinds_can_be_written(backend, num_workers, num_replica
         np.testing.assert_array_equal(after[:2], [1 + num_replicas, 2 - mean])
         assert after[2] == mean
         np.testing.assert_array_equal(after[3], [1 + 2 * num_replicas, 1 + 4 * num_replicas])
+
+
+def in_worker_kept_values(num_replicas):
+    """What JAX gives away is immutable, though the variables' buffers are used again."""
+    import keras
+
+    s = strategy(num_replicas)
+    with s.scope():
+        v = keras.Variable(np.arange(4, dtype="float32"), trainable=False)
+        target = keras.Variable(np.zeros(4, "float32"), trainable=False)
+
+    def add():
+        v.assign_add([1.0] * 4)
+        return v.value
+
+    kept = [(v.value, 0)]
+    for step in range(1, 4):
+        kept += [(s.experimental_local_results(s.run(lambda: v.value))[-1], step - 1), (v.value, step - 1)]
+        result = s.run(add)
+        target.assign(v)
+        kept += [(s.experimental_local_results(result)[0], step), (keras.ops.convert_to_tensor(v), step)]
+        s.run(add)
+        kept.append((target.value, step))
+        v.assign(v - 1)
+    return [(numpy_of(value), step) for value, step in kept]
+
+
+@each_cluster_of("jax")  # elsewhere the value of a variable is what changes
+def test_values_that_were_taken_stay_what_they_were(backend, num_workers, num_replicas):
+    for kept in on_workers(backend, num_workers, num_replicas, in_worker_kept_values):
+        assert len(kept) == 16
+        for value, step in kept:
+            np.testing.assert_array_equal(value, np.arange(4) + step)
 
 
 # Layers -------------------------------------------------------------------------------------------------------
@@ -286,135 +318,3 @@ def test_batch_normalization_sees_its_replica_or_all(backend, num_workers, num_r
         np.testing.assert_allclose(moving_variance, 0.5 + 0.5 * np.mean(variances, 0), rtol=1e-5)
         for found_one, *own in zip(found_gradients, *gradients, strict=True):
             np.testing.assert_allclose(found_one, np.sum(own, 0), rtol=1e-4, atol=1e-5)
-
-
-# Metrics ------------------------------------------------------------------------------------------------------
-
-
-def in_worker_metrics(num_replicas, predictions, labels, weights):
-    import keras
-
-    s = strategy(num_replicas)
-    with s.scope():
-        mean, weighted = keras.metrics.Mean(), keras.metrics.Mean()
-        error = keras.metrics.MeanSquaredError()
-        accuracy = keras.metrics.BinaryAccuracy()
-        auc = keras.metrics.AUC(num_thresholds=50)
-        scalar = keras.metrics.Mean()
-
-    def fn(batch):
-        p, y, w = batch
-        mean.update_state(p)
-        weighted.update_state(p[:, 0], w)
-        for metric in (error, accuracy, auc):
-            metric.update_state(y, p)
-        scalar.update_state(keras.ops.mean(p))
-
-    def batches():
-        for start in range(0, len(labels), 8):
-            yield tuple(a[start : start + 8] for a in (predictions, labels, weights))
-
-    metrics = {
-        "mean": mean,
-        "weighted": weighted,
-        "error": error,
-        "accuracy": accuracy,
-        "auc": auc,
-        "scalar": scalar,
-    }
-    found = []
-    for _ in range(2):
-        for metric in metrics.values():
-            metric.reset_state()
-        for batch in s.experimental_distribute_dataset(batches):
-            assert s.run(fn, args=(batch,)) is None
-        found.append({name: float(metric.result()) for name, metric in metrics.items()})
-    auc_alone = keras.metrics.AUC(num_thresholds=50)
-    auc_alone.update_state(labels, predictions)
-    return found, float(auc_alone.result())
-
-
-@each_cluster
-def test_metrics_are_those_of_all_rows(backend, num_workers, num_replicas):
-    random = np.random.RandomState(3)
-    predictions = random.rand(20, 1).astype("float32")
-    labels = random.randint(0, 2, (20, 1)).astype("float32")
-    weights = random.rand(20).astype("float32")
-    # Two batches of 8 and one of 4 rows: each replica's scalar counts once.
-    parts = [
-        part
-        for start in (0, 8, 16)
-        for part in np.array_split(predictions[start : start + 8].astype("float64"), num_replicas)
-    ]
-    expected = {
-        "mean": predictions.mean(dtype="float64"),
-        "weighted": np.average(predictions.astype("float64")[:, 0], weights=weights),
-        "error": np.mean((predictions.astype("float64") - labels) ** 2),
-        "accuracy": np.mean((predictions > 0.5) == labels),
-        "scalar": np.mean([part.mean() for part in parts]),
-    }
-    for epochs, auc in on_workers(
-        backend, num_workers, num_replicas, in_worker_metrics, predictions, labels, weights
-    ):
-        for epoch in epochs:
-            for name, value in (expected | {"auc": auc}).items():
-                np.testing.assert_allclose(epoch[name], value, rtol=1e-5, err_msg=name)
-
-
-def in_worker_reset(num_replicas):
-    import keras
-
-    s = strategy(num_replicas)
-    with s.scope():
-        metric = keras.metrics.Sum()
-        total = keras.Variable(np.float32(5), trainable=False, aggregation="sum")
-    values = per_replica(s, lambda i: np.float32([i + 1]))
-    s.run(metric.update_state, args=(values,))
-
-    def start_anew(x):
-        metric.reset_state()
-        metric.update_state(x)
-        total.assign(x[0])
-
-    s.run(start_anew, args=(values,))
-    return float(metric.result()), number_of(total)
-
-
-@each_cluster
-def test_a_sum_may_be_set_in_a_replica(backend, num_workers, num_replicas):
-    expected = sum(range(1, num_replicas + 1))
-    for found in on_workers(backend, num_workers, num_replicas, in_worker_reset):
-        assert found == (expected, expected)  # as with `tf.distribute`: the sum of what the replicas assign
-
-
-def in_worker_kept_values(num_replicas):
-    """What JAX gives away is immutable, though the variables' buffers are used again."""
-    import keras
-
-    s = strategy(num_replicas)
-    with s.scope():
-        v = keras.Variable(np.arange(4, dtype="float32"), trainable=False)
-        target = keras.Variable(np.zeros(4, "float32"), trainable=False)
-
-    def add():
-        v.assign_add([1.0] * 4)
-        return v.value
-
-    kept = [(v.value, 0)]
-    for step in range(1, 4):
-        kept += [(s.experimental_local_results(s.run(lambda: v.value))[-1], step - 1), (v.value, step - 1)]
-        result = s.run(add)
-        target.assign(v)
-        kept += [(s.experimental_local_results(result)[0], step), (keras.ops.convert_to_tensor(v), step)]
-        s.run(add)
-        kept.append((target.value, step))
-        v.assign(v - 1)
-    return [(numpy_of(value), step) for value, step in kept]
-
-
-@each_cluster_of("jax")  # elsewhere the value of a variable is what changes
-def test_values_that_were_taken_stay_what_they_were(backend, num_workers, num_replicas):
-    for kept in on_workers(backend, num_workers, num_replicas, in_worker_kept_values):
-        assert len(kept) == 16
-        for value, step in kept:
-            np.testing.assert_array_equal(value, np.arange(4) + step)
