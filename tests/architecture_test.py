@@ -266,9 +266,7 @@ def test_no_file_is_too_long():
         for p in tracked
         if p.exists()
     }
-    # A table of cases may run over a little; library code may not.
-    limits = {name: MOST_LINES + (50 if name.startswith("tests/") else 0) for name in counts}
-    assert {name: n for name, n in counts.items() if n > limits[name]} == {}
+    assert {name: n for name, n in counts.items() if n > MOST_LINES} == {}
 
 
 def tracked_files() -> list[str]:

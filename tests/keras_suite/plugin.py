@@ -71,6 +71,9 @@ class _Recorder:
         faulthandler.dump_traceback_later(self._limit, exit=True, file=self._stderr)
         try:
             return (yield)
+        except BaseException as error:  # pytest's own, maybe in reporting a failure: it ends the process
+            self._outcome, self._failure = "died", f"pytest failed: {error!r}"
+            raise
         finally:
             faulthandler.cancel_dump_traceback_later()
             self._write(item.nodeid, self._outcome, self._failure, time.monotonic() - start)

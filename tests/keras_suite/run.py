@@ -23,6 +23,8 @@ import tarfile
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.environment import clean_environment
 from tests.keras_suite.comparison import BEGUN, Comparison, Outcome, read_known, read_results, report
 
@@ -125,7 +127,7 @@ def run_tests(
             status = subprocess.run(command, cwd=tests, env=env, stdout=output, stderr=output).returncode
         found = read_results(results)
         died = [test for test, outcome in found.items() if outcome.outcome == BEGUN]
-        if not died or len(found) == before:
+        if len(found) == before or not (died or status == pytest.ExitCode.INTERNAL_ERROR):
             break
         _end(
             results,

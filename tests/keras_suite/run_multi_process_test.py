@@ -1,4 +1,7 @@
-"""The runner of Keras's tests goes on after a test that hangs or ends its process. No framework takes part."""
+"""The runner of Keras's tests goes on after a test that hangs, that ends its process or that pytest cannot report.
+
+No framework takes part.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,10 @@ def test_b_hangs():
 
 def test_c_ends_the_process():
     os._exit(7)
+
+def test_e_cannot_be_reported():
+    import pytest
+    pytest.TestReport.from_item_and_call = None
 
 class TestD(unittest.TestCase):
     def test_says_why(self):
@@ -49,12 +56,14 @@ def test_a_test_that_hangs_or_dies_does_not_stop_the_others(tmp_path: Path) -> N
         "test_a_passes": "passed",
         "test_b_hangs": "died",
         "test_c_ends_the_process": "died",
+        "test_e_cannot_be_reported": "died",
         "test_says_why": "failed",
         "test_subtests": "failed",
         "test_skips": "skipped",
     }
     lines = {test.rpartition(":")[2]: outcome.line for test, outcome in found.items()}
     assert "ended with status 7" in lines["test_c_ends_the_process"]
+    assert lines["test_e_cannot_be_reported"].startswith("pytest failed: TypeError")
     assert lines["test_says_why"] == "ValueError: last line"
     assert lines["test_skips"] == "Skipped: no GPU"
     assert "a_module_that_is_not_there" in lines["two_test.py"]
