@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,9 +71,14 @@ def check_branch(variable: Any) -> None:
 
 
 class NotesAdditions:
-    """A mixin for scopes that must tell `variable.assign_add` from `variable.assign`."""
+    """A mixin for scopes that must tell `variable.assign_add` from `variable.assign`, and each layer's losses."""
 
     _additions = 0
+
+    @functools.cached_property
+    def loss_ids(self) -> dict[int, Any]:
+        """The layers that were used in this scope, and by what Keras knows their losses; see `keras_hooks.losses`."""
+        return {}
 
     @property
     def is_adding(self) -> bool:

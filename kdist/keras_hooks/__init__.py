@@ -12,6 +12,8 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 - `reduce_values`, `apply_mask`, `reduce_weighted_values` (keras.src.losses.loss): denominators of losses that
   are not a plain mean over rows must be counted over all replicas. There is no public place between a loss's
   per-row values and its reduction.
+- `Layer.add_loss`, and what reads and clears such losses: Keras knows them by their addresses, even when they are gone,
+  and drops other layers' losses that have come to be there. In kdist's scopes only those of the same scope count.
 - `Mean.update_state`, `Sum.update_state`: a scalar counts as much as the rows it stands for.
 - `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after.
 - TensorFlow's optimiser: its own `tf.distribute` branches reduce a second time, or fail in a `cond`; inside a
@@ -43,6 +45,7 @@ from kdist.keras_hooks.data import (
     train_validation_split,
 )
 from kdist.keras_hooks.layers import ThreadState, global_seed_generator, hook_torch_modules
+from kdist.keras_hooks.losses import forget_layer_losses
 from kdist.keras_hooks.models import (
     all_variables,
     build,
@@ -76,6 +79,7 @@ __all__ = [
     "epoch_iterator",
     "first_of_py_dataset",
     "forget_batches",
+    "forget_layer_losses",
     "global_seed_generator",
     "hide_state",
     "hook_assignments",
@@ -119,6 +123,7 @@ def install(native_moments: bool) -> None:
         saving.hook_saving()
         models.hook_torch_metrics()
         losses.hook_losses()
+        losses.hook_layer_losses()
         losses.hook_scalars()
         optimizers.hook_optimizers()
         layers.hook_seeds()

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from kdist.keras_hooks.variables import stateless_scope
 from kdist.keras_hooks.wrapping import running_model_replica, running_replica, wrap
 
 
@@ -97,6 +98,34 @@ def _cast(number: Any, like: Any) -> Any:
     from keras import ops
 
     return ops.cast(number, like.dtype)
+
+
+def forget_layer_losses(model: Any) -> None:
+    """Makes the layers of a model forget which losses they added in earlier calls of `stateless_call`.
+
+    Keras tells whose a loss is by its address. Once a trace has ended, another layer's loss may come to be there, and
+    Keras drops it: in about one of a hundred traces, and not on all workers, which then run different programs and
+    wait for each other forever.
+    """
+    for layer in model._flatten_layers():
+        layer._loss_ids.clear()
+
+
+def hook_layer_losses() -> None:
+    import keras
+
+    def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            known = getattr(stateless_scope(), "loss_ids", None)
+            if known is not None:
+                # With the layer, so that no other comes to be at its address. Past `__setattr__`, which tracks sets.
+                vars(self)["_loss_ids"] = known.setdefault(id(self), (self, set()))[1]
+            return original(self, *args, **kwargs)
+
+        return wrapper
+
+    for name in ("add_loss", "_clear_losses", "_get_own_losses"):
+        wrap(keras.Layer, name, in_scope)
 
 
 def hook_scalars() -> None:

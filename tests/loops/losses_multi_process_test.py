@@ -55,3 +55,39 @@ def test_parts_of_losses_add_up_to_the_mean_of_all_rows(backend, num_workers, nu
     ]
     for result in run(backend, num_workers, in_worker_losses, num_replicas):
         np.testing.assert_allclose(result, expected, rtol=1e-6)
+
+
+class Taken(set):
+    """What a layer knows of losses that are gone, when those of other layers have come to be at their addresses."""
+
+    is_stale = True
+
+    def __contains__(self, address):
+        return self.is_stale or super().__contains__(address)
+
+    def clear(self):
+        self.is_stale = False
+        super().clear()
+
+
+def in_worker_added_losses():
+    import keras
+
+    chosen = strategy(2)
+    with chosen.scope():
+        layers = [keras.layers.ActivityRegularization(l1=factor) for factor in (1.0, 10.0, 100.0)]
+
+    def step():
+        for layer in layers:
+            vars(layer)["_loss_ids"] = Taken()
+        for layer in layers:
+            layer(keras.ops.ones((1, 1)))
+        return keras.ops.stack([sum(layer.losses) for layer in layers])
+
+    totals = chosen.reduce("MEAN", chosen.run(step), axis=None)
+    return keras.ops.convert_to_numpy(totals).tolist()
+
+
+@each_backend
+def test_a_layer_drops_no_losses_that_others_added(backend):
+    assert run(backend, 1, in_worker_added_losses) == [[1.0, 10.0, 100.0]]

@@ -154,11 +154,13 @@ def _state_variables(model: Any, kind: str) -> list[Sequence[Any]]:
 
 
 def _stateless_step(model_ref: Callable[[], Any], kind: str) -> Callable[[Any, Any], tuple[Any, Any]]:
-    if kind != "predict":
-        return lambda state, data: getattr(model_ref(), f"{kind}_step")(state, data)
+    def step(state: Any, data: Any) -> tuple[Any, Any]:
+        model = model_ref()
+        keras_hooks.forget_layer_losses(model)
+        return getattr(model, f"{kind}_step")(state, data)
 
     def predict_step(state: Any, data: Any) -> tuple[Any, Any]:
         outputs, non_trainable_variables = model_ref().predict_step(state, data)
         return outputs, (state[0], non_trainable_variables)
 
-    return predict_step
+    return predict_step if kind == "predict" else step

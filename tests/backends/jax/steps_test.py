@@ -258,6 +258,38 @@ def test_outputs_are_ordinary_arrays(replicas: int) -> None:
     assert all(len(v.value.sharding.device_set) == 1 for v in model.variables)
 
 
+class _Taken(set[int]):
+    """What a layer knows of an earlier trace's losses when other layers' have come to be at the same addresses."""
+
+    is_stale = True
+
+    def __contains__(self, address: object) -> bool:
+        return self.is_stale or super().__contains__(address)
+
+    def clear(self) -> None:
+        self.is_stale = False
+        super().clear()
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_layer_drops_no_losses_of_others(eagerly: bool) -> None:
+    def make() -> keras.Model:
+        layers, regularizer = keras.layers, keras.regularizers.L2(0.1)
+        keras.utils.set_random_seed(3)
+        dense = [layers.Dense(units, activity_regularizer=regularizer) for units in (5, 4, 1)]
+        model = keras.Sequential([keras.Input((6,)), *dense])
+        model.compile("sgd", "mse", run_eagerly=eagerly)
+        return model
+
+    x, y, _ = _data()
+    expected = make().evaluate(x, y, batch_size=ROWS, verbose=0)
+    model = _under(2, make)
+    model.evaluate(x[:BATCH], y[:BATCH], batch_size=BATCH, verbose=0)
+    for layer in model.layers:
+        vars(layer)["_loss_ids"] = _Taken()
+    assert model.evaluate(x, y, batch_size=ROWS, verbose=0) == pytest.approx(expected, rel=1e-5)
+
+
 def test_many_steps_neither_hang_nor_drift() -> None:
     def train(model: keras.Model) -> Any:
         keras.utils.set_random_seed(6)
