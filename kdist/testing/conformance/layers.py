@@ -100,7 +100,7 @@ def attention() -> Numbers:
     hidden = keras.layers.LayerNormalization()(keras.layers.Add()([embedded, attended]))
     pooled = keras.layers.GlobalAveragePooling1D()(hidden)
     model = keras.Model(inputs, [keras.layers.Dense(1)(hidden), keras.layers.Dense(1)(pooled)])
-    model.compile(keras.optimizers.SGD(0.1), ["mse", "mae"])
+    model.compile(keras.optimizers.SGD(0.02), ["mse", "mae"])
     y = ((x[..., None] * 0.1).astype("float32"), (x.mean(axis=1, keepdims=True) * 0.2).astype("float32"))
     return a.numbers(model, a.fit(model, x, y))
 
