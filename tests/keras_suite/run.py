@@ -7,6 +7,10 @@ installed Keras, each backend plainly and with every test inside `kdist.Mirrored
 scope, in processes of their own. Fails if a test that passes plainly fails in a scope and is not in `known.txt`.
 `--quick` runs plainly only what does not pass in the scope; it takes what passes there to pass plainly, too.
 The results of every test and pytest's output stay in `build/keras_suite`.
+
+With Keras 3.15.1 there are 1,280 tests a backend. Pass plainly, and of these not in the scope: JAX 1,198 and 2, PyTorch
+1,108 and 2, TensorFlow 1,216 and 216, all of which `known.txt` has with their reasons. On 2 cores that share other work
+this took 16, 3 and 25 minutes.
 """
 
 from __future__ import annotations
