@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kdist.names import no_such_name
+
 __version__ = "0.1.0"
 
 _CONTENTS = {
@@ -28,6 +30,7 @@ _CONTENTS = {
     "kdist.data.input_context": ("InputContext",),
     "kdist.data.input_options": ("AutoShardPolicy", "InputOptions", "InputReplicationMode"),
     "kdist.functions": ("function", "value_and_grad"),
+    "kdist.strategies.extended": ("StrategyExtended",),
     "kdist.strategies.running": ("RunOptions",),
     "kdist.strategies.strategy": ("Strategy",),
     "kdist.strategies.mirrored": ("MirroredStrategy",),
@@ -53,7 +56,7 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"kdist.{name}")
     else:
-        raise AttributeError(f"module 'kdist' has no attribute {name!r}")
+        raise no_such_name("kdist", name, __all__)
     globals()[name] = value
     return value
 
@@ -86,6 +89,7 @@ if TYPE_CHECKING:
         NcclAllReduce,
         ReductionToOneDevice,
     )
+    from kdist.strategies.extended import StrategyExtended
     from kdist.strategies.mirrored import MirroredStrategy
     from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
     from kdist.strategies.one_device import OneDeviceStrategy

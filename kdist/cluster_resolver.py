@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kdist.cluster import (
     ClusterResolver,
     ClusterSpec,
@@ -13,6 +15,7 @@ from kdist.cluster import (
     TorchrunClusterResolver,
     UnionResolver,
 )
+from kdist.names import no_such_name
 
 __all__ = [
     "ClusterResolver",
@@ -25,3 +28,7 @@ __all__ = [
     "TorchrunClusterResolver",
     "UnionResolver",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise no_such_name(__name__, name, __all__)

@@ -1,7 +1,12 @@
 """`kdist.experimental`: the names that `tf.distribute` keeps in its `experimental` module."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from kdist.data.input_context import ValueContext
-from kdist.strategies.communication import CommunicationImplementation, CommunicationOptions
+from kdist.names import no_such_name
+from kdist.strategies.communication import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from kdist.strategies.multi_worker_mirrored import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
@@ -13,6 +18,7 @@ CollectiveCommunication = CommunicationImplementation
 
 __all__ = [
     "CollectiveCommunication",
+    "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
@@ -21,3 +27,7 @@ __all__ = [
     "ValueContext",
     "check_in_sync",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise no_such_name(__name__, name, __all__)

@@ -50,6 +50,8 @@ def native_signatures():
         "ReductionToOneDevice": parameters_of(native.ReductionToOneDevice.__init__),
         "experimental.CommunicationOptions": parameters_of(experimental.CommunicationOptions.__new__)[1:]
         or parameters_of(experimental.CommunicationOptions.__init__),
+        "experimental.CollectiveHints": parameters_of(experimental.CollectiveHints.__new__)[1:]
+        or parameters_of(experimental.CollectiveHints.__init__),
         "experimental_set_strategy": parameters_of(native.experimental_set_strategy),
         "get_strategy": parameters_of(native.get_strategy),
         "has_strategy": parameters_of(native.has_strategy),
@@ -92,6 +94,14 @@ def test_communication_implementations_are_those_of_tf_distribute():
     names, same = run("tensorflow", 1, native_members)[0]
     assert [member.name for member in CommunicationImplementation] == names
     assert same and CollectiveCommunication is CommunicationImplementation
+
+
+def test_collective_hints_are_the_older_options():
+    hints = kdist.experimental.CollectiveHints(1024, timeout_seconds=3)
+    assert isinstance(hints, CommunicationOptions) and (hints.bytes_per_pack, hints.timeout_seconds) == (
+        1024,
+        3,
+    )
 
 
 def test_communication_options():
@@ -241,7 +251,7 @@ def test_what_cannot_work_is_refused(backend):
             continue
         assert "KdistError" in classes and "ValueError" in classes, f"{name}: {actual} {message}"
         assert actual == kind and word in message, f"{name}: {actual} {message}"
-    assert "Available: cpu:0" in found["no such GPU"][2]
+    assert found["no such GPU"][2].count("cpu:0") == 1
 
 
 TOO_LATE = """
@@ -285,6 +295,7 @@ def resolvers():
     given = SimpleClusterResolver(ClusterSpec({"worker": ["localhost:1"]}), task_type="worker", task_id=0)
     with_given = kdist.MultiWorkerMirroredStrategy(given)
     experimental = kdist.experimental.MultiWorkerMirroredStrategy(cluster_resolver=given)
+    assert with_given.extended.should_checkpoint and with_given.extended.should_save_summary
     found = kdist.MultiWorkerMirroredStrategy()
     assert with_given.cluster_resolver is given is experimental.cluster_resolver
     assert isinstance(found.cluster_resolver, TFConfigClusterResolver)
@@ -308,7 +319,9 @@ def resolver_of_two():
     resolver = mine.cluster_resolver
     again = kdist.MultiWorkerMirroredStrategy()
     assert again.num_replicas_in_sync == mine.num_replicas_in_sync == 2
-    return resolver.task_type, resolver.task_id, resolver.cluster_spec().as_dict(), resolver is not None
+    assert isinstance(mine.extended, kdist.StrategyExtended)
+    writes = mine.extended.should_checkpoint, mine.extended.should_save_summary
+    return resolver.task_type, resolver.task_id, resolver.cluster_spec().as_dict(), writes
 
 
 @each_backend
@@ -316,6 +329,7 @@ def test_cluster_resolver_of_two_workers(backend):
     one, two = run(backend, 2, resolver_of_two)
     assert one[:2] == ("worker", 0) and two[:2] == ("worker", 1)
     assert one[2] == two[2] and len(one[2]["worker"]) == 2
+    assert one[3] == (True, True) and two[3] == (False, False)
 
 
 def train(make):

@@ -53,7 +53,7 @@ def missing_device(name: str, available: Sequence[str]) -> DeviceError:
     return DeviceError(
         "Every device of a strategy must exist on this machine.",
         received={"device": name},
-        hint=f"Available: {', '.join(available) or 'none'}.",
+        hint=f"Available: {', '.join(dict.fromkeys(available)) or 'none'}.",
     )
 
 

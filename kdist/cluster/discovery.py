@@ -164,7 +164,8 @@ def _from_resolver(resolver: Any, source: str) -> Cluster:
         raise ClusterTypeError(
             "cluster_resolver must be a ClusterResolver of kdist or of tf.distribute, or None.",
             received={"cluster_resolver": resolver},
-            hint='For example: kdist.cluster_resolver.SimpleClusterResolver({"worker": ["host0:5000", "host1:5000"]})',
+            hint="For example: kdist.cluster_resolver.SimpleClusterResolver(kdist.cluster_resolver.ClusterSpec("
+            '{"worker": ["host0:5000", "host1:5000"]}), task_type="worker", task_id=0)',
         )
     spec = ClusterSpec(resolver.cluster_spec())
     # Asked after cluster_spec(): TensorFlow's Slurm resolver knows its task only then.

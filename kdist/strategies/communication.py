@@ -79,6 +79,26 @@ class CommunicationOptions:
         self.implementation = implementation
 
 
+class CollectiveHints(CommunicationOptions):
+    """The older name of `CommunicationOptions`, with fewer of them.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CollectiveHints
+
+    Args:
+        bytes_per_pack: As in `CommunicationOptions`.
+        timeout_seconds: As in `CommunicationOptions`.
+
+    Example:
+
+    >>> import kdist
+    >>> kdist.experimental.CollectiveHints(timeout_seconds=60).timeout_seconds
+    60
+    """
+
+    def __init__(self, bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> None:
+        super().__init__(bytes_per_pack, timeout_seconds)
+
+
 def hint_ignored(what: str, why: str) -> None:
     """Logs that a wish cannot be followed; never an error, since the numbers do not depend on it."""
     _log.info("%s is a hint that has no effect here: %s", what, why)

@@ -41,6 +41,16 @@ class StrategyExtended:
         """Whether all shapes must be known: never."""
         return False
 
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this worker is the one that writes what is written once: the chief."""
+        return self._strategy.runtime.worker_index == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """As `should_checkpoint`, for summaries."""
+        return self.should_checkpoint
+
     def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
         """Returns where an optimiser's own variables lie."""
         return self.parameter_devices

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kdist.backends import get_backend
-from kdist.cluster import ClusterResolver, discover
+from kdist.cluster import ClusterResolver, TFConfigClusterResolver, discover
 from kdist.errors import InvalidArgumentError
 from kdist.strategies.communication import CommunicationImplementation, CommunicationOptions
 from kdist.strategies.mirrored import check_device_names
@@ -57,14 +57,14 @@ class MultiWorkerMirroredStrategy(Strategy):
                 received={"communication_options": communication_options},
             )
         cluster = discover(cluster_resolver)
-        self._cluster_resolver = cluster.resolver
+        self._cluster_resolver = cluster.resolver or TFConfigClusterResolver()
         backend = get_backend()
         names = check_device_names(devices) if devices is not None else ()
         super().__init__(backend.create_runtime(names, cluster if cluster.num_workers > 1 else None, options))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The resolver given at construction, or the one that the environment led to."""
+        """The resolver given at construction, else that of the environment: of `TF_CONFIG` where nothing is set."""
         return self._cluster_resolver
 
 

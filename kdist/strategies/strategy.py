@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kdist.context import Scope, has_strategy, note_joined
+from kdist.context import Scope, current_replica, has_strategy, note_joined
 from kdist.data.input_options import InputOptions
 
 if TYPE_CHECKING:
@@ -335,12 +335,22 @@ class Strategy:
             value: A value or a structure of values, such as an element of a distributed dataset.
 
         Returns:
-            One value a local replica; `(value,)` for something that is not distributed.
+            One value a local replica; `(value,)` for something that is not distributed. Of a Keras variable the
+            variable for each replica, or, with `synchronization="on_read"`, each replica's own value; all
+            workers must ask for that.
         """
         import keras
 
-        from kdist.values import local_results
+        from kdist.values import PerReplica, local_results
 
+        def of_variable(leaf: Any) -> Any:
+            if not isinstance(leaf, keras.Variable) or current_replica() is not None:
+                return leaf
+            if leaf.synchronization == "on_read":
+                return self.run(lambda: leaf.value)
+            return PerReplica([leaf] * len(self.runtime.devices))
+
+        value = keras.tree.map_structure(of_variable, value)
         return local_results(value, keras.tree.map_structure, keras.tree.flatten)
 
     def __repr__(self) -> str:

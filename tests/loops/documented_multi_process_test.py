@@ -52,7 +52,7 @@ def in_worker_examples(num_replicas):
     with s.scope():
         v = keras.Variable(np.float32(4), trainable=False)
         assert kdist.get_strategy() is s
-    assert s.experimental_local_results(v) == (v,)
+    assert s.experimental_local_results(v) == (v,) * len(s.runtime.devices)
     assert v in s.experimental_local_results(s.extended.value_container(v))
     assert s.run(kdist.get_strategy) is s or all(x is s for x in s.run(kdist.get_strategy).values)
     assert kdist.get_strategy() is not s

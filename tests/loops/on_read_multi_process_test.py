@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kdist
-from tests.loops.clusters import each_cluster, local_results, numpy_of, on_replicas, per_replica
+from tests.loops.clusters import each_cluster, local_results, number_of, numpy_of, on_replicas, per_replica
 from tests.processes import strategy
 
 KINDS = [
@@ -255,3 +255,20 @@ def test_writes_in_branches(backend, num_workers, num_replicas):
     total = sum(range(1, num_replicas + 1))
     for found in on_replicas(backend, num_workers, num_replicas, in_worker_branches):
         assert found == [(10 + total, 2 * total)] * 2
+
+
+def in_worker_local_results(num_replicas):
+    import keras
+
+    s = strategy(num_replicas)
+    with s.scope():
+        seen = keras.Variable(0, dtype="int32", trainable=False, aggregation="sum", synchronization="on_read")
+    s.run(seen.assign_add, args=(per_replica(s, lambda i: np.int32(10**i)),))
+    assert number_of(seen) == sum(10**i for i in range(num_replicas))
+    return [int(part) for part in local_results(s, seen)]
+
+
+@each_cluster
+def test_local_results_are_the_components(backend, num_workers, num_replicas):
+    found = on_replicas(backend, num_workers, num_replicas, in_worker_local_results)
+    assert found == [10**i for i in range(num_replicas)]

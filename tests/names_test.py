@@ -1,0 +1,25 @@
+"""What is said about a name that a module does not have."""
+
+from __future__ import annotations
+
+import pytest
+
+import kdist
+
+
+def test_a_wrong_name_is_answered_with_the_nearest_one():
+    for module, name, answer in (
+        (kdist, "MirorredStrategy", "Did you mean 'MirroredStrategy'?"),
+        (kdist.experimental, "CommunicationOption", "Did you mean 'CommunicationOptions'?"),
+        (kdist.cluster_resolver, "TFConfigResolver", "Did you mean 'TFConfigClusterResolver'?"),
+        (kdist, "TPUStrategy", "yet. Use kdist.MirroredStrategy with KERAS_BACKEND=jax"),
+        (kdist, "ParameterServerStrategy", "yet. Use kdist.MultiWorkerMirroredStrategy"),
+        (kdist.experimental, "CentralStorageStrategy", "yet. Use kdist.MirroredStrategy"),
+        (kdist.cluster_resolver, "TPUClusterResolver", "yet. Set TF_CONFIG"),
+    ):
+        with pytest.raises(
+            AttributeError, match=f"module '{module.__name__}' has no attribute '{name}'"
+        ) as info:
+            getattr(module, name)
+        assert answer in str(info.value)
+    assert not hasattr(kdist, "nothing_like_it")
