@@ -20,12 +20,28 @@ class _ThreadState(threading.local):
         self.scopes: list[Scope] = []
         self.global_scope: Scope | None = None
         self.replica: ReplicaContext | None = None
+        self.functions = 0
 
 
 _state = _ThreadState()
 # The strategy by which this process has joined others: a process joins once, and for good. So it is kept, though the
 # user may drop it: `broadcast` would give each worker its own value else, without a word.
 _joined: list[Strategy] = []
+
+
+def in_function() -> bool:
+    """Says whether a function of `kdist.function` runs in this thread."""
+    return _state.functions > 0
+
+
+@contextlib.contextmanager
+def entered_function() -> Iterator[None]:
+    """Within this, `in_function` is true."""
+    _state.functions += 1
+    try:
+        yield
+    finally:
+        _state.functions -= 1
 
 
 def note_joined(strategy: Strategy) -> None:

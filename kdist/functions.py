@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdist.context import entered_function
 from kdist.errors import InvalidArgumentError
 
 
@@ -13,9 +15,13 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
     What `tf.function` is for TensorFlow, for three backends: `tf.function` on TensorFlow (without AutoGraph: use
     `keras.ops.cond` and `while_loop`, or pass `autograph=True`); on JAX, where
-    `strategy.run` compiles what it runs, a function that calls it runs as it is, and any other one is compiled
-    by `jax.jit`, with the Keras variables that it reads and writes; on PyTorch the function as it is, or
-    compiled by `torch.compile` with `jit_compile=True`.
+    `strategy.run` compiles what it runs, a function that calls it runs as it is, and any other one runs as it is
+    at its first call and is then compiled by `jax.jit`, with the Keras variables that it reads and writes; on
+    PyTorch the function as it is, or compiled by `torch.compile` with `jit_compile=True`.
+
+    It may read distributed datasets: with `next(iterator)`, which raises an `OutOfRangeError` at the end (as in
+    `tf.distribute`, and unlike outside, where `StopIteration` does), or with `for batch in dataset`, which on
+    TensorFlow is a loop of the graph, made by AutoGraph.
 
     May be called in a replica, where it does nothing on JAX and PyTorch: what `run` runs is compiled, or eager.
 
@@ -41,7 +47,14 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         raise InvalidArgumentError("kdist.function takes a function.", received={"fn": fn})
     from kdist.backends import get_backend
 
-    return get_backend().function(fn, **options)
+    compiled = get_backend().function(fn, **options)
+
+    @functools.wraps(compiled)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with entered_function():
+            return compiled(*args, **kwargs)
+
+    return wrapper
 
 
 def value_and_grad(

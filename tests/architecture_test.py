@@ -25,7 +25,7 @@ FRAMEWORKS = ("tensorflow", "jax", "jaxlib", "torch")
 
 # Direction: training, checkpoint -> strategies -> data, context, backends -> cluster, values, errors.
 LEVELS = (
-    {"errors", "values"},
+    {"errors", "names", "values"},
     {"cluster"},
     {"data", "context", "backends", "keras_hooks"},
     {"strategies"},
@@ -42,7 +42,9 @@ UPWARD = {
 }
 # Beside the files that all backends have: what one of them needs because its engine lacks it.
 EXTRA_FILES = {
-    "tensorflow": set(),
+    "tensorflow": {
+        "iteration.py",  # TensorFlow compiles loops over datasets, which the others run as they are
+    },
     "jax": {
         "watch.py",  # JAX ends the process from C++ when a worker is lost
         "programs.py",  # JAX compiles pure functions, and Keras code has state

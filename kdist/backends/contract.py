@@ -161,6 +161,21 @@ class Runtime(ABC):
         """Whether messages can be exchanged now: not while a function is being traced."""
         return True
 
+    def traced(self, iterator: Any) -> Any:
+        """Returns what has the methods of a distributed iterator in the function that is being traced.
+
+        `None` where it is read as it is.
+        """
+        return None
+
+    def begin_loop(self) -> None:
+        """Called where Python begins to loop over a distributed dataset.
+
+        Raises:
+            StrategyScopeError: In a function that is being traced, of which the loop would be part without end.
+        """
+        return
+
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker, in the order of their indices. Blocks; all must call it."""

@@ -60,6 +60,7 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
         is_infinite=source.is_infinite,
         is_global=is_global,
         options=_options_for([source], options),
+        inner_shapes=source.inner_shapes,
     )
 
 
@@ -92,6 +93,7 @@ def distribute_from_function(
         is_infinite=any(source.is_infinite for source in sources),
         is_global=False,
         options=_options_for(sources, options),
+        inner_shapes=sources[0].inner_shapes,
     )
 
 

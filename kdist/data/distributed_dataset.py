@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kdist.errors import DatasetError, InvalidArgumentError, OutOfRangeError
+from kdist.context import current_replica, in_function
+from kdist.errors import DatasetError, InvalidArgumentError, OutOfRangeError, StrategyScopeError
 from kdist.values import regroup
 
 # What needs Keras is imported when a dataset is read: the class alone is light.
@@ -38,6 +42,7 @@ class DistributedDataset:
         is_infinite: bool,
         is_global: bool,
         options: InputOptions,
+        inner_shapes: list[Any] | None = None,
     ) -> None:
         self._runtime = runtime
         self._reader = reader
@@ -53,6 +58,8 @@ class DistributedDataset:
         """Steps of an epoch; `None` where unknown or without end."""
         self.is_infinite = is_infinite
         """Whether an epoch is known to have no end."""
+        self.inner_shapes = inner_shapes
+        """The shape of a row of each array, with `None` for what differs; `None` where the first batch tells."""
 
     def __len__(self) -> int:
         if self.num_steps is None:
@@ -61,10 +68,31 @@ class DistributedDataset:
 
     def __iter__(self) -> DistributedIterator:
         """Starts the next epoch, or goes on where `set_state` said. Other iterators are not disturbed."""
+        self._runtime.begin_loop()
         iterator, self._peeked = self._peeked or DistributedIterator(self, self._next), None
         self._newest = iterator._position
         self._next = {"epoch": self._next["epoch"] + 1, "step": 0}
         return iterator
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Goes through one epoch with a function that makes a new state of the old one and an element.
+
+        All workers must call it. In a `tf.function`, write a `for` loop instead.
+
+        Args:
+            initial_state: What the function is given with the first element.
+            reduce_func: Called with a state and an element; returns the next state.
+
+        Returns:
+            The last state.
+
+        Example:
+
+        ```python
+        number_of_steps = dataset.reduce(0, lambda steps, element: steps + 1)
+        ```
+        """
+        return functools.reduce(reduce_func, self, initial_state)
 
     @property
     def element_spec(self) -> Any:
@@ -74,21 +102,14 @@ class DistributedDataset:
         this reads the first step; all workers must ask.
         """
         if self._element_spec is None:
-            self._note_spec(self.peek())
+            self._note_spec(self.peek_part())
         return self._element_spec
 
-    def peek(self) -> Any:
+    def peek_part(self) -> Any:
         """Returns a batch of one replica, the first of the next iterator. All workers must call it."""
-        from kdist.data import rows
-        from kdist.data.steps import as_parts
-
         if self._peeked is None:
             self._peeked = DistributedIterator(self, self._next)
-        step = self._peeked.peek()
-        if step is None:
-            raise DatasetError("A dataset must have at least one batch.", received={"dataset": self.kind})
-        parts = as_parts(self._runtime, step)
-        return next((part for part in parts if rows.num_rows(part)), parts[0])
+        return self._peeked.peek_part()
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position of the newest iterator: how many epochs and steps have been consumed.
@@ -147,6 +168,15 @@ class DistributedDataset:
         return f"<DistributedDataset of {self.kind}, num_steps={self.num_steps}>"
 
 
+_numbers = itertools.count()
+_iterators: weakref.WeakValueDictionary[int, DistributedIterator] = weakref.WeakValueDictionary()
+
+
+def numbered(number: int) -> DistributedIterator:
+    """Returns the iterator of a number."""
+    return _iterators[number]
+
+
 class DistributedIterator:
     """Goes through one epoch of a `DistributedDataset`.
 
@@ -162,6 +192,10 @@ class DistributedIterator:
         self._generator: Iterator[Step] | None = None
         self._source: Steps | None = None
         self._ahead: list[Step | None] = []  # at most one: what `peek` has read
+        self._is_looped = in_function()  # made in a function, it is in a loop there
+        self.number = next(_numbers)
+        """Unique in this process."""
+        _iterators[self.number] = self
 
     @property
     def steps(self) -> Iterator[Step]:
@@ -179,6 +213,18 @@ class DistributedIterator:
             self._ahead.append(self._source.next())
         return self._ahead[0]
 
+    def peek_part(self) -> Any:
+        """Returns the batch of one replica, of the next step."""
+        from kdist.data import rows
+        from kdist.data.steps import as_parts
+
+        step = self.peek()
+        if step is None:
+            kind = self._dataset.kind
+            raise DatasetError("A dataset must have at least one batch.", received={"dataset": kind})
+        parts = as_parts(self._dataset._runtime, step)
+        return next((part for part in parts if rows.num_rows(part)), parts[0])
+
     def batches(self) -> Iterator[Any]:
         """What step functions take, for the training loop. The epoch ends with the iterator, however it ends."""
         from kdist.data.steps import as_batch
@@ -186,9 +232,29 @@ class DistributedIterator:
         return (as_batch(self._dataset._runtime, step) for step in self.steps)
 
     def __iter__(self) -> DistributedIterator:
+        self._dataset._runtime.begin_loop()
+        self._is_looped = self._is_looped or in_function()
         return self
 
     def __next__(self) -> Any:
+        if (traced := self._traced()) is not None:
+            return next(traced)
+        try:
+            return self._next()
+        except StopIteration:
+            if in_function() and not self._is_looped:
+                raise self.at_end() from None
+            raise
+
+    def _traced(self) -> Any:
+        if current_replica() is not None:
+            raise StrategyScopeError(
+                "A distributed dataset is read outside of the replicas, whose batches it gives.",
+                hint="Pass what it gives: strategy.run(step, args=(next(iterator),))",
+            )
+        return self._dataset._runtime.traced(self)
+
+    def _next(self) -> Any:
         import keras
 
         from kdist.data.steps import as_parts
@@ -210,18 +276,36 @@ class DistributedIterator:
         try:
             return next(self)
         except StopIteration:
-            raise OutOfRangeError(
-                "The distributed dataset has ended.",
-                received={"dataset": self._dataset.kind},
-                hint="Create another iterator, or repeat the dataset.",
-            ) from None
+            raise self.at_end() from None
+
+    def at_end(self) -> OutOfRangeError:
+        """Returns the error for the end of the epoch."""
+        return OutOfRangeError(
+            "The distributed dataset has ended.",
+            received={"dataset": self._dataset.kind},
+            hint="Create another iterator, or repeat the dataset.",
+        )
 
     def get_next_as_optional(self) -> Optional:
         """Returns the next element, or an empty `Optional` at the end of the epoch."""
+        if (traced := self._traced()) is not None:
+            return traced.get_next_as_optional()
         try:
-            return Optional((next(self),))
+            return Optional((self._next(),))
         except StopIteration:
             return Optional(())
+
+    # TensorFlow's protocol for what enters a `tf.function`: iterators over the same kind of elements share what is
+    # compiled.
+    def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
+        import numpy as np
+
+        runtime: Any = self._dataset._runtime  # TensorFlow's, whoever calls this
+        return (runtime.element_of(self),), (np.asarray(self.number),)
+
+    @classmethod
+    def __tf_unflatten__(cls, metadata: Any, components: Sequence[Any]) -> Any:
+        return metadata[0].iterator(components[0])
 
     @property
     def element_spec(self) -> Any:

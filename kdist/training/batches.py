@@ -103,7 +103,7 @@ class GlobalBatches:
     def peek(self) -> Any:
         """Returns one batch, of some number of rows, without consuming it."""
         if self._distributed is not None:
-            return self._distributed.peek()
+            return self._distributed.peek_part()
         return read_on_all(self._session.runtime, "Reading the first batch", self._first)
 
     def _first(self) -> Any:

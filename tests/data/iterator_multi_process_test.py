@@ -27,18 +27,23 @@ def in_worker_iterate():
     assert not iterator.get_next_as_optional().has_value()
     with pytest.raises(kdist.errors.OutOfRangeError):
         iterator.get_next()
-    return spec, first, last, state, dataset.get_state()
+    end = dataset.get_state()
+    rows = dataset.reduce([], lambda seen, batch: [*seen, len(batch[0])])
+    return spec, first, last, state, end, rows
 
 
 @each_backend
 def test_the_iterator(backend):
     x, _ = arrays(10)
-    for index, (spec, first, last, state, end) in enumerate(run(backend, NUM_WORKERS, in_worker_iterate)):
+    for index, (spec, first, last, state, end, rows) in enumerate(
+        run(backend, NUM_WORKERS, in_worker_iterate)
+    ):
         assert spec == [((None, 3), "float32"), ((None, 1), "float32")]
         np.testing.assert_array_equal(first, x[2 * index : 2 * index + 2])
         np.testing.assert_array_equal(last, x[8 + index : 9 + index])
         assert state == {"epoch": 0, "step": 2}
         assert end == {"epoch": 1, "step": 0}
+        assert rows == [2, 2, 1]
 
 
 def resumable(kind):
@@ -103,7 +108,7 @@ def in_worker_positions(kind):
     one = iter(dataset)
     read(one, 1)
     assert dataset.element_spec.shape == (None,)
-    dataset.peek()
+    dataset.peek_part()
     states["after a peek"] = dataset.get_state()
     two = iter(dataset)
     found = [read(two, 2), read(one, 1), read(two), read(one)]

@@ -185,12 +185,28 @@ def input_3(example):
 def loops_1(example):
     import keras
 
+    import kdist
+
+    s = strategy()
+
+    def train_step(batch):
+        return s.reduce("SUM", s.run(keras.ops.sum, args=(batch,)), axis=None)
+
+    batches = [np.arange(i, i + 3, dtype="float32") for i in (0, 3)]
+    given = {"keras": keras, "kdist": kdist, "strategy": s, "dataset": batches}
+    left = example(train_step=train_step, **given)
+    assert float(left["train_epoch"](s.experimental_distribute_dataset(batches))) == sum(range(6))
+
+
+def loops_2(example):
+    import keras
+
     # Each of the two replicas counts 1 + 2 + 4.
     seen = example(keras=keras, strategy=strategy(), batch=keras.ops.convert_to_tensor([1.0, 2.0, 4.0]))
     assert float(seen["parts"]) == 7 and float(seen["seen"]) == 14
 
 
-def loops_2(example):
+def loops_3(example):
     import kdist
 
     rank = int(os.environ["RANK"])

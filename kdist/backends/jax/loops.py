@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -86,14 +87,25 @@ class Loops:
             )
 
 
-class RunInFunction(BaseException):
-    """Tells `function` that what it traces calls `strategy.run`, which compiles by itself."""
+class SpeaksForAll(BaseException):
+    """Tells `function` that what it traces calls `strategy.run`, which compiles by itself, or reads a dataset."""
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.first_calls: list[_Function] = []
+        self.traces = 0
+
+
+_running = _Running()
 
 
 def leave_function() -> None:
     """Called by what speaks for all replicas: a `kdist.function` that does runs as it is."""
-    if isinstance(keras_hooks.stateless_scope(), PlainScope):
-        raise RunInFunction
+    for function in _running.first_calls:
+        function.speaks_for_all = True
+    if _running.traces:
+        raise SpeaksForAll
 
 
 class _Call:
@@ -264,30 +276,57 @@ def _global_shape(shape: tuple[int, ...], num_replicas: int) -> tuple[int, ...]:
 
 
 def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Returns a function that is compiled, unless it calls `strategy.run`, which compiles by itself."""
+    """Returns a function that is compiled, unless it speaks for all replicas: `strategy.run` compiles by itself."""
     if options:
         hint_ignored(f"options of kdist.function: {sorted(options)}", "on JAX all functions are compiled.")
-    programs: dict[Any, _PlainProgram] = {}
-    calls_run = False
+    compiled = _Function(fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls_run
-        if calls_run or current_replica() is not None or keras_hooks.stateless_scope() is not None:
+        if current_replica() is not None or keras_hooks.stateless_scope() is not None:
             return fn(*args, **kwargs)
-        if any(isinstance(leaf, DistributedValues) for leaf in keras.tree.flatten((args, kwargs))):
-            return fn(*args, **kwargs)  # it speaks for all replicas
+        return compiled(*args, **kwargs)
+
+    return wrapper
+
+
+class _Function:
+    """A function that runs in no replica. Its first call shows whether it can be compiled.
+
+    Tracing it would show that too, but what it had done by then to the world (a batch taken, a number counted up)
+    would be done again.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._was_called = False
+        self.speaks_for_all = False
+        self._programs: dict[Any, _PlainProgram] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = keras.tree.flatten((args, kwargs))
+        if self.speaks_for_all or any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            return self._fn(*args, **kwargs)
+        if not self._was_called:
+            return self._call_first(args, kwargs)
         call = _Call(args, kwargs, 1)
         key = call.key()
         try:
-            if key not in programs:
-                programs[key] = _PlainProgram(fn, call)
-        except RunInFunction:
-            calls_run = True
-            return fn(*args, **kwargs)
-        return programs[key](call)
+            if key not in self._programs:
+                self._programs[key] = _PlainProgram(self._fn, call)
+        except SpeaksForAll:  # in a branch that its first call did not take
+            self.speaks_for_all = True
+            return self._fn(*args, **kwargs)
+        return self._programs[key](call)
 
-    return wrapper
+    def _call_first(self, args: Any, kwargs: Any) -> Any:
+        _running.first_calls.append(self)
+        try:
+            result = self._fn(*args, **kwargs)
+        finally:
+            _running.first_calls.pop()
+        self._was_called = True
+        return result
 
 
 class _PlainProgram:
@@ -313,9 +352,13 @@ class _PlainProgram:
         return self._outputs.fill(arrays)
 
     def _trace(self, store: Store, data: Sequence[Any]) -> Any:
-        with PlainScope(store):
-            args, kwargs = self._call.arguments(data)
-            result = self._fn(*args, **kwargs)
+        _running.traces += 1
+        try:
+            with PlainScope(store):
+                args, kwargs = self._call.arguments(data)
+                result = self._fn(*args, **kwargs)
+        finally:
+            _running.traces -= 1
         self._outputs = Outputs(result)
         return store.results(list(store.written.values())), self._outputs.take()
 

@@ -20,6 +20,7 @@ from kdist.backends.jax.steps import JaxSteps
 from kdist.backends.jax.workers import Workers
 from kdist.backends.replica import divide
 from kdist.data.exchange import gather_rows
+from kdist.errors import StrategyScopeError
 
 
 class JaxRuntime(Runtime):
@@ -57,6 +58,19 @@ class JaxRuntime(Runtime):
     def can_exchange(self) -> bool:
         """Not in a program, which runs later."""
         return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+    def traced(self, iterator: Any) -> None:
+        """A function that reads speaks for all replicas: it is not compiled as one."""
+        leave_function()
+        if not self.can_exchange:
+            raise StrategyScopeError(
+                "What jax.jit traces cannot read a distributed dataset: the batch would be a constant.",
+                hint="Use kdist.function, or read outside and pass the batch.",
+            )
+
+    def begin_loop(self) -> None:
+        """As `traced`."""
+        leave_function()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker, in the order of their indices."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 from kdist import keras_hooks
 from kdist.backends import device_names
 from kdist.backends.contract import Backend
-from kdist.backends.tensorflow import components, loops, workers
+from kdist.backends.tensorflow import components, iteration, loops, workers
 from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
 from kdist.data.sources.tf_data import Iterated
@@ -33,6 +33,7 @@ class TensorFlowBackend(Backend):
 
     def __init__(self) -> None:
         _keep_from_autograph()
+        iteration.register_loops()
         keras_hooks.hook_tensorflow_optimizers()
         keras_hooks.hook_assignments(components.assigned)
 

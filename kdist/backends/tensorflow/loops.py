@@ -15,6 +15,7 @@ from kdist import keras_hooks
 from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import equal_shares
+from kdist.backends.tensorflow import iteration
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
 from kdist.context import current_replica, joined_strategy
 from kdist.values import component
@@ -114,19 +115,31 @@ def local_index(runtime: TensorFlowRuntime) -> int:
 def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Returns a `tf.function` that is traced for few shapes.
 
-    Without AutoGraph, unless it is asked for: a portable function's `if` and `for` are Python's. In a replica it
-    is part of what `run` runs.
+    Without AutoGraph, unless it is asked for, or the function loops over a distributed dataset: a portable
+    function's `if` and other `for` are Python's. In a replica it is part of what `run` runs.
     """
-    compiled = tf.function(fn, **{"reduce_retracing": True, "autograph": False, **options})
+
+    def compile(autograph: bool) -> Any:
+        return tf.function(fn, **{"reduce_retracing": True, "autograph": autograph, **options})
+
+    compiled = compile(autograph=False)
 
     @functools.wraps(fn)
     @tf.autograph.experimental.do_not_convert
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if current_replica() is not None:
             return fn(*args, **kwargs)
+        nonlocal compiled
         # Collectives run in here, long after the Python code that has called for them.
         joined = joined_strategy()
-        with contextlib.nullcontext() if joined is None else joined.runtime.engine_errors():
+        with (
+            contextlib.nullcontext() if joined is None else joined.runtime.engine_errors(),
+            iteration.python_errors(),
+        ):
+            try:
+                return compiled(*args, **kwargs)
+            except iteration.LoopInGraphError:
+                compiled = compile(autograph=True)
             return compiled(*args, **kwargs)
 
     wrapper.python_function = fn  # type: ignore[attr-defined]

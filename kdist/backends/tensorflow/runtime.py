@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from kdist.backends.contract import Runtime, StepFunction
-from kdist.backends.tensorflow import loops, steps
+from kdist.backends.tensorflow import iteration, loops, steps
 from kdist.backends.tensorflow.components import Components
 from kdist.backends.tensorflow.workers import Workers
 
@@ -60,6 +60,19 @@ class TensorFlowRuntime(Runtime):
     def can_exchange(self) -> bool:
         """Not in a graph, which runs later."""
         return bool(tf.executing_eagerly())
+
+    def traced(self, iterator: Any) -> Any:
+        """In a graph, something that reads when the graph runs."""
+        return None if tf.executing_eagerly() else iteration.traced(iterator)
+
+    def element_of(self, iterator: Any) -> iteration.Element:
+        """Returns what the iterators of one trace of a `tf.function` have in common."""
+        return iteration.Element.of(iterator)
+
+    def begin_loop(self) -> None:
+        """AutoGraph replaces the loops that it sees."""
+        if not tf.executing_eagerly():
+            raise iteration.LoopInGraphError
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers through the collectives of the native strategy."""

@@ -63,6 +63,11 @@ class Source(ABC):
             yield count, None, whole
 
     @property
+    def inner_shapes(self) -> list[Any] | None:
+        """The shape of a row of each array, with `None` for what differs; `None` where the dataset cannot say."""
+        return None
+
+    @property
     def can_read_ahead(self) -> bool:
         """Whether batches that are read and not used can be read again."""
         return True

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+
 from kdist.data.input_options import AutoShardPolicy
 from kdist.data.sources.source import Source
 from kdist.errors import DatasetError
@@ -38,6 +40,13 @@ class TFDataSource(Source):
         import tensorflow as tf
 
         return int(self.dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
+
+    @property
+    def inner_shapes(self) -> list[Any] | None:
+        """Those of the element's spec."""
+        specs = keras.tree.flatten(self.dataset.element_spec)
+        shapes = [spec.shape for spec in specs if hasattr(spec, "shape")]  # what is `None` has none
+        return [None if shape.rank is None else tuple(shape[1:]) for shape in shapes]
 
     @property
     def policy(self) -> AutoShardPolicy:

@@ -1,0 +1,204 @@
+"""Distributed datasets inside compiled functions: `next(iterator)`, `for batch in dataset`, and the end of the data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kdist
+from tests.loops.clusters import each_cluster, each_cluster_of, number_of, numpy_of, on_workers
+from tests.loops.datasets import LEARNING_RATE, STEPS, by_hand, dataset_of
+from tests.processes import BACKENDS, strategy
+
+KINDS = {
+    "tensorflow": ("tf.data", "generator", "function"),
+    "jax": ("PyDataset", "generator", "function"),
+    "torch": ("DataLoader", "PyDataset", "function"),
+}
+
+
+# What one can write -----------------------------------------------------------------------------------------------
+
+
+class Training:
+    """Gradient descent by hand under a strategy; `calls` counts what happens in Python."""
+
+    def __init__(self, s):
+        import keras
+
+        self.strategy = s
+        self.calls = []
+        self.epoch = None
+        self.in_graph = keras.backend.backend() == "tensorflow"
+        with s.scope():
+            self.w = keras.Variable(np.zeros(3, "float32"))
+            self.steps = keras.Variable(0, dtype="int32", trainable=False, aggregation="only_first_replica")
+            self.optimizer = keras.optimizers.SGD(LEARNING_RATE)
+            self.optimizer.build([self.w])
+
+    def replica_step(self, x, y):
+        ops = self._ops()
+        number = ops.cast(ops.shape(x)[0], "float32")
+        total = kdist.get_replica_context().all_reduce("SUM", number)
+        # From the batch: in a graph, what does not need it does not wait for it, and is done at the end, too.
+        self.steps.assign_add(ops.cast(ops.minimum(total, 1.0), "int32"))
+
+        def loss_fn():
+            return ops.sum(ops.square(ops.matmul(x, self.w) - y)) / total / 2
+
+        loss, gradients = kdist.value_and_grad(loss_fn, [self.w])()
+        self.optimizer.apply(gradients, [self.w])
+        return loss
+
+    def step(self, batch):
+        self.calls.append("step")
+        losses = self.strategy.run(self.replica_step, args=batch)
+        return self.strategy.reduce("SUM", losses, axis=None)
+
+    def _ops(self):
+        import keras
+
+        return keras.ops
+
+
+def eager(training, dataset, function):
+    return [training.step(batch) for batch in dataset]
+
+
+def compiled_batches(training, dataset, function):
+    step = function(training.step)
+    return [step(batch) for batch in dataset]
+
+
+def passed_iterator(training, dataset, function):
+    begun = []
+
+    @function
+    def train_step(iterator):
+        begun.append("step")
+        return training.step(next(iterator))
+
+    iterator = iter(dataset)
+    losses = [train_step(iterator) for _ in range(STEPS)]
+    with pytest.raises(end_in(function)):
+        train_step(iterator)
+    assert len(begun) == STEPS + 1 or training.in_graph, "what a step does is done once"
+    with pytest.raises(StopIteration):
+        next(iterator)
+    return losses
+
+
+def seen_iterator(training, dataset, function):
+    iterator = iter(dataset)
+    first = training.step(next(iterator))  # what is read outside is not read again
+
+    @function
+    def train_step():
+        return training.step(iterator.get_next())
+
+    losses = [first, *(train_step() for _ in range(STEPS - 1))]
+    with pytest.raises(end_in(function)):
+        train_step()
+    return losses
+
+
+def loop_over_dataset(training, dataset, function):
+    if training.epoch is None:  # the second epoch runs what the first has compiled
+
+        @function
+        def epoch(dataset):
+            ops = training._ops()
+            losses = ops.zeros(STEPS)
+            for batch in dataset:
+                loss = training.step(batch)
+                losses = ops.concatenate([losses[1:], ops.reshape(loss, (1,))])
+            return losses
+
+        training.epoch = epoch
+    return list(numpy_of(training.epoch(dataset)))
+
+
+def loop_over_iterator(training, dataset, function):
+    iterator = iter(dataset)
+    first = training.step(next(iterator))
+
+    @function
+    def rest(iterator):
+        total = training.step(next(iterator))  # before the loop, which goes on from there
+        for batch in iterator:
+            total = total + training.step(batch)
+        return total
+
+    return [first, rest(iterator)]
+
+
+FORMS = (
+    eager,
+    compiled_batches,
+    passed_iterator,
+    seen_iterator,
+    loop_over_dataset,
+    loop_over_iterator,
+)
+
+
+def end_in(function):
+    if function is kdist.function:
+        return kdist.errors.OutOfRangeError
+    import tensorflow as tf
+
+    return tf.errors.OutOfRangeError
+
+
+def in_worker_forms(num_replicas, kinds, functions):
+    import keras
+
+    s = strategy(num_replicas)
+    found = {}
+    for kind in kinds:
+        for name in functions:
+            function = kdist.function
+            if name == "tf.function":
+                import tensorflow as tf
+
+                function = tf.function
+            for form in FORMS:
+                training, dataset = Training(s), dataset_of(kind, s)
+                losses = [form(training, dataset, function) for _ in range(2)]  # two epochs
+                losses = [np.asarray(keras.ops.convert_to_numpy(x)) for epoch in losses for x in epoch]
+                result = numpy_of(training.w.value), number_of(training.steps), losses, len(training.calls)
+                found[kind, name, form.__name__] = result
+    return found
+
+
+@each_cluster
+def test_every_form_of_the_loop(backend, num_workers, num_replicas):
+    check_forms(backend, num_workers, num_replicas, KINDS[backend], ["kdist.function"])
+
+
+@each_cluster_of("tensorflow")
+def test_every_form_of_the_loop_in_a_tf_function(backend, num_workers, num_replicas):
+    check_forms(backend, num_workers, num_replicas, ["tf.data"], ["tf.function"])
+
+
+def check_forms(backend, num_workers, num_replicas, kinds, functions):
+    w, losses = by_hand(2 * STEPS)
+    first, second = losses[:STEPS], losses[STEPS:]
+    for found in on_workers(backend, num_workers, num_replicas, in_worker_forms, kinds, functions):
+        assert len(found) == len(FORMS) * len(kinds)
+        for (kind, _, form), (found_w, steps, found_losses, calls) in found.items():
+            message = f"{kind} {form}"
+            np.testing.assert_allclose(found_w, w, rtol=1e-5, err_msg=message)
+            assert steps == 2 * STEPS, message
+            expected = losses
+            if form == "loop_over_iterator":
+                expected = [first[0], sum(first[1:]), second[0], sum(second[1:])]
+            np.testing.assert_allclose(found_losses, expected, rtol=1e-5, err_msg=message)
+            if backend != "tensorflow" or form == "eager":
+                assert calls == 2 * STEPS, f"{message}: what a step does is done once"
+            elif form == "loop_over_dataset":
+                assert calls <= 4, f"{message}: a loop of the graph, however long"
+
+
+def test_every_backend_has_kinds():
+    assert set(KINDS) == set(BACKENDS)

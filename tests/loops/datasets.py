@@ -1,0 +1,72 @@
+"""Rows, what a step of gradient descent makes of them, and distributed datasets of every kind that give them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+ROWS = 13
+BATCH = 4  # the last one has one row
+STEPS = 4
+LEARNING_RATE = 0.1
+
+
+def rows():
+    rng = np.random.default_rng(7)
+    return rng.normal(size=(ROWS, 3)).astype("float32"), rng.normal(size=ROWS).astype("float32")
+
+
+def by_hand(num_steps):
+    """The weights, after so many steps of gradient descent over the global batches; the losses."""
+    x, y = rows()
+    w, losses = np.zeros(3, "float32"), []
+    for step in range(num_steps):
+        start = step % STEPS * BATCH
+        part, target = x[start : start + BATCH], y[start : start + BATCH]
+        error = part @ w - target
+        losses.append(np.mean(error**2) / 2)
+        w = w - LEARNING_RATE * error @ part / len(part)
+    return w, losses
+
+
+# What one can distribute ------------------------------------------------------------------------------------------
+
+
+def dataset_of(kind, s):
+    """The rows as a distributed dataset of some kind."""
+    import keras
+
+    x, y = rows()
+    starts = range(0, ROWS, BATCH)
+    batches = [(x[i : i + BATCH], y[i : i + BATCH]) for i in starts]
+    if kind == "tf.data":
+        import tensorflow as tf
+
+        return s.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
+    if kind == "generator":
+        return s.experimental_distribute_dataset(lambda: iter(batches))
+    if kind == "DataLoader":
+        import torch
+
+        pairs = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        return s.experimental_distribute_dataset(torch.utils.data.DataLoader(pairs, batch_size=BATCH))
+    if kind == "PyDataset":
+
+        class Batches(keras.utils.PyDataset):
+            def __len__(self):
+                return len(batches)
+
+            def __getitem__(self, index):
+                return batches[index]
+
+        return s.experimental_distribute_dataset(Batches())
+    assert kind == "function"
+
+    def dataset_fn(context):
+        # Per-replica batches: the halves or thirds of the global ones, in the order of the replicas.
+        parts = [np.array_split(np.arange(i, min(i + BATCH, ROWS)), s.num_replicas_in_sync) for i in starts]
+        number = s.num_replicas_in_sync // context.num_input_pipelines
+        first = context.input_pipeline_id * number
+        mine = [rows for part in parts for rows in part[first : first + number]]
+        return [(x[rows], y[rows]) for rows in mine if len(rows)]
+
+    return s.distribute_datasets_from_function(dataset_fn)
