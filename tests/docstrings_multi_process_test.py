@@ -60,6 +60,7 @@ HOLDS = {
         strategy.reduce("SUM", strategy.run(replica_step, args=pair), axis=None),
         np.mean((y[:128] - model.predict(x[:128])) ** 2),
     )""",
+    "kdist.data.distributed_dataset.DistributedDataset.reduce": "number_of_steps == 3",
     "kdist.nn.scale_regularization_loss": "near(loss, 0.01 * np.square(array(model.weights[0])).sum())",
     "kdist.strategies.mirrored.MirroredStrategy": "strategy.num_replicas_in_sync == 2 and steps(model) == 3",
     "kdist.strategies.multi_worker_mirrored.MultiWorkerMirroredStrategy": "steps(model) == 3",

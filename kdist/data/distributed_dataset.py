@@ -89,7 +89,8 @@ class DistributedDataset:
         Example:
 
         ```python
-        number_of_steps = dataset.reduce(0, lambda steps, element: steps + 1)
+        batches = strategy.experimental_distribute_dataset(dataset)
+        number_of_steps = batches.reduce(0, lambda steps, batch: steps + 1)
         ```
         """
         return functools.reduce(reduce_func, self, initial_state)
