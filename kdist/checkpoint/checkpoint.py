@@ -330,6 +330,13 @@ def gather_from(runtime: Runtime | None, value: Any) -> list[Any]:
     return [value] if runtime is None else gather(runtime, value)
 
 
+def settle_all(runtime: Runtime | None) -> None:
+    """Waits, on all workers, for what a `fit` that was interrupted is still writing: the next one may want it."""
+    for checkpoint in list(_open.values()):
+        checkpoint._join()
+    gather_from(runtime, None)
+
+
 def wait_for_all(runtime: Runtime) -> None:
     """Waits for all that is still being written, and raises on all workers if one could not write.
 

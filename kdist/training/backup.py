@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from kdist.backends.messages import gather
-from kdist.checkpoint.checkpoint import Checkpoint
+from kdist.checkpoint.checkpoint import Checkpoint, settle_all
 from kdist.checkpoint.manager import CheckpointManager
 from kdist.errors import CheckpointCorruptError, InvalidArgumentError
 from kdist.training.meetings import Meetings
@@ -92,10 +92,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._manager = CheckpointManager(
             Checkpoint(model=self.model, fit=self._progress), self.backup_dir, max_to_keep=self.max_to_keep
         )
+        runtime = self._manager.checkpoint.runtime()
+        settle_all(runtime)
         _restore_newest(self._manager)
         self._saved_at = self._progress.num_steps
         self._saved_time = time.monotonic()
-        runtime = self._manager.checkpoint.runtime()
         self._clock = Meetings(runtime, min(1.0, self.every_seconds / 4)) if self.every_seconds else None
         if self._watch is not None:  # of a `fit` that failed
             self._watch.close()

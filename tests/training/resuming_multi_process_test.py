@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,27 @@ PLACES = {
 @each_backend
 def test_a_run_goes_on_from_anywhere(backend: str, tmp_path: Path) -> None:
     check(run(backend, 2, interrupted, str(tmp_path), "arrays", list(PLACES.values())))
+
+
+def goes_on_at_once(folder: str) -> Any:
+    from kdist.training import faults
+
+    point = faults.point
+
+    def slow(name: str) -> None:
+        if name == "save-publish":
+            time.sleep(1.0)
+        point(name)
+
+    faults.point = slow
+    try:
+        return interrupted(folder, "arrays", [PLACES["at the first step"]])
+    finally:
+        faults.point = point
+
+
+def test_the_next_fit_waits_for_a_backup_that_is_being_written(tmp_path: Path) -> None:
+    check(run("torch", 2, goes_on_at_once, str(tmp_path)))
 
 
 def start(folder: str, stops: bool) -> Any:
