@@ -1,0 +1,105 @@
+"""Variables, metrics and optimisers outside of replicas: every way to use them that Keras has gives what it gives there."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import each_backend, run, start_pool
+from tests.variable_ways import WAYS
+
+
+def in_worker(folder: str, under_strategy: bool) -> dict[str, dict[str, Any]]:
+    """What the ways give inside of a scope, after it, and in a callback of `fit`."""
+    import keras
+
+    from tests.variable_ways import WAYS, Things, try_way
+
+    keras.utils.set_random_seed(1)
+    if under_strategy:
+        from tests.processes import strategy
+
+        scope = strategy().scope
+    else:
+        scope = contextlib.nullcontext
+    found: dict[str, dict[str, Any]] = {place: {} for place in ("inside", "outside", "callback")}
+    for name in WAYS:
+        with scope():
+            things = Things(folder)
+            found["inside"][name] = try_way(name, things)
+            things = Things(folder)
+        found["outside"][name] = try_way(name, things)
+    with scope():
+        things = Things(folder)
+        things.model.fit(things.x, things.x[:, :1], epochs=2, verbose=0, callbacks=[Trying(folder, found["callback"])])
+    found["after"] = {"weights": seen_of(things)}
+    return found
+
+
+def seen_of(things: Any) -> Any:
+    from tests.variable_ways import seen
+
+    optimizer = things.model.optimizer
+    return seen([things.weights(), float(optimizer.learning_rate), int(optimizer.iterations), optimizer.variables])
+
+
+def Trying(folder: str, found: dict[str, Any]) -> Any:  # noqa: N802
+    """A callback: no module of this one's may import Keras in the process of pytest."""
+    import keras
+
+    from tests.variable_ways import WAYS, Things, try_way
+
+    class Callback(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            # Of the model that trains.
+            optimizer = self.model.optimizer
+            found.setdefault("steps", []).append([float(optimizer.learning_rate), int(optimizer.iterations)])
+            optimizer.learning_rate = float(optimizer.learning_rate) / 2
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.layers[0].bias.assign_add([0.25])
+            if epoch == 0:
+                found.update({name: try_way(name, Things(folder)) for name in WAYS})
+
+    return Callback()
+
+
+def differences(actual: Any, expected: Any) -> list[str]:
+    return [
+        f"{place}, {way}: {actual[place].get(way)}, not {result}"
+        for place, results in expected.items()
+        for way, result in results.items()
+        if not is_close(actual[place].get(way), result)
+    ]
+
+
+def is_close(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, float):
+        return isinstance(actual, float) and bool(np.isclose(actual, expected, rtol=1e-5, atol=1e-6))
+    if isinstance(expected, dict):
+        return actual.keys() == expected.keys() and all(is_close(actual[k], expected[k]) for k in expected)
+    if isinstance(expected, (list, tuple)):
+        return len(actual) == len(expected) and all(map(is_close, actual, expected))
+    return type(actual) is type(expected) and actual == expected
+
+
+@each_backend
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_every_way_to_use_a_variable_gives_what_it_gives_in_plain_keras(
+    backend: str, num_workers: int, tmp_path: Path
+) -> None:
+    assert len(WAYS) >= 70
+    folders = [tmp_path / name for name in ("plain", "strategy")]
+    for folder in folders:
+        folder.mkdir()
+    pool = start_pool(1, backend, plain=True)
+    try:
+        expected = pool.run(in_worker, str(folders[0]), False)[0]
+    finally:
+        pool.close()
+    for actual in run(backend, num_workers, in_worker, str(folders[1]), True):
+        assert differences(actual, expected) == []
