@@ -92,6 +92,15 @@ def run(
     return results
 
 
+def run_plain(backend: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """Runs a function in a process of its own in which nothing of kdist touches Keras; returns its result."""
+    pool = start_pool(1, backend, plain=True)
+    try:
+        return pool.run(fn, *args)[0]
+    finally:
+        pool.close()
+
+
 def _fresh(fn: Callable[..., Any], *args: Any) -> Any:
     import keras
 

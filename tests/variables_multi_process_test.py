@@ -1,4 +1,4 @@
-"""Variables, metrics and optimisers outside of replicas: every way to use them that Keras has gives what it gives there."""
+"""Variables, metrics and optimisers outside of replicas: every way to use them gives what it gives in plain Keras."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, start_pool
-from tests.variable_ways import WAYS
+from tests.processes import each_backend, run, run_plain
+from tests.ways import WAYS
 
 
 def in_worker(folder: str, under_strategy: bool) -> dict[str, dict[str, Any]]:
     """What the ways give inside of a scope, after it, and in a callback of `fit`."""
     import keras
 
-    from tests.variable_ways import WAYS, Things, try_way
+    from tests.ways.things import Things, try_way
 
     keras.utils.set_random_seed(1)
     if under_strategy:
@@ -35,23 +35,27 @@ def in_worker(folder: str, under_strategy: bool) -> dict[str, dict[str, Any]]:
         found["outside"][name] = try_way(name, things)
     with scope():
         things = Things(folder)
-        things.model.fit(things.x, things.x[:, :1], epochs=2, verbose=0, callbacks=[Trying(folder, found["callback"])])
+        things.model.fit(
+            things.x, things.x[:, :1], epochs=2, verbose=0, callbacks=[trying(folder, found["callback"])]
+        )
     found["after"] = {"weights": seen_of(things)}
     return found
 
 
 def seen_of(things: Any) -> Any:
-    from tests.variable_ways import seen
+    from tests.ways.things import seen
 
     optimizer = things.model.optimizer
-    return seen([things.weights(), float(optimizer.learning_rate), int(optimizer.iterations), optimizer.variables])
+    return seen(
+        [things.weights(), float(optimizer.learning_rate), int(optimizer.iterations), optimizer.variables]
+    )
 
 
-def Trying(folder: str, found: dict[str, Any]) -> Any:  # noqa: N802
+def trying(folder: str, found: dict[str, Any]) -> Any:
     """A callback: no module of this one's may import Keras in the process of pytest."""
     import keras
 
-    from tests.variable_ways import WAYS, Things, try_way
+    from tests.ways.things import Things, try_way
 
     class Callback(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -87,19 +91,20 @@ def is_close(actual: Any, expected: Any) -> bool:
     return type(actual) is type(expected) and actual == expected
 
 
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """What plain Keras gives, for each backend."""
+    return {}
+
+
 @each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_every_way_to_use_a_variable_gives_what_it_gives_in_plain_keras(
-    backend: str, num_workers: int, tmp_path: Path
+    backend: str, num_workers: int, plain: dict[str, Any], tmp_path: Path
 ) -> None:
     assert len(WAYS) >= 70
-    folders = [tmp_path / name for name in ("plain", "strategy")]
-    for folder in folders:
-        folder.mkdir()
-    pool = start_pool(1, backend, plain=True)
-    try:
-        expected = pool.run(in_worker, str(folders[0]), False)[0]
-    finally:
-        pool.close()
-    for actual in run(backend, num_workers, in_worker, str(folders[1]), True):
-        assert differences(actual, expected) == []
+    if backend not in plain:
+        (tmp_path / "plain").mkdir()
+        plain[backend] = run_plain(backend, in_worker, str(tmp_path / "plain"), False)
+    for actual in run(backend, num_workers, in_worker, str(tmp_path), True):
+        assert differences(actual, plain[backend]) == []

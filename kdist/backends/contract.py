@@ -51,6 +51,8 @@ class Backend(ABC):
     name: str
     native_moments: bool = False
     """Whether Keras's BatchNormalization can be synchronised by the backend itself."""
+    steps_build: bool = False
+    """Whether the step of a model can create its variables: where it cannot, Keras builds every model before."""
     keeps_batches: bool = False
     """Whether what `native_batches` returns serves all epochs of a `fit`."""
 

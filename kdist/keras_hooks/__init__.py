@@ -5,7 +5,7 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 
 - `Trainer.__init__` remembers the strategy a model is created under; `fit` and its relatives dispatch on it.
 - `Variable.__init__` tells the strategy in scope, which gives all workers the chief's values; `assign_add` and
-  `assign_sub` tell the replica's scope that a write is no new value; `int` and `float` of mirrored variables.
+  `assign_sub` tell the replica's scope that a write is no new value.
 - Keras's functions that write a model's files: one worker writes, and all find the file complete; and none of them
   imports TensorFlow beside another backend, to see whether something is one of its types.
 - `get_metrics_result` of PyTorch's trainer in Keras 3.16, which sums over processes a second time.
@@ -16,8 +16,8 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
   and drops other layers' losses that have come to be there. In kdist's scopes only those of the same scope count.
 - `Mean.update_state`, `Sum.update_state`: a scalar counts as much as the rows it stands for.
 - `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after.
-- TensorFlow's optimiser: its own `tf.distribute` branches reduce a second time, or fail in a `cond`; inside a
-  replica of kdist, the backend-neutral methods of the base class are right.
+- TensorFlow's optimiser: its own `tf.distribute` branches reduce a second time, or fail in a `cond` and outside of
+  replicas; but in a strategy of `tf.distribute`'s own, the backend-neutral methods of the base class are right.
 - `SeedGenerator.next`: replicas must draw different random numbers.
 - `BatchNormalization(synchronized=True)` and `moments`: refused by Keras outside TensorFlow.
 

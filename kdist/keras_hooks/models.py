@@ -82,9 +82,28 @@ def hook_torch_metrics() -> None:
             wrap(owner, "get_metrics_result", functools.partial(neutral, owner))
 
 
-def build(model: Any, data_batch: Any) -> None:
-    """Creates the variables of model, metrics, loss and optimiser from the shapes of one global batch."""
-    model._symbolic_build(data_batch=data_batch)
+def build(model: Any, steps_build: bool, **first: Any) -> None:
+    """Creates the variables of model, metrics, loss and optimiser from the shapes of one global batch.
+
+    Args:
+        model: A compiled model.
+        steps_build: Whether the backend's steps can create variables, too. A model with a step of its own may have
+            no `call` to be built by, or one that is not for this data: Keras leaves it to its step there.
+        **first: `data_batch`, or an `iterator` of Keras's that begins with it.
+    """
+    import keras
+
+    def is_own(*methods: str) -> bool:
+        return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in methods)
+
+    may_wait = steps_build and is_own("train_step", "test_step", "predict_step")
+    if may_wait and not is_own("call"):
+        return
+    try:
+        model._symbolic_build(**first)
+    except Exception:
+        if not may_wait:
+            raise
 
 
 def is_built(model: Any) -> bool:

@@ -58,15 +58,23 @@ def _sum_gradients(replica: Any, grads: list[Any], variables: list[Any]) -> list
     return grads
 
 
-def hook_tensorflow_optimizers() -> None:
-    """Puts the hooks into Keras's optimisers for TensorFlow; called once, by the backend."""
+def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
+    """Lets Keras's optimisers for TensorFlow do what they do elsewhere; called once, by the backend.
+
+    Args:
+        in_native_scope: Says whether `tf.distribute` has a strategy in scope: unless it runs a replica of
+            kdist's, that is the user's own, for which these methods were written.
+    """
     from keras.src.backend.tensorflow.optimizer import TFOptimizer
     from keras.src.optimizers.base_optimizer import BaseOptimizer as base
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer as loss_scale
 
+    def is_foreign() -> bool:
+        return running_replica() is None and in_native_scope()
+
     def neutral(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            chosen = original if running_replica() is None else getattr(base, name)
+            chosen = original if is_foreign() else getattr(base, name)
             return chosen(self, *args, **kwargs)
 
         return method
@@ -90,7 +98,7 @@ def hook_tensorflow_optimizers() -> None:
 
     def tf_apply(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            chosen = original if running_replica() is None else loss_scale._common_apply
+            chosen = original if is_foreign() else loss_scale._common_apply
             return chosen(self, grads, trainable_variables)
 
         return method

@@ -46,7 +46,8 @@ def hook_saving() -> None:
             from kdist.training import saving
 
             def write(path: Any) -> Any:
-                with contextlib.nullcontext() if exports else without_tensorflow():
+                foreign = contextlib.nullcontext() if exports else without_tensorflow()
+                with foreign, strategy.new_variables.left_out():
                     return original(model, path, *args, **kwargs)
 
             return saving.save(strategy, model, filepath, write)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,20 +30,9 @@ def hook_variables() -> None:
 
         return wrapper
 
-    def number(kind: type, original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any) -> Any:
-            mirrored = isinstance(getattr(self.value, "values", None), tuple)  # on TensorFlow
-            if not mirrored or self.ndim > 0:
-                return original(self)
-            return kind(keras.ops.convert_to_numpy(self.value))
-
-        return wrapper
-
     wrap(keras.Variable, "__init__", note)
     for name in ("assign_add", "assign_sub"):
         wrap(keras.Variable, name, addition)
-    for kind in (int, float):
-        wrap(keras.Variable, f"__{kind.__name__}__", functools.partial(number, kind))
 
 
 def hook_assignments(assigned: Callable[[Any], None]) -> None:

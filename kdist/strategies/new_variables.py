@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kdist.backends.messages import check_equal
@@ -39,6 +41,15 @@ class NewVariables:
     def forget(self) -> None:
         """Leaves the new variables as they are on each worker."""
         self._found = []
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Within this, new variables are nobody's: Keras makes some for itself on a worker that writes a file."""
+        known = len(self._found)
+        try:
+            yield
+        finally:
+            del self._found[known:]
 
     def has_seen(self, variable: Any) -> bool:
         """Says whether a variable was created in the scope."""

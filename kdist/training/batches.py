@@ -95,10 +95,11 @@ class GlobalBatches:
         """Creates the variables that are missing, from the shapes of the first batch."""
         if keras_hooks.is_built(model):
             return
+        steps_build = get_backend().steps_build
         if self._distributed is None and self._is_array:
-            model._symbolic_build(iterator=self.iterator)
+            keras_hooks.build(model, steps_build, iterator=self.iterator)
         else:
-            keras_hooks.build(model, self.peek())
+            keras_hooks.build(model, steps_build, data_batch=self.peek())
 
     def peek(self) -> Any:
         """Returns one batch, of some number of rows, without consuming it."""

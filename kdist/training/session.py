@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
+from kdist.backends import get_backend
 from kdist.backends.messages import call_on_all, check_equal, read_on_all
 from kdist.errors import WorkerFailedError
 from kdist.training import agreement, keras_callbacks
@@ -133,7 +134,7 @@ class Session:
             elif batches is not None:
                 batches.build(self.model)
             else:
-                keras_hooks.build(self.model, data_batch)
+                keras_hooks.build(self.model, get_backend().steps_build, data_batch=data_batch)
         variables = keras_hooks.all_variables(self.model)
         if len(variables) != self._num_shared:
             self._share(variables)

@@ -28,13 +28,15 @@ class TensorFlowBackend(Backend):
 
     name = "tensorflow"
     native_moments = True
+    steps_build = True
     # Building a dataset takes longer than a step, and its shuffles follow from how often it was iterated.
     keeps_batches = True
 
     def __init__(self) -> None:
         _keep_from_autograph()
+        _convert_mirrored_variables()
         iteration.register_loops()
-        keras_hooks.hook_tensorflow_optimizers()
+        keras_hooks.hook_tensorflow_optimizers(tf.distribute.has_strategy)
         keras_hooks.hook_assignments(components.assigned)
 
     def native_batches(self, adapter: Any) -> Any:
@@ -102,6 +104,14 @@ def _keep_from_autograph() -> None:
 
     # There is no public way to except a package.
     config.CONVERSION_RULES = (config.DoNotConvert("kdist"), *config.CONVERSION_RULES)
+
+
+def _convert_mirrored_variables() -> None:
+    """Lets mirrored variables become Python numbers, as TensorFlow's others do."""
+    from tensorflow.python.distribute.values import DistributedVariable
+
+    for kind in (int, float):
+        setattr(DistributedVariable, f"__{kind.__name__}__", lambda self, kind=kind: kind(self.numpy()))
 
 
 # More groups of devices than one strategy uses; TensorFlow's own tests take the same distance.

@@ -67,7 +67,7 @@ def run(
         raise
     scopes[0].commit()
     if debugging.is_on():
-        with tf.init_scope(), runtime.suspended(), runtime.scope():
+        with tf.init_scope():
             if runtime.can_exchange:
                 debugging.check_all(runtime, logs[0])
     return results

@@ -28,7 +28,7 @@ class TensorFlowReplica(Replica):
         if not debugging.is_on() or not runtime.can_exchange:
             super().note(collective, tensors)
         elif self.local_index == 0:
-            with keras_hooks.without_scope(), runtime.suspended(), runtime.scope():
+            with keras_hooks.without_scope(), runtime.suspended():
                 debugging.check(runtime, collective, debugging.signature(tensors))
 
     def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:

@@ -36,9 +36,24 @@ class TensorFlowRuntime(Runtime):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Enters the native scope, in which variables are mirrored over the devices."""
-        with self.native.scope(), tf.variable_creator_scope(_mirrored):
+        """Mirrors new variables over the devices.
+
+        The native scope is entered for the creation alone: within it TensorFlow refuses to turn a variable into a
+        number and to apply an optimiser, and Keras divides losses by the number of replicas.
+        """
+        with tf.variable_creator_scope(self._mirrored):
             yield
+
+    def _mirrored(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        if tf.distribute.has_strategy():  # by the call below
+            return next_creator(**kwargs)
+        # Keras's metrics ask for ON_READ variables, each of which would cost a collective every time it is read.
+        # A ReplicaScope makes what a step writes equal on all replicas with one collective, so that plain mirrored
+        # variables show it; `Components` has what each replica of `run` reads.
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            kwargs["synchronization"] = tf.VariableSynchronization.AUTO
+        with self.native.scope():
+            return tf.Variable(**kwargs)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -154,12 +169,3 @@ class TensorFlowRuntime(Runtime):
     def explain_failure(self, error: BaseException) -> BaseException:
         """Names the worker that an error of the engine is about."""
         return self.workers.explain_failure(error) if self.workers else error
-
-
-def _mirrored(next_creator: Any, **kwargs: Any) -> Any:
-    # Keras's metrics ask for ON_READ variables, each of which would cost a collective every time it is read.
-    # A ReplicaScope makes what a step writes equal on all replicas with one collective, so that plain mirrored
-    # variables show it; `Components` has what each replica of `run` reads.
-    if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
-        kwargs["synchronization"] = tf.VariableSynchronization.AUTO
-    return next_creator(**kwargs)

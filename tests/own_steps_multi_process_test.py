@@ -1,0 +1,296 @@
+"""Models with a `train_step` of their own and no `call`, as Keras's guides write GANs and VAEs."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import each_backend, run, run_plain
+
+
+def gan(backend: str) -> Any:
+    """Two networks, each with an optimiser; what the generator makes counts as 1, what is real as 0."""
+    import keras
+    from keras import ops
+
+    loss_of = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    class GAN(keras.Model):
+        def __init__(self, discriminator: Any, generator: Any) -> None:
+            super().__init__()
+            self.discriminator, self.generator = discriminator, generator
+            self.d_loss, self.g_loss = keras.metrics.Mean(name="d_loss"), keras.metrics.Mean(name="g_loss")
+            self.d_optimizer = keras.optimizers.SGD(0.25)
+            self.g_optimizer = keras.optimizers.Adam(0.02) if backend != "jax" else None
+            self.built = backend != "tensorflow"  # which the others ask for
+
+        @property
+        def metrics(self) -> Any:
+            return [self.d_loss, self.g_loss]
+
+        def loss_of_discriminator(self, judge: Any, generate: Any, real: Any, noise: Any) -> Any:
+            both = ops.concatenate([ops.stop_gradient(generate(noise)), real], axis=0)
+            ones = ops.ones((ops.shape(real)[0], 1))
+            return loss_of(ops.concatenate([ones, 0 * ones], axis=0), judge(both))
+
+        def loss_of_generator(self, judge: Any, generate: Any, noise: Any) -> Any:
+            judged = judge(generate(noise))
+            return loss_of(ops.zeros_like(judged), judged)
+
+        def logs(self) -> Any:
+            return {metric.name: metric.result() for metric in self.metrics}
+
+    class Tensorflow(GAN):
+        def train_step(self, data: Any) -> Any:
+            import tensorflow as tf
+
+            real, noise = data
+            with tf.GradientTape() as tape:
+                d_loss = self.loss_of_discriminator(self.discriminator, self.generator, real, noise)
+            weights = self.discriminator.trainable_weights
+            self.d_optimizer.apply(tape.gradient(d_loss, [w.value for w in weights]), weights)
+            with tf.GradientTape() as tape:
+                g_loss = self.loss_of_generator(self.discriminator, self.generator, noise)
+            weights = self.generator.trainable_weights
+            self.g_optimizer.apply(tape.gradient(g_loss, [w.value for w in weights]), weights)
+            self.d_loss.update_state(d_loss)
+            self.g_loss.update_state(g_loss)
+            return self.logs()
+
+    class Torch(GAN):
+        def train_step(self, data: Any) -> Any:
+            import torch
+
+            real, noise = data
+            d_loss = self.loss_of_discriminator(self.discriminator, self.generator, real, noise)
+            self.zero_grad()
+            d_loss.backward()
+            self._apply(self.d_optimizer, self.discriminator)
+            g_loss = self.loss_of_generator(self.discriminator, self.generator, noise)
+            self.zero_grad()
+            g_loss.backward()
+            self._apply(self.g_optimizer, self.generator)
+            with torch.no_grad():
+                self.d_loss.update_state(d_loss)
+                self.g_loss.update_state(g_loss)
+            return self.logs()
+
+        def _apply(self, optimizer: Any, network: Any) -> None:
+            import torch
+
+            weights = network.trainable_weights
+            with torch.no_grad():
+                optimizer.apply([w.value.grad for w in weights], weights)
+
+    class Jax(GAN):
+        """With one optimiser: Keras's state of a step on JAX has the variables of one."""
+
+        def train_step(self, state: Any, data: Any) -> Any:  # type: ignore[override]
+            import jax
+
+            real, noise = data
+            trainable, fixed, optimizer, metrics = state
+            size = len(self.discriminator.trainable_variables)
+
+            def network(part: Any, values: Any) -> Any:
+                return lambda x: part.stateless_call(values, [], x)[0]
+
+            def d_loss(mine: Any, others: Any) -> Any:
+                parts = network(self.discriminator, mine), network(self.generator, others)
+                return self.loss_of_discriminator(*parts, real, noise)
+
+            def g_loss(mine: Any, others: Any) -> Any:
+                return self.loss_of_generator(
+                    network(self.discriminator, others), network(self.generator, mine), noise
+                )
+
+            first, gradients = jax.value_and_grad(d_loss)(trainable[:size], trainable[size:])
+            gradients += [ops.zeros_like(value) for value in trainable[size:]]
+            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+            second, gradients = jax.value_and_grad(g_loss)(trainable[size:], trainable[:size])
+            gradients = [ops.zeros_like(value) for value in trainable[:size]] + gradients
+            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+            logs, states = {}, []
+            for index, (metric, value) in enumerate(zip(self.metrics, (first, second), strict=True)):
+                states += metric.stateless_update_state(metrics[2 * index : 2 * index + 2], value)
+                logs[metric.name] = metric.stateless_result(states[-2:])
+            return logs, (trainable, fixed, optimizer, states)
+
+    return {"tensorflow": Tensorflow, "torch": Torch, "jax": Jax}[backend]
+
+
+def trains_a_gan(are_built: bool, under_strategy: bool) -> Any:
+    import keras
+
+    backend = keras.backend.backend()
+    random = np.random.RandomState(0)
+    real, noise = random.randn(23, 2).astype("float32"), random.randn(23, 3).astype("float32")
+    keras.utils.set_random_seed(0)
+    with _scope(under_strategy):
+        discriminator = keras.Sequential([keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+        generator = keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)])
+        if are_built:
+            discriminator.build((None, 2))
+            generator.build((None, 3))
+        model = gan(backend)(discriminator, generator)
+        model.compile(model.d_optimizer if backend == "jax" else "sgd")
+    history = model.fit(real, noise, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+    return history, model.discriminator.get_weights(), model.generator.get_weights()
+
+
+def vae(backend: str) -> Any:
+    """An encoder and a decoder; what is drawn comes with the data, since replicas draw numbers of their own."""
+    import keras
+    from keras import ops
+
+    class VAE(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = keras.layers
+            data = keras.Input((6,))
+            hidden = layers.Dense(5, "relu")(data)
+            parts = [layers.Dense(2, name=name)(hidden) for name in ("mean", "log_variance")]
+            self.encoder = keras.Model(data, parts)
+            self.decoder = keras.Sequential([keras.Input((2,)), layers.Dense(5, "relu"), layers.Dense(6)])
+            names = ("loss", "reconstruction", "divergence")
+            self.trackers = [keras.metrics.Mean(name=name) for name in names]
+            self.built = backend != "tensorflow"  # which the others ask for
+
+        @property
+        def metrics(self) -> Any:
+            return self.trackers
+
+        def losses_of(self, encode: Any, decode: Any, data: Any) -> Any:
+            x, noise = data
+            mean, log_variance = encode(x)
+            made = decode(mean + ops.exp(0.5 * log_variance) * noise)
+            reconstruction = ops.mean(ops.sum(ops.square(x - made), axis=1))
+            divergence = -0.5 * (1 + log_variance - ops.square(mean) - ops.exp(log_variance))
+            divergence = ops.mean(ops.sum(divergence, axis=1))
+            return reconstruction + divergence, reconstruction, divergence
+
+        def updated(self, losses: Any) -> Any:
+            for tracker, loss in zip(self.trackers, losses, strict=True):
+                tracker.update_state(loss)
+            return {tracker.name: tracker.result() for tracker in self.trackers}
+
+        def test_step(self, data: Any) -> Any:
+            return self.updated(self.losses_of(self.encoder, self.decoder, data))
+
+    class Tensorflow(VAE):
+        def train_step(self, data: Any) -> Any:
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                losses = self.losses_of(self.encoder, self.decoder, data)
+            weights = self.trainable_weights
+            self.optimizer.apply_gradients(zip(tape.gradient(losses[0], weights), weights, strict=True))
+            return self.updated(losses)
+
+    class Torch(VAE):
+        def train_step(self, data: Any) -> Any:
+            import torch
+
+            self.zero_grad()
+            losses = self.losses_of(self.encoder, self.decoder, data)
+            losses[0].backward()
+            with torch.no_grad():
+                self.optimizer.apply([w.value.grad for w in self.trainable_weights], self.trainable_weights)
+                return self.updated(losses)
+
+    class Jax(VAE):
+        def stateless_losses(self, trainable: Any, data: Any) -> Any:
+            size = len(self.encoder.trainable_variables)
+            losses = self.losses_of(
+                lambda x: self.encoder.stateless_call(trainable[:size], [], x)[0],
+                lambda z: self.decoder.stateless_call(trainable[size:], [], z)[0],
+                data,
+            )
+            return losses[0], losses
+
+        def tracked(self, metrics: Any, losses: Any) -> Any:
+            logs, states = {}, []
+            for index, (tracker, loss) in enumerate(zip(self.trackers, losses, strict=True)):
+                states += tracker.stateless_update_state(metrics[2 * index : 2 * index + 2], loss)
+                logs[tracker.name] = tracker.stateless_result(states[-2:])
+            return logs, states
+
+        def train_step(self, state: Any, data: Any) -> Any:  # type: ignore[override]
+            import jax
+
+            trainable, fixed, optimizer, metrics = state
+            gradient = jax.value_and_grad(self.stateless_losses, has_aux=True)
+            (_, losses), gradients = gradient(trainable, data)
+            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+            logs, metrics = self.tracked(metrics, losses)
+            return logs, (trainable, fixed, optimizer, metrics)
+
+        def test_step(self, state: Any, data: Any) -> Any:  # type: ignore[override]
+            trainable, fixed, metrics = state
+            logs, metrics = self.tracked(metrics, self.stateless_losses(trainable, data)[1])
+            return logs, (trainable, fixed, metrics)
+
+    return {"tensorflow": Tensorflow, "torch": Torch, "jax": Jax}[backend]
+
+
+def trains_a_vae(_: bool, under_strategy: bool) -> Any:
+    import keras
+
+    random = np.random.RandomState(1)
+    x, noise = random.randn(23, 6).astype("float32"), random.randn(23, 2).astype("float32")
+    keras.utils.set_random_seed(1)
+    with _scope(under_strategy):
+        model = vae(keras.backend.backend())()
+        model.compile(keras.optimizers.Adam(0.02))
+    arguments = {"batch_size": 5, "verbose": 0}
+    history = model.fit(
+        x, noise, epochs=2, shuffle=False, validation_data=(x[:7], noise[:7]), **arguments
+    ).history
+    values = model.evaluate(x, noise, return_dict=True, **arguments)
+    return history, values, model.encoder.get_weights(), model.decoder.get_weights()
+
+
+def _scope(under_strategy: bool) -> Any:
+    if not under_strategy:
+        return contextlib.nullcontext()
+    from tests.processes import strategy
+
+    return strategy().scope()
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[Any, Any]:
+    """What plain Keras gives."""
+    return {}
+
+
+@each_backend
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("trains", [trains_a_gan, trains_a_vae])
+def test_it_trains_as_on_one_device(
+    backend: str, num_workers: int, trains: Any, plain: dict[Any, Any]
+) -> None:
+    if (backend, trains) not in plain:
+        plain[backend, trains] = run_plain(backend, trains, True, False)
+    assert_close(run(backend, num_workers, trains, True, True), [plain[backend, trains]] * num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_sub_models_may_be_built_by_the_step_where_keras_allows_it(num_workers: int) -> None:
+    expected = run_plain("tensorflow", trains_a_gan, False, False)
+    assert_close(run("tensorflow", num_workers, trains_a_gan, False, True), [expected] * num_workers)
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        actual, expected = list(actual.values()), list(expected.values())
+    if isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for mine, theirs in zip(actual, expected, strict=True):
+            assert_close(mine, theirs)
+    else:
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
