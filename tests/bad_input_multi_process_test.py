@@ -331,6 +331,8 @@ def wrong_calls():
         lambda: make_model().fit(make_data()[0], make_data(rows=5)[1], verbose=0),  # plain Keras's
         lambda: model.train_on_batch(*make_data(), **both_weights),
         lambda: uncompiled.fit(*make_data(), verbose=0),
+        lambda: model.fit(*make_data(), batch_size=-1, verbose=0),
+        lambda: model.evaluate(*make_data(), batch_size=0, verbose=0),
     ):
         with pytest.raises(ValueError) as info:
             action()
@@ -345,7 +347,10 @@ NO_ROWS = {"tensorflow": "inputs=None", "jax": "inputs=None", "torch": "num_samp
 @each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_wrong_arguments_are_errors_on_all_workers(backend, num_workers):
-    for no_rows, unequal, of_keras, weights, uncompiled in run(backend, num_workers, wrong_calls, timeout=60):
+    for said in run(backend, num_workers, wrong_calls, timeout=60):
+        no_rows, unequal, of_keras, weights, uncompiled, *sizes = said
+        for size, text in zip((-1, 0), sizes, strict=True):
+            assert "batch_size must be a number of rows, 1 or more" in text and f"batch_size={size}." in text
         assert NO_ROWS[backend] in no_rows
         assert unequal == of_keras and "'x' sizes: 12" in unequal and "'y' sizes: 5" in unequal
         assert "sample_weight and class_weight cannot be given at the same time" in weights

@@ -13,6 +13,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import keras
+import numpy as np
+
 from kdist.backends import stalls
 from kdist.errors import KdistError
 
@@ -59,6 +62,12 @@ class Backend(ABC):
     @abstractmethod
     def native_batches(self, adapter: Any) -> Any:
         """Returns the iterable of batches that Keras's own loop on this backend takes of its data adapter."""
+
+    def join_predictions(self, batches: Sequence[Any]) -> Any:
+        """Returns what `predict` returns for the outputs of its batches: arrays."""
+        return keras.tree.map_structure(
+            lambda *parts: np.concatenate(list(map(keras.ops.convert_to_numpy, parts))), *batches
+        )
 
     @abstractmethod
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:

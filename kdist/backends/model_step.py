@@ -10,6 +10,7 @@ import keras
 
 from kdist.backends.replica import Replica
 from kdist.context import current_replica
+from kdist.errors import InvalidArgumentError
 
 
 def run_step(replica: Replica, model: Any, method: str, data: Any) -> Any:
@@ -55,6 +56,17 @@ def global_metric_results(model: Any) -> Iterator[None]:
     finally:
         for metric in metrics:
             metric.__dict__.pop("result", None)
+
+
+def check_rows(outputs: Any, num_rows: int) -> None:
+    """Raises unless the outputs of `predict_step` in a replica stand for its rows: they are put together by rows."""
+    for leaf in keras.tree.flatten(outputs):
+        if len(leaf.shape) == 0 or leaf.shape[0] % num_rows:
+            raise InvalidArgumentError(
+                "What `predict_step` returns must have as many rows as its input, or a multiple of them.",
+                received={"rows": num_rows, "shape": tuple(leaf.shape)},
+                hint="Override `predict_step` to return one entry a row.",
+            )
 
 
 def _global_result(result: Callable[[], Any]) -> Callable[[], Any]:

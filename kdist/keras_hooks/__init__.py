@@ -52,6 +52,7 @@ from kdist.keras_hooks.models import (
     build_layers,
     callback_list,
     is_built,
+    joined_ragged,
     pythonify_logs,
 )
 from kdist.keras_hooks.optimizers import hook_tensorflow_optimizers
@@ -89,6 +90,7 @@ __all__ = [
     "install",
     "is_built",
     "is_torch_loader",
+    "joined_ragged",
     "num_array_rows",
     "py_dataset_batches",
     "pythonify_logs",

@@ -32,7 +32,18 @@ def epoch_iterator(native: Callable[[Any], Any], keeps_batches: bool, **argument
                 self._kept = None
             return batches if self.prepare is None else self.prepare(batches)
 
-    return GlobalBatchIterator(**arguments)
+    iterator = GlobalBatchIterator(**arguments)
+    queue = _endless_queue(iterator)
+    if queue is not None:
+        # Batches are read ahead of the steps, past the end of an epoch, where Keras would stop it.
+        queue.stop = lambda **_: None
+    return iterator
+
+
+def _endless_queue(iterator: Any) -> Any:
+    """The queue of a PyDataset that has one, and no end."""
+    adapter = iterator.data_adapter
+    return getattr(adapter, "enqueuer", None) if adapter.num_batches is None else None
 
 
 def data_adapter(num_batches: int | None, epochs: Iterable[Any]) -> Any:
@@ -78,6 +89,10 @@ def first_of_py_dataset(iterator: Any) -> Any:
 def release(iterator: Any) -> None:
     """Lets go of what an `epoch_iterator` has begun to read."""
     iterator.prepare = iterator._current_iterator = iterator._epoch_iterator = None
+    queue = _endless_queue(iterator)
+    if queue is not None:
+        vars(queue).pop("stop", None)
+        queue.stop()
 
 
 def forget_batches(iterator: Any) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import context
@@ -24,15 +25,36 @@ def hook_models() -> None:
     def remember(original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            if context.in_cross_replica_context() and hasattr(context.get_strategy(), "runtime"):
-                strategies[self] = context.get_strategy()
+            strategy = _strategy_in_scope()
+            if strategy is not None:
+                strategies[self] = strategy
 
         return __init__
 
+    def compile(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            if strategy_of(self) is None and _strategy_in_scope() is not None:
+                warnings.warn(
+                    f"Model {self.name} was created outside of the strategy's scope: `fit` trains it on one device. "
+                    "Create it inside `with strategy.scope():`, too.",
+                    stacklevel=2,
+                )
+            original(self, *args, **kwargs)
+
+        return wrapper
+
     wrap(Trainer, "__init__", remember)
+    wrap(Trainer, "compile", compile)
 
     for name in MODEL_METHODS:
-        wrap(keras.Model, name, functools.partial(_dispatch, name))
+        # Where the method is defined: a `Trainer` need not be a `keras.Model`.
+        owner = next(owner for owner in keras.Model.__mro__ if name in vars(owner))
+        wrap(owner, name, functools.partial(_dispatch, name))
+
+
+def _strategy_in_scope() -> Any:
+    strategy = context.get_strategy()
+    return strategy if context.in_cross_replica_context() and hasattr(strategy, "runtime") else None
 
 
 def _dispatch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,6 +173,13 @@ def pythonify_logs(logs: Any) -> dict[str, Any]:
     from keras.src.utils.python_utils import pythonify_logs as keras_pythonify_logs
 
     return keras_pythonify_logs(logs)
+
+
+def joined_ragged(parts: Sequence[Any]) -> Any:
+    """Keras's own way, on TensorFlow, to join the outputs of batches that differ in more than their rows."""
+    from keras.src.backend.tensorflow import trainer
+
+    return trainer.convert_to_np_if_not_ragged(trainer.potentially_ragged_concat(parts))
 
 
 def callback_list(callbacks: Any, **arguments: Any) -> Any:

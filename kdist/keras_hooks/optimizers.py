@@ -65,6 +65,7 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
         in_native_scope: Says whether `tf.distribute` has a strategy in scope: unless it runs a replica of
             kdist's, that is the user's own, for which these methods were written.
     """
+    import keras
     from keras.src.backend.tensorflow.optimizer import TFOptimizer
     from keras.src.optimizers.base_optimizer import BaseOptimizer as base
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer as loss_scale
@@ -103,5 +104,13 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
 
         return method
 
+    def swap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, optimizer: Any) -> Any:
+            (original if is_foreign() else getattr(type(self), name))(self, optimizer)
+
+        return method
+
+    for name in ("swap_variables", "finalize_ema_values"):
+        wrap(keras.callbacks.SwapEMAWeights, f"_tf_{name}", functools.partial(swap, f"_backend_{name}"))
     wrap(TFOptimizer, "_var_key", var_key)
     wrap(loss_scale, "_tf_apply", tf_apply)

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.backends import whereabouts
+from kdist.backends import get_backend, whereabouts
 from kdist.checkpoint.checkpoint import wait_for_all
 from kdist.errors import InvalidArgumentError
 from kdist.training import faults
@@ -50,6 +50,7 @@ def fit(
     """Trains the model for a fixed number of epochs. Arguments and result are those of `keras.Model.fit`."""
     session = session_of(strategy, model)
     model._assert_compile_called("fit")
+    epochs = min(epochs, keras.config.max_epochs() or epochs)
     whereabouts.enter("the beginning of fit", 0)
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = keras_hooks.train_validation_split(
@@ -305,10 +306,8 @@ def _one_epoch(session: Session, batches: GlobalBatches, callbacks: Any, verbose
 
 
 def _build_for_prediction(session: Session, batches: GlobalBatches) -> None:
-    first = None
-    if not all(layer.built for layer in session.model._flatten_layers()):
-        first = batches.peek()
-    session.prepare(data_batch=first, layers_only=True)
+    is_built = all(layer.built for layer in session.model._flatten_layers())
+    session.prepare(data_batch=None if is_built else batches.peek(), layers_only=True)
 
 
 def _predict(session: Session, batches: GlobalBatches, callbacks: Any) -> Any:
@@ -321,14 +320,14 @@ def _predict(session: Session, batches: GlobalBatches, callbacks: Any) -> Any:
         for begin, end, data in batches:
             callbacks.on_predict_batch_begin(begin)
             outputs = function(data)
-            parts.append(keras.tree.map_structure(keras.ops.convert_to_numpy, outputs))
+            parts.append(get_backend().join_predictions([outputs]))
             callbacks.on_predict_batch_end(end, {"outputs": outputs})
             if model.stop_predicting:
                 break
         callbacks.on_predict_end()
     if not parts:
         raise InvalidArgumentError("predict needs at least one batch of data.", received={"batches": 0})
-    return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
+    return get_backend().join_predictions(parts)
 
 
 def train_on_batch(
@@ -387,7 +386,7 @@ def predict_on_batch(strategy: Strategy, model: Any, x: Any) -> Any:
         session.prepare(data_batch=data, layers_only=True)
         with session.function("predict") as function:
             outputs = function([data])
-    return keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
+    return get_backend().join_predictions([outputs])
 
 
 def _check_batch(session: Session, kind: str, data: Any) -> None:

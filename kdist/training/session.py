@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kdist import keras_hooks
 from kdist.backends import get_backend
 from kdist.backends.messages import call_on_all, check_equal, read_on_all
-from kdist.errors import WorkerFailedError
+from kdist.errors import InvalidArgumentError, WorkerFailedError
 from kdist.training import agreement, keras_callbacks
 from kdist.training.batches import GlobalBatches
 
@@ -73,7 +73,18 @@ class Session:
         return cached[1]
 
     def iterator(self, **arguments: Any) -> GlobalBatches:
-        """Returns the batches of an epoch: the same global ones on every worker, or a distributed dataset's."""
+        """Returns the batches of an epoch: the same global ones on every worker, or a distributed dataset's.
+
+        Raises:
+            InvalidArgumentError: `batch_size` is less than 1: some backends would read nothing, without a word.
+        """
+        batch_size = arguments.get("batch_size")
+        if batch_size is not None and batch_size < 1:
+            raise InvalidArgumentError(
+                "batch_size must be a number of rows, 1 or more, over all replicas.",
+                received={"batch_size": batch_size},
+                hint="model.fit(x, y, batch_size=32)",
+            )
         return GlobalBatches(self, **arguments)
 
     def open_data(self, function: Callable[[], Any]) -> Any:

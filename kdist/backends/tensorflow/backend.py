@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from kdist import keras_hooks
@@ -43,6 +45,10 @@ class TensorFlowBackend(Backend):
         """Returns a `tf.data.Dataset`'s batches; what kdist's own adapter gives as it is."""
         batches = adapter.get_tf_dataset()
         return Iterated(batches) if isinstance(batches, tf.data.Dataset) else batches
+
+    def join_predictions(self, batches: Sequence[Any]) -> Any:
+        """Returns arrays, and ragged tensors where the model gives them or where batches differ in more than rows."""
+        return keras.tree.map_structure(_joined, *batches)
 
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
         """Returns the devices of this process."""
@@ -112,6 +118,13 @@ def _convert_mirrored_variables() -> None:
 
     for kind in (int, float):
         setattr(DistributedVariable, f"__{kind.__name__}__", lambda self, kind=kind: kind(self.numpy()))
+
+
+def _joined(*parts: Any) -> Any:
+    ragged = any(isinstance(part, tf.RaggedTensor) for part in parts)
+    if ragged or len({tuple(part.shape[1:]) for part in parts}) > 1:
+        return keras_hooks.joined_ragged(list(map(keras.ops.convert_to_tensor, parts)))
+    return np.concatenate(list(map(keras.ops.convert_to_numpy, parts)))
 
 
 # More groups of devices than one strategy uses; TensorFlow's own tests take the same distance.

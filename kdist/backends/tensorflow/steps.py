@@ -17,7 +17,7 @@ from tensorflow.python.framework import ops
 
 from kdist import keras_hooks
 from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
-from kdist.backends.model_step import global_metric_results, run_step
+from kdist.backends.model_step import check_rows, global_metric_results, run_step
 from kdist.backends.replica import RowShare, split_rows
 from kdist.backends.tensorflow.loops import local_index
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
@@ -157,28 +157,46 @@ class PredictFunction(_ReplicatedFunction):
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *outputs)
 
     def _predict(self, batch: GlobalBatch | ReplicaBatches) -> Any:
-        results, rows = self.run(batch)
-        gather = self._gather_whole if rows[0] == rows[-1] else self._gather_parts
+        results, split = self.run(batch)
+        rows = [part.stop - part.start for part in split]
+        for replica_id, result in zip(self.runtime.replica_ids, results, strict=True):
+            check_rows(result, rows[replica_id])
+        have_the_same = split[0] == split[-1] and len(split) > 1
+        gather = self._of_chief if have_the_same else self._gather
         return keras.tree.map_structure(lambda *parts: gather(parts, rows), *results)
 
-    def _gather_whole(self, parts: Sequence[Any], rows: list[slice]) -> Any:
-        return parts[0]
+    def _of_chief(self, parts: Sequence[Any], rows: list[int]) -> Any:
+        """All have the same rows, but a layer may draw random numbers."""
+        workers = self.runtime.workers
+        return parts[0] if workers is None else in_components(workers.of_chief, parts[0])
 
-    def _gather_parts(self, parts: Sequence[Any], rows: list[slice]) -> Any:
+    def _gather(self, parts: Sequence[Any], rows: list[int]) -> Any:
         local = tf.concat(parts, axis=0)
         workers = self.runtime.workers
         if workers is None:
             return local
+        if isinstance(local, tf.RaggedTensor):
+            return in_components(self.runtime.gather_over_workers, local)
         per_worker = len(parts)
-        sizes = [r.stop - r.start for r in rows]
-        return workers.all_gather_rows(
-            local, [sum(sizes[i : i + per_worker]) for i in range(0, len(sizes), per_worker)]
-        )
+        sizes = [sum(rows[i : i + per_worker]) for i in range(0, len(rows), per_worker)]
+        times = local.shape[0] // sizes[workers.worker_index]  # as many rows as its input has
+        return workers.all_gather_rows(local, [times * size for size in sizes])
 
     def in_replica(self, replica: TensorFlowReplica, data: Any) -> Any:
         """Predicts the replica's rows."""
-        with TensorFlowScope(replica, ()) as self.scopes[replica.local_index]:
-            return self.model.predict_step(data)
+        with TensorFlowScope(replica, self.model.non_trainable_variables) as scope:
+            self.scopes[replica.local_index] = scope
+            outputs = self.model.predict_step(data)
+            scope.aggregate()
+            return outputs
+
+
+def in_components(function: Callable[[Any], Any], tensor: Any) -> Any:
+    """Calls a function of tensors with one; with a ragged one, for the values and the lengths of its rows."""
+    if not isinstance(tensor, tf.RaggedTensor):
+        return function(tensor)
+    lengths = [function(part) for part in tensor.nested_row_lengths()]
+    return tf.RaggedTensor.from_nested_row_lengths(function(tensor.flat_values), lengths)
 
 
 def as_tensor(leaf: Any) -> Any:

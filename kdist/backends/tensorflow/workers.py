@@ -180,6 +180,10 @@ class Workers:
 
         return self.native.experimental_local_results(self.native.run(replica))[0]
 
+    def of_chief(self, tensor: Any) -> Any:
+        """Returns the chief's values of a tensor."""
+        return self.sum(tensor if self.worker_index == 0 else tf.zeros_like(tensor))
+
     def broadcast(self, variables: Sequence[Any]) -> None:
         """Gives every worker the chief's values of Keras variables: one collective a dtype."""
         groups: dict[Any, list[Any]] = {}
@@ -188,7 +192,7 @@ class Workers:
         for members in groups.values():
             values = [tf.convert_to_tensor(variable.value) for variable in members]
             flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
-            flat = self.sum(flat if self.worker_index == 0 else tf.zeros_like(flat))
+            flat = self.of_chief(flat)
             sizes = [int(tf.size(value)) for value in values]
             for variable, value, part in zip(members, values, tf.split(flat, sizes), strict=True):
                 variable.assign(tf.reshape(part, value.shape))

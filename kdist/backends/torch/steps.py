@@ -15,12 +15,11 @@ import torch
 
 from kdist import keras_hooks
 from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
-from kdist.backends.model_step import global_metric_results, run_step
+from kdist.backends.model_step import check_rows, global_metric_results, run_step
 from kdist.backends.replica import RowShare, split_rows
 from kdist.backends.torch.loops import in_replicas
 from kdist.backends.torch.replicas import TorchReplica
 from kdist.data.rows import num_rows, take, to_dense
-from kdist.errors import InvalidArgumentError
 from kdist.strategies.communication import hint_ignored
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ class PredictFunction(_ReplicatedFunction):
         results, split = self.run(batch)
         rows = [part.stop - part.start for part, _ in split]
         for replica_id, result in zip(self.runtime.replica_ids, results, strict=True):
-            _check_rows(result, rows[replica_id])
+            check_rows(result, rows[replica_id])
         whole = split[0][0] == split[-1][0] and len(split) > 1
         local = [keras.tree.flatten(result) for result in results]
         device = self.runtime.torch_devices[0]
@@ -151,16 +150,6 @@ class PredictFunction(_ReplicatedFunction):
             sizes = [sum(rows[i : i + per_worker]) for i in range(0, len(rows), per_worker)]
             leaves = workers.gather_rows(leaves, sizes)
         return keras.tree.pack_sequence_as(results[0], leaves)
-
-
-def _check_rows(outputs: Any, num_rows: int) -> None:
-    for leaf in keras.tree.flatten(outputs):
-        if leaf.ndim == 0 or leaf.shape[0] % num_rows:
-            raise InvalidArgumentError(
-                "What `predict_step` returns must have as many rows as its input, or a multiple of them.",
-                received={"rows": num_rows, "shape": tuple(leaf.shape)},
-                hint="Override `predict_step` to return one entry a row.",
-            )
 
 
 _SAME_DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")

@@ -1,0 +1,110 @@
+"""What few use: a `Trainer` that is no `keras.Model`, a `PyDataset` without end, the limits of `keras.config`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import each_backend, run, run_plain
+
+
+def arrays(rows: int = 23) -> Any:
+    random = np.random.RandomState(3)
+    x = random.randn(rows, 3).astype("float32")
+    return x, x @ np.array([[1.0], [-2.0], [0.5]], "float32")
+
+
+def scope(under_strategy: bool) -> Any:
+    if not under_strategy:
+        return contextlib.nullcontext()
+    from tests.processes import strategy
+
+    return strategy().scope()
+
+
+def bare_trainer(under_strategy: bool) -> Any:
+    import keras
+
+    trainer = next(owner for owner in keras.Model.__mro__ if "fit" in vars(owner))
+
+    class Regression(trainer, keras.layers.Dense):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            keras.layers.Dense.__init__(self, 1)
+            trainer.__init__(self)
+
+    keras.utils.set_random_seed(2)
+    with scope(under_strategy):
+        model = Regression()
+        model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"])
+    x, y = arrays()
+    history = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+    values = model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True)
+    return [history, values, model.predict(x, batch_size=5, verbose=0), *model.get_weights()]
+
+
+def endless(under_strategy: bool) -> Any:
+    """Its batches in their order, each once. Plain Keras may lose the first ones, so it gets each epoch's as arrays."""
+    import keras
+
+    x, y = arrays(60)
+
+    class Endless(keras.utils.PyDataset):
+        num_batches = None
+
+        def __getitem__(self, index: int) -> Any:
+            start = 4 * index % 60
+            return x[start : start + 4], y[start : start + 4]
+
+    keras.utils.set_random_seed(2)
+    with scope(under_strategy):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.02), "mse")
+    losses = []
+    for _ in range(2):
+        if under_strategy:
+            losses += model.fit(Endless(workers=2), epochs=3, steps_per_epoch=20, verbose=0).history["loss"]
+            continue
+        for epoch in range(3):
+            rows = [row % 60 for row in range(80 * epoch, 80 * epoch + 80)]
+            losses += model.fit(x[rows], y[rows], batch_size=4, shuffle=False, verbose=0).history["loss"]
+    return [losses, *model.get_weights()]
+
+
+def limited(under_strategy: bool) -> Any:
+    import keras
+
+    keras.utils.set_random_seed(2)
+    with scope(under_strategy):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    try:
+        keras.config.set_max_epochs(2)
+        keras.config.set_max_steps_per_epoch(3)
+        history = model.fit(*arrays(), batch_size=4, epochs=4, shuffle=False, verbose=0).history
+    finally:
+        keras.config.set_max_epochs(None)
+        keras.config.set_max_steps_per_epoch(None)
+    assert len(history["loss"]) == 2
+    return [history, *model.get_weights()]
+
+
+@each_backend
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("fits", [bare_trainer, endless, limited])
+def test_it_fits_as_plain_keras(backend: str, num_workers: int, fits: Any) -> None:
+    expected = run_plain(backend, fits, False)
+    for actual in run(backend, num_workers, fits, True):
+        assert_close(actual, expected)
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected, strict=True):
+        if isinstance(theirs, dict):
+            assert mine.keys() == theirs.keys()
+            assert_close(list(mine.values()), list(theirs.values()))
+        else:
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,142 @@
+"""`predict` under a strategy: every output of a model, in order, and what it writes while it predicts."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import each_backend, run, run_plain
+
+ROWS = np.array([[1, 2, 0], [3, 0, 0], [4, 5, 6], [7, 0, 0], [8, 9, 0], [2, 0, 0], [1, 1, 1]], "float32")
+
+
+def scope(under_strategy: bool) -> Any:
+    if not under_strategy:
+        return contextlib.nullcontext()
+    from tests.processes import strategy
+
+    return strategy().scope()
+
+
+def counts_rows(under_strategy: bool) -> Any:
+    """A layer that counts the rows it sees."""
+    import keras
+
+    class Counting(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum")
+            self.last = self.add_weight(shape=(3,), initializer="zeros", trainable=False, aggregation="mean")
+
+        def call(self, x: Any) -> Any:
+            self.count.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+            self.last.assign(keras.ops.mean(x, axis=0))
+            return 2 * x
+
+    with scope(under_strategy):
+        layer = Counting()
+        model = keras.Sequential([keras.Input((3,)), layer])
+    predicted = model.predict(ROWS, batch_size=4, verbose=0)
+    return predicted, float(layer.count), layer.last.numpy(), model.predict_on_batch(ROWS[:5])
+
+
+@each_backend
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_a_layer_writes_is_aggregated(backend: str, num_workers: int) -> None:
+    expected = run_plain(backend, counts_rows, False)
+    assert expected[1] == 7.0  # `predict_on_batch` came later
+    for actual in run(backend, num_workers, counts_rows, True):
+        for mine, theirs in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+
+
+def ragged(under_strategy: bool) -> Any:
+    """Rows of different lengths, and batches that are padded to different lengths."""
+    import keras
+    import tensorflow as tf
+
+    class Unpadded(keras.Model):
+        def call(self, x: Any) -> Any:
+            return {"ragged": tf.RaggedTensor.from_tensor(x, padding=0.0), "sum": tf.reduce_sum(x, axis=1)}
+
+    class Same(keras.Model):
+        def call(self, x: Any) -> Any:
+            return x + 0.0
+
+    with scope(under_strategy):
+        unpadded, same = Unpadded(), Same()
+    first = unpadded.predict(ROWS, batch_size=3, verbose=0)
+    batches = [ROWS[:3], ROWS[3:5, :2]]
+
+    def generator() -> Any:
+        yield from ((batch,) for batch in batches)
+
+    second = same.predict(generator(), verbose=0)
+    third = unpadded.predict_on_batch(ROWS[:3])["ragged"]
+    kinds = [type(first["ragged"]).__name__, type(second).__name__, type(third).__name__]
+    return kinds, first["ragged"].to_list(), first["sum"], second.to_list(), third.to_list()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_ragged_outputs_stay_ragged(num_workers: int) -> None:
+    expected = run_plain("tensorflow", ragged, False)
+    assert expected[0] == ["RaggedTensor"] * 3
+    assert expected[1] == [[1, 2], [3], [4, 5, 6], [7], [8, 9], [2], [1, 1, 1]]
+    for actual in run("tensorflow", num_workers, ragged, True):
+        np.testing.assert_allclose(actual[2], expected[2])
+        assert (*actual[:2], *actual[3:]) == (*expected[:2], *expected[3:])
+
+
+def more_rows(under_strategy: bool) -> Any:
+    """Two rows for each of the input, in its order."""
+    import keras
+
+    class Twice(keras.Model):
+        def call(self, x: Any) -> Any:
+            return keras.ops.repeat(x, 2, axis=0)
+
+    class Mean(keras.Model):
+        def call(self, x: Any) -> Any:
+            return keras.ops.mean(x, axis=0, keepdims=True)
+
+    with scope(under_strategy):
+        twice, mean = Twice(), Mean()
+    said = ""
+    if under_strategy and keras.backend.backend() != "jax":
+        with pytest.raises(ValueError, match="as many rows as its input") as info:
+            mean.predict(ROWS, batch_size=4, verbose=0)
+        said = str(info.value)
+    return twice.predict(ROWS, batch_size=4, verbose=0), said
+
+
+@each_backend
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_outputs_with_other_numbers_of_rows(backend: str, num_workers: int) -> None:
+    for actual, _ in run(backend, num_workers, more_rows, True):
+        np.testing.assert_allclose(actual, np.repeat(ROWS, 2, axis=0))
+
+
+def draws(_: bool) -> Any:
+    """One row, which all replicas have, and a layer that draws random numbers."""
+    import keras
+
+    class Noise(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seeds = keras.random.SeedGenerator(3)
+
+        def call(self, x: Any) -> Any:
+            return x + keras.random.normal(keras.ops.shape(x), seed=self.seeds)
+
+    with scope(True):
+        model = keras.Sequential([keras.Input((3,)), Noise()])
+    return model.predict(ROWS[:1], verbose=0)
+
+
+@each_backend
+def test_workers_return_the_same_where_a_layer_draws(backend: str) -> None:
+    one, two = run(backend, 2, draws, True)
+    np.testing.assert_array_equal(one, two)
+    assert not np.allclose(one, ROWS[:1])

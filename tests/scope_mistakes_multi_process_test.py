@@ -1,0 +1,92 @@
+"""A model of which some parts were created in the scope and others were not: it trains exactly as on one device."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import each_backend, run, run_plain
+
+# What is created outside.
+MISTAKES: list[tuple[str, ...]] = [
+    ("layer",),
+    ("state",),
+    ("optimizer",),
+    ("metric",),
+    ("compile",),
+    ("layer", "state", "optimizer", "metric"),
+    ("layer", "state", "model"),
+    ("layer", "state", "model", "optimizer", "metric"),
+]
+
+
+def trains(outside: tuple[str, ...], fits_inside: bool, under_strategy: bool) -> Any:
+    import keras
+
+    class Averaging(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            arguments = {"shape": shape[1:], "aggregation": "mean"}
+            self.mean = self.add_weight(initializer="zeros", trainable=False, **arguments)
+            self.scale = self.add_weight(initializer="ones", **arguments)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, axis=0))
+            return x * self.scale
+
+    def scope(is_inside: bool) -> Any:
+        if not (under_strategy and is_inside):
+            return contextlib.nullcontext()
+        from tests.processes import strategy
+
+        return strategy().scope()
+
+    random = np.random.RandomState(0)
+    x, y = random.randn(23, 3).astype("float32"), random.randn(23, 1).astype("float32")
+    keras.utils.set_random_seed(1)
+    with scope("layer" not in outside):
+        layer = keras.layers.Dense(4, activation="tanh")
+        layer.build((None, 3))
+    with scope("state" not in outside):
+        state = Averaging()
+        state.build((None, 4))
+    with scope("optimizer" not in outside):
+        optimizer = keras.optimizers.Adam(0.05)
+    with scope("metric" not in outside):
+        metric = keras.metrics.MeanAbsoluteError(name="error")
+    with scope("model" not in outside):
+        model = keras.Sequential([keras.Input((3,)), layer, state, keras.layers.Dense(1)])
+    with warnings.catch_warnings(record=True) as caught, scope("compile" not in outside):
+        warnings.simplefilter("always")
+        model.compile(optimizer, "mse", metrics=[metric])
+    with scope(fits_inside):
+        history = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+        values = model.evaluate(x, y, batch_size=5, verbose=0)
+    said = [
+        str(warning.message)
+        for warning in caught
+        if "outside of the strategy's scope" in str(warning.message)
+    ]
+    numbers = [*history.values(), values, *model.get_weights(), *[v.numpy() for v in optimizer.variables]]
+    return said, numbers
+
+
+def all_mistakes(fits_inside: bool) -> Any:
+    return [trains(outside, fits_inside, True) for outside in MISTAKES]
+
+
+@each_backend
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_was_created_outside_of_the_scope_trains_as_on_one_device(
+    backend: str, num_workers: int
+) -> None:
+    _, expected = run_plain(backend, trains, (), False, False)
+    for found in run(backend, num_workers, all_mistakes, num_workers == 2):
+        for outside, (said, numbers) in zip(MISTAKES, found, strict=True):
+            assert len(said) == ("model" in outside), (outside, said)
+            for mine, theirs in zip(numbers, expected, strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5, err_msg=str(outside))
