@@ -141,6 +141,7 @@ class Cell:
                 "KDIST_INJECT": fault,
                 "BACKUP": str(folder / f"{self}-backup"),
                 "KDIST_HEARTBEAT_TIMEOUT": f"{HEARTBEAT:g}",
+                "KDIST_HANG_TIMEOUT": f"{0.7 * HEARTBEAT:g}",
                 "KDIST_JOIN_TIMEOUT": "60",
             }
             if self.place in ("dataset", "reading"):
@@ -370,7 +371,7 @@ def test_the_others_end_and_name_the_worker(
     [pytest.param(backend, marks=full_unless(backend == "jax")) for backend in BACKENDS],
 )
 def test_the_launcher_starts_again_after_a_hang(backend: str, tmp_path: Path) -> None:
-    options = ("--max-restarts", "1", "--heartbeat-timeout", "4", "--inject", "hang:worker=1,step=6")
+    options = ("--max-restarts", "1", "--hang-timeout", "3", "--inject", "hang:worker=1,step=6")
     command = (sys.executable, "-m", "kdist", "run", "-n", "2", "--backend", backend)
     undisturbed = Script(tmp_path, "undisturbed", SCRIPT, {"BACKUP": "other"}, command)
     job = Script(tmp_path, "train", SCRIPT, {}, (*command, *options))

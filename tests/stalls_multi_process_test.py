@@ -1,10 +1,12 @@
-"""Who counts as hung, in real processes and by the real clock. Who does not is in `stalls_test.py`."""
+"""Who counts as hung, in real processes and by the real clock. By another clock it is in `stalls_test.py`."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from tests.processes import Script
+from tests.processes import ForkedPool, Script, each_backend
 
 PRELUDE = """
 import time
@@ -27,7 +29,7 @@ HUNG = {
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stalls")
-    env = {"KDIST_HEARTBEAT_TIMEOUT": "2", "PYTHONSAFEPATH": "1"}
+    env = {"KDIST_HEARTBEAT_TIMEOUT": "2", "KDIST_HANG_TIMEOUT": "2", "PYTHONSAFEPATH": "1"}
     started = {
         name: Script(folder, f"script{i}", f"{PRELUDE}\n{body}\n", env)
         for i, (name, body) in enumerate(HUNG.items())
@@ -46,3 +48,40 @@ def test_hung(scripts, name):
     assert "worker 1 has hung: its main thread has neither moved nor computed" in said
     assert "at step 3 of epoch 1, and others wait for it: worker 0 in all_reduce at step 3" in said
     assert "Traceback (most recent call last):\n" in said and '.py", line' in said
+
+
+def uploads(seconds):
+    """The chief rests in a callback, as if it waited for a server; the other one waits in the next step."""
+    import keras
+    import numpy as np
+
+    import kdist
+    from kdist.backends import stalls
+
+    said = []
+    stalls.print_stack = said.append
+
+    class Upload(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1 and kdist.cluster_resolver.TFConfigClusterResolver().task_id == 0:
+                time.sleep(seconds)
+
+    with kdist.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((12, 2), "float32")
+    history = model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0, callbacks=[Upload()]).history
+    return said, len(history["loss"])
+
+
+@each_backend
+def test_a_chief_that_waits_for_an_upload_is_not_ended(backend):
+    # Of a heartbeat of 6 s, it is suspected after 4.2.
+    pool = ForkedPool(2, backend, env={"KDIST_HEARTBEAT_TIMEOUT": 6}, timeout=60)
+    try:
+        (said, epochs), (others, _) = pool.run(uploads, 7.5)
+    finally:
+        pool.close()
+    assert epochs == 2 and others == []
+    assert said and "worker 0 (" in said[0] and "seems to hang: its main thread has neither moved" in said[0]
+    assert "others wait for it: worker 1" in said[0] and "it ends after 600 s" in said[0]

@@ -11,7 +11,9 @@ import pytest
 from kdist.backends import stalls, whereabouts
 from kdist.errors import WorkerLostError
 
-HEARTBEAT = 10.0  # so a worker says after 2 s that it waits, and one that is waited for ends after 7 s
+HEARTBEAT = (
+    10.0  # so a worker says after 2 s that it waits, and one that is waited for is suspected after 7 s
+)
 
 
 class Ended(Exception):
@@ -108,6 +110,7 @@ class Machine(stalls.Machine):
 @pytest.fixture
 def watched(monkeypatch):
     monkeypatch.setenv("KDIST_HEARTBEAT_TIMEOUT", str(HEARTBEAT))
+    monkeypatch.setenv("KDIST_HANG_TIMEOUT", "7")
     monkeypatch.setattr(stalls, "_told", False)
     monkeypatch.setattr(whereabouts, "total_steps", 0)
     thread = Watched()
@@ -136,6 +139,35 @@ def test_a_worker_that_stands_still_ends_and_says_where(watched, capfd):
     assert "Traceback (most recent call last):\n" in said and "in stand" in said
     assert board.farewells == ["which has hung at step 3 of epoch 1"]
     assert board.said == [], "it does not wait itself"
+
+
+def test_a_worker_that_stands_still_warns_before_it_ends(watched, monkeypatch, capfd):
+    monkeypatch.setenv("KDIST_HANG_TIMEOUT", "30")
+    warnings = {}
+
+    def listens(machine):
+        said = capfd.readouterr().err
+        if "seems to hang" in said:
+            warnings[machine.whole] = said
+        if machine.whole == 20:
+            watched.move()
+
+    code, when = watch(Board(), listens).ended
+    assert code == 70 and 50 <= when <= 51, "30 seconds after it moved"
+    assert len(warnings) == 2, "once each time that it rests"
+    assert all(when - 9 <= rested <= when for when, rested in zip(warnings, (0, 20), strict=True))
+    for said in warnings.values():
+        assert "worker 1 seems to hang: its main thread has neither moved nor computed for " in said
+        assert "others wait for it: worker 0 in all_reduce at step 3 of epoch 1" in said
+        assert "it ends after 30 s (KDIST_HANG_TIMEOUT)" in said and "in stand" in said
+
+
+def test_a_worker_that_has_lost_another_does_not_wait_for_that(watched, monkeypatch):
+    monkeypatch.setenv("KDIST_HANG_TIMEOUT", "600")
+    board = Board()
+    board.dead = "worker 0, which has died"
+    code, when = watch(board).ended
+    assert code == 1 and 7 < when <= 8
 
 
 def test_the_threads_of_an_engine_do_not_count_as_work(watched):

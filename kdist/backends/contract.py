@@ -13,9 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import keras
-import numpy as np
-
 from kdist.backends import stalls
 from kdist.errors import KdistError
 
@@ -65,6 +62,9 @@ class Backend(ABC):
 
     def join_predictions(self, batches: Sequence[Any]) -> Any:
         """Returns what `predict` returns for the outputs of its batches: arrays."""
+        import keras
+        import numpy as np
+
         return keras.tree.map_structure(
             lambda *parts: np.concatenate(list(map(keras.ops.convert_to_numpy, parts))), *batches
         )

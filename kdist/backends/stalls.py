@@ -2,9 +2,10 @@
 
 A worker that hangs (a deadlock, a read that never returns) is alive for its engine: heartbeats come from threads
 of their own. So each worker looks at its own main thread. One that waits for others says so on the board of its
-engine; one that is waited for, and neither moves nor computes, prints its stacks and ends. From there on the
-others notice its death, as any other. A worker that is slow, compiles or prepares data uses its processor; one
-for which nobody waits (between two calls, in a notebook) may rest as long as it likes.
+engine; one that is waited for, and neither moves nor computes, says where it is, and after a time of its own (an
+upload may take minutes) it prints its stacks and ends. From there on the others notice its death, as any other. A
+worker that is slow, compiles or prepares data uses its processor; one for which nobody waits (between two calls, in a
+notebook) may rest as long as it likes.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from kdist.backends import activity, frames, whereabouts
 from kdist.cluster import liveness
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
-# Shares of the heartbeat timeout: when a worker says that it waits, when one that does not move ends, and how
+# Shares of the heartbeat timeout: when a worker says that it waits, when one that does not move is suspected, and how
 # often both are looked at. The rest is for the others, to notice.
 _SAYS_AFTER = 0.2
-_ENDS_AFTER = 0.7
+_SUSPECTS_AFTER = 0.7
 _LOOKS = 0.05
 _STANDARD_LIBRARY = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
 _PACKAGES = ("site-packages", "dist-packages")
@@ -106,6 +107,9 @@ class StallWatch:
         self._names = names
         self._me = names[worker_index]
         self._timeout = liveness.heartbeat_timeout()
+        self._suspects_after = self._timeout * _SUSPECTS_AFTER
+        self._ends_after = liveness.hang_timeout()
+        self._warned: float | None = None  # since when it had been resting
         self._closed = threading.Event()
         self._seen: object = None
         self._since = self._machine.now()
@@ -136,8 +140,8 @@ class StallWatch:
             self._note_movement(stack, waits)
             resting = self._machine.now() - self._since
             self._say(waits and resting > self._timeout * _SAYS_AFTER)
-            if not waits and resting > self._timeout * _ENDS_AFTER and not _is_at_rest(stack):
-                self._end_if_wanted(resting)
+            if not waits and resting > min(self._suspects_after, self._ends_after) and not _is_at_rest(stack):
+                self._judge(resting)
             del stack  # frames hold the user's arrays
 
     def _note_movement(self, stack: list[FrameType], waits: bool) -> None:
@@ -158,7 +162,7 @@ class StallWatch:
                 self._board.say(whereabouts.describe_wait() if waits else None)
                 self._said = waits
 
-    def _end_if_wanted(self, resting: float) -> None:
+    def _judge(self, resting: float) -> None:
         waiting: dict[int, str] = {}
         with contextlib.suppress(Exception):  # the engine's, if it is gone
             waiting = self._board.read()
@@ -166,15 +170,26 @@ class StallWatch:
         if self._closed.is_set() or not (waiting or lost):
             return
         if lost is not None:
-            self._end(lost_error(lost, self._me), 1)
+            if resting > self._suspects_after:
+                self._end(lost_error(lost, self._me), 1)
+            return
         others = ", and ".join(f"{self._names[i]} in {where}" for i, where in sorted(waiting.items()))
-        error = WorkerTimeoutError(
-            f"{self._me} has hung: its main thread has neither moved nor computed for {resting:.0f} s, at "
-            f"{whereabouts.describe()}, and others wait for it: {others}.",
-            hint="The stack says where it hangs. If that place may take so long, allow more: "
-            "export KDIST_HEARTBEAT_TIMEOUT=60",
+        rests = (
+            f"its main thread has neither moved nor computed for {resting:.0f} s, at {whereabouts.describe()}"
         )
-        self._end(error, liveness.STALLED)
+        if resting > self._ends_after:
+            error = WorkerTimeoutError(
+                f"{self._me} has hung: {rests}, and others wait for it: {others}.",
+                hint="The stack says where it hangs. If that place may take so long, allow more: "
+                "export KDIST_HANG_TIMEOUT=3600",
+            )
+            self._end(error, liveness.STALLED)
+        elif self._warned != self._since:
+            self._warned = self._since
+            print_stack(
+                f"{self._me} seems to hang: {rests}, and others wait for it: {others}. Unless it goes on, it "
+                f"ends after {self._ends_after:.0f} s (KDIST_HANG_TIMEOUT). It is here:"
+            )
 
     def _end(self, error: BaseException, code: int) -> NoReturn:
         with contextlib.suppress(Exception):
@@ -278,8 +293,8 @@ def lost_error(named: str, me: str, error: BaseException | str | None = None) ->
     )
 
 
-def print_stack() -> None:
-    """Prints where the main thread is: for a process that ends without a traceback."""
+def print_stack(said: str = "this worker was here:") -> None:
+    """Prints where the main thread is: where no traceback says it."""
     with contextlib.suppress(Exception):
         lines = "".join(frames.stack_lines(_watched_thread()))
-        print(f"kdist: this worker was here:\n{lines}", file=sys.stderr, flush=True)
+        print(f"kdist: {said}\n{lines}", file=sys.stderr, flush=True)

@@ -9,18 +9,18 @@ from kdist.cluster import environment
 from kdist.errors import InvalidArgumentError
 
 HEARTBEAT_VARIABLE = "KDIST_HEARTBEAT_TIMEOUT"
+HANG_VARIABLE = "KDIST_HANG_TIMEOUT"
 RESTART_VARIABLE = "KDIST_RESTART"
 # What sysexits.h calls EX_TEMPFAIL: the worker was preempted, its checkpoint is saved, start it again.
 PREEMPTED = 75
 # EX_SOFTWARE: the worker's main thread did not move any more, and the worker has ended itself.
 STALLED = 70
 
-_DEFAULT_SECONDS = 15.0
 _LEAST_SECONDS = 1.0
 
 
 def heartbeat_timeout(environ: Mapping[str, str] | None = None) -> float:
-    """Returns after how many seconds a worker that is dead or stuck must have been noticed.
+    """Returns after how many seconds a worker that is dead or stopped must have been noticed.
 
     Args:
         environ: The environment to read; by default the process's own.
@@ -37,12 +37,26 @@ def heartbeat_timeout(environ: Mapping[str, str] | None = None) -> float:
     >>> liveness.heartbeat_timeout({"KDIST_HEARTBEAT_TIMEOUT": "60"})
     60.0
     """
-    text = environment.get(HEARTBEAT_VARIABLE, environ=environ)
-    return _DEFAULT_SECONDS if text in (None, "") else parse_heartbeat_timeout(text, HEARTBEAT_VARIABLE)
+    return _read(HEARTBEAT_VARIABLE, 15.0, environ)
 
 
-def parse_heartbeat_timeout(text: object, name: str) -> float:
-    """Checks a heartbeat timeout; `name` is what the user has set.
+def hang_timeout(environ: Mapping[str, str] | None = None) -> float:
+    """Returns after how many seconds a worker ends that stands still while others wait for it.
+
+    Args:
+        environ: The environment to read; by default the process's own.
+
+    Returns:
+        The value of `KDIST_HANG_TIMEOUT`, else 600: an upload may take that long.
+
+    Raises:
+        InvalidArgumentError: If it is no number of at least 1.
+    """
+    return _read(HANG_VARIABLE, 600.0, environ)
+
+
+def parse_seconds(text: object, name: str) -> float:
+    """Checks one of these timeouts; `name` is what the user has set.
 
     Raises:
         InvalidArgumentError: If it is no number of at least 1.
@@ -53,8 +67,13 @@ def parse_heartbeat_timeout(text: object, name: str) -> float:
         seconds = math.nan
     if not _LEAST_SECONDS <= seconds < math.inf:
         raise InvalidArgumentError(
-            "The heartbeat timeout must be a number of seconds, at least 1.",
+            "A timeout must be a number of seconds, at least 1.",
             received={name: text},
-            hint="For example: kdist run --heartbeat-timeout 60 train.py",
+            hint="For example: kdist run --heartbeat-timeout 60 --hang-timeout 900 train.py",
         )
     return seconds
+
+
+def _read(name: str, default: float, environ: Mapping[str, str] | None) -> float:
+    text = environment.get(name, environ=environ)
+    return default if text in (None, "") else parse_seconds(text, name)

@@ -26,14 +26,16 @@ class Policy:
     Args:
         max_restarts: How often the job is started again.
         min_workers: With how few workers the job goes on once some are lost; `None` if it needs all.
-        heartbeat_timeout: Seconds after which a worker that is stuck must have been noticed; `None` for
+        heartbeat_timeout: Seconds after which a worker that is dead or stopped must have been noticed; `None` for
             what the environment says.
+        hang_timeout: Seconds after which a worker ends that stands still while others wait for it; as above.
         faults: What `--inject` asks for.
     """
 
     max_restarts: int = 0
     min_workers: int | None = None
     heartbeat_timeout: float | None = None
+    hang_timeout: float | None = None
     faults: Sequence[Fault] = ()
 
 
@@ -53,7 +55,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--heartbeat-timeout",
         metavar="S",
-        help="seconds after which a worker that is stuck must have been noticed (default 15)",
+        help="seconds after which a worker that is dead or stopped must have been noticed (default 15)",
+    )
+    parser.add_argument(
+        "--hang-timeout",
+        metavar="S",
+        help="seconds after which a worker ends that stands still while others wait for it (default 600)",
     )
     parser.add_argument(
         "--inject",
@@ -87,7 +94,6 @@ def read_options(options: argparse.Namespace, num_workers: int, hosts: Sequence[
                 received={"min_workers": fewest, "num_workers": num_workers, "hosts": list(hosts)},
                 hint="For example: kdist run --num-workers 4 --min-workers 2 train.py",
             )
-    timeout = options.heartbeat_timeout
     faults = [injection.parse(text) for text in options.inject]
     for fault in faults:
         if fault.worker is not None and fault.worker >= total:
@@ -98,11 +104,14 @@ def read_options(options: argparse.Namespace, num_workers: int, hosts: Sequence[
     return Policy(
         max_restarts=_whole_number("--max-restarts", options.max_restarts, 0),
         min_workers=fewest,
-        heartbeat_timeout=(
-            None if timeout is None else liveness.parse_heartbeat_timeout(timeout, "--heartbeat-timeout")
-        ),
+        heartbeat_timeout=_seconds("--heartbeat-timeout", options.heartbeat_timeout),
+        hang_timeout=_seconds("--hang-timeout", options.hang_timeout),
         faults=faults,
     )
+
+
+def _seconds(name: str, text: str | None) -> float | None:
+    return None if text is None else liveness.parse_seconds(text, name)
 
 
 def _whole_number(name: str, text: str, least: int) -> int:
@@ -181,8 +190,12 @@ class Job:
         policy = self._policy
         faults = [fault for fault in policy.faults if self._starts == 0 or fault.always]
         told = {liveness.RESTART_VARIABLE: str(self._starts), injection.VARIABLE: injection.join(faults)}
-        if policy.heartbeat_timeout is not None:
-            told[liveness.HEARTBEAT_VARIABLE] = f"{policy.heartbeat_timeout:g}"
+        for name, seconds in (
+            (liveness.HEARTBEAT_VARIABLE, policy.heartbeat_timeout),
+            (liveness.HANG_VARIABLE, policy.hang_timeout),
+        ):
+            if seconds is not None:
+                told[name] = f"{seconds:g}"
         return plan_job(
             self._num_workers,
             hosts=self._hosts,

@@ -79,8 +79,9 @@ def test_wrong_faults(text, says, capsys, tmp_path):
         (["--min-workers", "3"], "--min-workers must not be more"),
         (["--min-workers", "0"], "at least 1"),
         (["--min-workers", "1", "--hosts", "a:1,b:1", "--host-index", "0"], "needs a job of one machine"),
-        (["--heartbeat-timeout", "0"], "heartbeat timeout must be a number of seconds"),
-        (["--heartbeat-timeout", "nan"], "heartbeat timeout must be a number of seconds"),
+        (["--heartbeat-timeout", "0"], "A timeout must be a number of seconds"),
+        (["--heartbeat-timeout", "nan"], "--heartbeat-timeout='nan'"),
+        (["--hang-timeout", "soon"], "--hang-timeout='soon'"),
         (["--inject", "kill:worker=2"], "from 0 to 1"),
     ],
 )
@@ -90,8 +91,10 @@ def test_wrong_options(options, says, capsys, tmp_path):
     assert says in capsys.readouterr().err
 
 
-def test_the_heartbeat_timeout_comes_from_the_environment():
+def test_the_timeouts_come_from_the_environment():
     assert liveness.heartbeat_timeout({}) == 15
     assert liveness.heartbeat_timeout({"KDIST_HEARTBEAT_TIMEOUT": "2.5"}) == 2.5
     with pytest.raises(InvalidArgumentError, match="KDIST_HEARTBEAT_TIMEOUT='soon'"):
         liveness.heartbeat_timeout({"KDIST_HEARTBEAT_TIMEOUT": "soon"})
+    assert liveness.hang_timeout({"KDIST_HEARTBEAT_TIMEOUT": "2.5"}) == 600
+    assert liveness.hang_timeout({"KDIST_HANG_TIMEOUT": "9"}) == 9

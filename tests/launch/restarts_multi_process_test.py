@@ -109,16 +109,18 @@ def test_a_stopped_worker_is_the_one_that_is_lost(run):
 
 def test_what_the_workers_are_told(run, tmp_path):
     script = """
-    print("TOLD", restart, os.environ["KDIST_INJECT"], os.environ["KDIST_HEARTBEAT_TIMEOUT"], flush=True)
+    print("TOLD", restart, os.environ["KDIST_INJECT"], os.environ["KDIST_HEARTBEAT_TIMEOUT"],
+          os.environ["KDIST_HANG_TIMEOUT"], flush=True)
     sys.exit(1 if restart == 0 else 0)
     """
     code, _, err = run(
-        script, "-n", "1", "--max-restarts", "1", "--heartbeat-timeout", "7.50", "--log-dir", "logs",
+        script, "-n", "1", "--max-restarts", "1", "--heartbeat-timeout", "7.50",
+        "--hang-timeout", "90", "--log-dir", "logs",
         "--inject", "kill:worker=0,step=3", "--inject", "slow:seconds=2,always=1",
     )  # fmt: skip
     assert code == 0, err
     told = [s for s in (tmp_path / "logs/worker-0.log").read_text().splitlines() if s.startswith("TOLD")]
     assert told == [
-        "TOLD 0 kill:worker=0,step=3;slow:seconds=2,always=1 7.5",
-        "TOLD 1 slow:seconds=2,always=1 7.5",
+        "TOLD 0 kill:worker=0,step=3;slow:seconds=2,always=1 7.5 90",
+        "TOLD 1 slow:seconds=2,always=1 7.5 90",
     ]
