@@ -144,7 +144,10 @@ class Watch:
         self._explained = True
 
     def explain(self, error: BaseException, tells: bool = True) -> BaseException:
-        """Waits until it is known who was lost, and returns the error that says so; `tells` as in `check`."""
+        """Waits until it is known who was lost, and returns the error that says so; `tells` as in `check`.
+
+        Where nobody is, the error is this worker's own, whatever its words: the user's code may use a network, too.
+        """
         deadline = time.monotonic() + self._timeout * _NAMING
         ended: dict[int, str] = {}
         # Not in this thread: a question to a chief that is dying is never answered.
@@ -156,8 +159,11 @@ class Watch:
                 self._note(0, _DIED)
             with self._changed:
                 self._changed.wait(0.1)
+        culprits = dict(self._lost) or ended
+        if not culprits:
+            return error
         self._explained |= tells
-        return self._error(dict(self._lost) or ended, error)
+        return self._error(culprits, error)
 
     def _ask(self, ended: dict[int, str], deadline: float) -> None:
         while not (ended or self._lost or self._leaving) and time.monotonic() < deadline:
@@ -166,9 +172,7 @@ class Watch:
 
     def _error(self, culprits: dict[int, str], error: BaseException | None) -> WorkerLostError:
         names = self._cluster.worker_names
-        named = (
-            ", and ".join(f"{names[i]}, {what}" for i, what in sorted(culprits.items())) or "another worker"
-        )
+        named = ", and ".join(f"{names[i]}, {what}" for i, what in sorted(culprits.items()))
         return stalls.lost_error(named, names[self._cluster.worker_index], error)
 
     # Noticing --------------------------------------------------------------------------------------------

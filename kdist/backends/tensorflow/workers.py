@@ -41,6 +41,14 @@ _HEALTH_MS = 200
 _DIED = "which has died or cannot be reached any more"
 
 _SERVICE = "CoordinationService"
+_OF_CONNECTIONS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.InternalError,
+)
+# Share of the heartbeat timeout in which a worker that is lost must be seen to be.
+_NAMING = 0.2
 _WHY = re.compile(r"aborted by: (.*)")
 
 _joined: tuple[Cluster, Workers] | None = None
@@ -60,6 +68,7 @@ class Workers:
     ) -> None:
         self.num_workers = cluster.num_workers
         self.worker_index = cluster.worker_index
+        self._others = set(range(self.num_workers)) - {self.worker_index}
         self._names = cluster.worker_names
         self.native = native
         self._per_worker = len(native.extended.worker_devices)
@@ -199,26 +208,33 @@ class Workers:
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Returns a `WorkerLostError` for an engine error about another worker."""
-        kinds = (
-            tf.errors.UnavailableError,
-            tf.errors.AbortedError,
-            tf.errors.CancelledError,
-            tf.errors.InternalError,
-        )
         text = str(error)
+        named = {int(task) for task in meeting.TASK.findall(text)} & self._others
+        says_so = isinstance(error, _OF_CONNECTIONS)
         if self.worker_index != 0 and isinstance(error, tf.errors.DeadlineExceededError) and _SERVICE in text:
-            text += " /job:worker/task:0"  # the service is the chief's, which answers no more
-        if not isinstance(error, kinds) and "task:" not in text:
-            return error
-        others = {int(task) for task in meeting.TASK.findall(text)} - {self.worker_index}
-        if not others and not isinstance(error, kinds):
+            named, says_so = {0}, True  # the service is the chief's, which answers no more
+        if not (named or says_so):
             return error
         why = _WHY.search(text)
-        return self._lost_error(others, why[1] if why else text)
+        if not says_so or not (named or why):
+            # A layer, a pipeline or a callback may fail with such words, too: only if somebody is gone is it that.
+            named = self._find_lost()
+            if not named:
+                return error
+        return self._lost_error(named, why[1] if why else text)
+
+    def _find_lost(self) -> set[int]:
+        """Returns the workers that nobody finds at their addresses, giving them some time to go."""
+        deadline = time.monotonic() + self._patience * _NAMING
+        while not (lost := {index for index in self._others if self._health(index)}):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        return lost
 
     def _lost_error(self, indices: Collection[int], said: str) -> BaseException:
         lost = []
-        for index in sorted(i for i in indices if i < self.num_workers):
+        for index in sorted(indices):
             lost.append(f"{self._names[index]}, {last_words(index) or _DIED}")
         named = ", and ".join(lost) or f"another worker, {_DIED}"
         return stalls.lost_error(named, self._names[self.worker_index], said)
@@ -226,7 +242,7 @@ class Workers:
     def check(self) -> None:
         """Raises if a worker is lost: if nobody is at its address, or has not answered for too long."""
         now = time.monotonic()
-        for index in set(range(self.num_workers)) - {self.worker_index}:
+        for index in self._others:
             health = self._health(index)
             if health == "":
                 self._sick.pop(index, None)

@@ -79,6 +79,7 @@ def explain():
         "why": tf.errors.InternalError(
             None, None, f"/job:worker/task:{other} was aborted by: no memory left"
         ),
+        "somebody": tf.errors.AbortedError(None, None, "Collective ops is aborted by: a failure"),
         "nobody": tf.errors.AbortedError(None, None, "no one in particular"),
         "mine": tf.errors.InvalidArgumentError(None, None, "shapes do not match"),
         "at me": ValueError(f"/job:worker/replica:0/task:{workers.worker_index} has bad shapes"),
@@ -91,8 +92,9 @@ def explain():
 
 def test_errors_that_speak_of_another_worker_name_it():
     for lost, same, gone, why, name in run("tensorflow", 2, explain):
-        assert [key for key in lost if lost[key]] == ["gone", "why", "nobody"]
-        assert [key for key in same if same[key]] == ["mine", "at me"]
+        assert [key for key in lost if lost[key]] == ["gone", "why", "somebody"]
+        # All workers are there.
+        assert [key for key in same if same[key]] == ["nobody", "mine", "at me"]
         assert name in gone
         assert name in why and "no memory left" in why
 
