@@ -332,3 +332,40 @@ def test_the_default_strategy_has_one_replica(backend):
     np.testing.assert_array_equal(found["mean"], [1.5, 4.5])
     for name in ("gather", "all_reduce", "all_gather"):
         np.testing.assert_array_equal(found[name], x)
+
+
+MODULE = """
+def step():
+    counter.assign_add(1.0)
+    return add(counter * factor)
+
+def add(value):
+    return value + added
+"""
+
+
+def in_worker_other_objects(num_replicas):
+    """What the global names of a function mean when it runs counts, also once they mean something else."""
+    import keras
+
+    names = {"__name__": "a_notebook"}
+    exec(MODULE, names)
+    found = []
+    with strategy(num_replicas).scope():
+        counters = [keras.Variable(10.0 * i, aggregation="mean") for i in range(3)]
+    for counter, factor, added in zip(counters, (2.0, 3.0, 3.0), (100, 100, 200), strict=True):
+        names |= {"counter": counter, "factor": factor, "added": np.float32(added)}
+        results = strategy(num_replicas).run(names["step"])
+        (value, *_) = strategy(num_replicas).experimental_local_results(results)
+        found.append((float(value), [float(c) for c in counters]))
+    return found
+
+
+@each_cluster
+def test_a_function_works_on_what_its_names_mean_now(backend, num_workers, num_replicas):
+    for found in run(backend, num_workers, in_worker_other_objects, num_replicas):
+        assert found == [
+            (102.0, [1.0, 10.0, 20.0]),
+            (133.0, [1.0, 11.0, 20.0]),
+            (263.0, [1.0, 11.0, 21.0]),
+        ]

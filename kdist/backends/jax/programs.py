@@ -8,10 +8,11 @@ as results. A first trace, without arguments for the state, finds out which vari
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -173,27 +174,55 @@ def function_key(fn: Any) -> Any:
     """What must be equal for two functions to be the same program.
 
     A step function is often defined anew each time that a training step is called: the same code over the same
-    objects. What it closes over is compared by identity, small constants by value.
+    objects. Or it stays, and its global names come to mean others, as where one cell of a notebook runs again. What it
+    closes over and its global names are compared by identity, small constants by value.
 
     Returns:
         A tuple to compare; it holds what it identifies.
     """
+    return _function_key(fn, {})
+
+
+def _function_key(fn: Any, known: dict[int, Any]) -> Any:
     if isinstance(fn, functools.partial):
-        return "partial", function_key(fn.func), constant_key(fn.args), constant_key(fn.keywords)
+        return "partial", _function_key(fn.func, known), constant_key(fn.args), constant_key(fn.keywords)
     if isinstance(fn, types.MethodType):
-        return "method", function_key(fn.__func__), _Same(fn.__self__)
-    if isinstance(fn, types.FunctionType):
-        cells = tuple(_cell(cell) for cell in fn.__closure__ or ())
-        return "function", fn.__code__, cells, constant_key(fn.__defaults__), constant_key(fn.__kwdefaults__)
-    return "object", _Same(fn)
+        return "method", _function_key(fn.__func__, known), _Same(fn.__self__)
+    if not isinstance(fn, types.FunctionType):
+        return "object", _Same(fn)
+    if id(fn) in known:
+        return known[id(fn)]
+    known[id(fn)] = "function", fn.__code__  # for one that refers to itself
+
+    def key(value: Any) -> Any:
+        return _function_key(value, known) if isinstance(value, types.FunctionType) else constant_key(value)
+
+    cells = tuple(key(value) for value in _contents(fn.__closure__ or ()))
+    there = () if _is_of_library(fn) else [name for name in _names(fn.__code__) if name in fn.__globals__]
+    names = tuple((name, key(fn.__globals__[name])) for name in there)
+    defaults = constant_key(fn.__defaults__), constant_key(fn.__kwdefaults__)
+    known[id(fn)] = "function", fn.__code__, cells, names, defaults
+    return known[id(fn)]
 
 
-def _cell(cell: Any) -> Any:
-    try:
-        value = cell.cell_contents
-    except ValueError:  # a function that refers to itself, or to what is not there yet
-        return None
-    return function_key(value) if isinstance(value, types.FunctionType) else constant_key(value)
+def _is_of_library(fn: types.FunctionType) -> bool:
+    """Says whether a function is of a package, whose names mean always the same."""
+    return "-packages" in fn.__code__.co_filename or (fn.__module__ or "").startswith("kdist.")
+
+
+def _contents(cells: Sequence[Any]) -> Iterator[Any]:
+    for cell in cells:
+        try:
+            yield cell.cell_contents
+        except ValueError:  # of what is not there yet
+            yield None
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """The names that a function and those in it may look up outside: globals, attributes and modules."""
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return tuple(dict.fromkeys(itertools.chain(code.co_names, *inner)))
 
 
 def constant_key(value: Any) -> Any:
