@@ -114,8 +114,9 @@ def _check_chosen(part: Any, expected: int) -> None:
 def read_pieces(source: Source, place: Place, epoch: int, start: int) -> Iterator[WorkerBatch]:
     """Reads the batches of this worker's own share of the data, cut into steps.
 
-    A dataset of global batches of B rows gives this worker's replicas the rows that they would have of a
-    global batch, at each step: a batch lasts for as many steps as there are workers.
+    A dataset of global batches of B rows gives this worker's replicas the rows that they would have of a global batch,
+    at each step: a batch lasts for as many steps as there are workers. Where the replicas do not divide B, the workers
+    take turns with the larger parts, so that they have B rows together at every step, as in `tf.distribute`.
     """
     sizes: list[int] = []
     skip = start
@@ -127,15 +128,20 @@ def read_pieces(source: Source, place: Place, epoch: int, start: int) -> Iterato
         if not sizes:
             # A first file may be smaller than a batch: one row for each replica, at least.
             split = rows.even_split(max(count, place.num_replicas), place.num_replicas)
-            local = split[place.first : place.first + place.num_local]
-            sizes = [stop - first for first, stop in local]
-        for piece in range(0, count, sum(sizes)):
+            sizes = [stop - first for first, stop in split]
+            sizes = sizes[place.first :] + sizes[: place.first]
+        turns = itertools.cycle(range(0, place.num_replicas, place.num_local))
+        end = 0
+        while end < count:
+            turn = next(turns)
+            bounds = [end]
+            for size in sizes[turn : turn + place.num_local]:
+                bounds.append(min(bounds[-1] + size, count))
+            end = bounds[-1]
             if skip:
                 skip -= 1
                 continue
-            bounds = [min(piece + sum(sizes[:i]), count) for i in range(len(sizes) + 1)]
-            parts = [rows.take(host, *pair) for pair in itertools.pairwise(bounds)]
-            yield _of_parts(parts)
+            yield _of_parts([rows.take(host, *pair) for pair in itertools.pairwise(bounds)])
 
 
 def read_per_replica(

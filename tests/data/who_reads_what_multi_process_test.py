@@ -224,6 +224,7 @@ def in_worker_read_by_policy(folder):
         "auto, no files": distribute(numbers.batch(4)),
         "data, files": distribute(with_policy(lines(files).batch(4), policies.DATA)),
         "off": distribute(with_policy(numbers.batch(4), policies.OFF)),
+        "off, threes": distribute(with_policy(numbers.batch(3), policies.OFF)),
         "hint": distribute(with_policy(numbers.shard(hint, hint).batch(4), policies.HINT)),
         "loader of files": distribute(torch.utils.data.DataLoader(Files(), batch_size=4), file),
         "iterable of files": distribute(Batches(), file),
@@ -240,6 +241,11 @@ POLICIES = {
     "auto, no files": ([[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]),
     "data, files": ([[0, 1], [4, 5], [8, 9], [12, 13]], [[2, 3], [6, 7], [10, 11], [14]]),
     "off": ([[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]], [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]),
+    # The workers take turns with two rows and one: three at each step.
+    "off, threes": (
+        [[0, 1], [2], [3, 4], [5], [6, 7], [8], [9]],
+        [[0], [1, 2], [3], [4, 5], [6], [7, 8], [9]],
+    ),
     "hint": ([[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]),
     "loader of files": ([[0, 1], [2, 3], [8, 9], [10, 11]], [[4, 5], [6, 7], [12, 13], [14]]),
     "iterable of files": ([[0, 1], [2, 3], [8, 9], [10, 11]], [[4, 5], [6, 7], [12, 13], [14]]),
