@@ -39,6 +39,7 @@ UPWARD = {
     ("context", "kdist.strategies.default"): "get_strategy() outside a scope returns the default strategy",
     ("keras_hooks", "kdist.training"): "the hook of Model.fit hands over to kdist's loop when it is called",
     ("backends", "kdist.strategies.communication"): "plain options, handed down by the strategies",
+    ("backends", "kdist.strategies.cross_device_ops"): "as above",
 }
 # Beside the files that all backends have: what one of them needs because its engine lacks it.
 EXTRA_FILES = {

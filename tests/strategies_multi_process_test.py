@@ -1,4 +1,4 @@
-"""The strategies' constructors: signatures of `tf.distribute`, hints, devices, and what they refuse."""
+"""The strategies' constructors: signatures of `tf.distribute`, devices, and what they refuse."""
 
 from __future__ import annotations
 
@@ -128,56 +128,7 @@ def test_cross_device_ops():
         kdist.NcclAllReduce(num_packs=-1)
 
 
-# Hints and refusals -------------------------------------------------------------------------------------------
-
-
-def hints():
-    """Strategies with every hint, and what was logged."""
-    import logging
-
-    import keras
-
-    logged = []
-
-    class Log(logging.Handler):
-        def emit(self, record):
-            logged.append(record.getMessage())
-
-    logger = logging.getLogger("kdist")
-    logger.addHandler(handler := Log())
-    logger.setLevel(logging.INFO)
-    devices = ["cpu:0", "cpu:1"]
-    try:
-        made = [
-            kdist.MirroredStrategy(devices, kdist.HierarchicalCopyAllReduce(num_packs=2)),
-            kdist.MirroredStrategy(devices, cross_device_ops=kdist.ReductionToOneDevice()),
-            kdist.MultiWorkerMirroredStrategy(),
-            kdist.MultiWorkerMirroredStrategy(
-                communication_options=CommunicationOptions(implementation="RING")
-            ),
-            kdist.MultiWorkerMirroredStrategy(
-                communication_options=CommunicationOptions(implementation="AUTO")
-            ),
-            kdist.experimental.MultiWorkerMirroredStrategy(CollectiveCommunication.RING),
-            kdist.experimental.MultiWorkerMirroredStrategy(communication=CollectiveCommunication.AUTO),
-        ]
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    for one in made:
-        with one.scope():
-            model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
-        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
-    return [one.num_replicas_in_sync for one in made], logged
-
-
-@each_backend
-def test_hints_are_followed_or_logged(backend):
-    replicas, logged = run(backend, 1, hints)[0]
-    assert replicas == [2, 2, 1, 1, 1, 1, 1]
-    assert sum("is a hint" in line and "HierarchicalCopyAllReduce" in line for line in logged) == 1
-    assert sum("is a hint" in line and "ReductionToOneDevice" in line for line in logged) == 1
+# Refusals -----------------------------------------------------------------------------------------------------
 
 
 def refused():

@@ -19,6 +19,7 @@ from kdist.errors import KdistError
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
     from kdist.strategies.communication import CommunicationOptions
+    from kdist.strategies.cross_device_ops import CrossDeviceOps
     from kdist.strategies.strategy import Strategy
 
 # A step takes the global batches of one execution (one, or `steps_per_execution`) in Keras's data form:
@@ -94,7 +95,11 @@ class Backend(ABC):
 
     @abstractmethod
     def create_runtime(
-        self, devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions
+        self,
+        devices: Sequence[str],
+        cluster: Cluster | None,
+        options: CommunicationOptions,
+        ops: CrossDeviceOps | None = None,
     ) -> Runtime:
         """Joins the workers of `cluster` (if any) and returns the runtime of one strategy.
 
@@ -103,7 +108,8 @@ class Backend(ABC):
         Args:
             devices: The devices of this worker, one a replica; `()` for those that the backend prefers.
             cluster: Who takes part; `None` for this process alone.
-            options: What the user wishes of the collectives; what cannot be chosen is a logged hint.
+            options: What the user wishes of the collectives; what cannot be chosen is a hint, of which a warning tells.
+            ops: How to add up over the devices of one worker, of the same kind.
 
         Raises:
             WorkerTimeoutError: A worker did not come in time; names it.

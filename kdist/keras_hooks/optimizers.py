@@ -84,10 +84,12 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
         "_apply_weight_decay",
         "_backend_update_step",
         "_backend_increment_gradient_accumulators",
+        "_backend_maybe_overwrite_model_variables",  # of Keras 3.16
         "_overwrite_model_variables_with_average_value",
         "add_variable_from_reference",
     ):
-        wrap(TFOptimizer, name, functools.partial(neutral, name))
+        if hasattr(TFOptimizer, name):
+            wrap(TFOptimizer, name, functools.partial(neutral, name))
 
     def var_key(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, variable: Any) -> Any:

@@ -99,6 +99,11 @@ class CollectiveHints(CommunicationOptions):
         super().__init__(bytes_per_pack, timeout_seconds)
 
 
-def hint_ignored(what: str, why: str) -> None:
-    """Logs that a wish cannot be followed; never an error, since the numbers do not depend on it."""
-    _log.info("%s is a hint that has no effect here: %s", what, why)
+_ignored: set[str] = set()
+
+
+def hint_ignored(what: str, why: str, worker_index: int = 0) -> None:
+    """Warns that a wish cannot be followed, once and on the chief; no error, since the numbers do not depend on it."""
+    if worker_index == 0 and what not in _ignored:
+        _ignored.add(what)
+        _log.warning("kdist: %s is a hint that has no effect here: %s", what, why)

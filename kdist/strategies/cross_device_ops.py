@@ -8,8 +8,8 @@ from kdist.errors import InvalidArgumentError
 class CrossDeviceOps:
     """Base class of the ways to reduce over the devices of one worker.
 
-    TensorFlow follows the choice. JAX's compiler and PyTorch's process groups choose themselves; there it is
-    a logged hint. The numbers are the same.
+    TensorFlow follows the choice. JAX's compiler and PyTorch's process groups choose themselves, and no backend calls a
+    class of one's own: there it is a hint that has no effect, of which a warning tells. The numbers are the same.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/CrossDeviceOps
     """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kdist.backends import get_backend
 from kdist.errors import DeviceError, InvalidArgumentError
-from kdist.strategies.communication import CommunicationImplementation, CommunicationOptions, hint_ignored
+from kdist.strategies.communication import CommunicationImplementation, CommunicationOptions
 from kdist.strategies.cross_device_ops import CrossDeviceOps, NcclAllReduce
 from kdist.strategies.strategy import Strategy
 
@@ -47,11 +47,11 @@ class MirroredStrategy(Strategy):
         names = backend.require_devices(names)
         if len(set(names)) != len(names):
             raise InvalidArgumentError("A device may be named only once.", received={"devices": devices})
-        _check_cross_device_ops(cross_device_ops, names, backend.name)
+        _check_cross_device_ops(cross_device_ops, names)
         options = CommunicationOptions()
         if isinstance(cross_device_ops, NcclAllReduce):
             options = CommunicationOptions(implementation=CommunicationImplementation.NCCL)
-        super().__init__(backend.create_runtime(names, None, options))
+        super().__init__(backend.create_runtime(names, None, options, cross_device_ops))
         self.cross_device_ops = cross_device_ops
 
 
@@ -66,7 +66,7 @@ def check_device_names(devices: Sequence[str]) -> tuple[str, ...]:
     return tuple(devices)
 
 
-def _check_cross_device_ops(ops: CrossDeviceOps | None, devices: Sequence[str], backend: str) -> None:
+def _check_cross_device_ops(ops: CrossDeviceOps | None, devices: Sequence[str]) -> None:
     if ops is None:
         return
     if not isinstance(ops, CrossDeviceOps):
@@ -81,4 +81,3 @@ def _check_cross_device_ops(ops: CrossDeviceOps | None, devices: Sequence[str], 
             received={"devices": tuple(devices)},
             hint="Leave cross_device_ops out, or use kdist.ReductionToOneDevice().",
         )
-    hint_ignored(f"cross_device_ops={ops!r}", f"the {backend} backend of kdist packs and reduces by itself.")

@@ -70,7 +70,9 @@ def run(
             hint='For example: strategy.run(step, args=(batch,), kwargs={"training": True})',
         )
     if options is not None and options != RunOptions():
-        hint_ignored(f"options={options}", "they are for TPUs under TensorFlow.")
+        hint_ignored(
+            f"options={options}", "they are for TPUs under TensorFlow.", strategy.runtime.worker_index
+        )
     runtime = strategy.runtime
     for leaf in keras.tree.flatten((args, kwargs)):
         check_components(runtime, leaf)

@@ -13,10 +13,12 @@ from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
 from kdist.backends.jax import loops, programs, scopes, workers
 from kdist.backends.jax.runtime import JaxRuntime
+from kdist.strategies.communication import hint_ignored
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
     from kdist.strategies.communication import CommunicationOptions
+    from kdist.strategies.cross_device_ops import CrossDeviceOps
 
 # NumPy's Mersenne Twister: position, whether a second Gaussian is waiting, and that Gaussian; then the words.
 _GENERATOR = struct.Struct("<qqd")
@@ -44,9 +46,15 @@ class JaxBackend(Backend):
         return jax_devices.require_devices(devices)
 
     def create_runtime(
-        self, devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions
+        self,
+        devices: Sequence[str],
+        cluster: Cluster | None,
+        options: CommunicationOptions,
+        ops: CrossDeviceOps | None = None,
     ) -> Runtime:
         """Joins the workers of `cluster` (if any) and returns the runtime of one strategy."""
+        if ops is not None:
+            hint_ignored(f"cross_device_ops={ops!r}", "on JAX, XLA chooses.")
         group = workers.join(devices, cluster, options)
         names = tuple(devices) or jax_devices.list_devices()
         if not devices and names[0].startswith("cpu"):

@@ -84,6 +84,7 @@ class Loops:
                 f"{_MANY_PROGRAMS} times",
                 "Python numbers among its arguments, and what it closes over, are constants of the program: "
                 "pass what changes as arrays, in args, and of few shapes.",
+                self._runtime.worker_index,
             )
 
 

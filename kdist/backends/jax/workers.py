@@ -234,7 +234,7 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
         DeviceError: NCCL was asked for and there is no GPU.
     """
     global _joined
-    _check_options(devices, options)
+    _check_options(devices, options, 0 if cluster is None else cluster.worker_index)
     names = [short_name(name) for name in devices]
     if cluster is None or cluster.num_workers == 1:
         request_cpus(names)
@@ -256,7 +256,7 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
     return workers
 
 
-def _check_options(devices: Sequence[str], options: CommunicationOptions) -> None:
+def _check_options(devices: Sequence[str], options: CommunicationOptions, worker_index: int) -> None:
     if options.implementation is CommunicationImplementation.NCCL:
         kinds = {short_name(name).split(":")[0] for name in devices} or (
             {"gpu"} if visible_gpus() else {"cpu"}
@@ -268,7 +268,7 @@ def _check_options(devices: Sequence[str], options: CommunicationOptions) -> Non
                 hint="Leave the implementation at AUTO: JAX takes NCCL between GPUs and gloo between CPUs.",
             )
     if options.bytes_per_pack:
-        hint_ignored("bytes_per_pack", "on JAX, XLA groups the collectives.")
+        hint_ignored("bytes_per_pack", "on JAX, XLA groups the collectives.", worker_index)
 
 
 def _joined_again(cluster: Cluster, options: CommunicationOptions) -> Workers:

@@ -18,7 +18,8 @@ from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
 from kdist.data.sources.tf_data import Iterated
 from kdist.errors import DeviceError
-from kdist.strategies.communication import CommunicationImplementation
+from kdist.strategies.communication import CommunicationImplementation, hint_ignored
+from kdist.strategies.cross_device_ops import CrossDeviceOps
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
@@ -59,7 +60,11 @@ class TensorFlowBackend(Backend):
         return tensorflow_devices.require_devices(devices)
 
     def create_runtime(
-        self, devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions
+        self,
+        devices: Sequence[str],
+        cluster: Cluster | None,
+        options: CommunicationOptions,
+        ops: CrossDeviceOps | None = None,
     ) -> TensorFlowRuntime:
         """Creates a native `MirroredStrategy`, or joins the workers with `MultiWorkerMirroredStrategy`."""
         names = tuple(map(device_names.short_name, devices)) or self.list_devices()
@@ -72,7 +77,7 @@ class TensorFlowBackend(Backend):
                 hint="Use CommunicationImplementation.AUTO or RING.",
             )
         if cluster is None:
-            return TensorFlowRuntime(_mirrored(names), names, None)
+            return TensorFlowRuntime(_mirrored(names, ops), names, None)
         native, joined = workers.join(cluster, options, names)
         return TensorFlowRuntime(native, names, joined)
 
@@ -131,14 +136,25 @@ def _joined(*parts: Any) -> Any:
 _KEYS_PER_STRATEGY = 100_000
 
 
-def _mirrored(names: Sequence[str]) -> tf.distribute.Strategy:
+def _mirrored(names: Sequence[str], ops: CrossDeviceOps | None) -> tf.distribute.Strategy:
     """Makes a native strategy whose collectives are not mistaken for those of another one in this process.
 
     TensorFlow numbers them from the same start in each strategy: a second one, as in a notebook's cell that is
     run again, fails with "Shape mismatch in the collective instance".
     """
     tf.distribute.MirroredStrategy._collective_key_base += _KEYS_PER_STRATEGY
-    return tf.distribute.MirroredStrategy([name.upper() for name in names])
+    return tf.distribute.MirroredStrategy([name.upper() for name in names], _native(ops))
+
+
+def _native(ops: CrossDeviceOps | None) -> Any:
+    """Returns TensorFlow's own class of the same name, and with the same arguments."""
+    kind = type(ops)
+    if ops is None:
+        return None
+    if kind.__module__ != CrossDeviceOps.__module__ or kind is CrossDeviceOps:
+        hint_ignored(f"cross_device_ops={ops!r}", "kdist calls no class of one's own.")
+        return None
+    return getattr(tf.distribute, kind.__name__)(**vars(ops))
 
 
 def _global_seed() -> int | None:

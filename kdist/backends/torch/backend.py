@@ -20,6 +20,7 @@ from kdist.strategies.communication import CommunicationImplementation, hint_ign
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
     from kdist.strategies.communication import CommunicationOptions
+    from kdist.strategies.cross_device_ops import CrossDeviceOps
 
 
 class TorchBackend(Backend):
@@ -43,9 +44,15 @@ class TorchBackend(Backend):
         return torch_devices.require_devices(devices)
 
     def create_runtime(
-        self, devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions
+        self,
+        devices: Sequence[str],
+        cluster: Cluster | None,
+        options: CommunicationOptions,
+        ops: CrossDeviceOps | None = None,
     ) -> TorchRuntime:
         """Joins the workers with `torch.distributed`."""
+        if ops is not None:
+            hint_ignored(f"cross_device_ops={ops!r}", "on PyTorch, replicas of one process add up in turn.")
         names = self.require_devices(devices) if devices else torch_devices.devices_of_worker(cluster)
         on_cpu = any(name.startswith("cpu:") for name in names)
         if on_cpu and options.implementation is CommunicationImplementation.NCCL:
@@ -55,7 +62,11 @@ class TorchBackend(Backend):
                 hint="Use CommunicationImplementation.AUTO (gloo on CPUs), or start where there are GPUs.",
             )
         if options.bytes_per_pack:
-            hint_ignored(f"bytes_per_pack={options.bytes_per_pack}", "all gradients of a dtype are one pack.")
+            hint_ignored(
+                f"bytes_per_pack={options.bytes_per_pack}",
+                "all gradients of a dtype are one pack.",
+                0 if cluster is None else cluster.worker_index,
+            )
         return TorchRuntime(names, join(cluster, names, options) if cluster is not None else None)
 
     def function(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:

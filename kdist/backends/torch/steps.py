@@ -37,7 +37,9 @@ class _ReplicatedFunction(StepFunction):
         self.runtime = runtime
         self._model = weakref.ref(model)
         if getattr(model, "jit_compile", False):
-            hint_ignored("jit_compile=True", "steps with collectives run eagerly on PyTorch.")
+            hint_ignored(
+                "jit_compile=True", "steps with collectives run eagerly on PyTorch.", runtime.worker_index
+            )
 
     @property
     def model(self) -> Any:

@@ -286,7 +286,9 @@ def join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions
         _check_same_cluster(_joined[0], cluster)
         if options.timeout_seconds is not None:
             hint_ignored(
-                f"timeout_seconds={options.timeout_seconds}", "the workers have been joined already."
+                f"timeout_seconds={options.timeout_seconds}",
+                "the workers have been joined already.",
+                cluster.worker_index,
             )
         return _joined[1]
     if dist.is_initialized():
@@ -303,7 +305,11 @@ def _join(cluster: Cluster, devices: Sequence[str], options: CommunicationOption
     nccl = check_devices(cluster, meeting.gather("devices", describe_devices(devices)))
     if options.implementation is CommunicationImplementation.RING and nccl:
         nccl = False
-        hint_ignored("implementation=RING", "gloo joins the GPUs, with an algorithm of its choice.")
+        hint_ignored(
+            "implementation=RING",
+            "gloo joins the GPUs, with an algorithm of its choice.",
+            cluster.worker_index,
+        )
     lifeline = meeting.open_lifeline()
     arguments: dict[str, Any] = {}
     if options.timeout_seconds is not None:
