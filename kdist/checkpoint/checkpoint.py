@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kdist.backends.messages import gather
 from kdist.checkpoint import layout
 from kdist.context import get_strategy, joined_strategy
-from kdist.errors import CheckpointError, InvalidArgumentError
+from kdist.errors import CheckpointError, InvalidArgumentError, WorkerMismatchError
 from kdist.training import faults
 
 if TYPE_CHECKING:
@@ -181,14 +181,15 @@ class Checkpoint:
                     failure and failure[1]
                 )
 
-    def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
+    def restore(self, path: str | os.PathLike[str] | None) -> RestoreStatus:
         """Restores everything that the checkpoint and this object both have. All workers must call it.
 
         The number of workers and the backend may be others than when it was saved. Every byte is checked before
         anything is assigned; an optimiser without variables gets them first.
 
         Args:
-            path: What `save` returned, or `kdist.latest_checkpoint(directory)`.
+            path: What `save` returned, or `kdist.latest_checkpoint(directory)`; of its `None`, where there is no
+                checkpoint yet, nothing is restored.
 
         Returns:
             A status, whose `assert_consumed()` makes sure that nothing was left over.
@@ -309,11 +310,20 @@ class Checkpoint:
         name = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
         return f"the save of {path} failed: {name}{error}"
 
-    def _restore(self, path: str | os.PathLike[str], counter: bool) -> RestoreStatus:
+    def _restore(self, path: str | os.PathLike[str] | None, counter: bool) -> RestoreStatus:
         from kdist.checkpoint import restoring
 
         runtime = self.runtime()
         self.settle()
+        found = gather_from(runtime, path is not None)
+        if path is None and not any(found):
+            return restoring.RestoreStatus("None", [], list(self._objects))
+        if path is None or not all(found):
+            raise WorkerMismatchError(
+                "All workers must restore the same checkpoint, or none.",
+                received={f"worker_{i}": "a path" if there else None for i, there in enumerate(found)},
+                hint="Is the folder the same one on all hosts?",
+            )
         status, saved = restoring.restore(
             os.path.abspath(path), self._objects, self._strategy(), runtime, self._random
         )

@@ -84,8 +84,7 @@ def discover(resolver: Any = None, environ: Mapping[str, str] | None = None) -> 
     """Finds the cluster that this process belongs to.
 
     The first of these that describes one wins: the resolver passed here, `TF_CONFIG`, torchrun's variables,
-    Slurm's, MPI's (Open MPI, PMI), `KERAS_DISTRIBUTION_*`. Without any, the process is a single worker. The
-    environment is only read.
+    Slurm's, MPI's (Open MPI, PMI), `KERAS_DISTRIBUTION_*`. Without any, the process is a single worker.
 
     Args:
         resolver: A resolver of kdist or of `tf.distribute.cluster_resolver`, which wins over everything.

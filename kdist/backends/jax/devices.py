@@ -48,7 +48,7 @@ def request_cpus(devices: Sequence[str]) -> None:
     needed = count_of_kind(devices, "cpu")
     if needed < 2:
         return
-    # Read by XLA when its CPU client starts; see DESIGN.md, section 5, "Trap".
+    # Read by XLA when its CPU client starts; with fewer threads than collectives in flight, they wait for each other.
     environment.set_default("PJRT_NPROC", max(_POOL_THREADS, _THREADS_PER_DEVICE * needed))
     if "xla_force_host_platform_device_count" in (environment.get("XLA_FLAGS") or ""):
         shown = len(local_devices("cpu"))  # the older way to ask; JAX refuses both at once
