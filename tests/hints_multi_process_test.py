@@ -68,3 +68,26 @@ def test_hints_are_followed_or_warned_about(backend):
     names = ["HierarchicalCopyAllReduce", "ReductionToOneDevice"] * (backend != "tensorflow") + ["Own"]
     assert len(hinted) == len(names), "each once"
     assert all(f"cross_device_ops={name}()" in line for name, line in zip(names, hinted, strict=True))
+
+
+def resolvers():
+    """The devices, or the error, by what a resolver says of GPUs."""
+    from kdist.cluster_resolver import ClusterSpec, SimpleClusterResolver
+
+    found = []
+    for told in ({"GPU": 0}, {}, {"GPU": 2}):
+        resolver = SimpleClusterResolver(
+            ClusterSpec({"worker": ["localhost:2222"]}), task_type="worker", task_id=0, num_accelerators=told
+        )
+        try:
+            found.append(kdist.MultiWorkerMirroredStrategy(resolver).extended.worker_devices)
+        except kdist.errors.DeviceError as error:
+            found.append(str(error))
+    return found
+
+
+@each_backend
+def test_a_resolver_that_was_told_of_gpus_is_asked(backend):
+    none, unknown, two = run(backend, 1, resolvers)[0]
+    assert none == ("cpu:0",) and all(name.startswith(("cpu:", "gpu:")) for name in unknown)
+    assert two == ("gpu:0", "gpu:1") or "gpu:" in two, "an error names what is missing"

@@ -23,7 +23,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: Says who the workers are; `None` to look at the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.
         devices: Beyond `tf.distribute`: names of the devices of this worker, one a replica, as many on every
-            worker. `None` for all GPUs that the worker sees, or one CPU.
+            worker. `None` for as many GPUs as `cluster_resolver.num_accelerators()` was told (0 means one CPU), else
+            for all GPUs that the worker sees, or one CPU.
 
     Raises:
         ClusterConfigError: The description of the cluster is wrong.
@@ -59,13 +60,23 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster = discover(cluster_resolver)
         self._cluster_resolver = cluster.resolver or TFConfigClusterResolver()
         backend = get_backend()
-        names = check_device_names(devices) if devices is not None else ()
+        names = check_device_names(devices) if devices is not None else _told_devices(cluster_resolver)
         super().__init__(backend.create_runtime(names, cluster if cluster.num_workers > 1 else None, options))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
         """The resolver given at construction, else that of the environment: of `TF_CONFIG` where nothing is set."""
         return self._cluster_resolver
+
+
+def _told_devices(resolver: ClusterResolver | None) -> tuple[str, ...]:
+    """The devices that the user's resolver was told of; none where it looks at the machine, as engines do better."""
+    if not isinstance(resolver, ClusterResolver):
+        return ()
+    if type(resolver).num_accelerators is ClusterResolver.num_accelerators:
+        return ()
+    count = resolver.num_accelerators().get("GPU")
+    return () if count is None else tuple(f"gpu:{i}" for i in range(count)) or ("cpu:0",)
 
 
 class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
