@@ -44,6 +44,9 @@ def gan(backend: str) -> Any:
             return {metric.name: metric.result() for metric in self.metrics}
 
     class Tensorflow(GAN):
+        def predict_step(self, data: Any) -> Any:
+            return self.generator(keras.utils.unpack_x_y_sample_weight(data)[0])
+
         def train_step(self, data: Any) -> Any:
             import tensorflow as tf
 
@@ -137,8 +140,11 @@ def trains_a_gan(are_built: bool, under_strategy: bool) -> Any:
             generator.build((None, 3))
         model = gan(backend)(discriminator, generator)
         model.compile(model.d_optimizer if backend == "jax" else "sgd")
+    predicts = backend == "tensorflow"  # the others want a `call`
+    before = model.predict(noise, batch_size=5, verbose=0) if predicts else 0.0
     history = model.fit(real, noise, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-    return history, model.discriminator.get_weights(), model.generator.get_weights()
+    after = model.predict(noise, batch_size=5, verbose=0) if predicts else 0.0
+    return before, history, after, model.discriminator.get_weights(), model.generator.get_weights()
 
 
 def vae(backend: str) -> Any:

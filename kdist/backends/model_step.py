@@ -61,10 +61,11 @@ def global_metric_results(model: Any) -> Iterator[None]:
 def check_rows(outputs: Any, num_rows: int) -> None:
     """Raises unless the outputs of `predict_step` in a replica stand for its rows: they are put together by rows."""
     for leaf in keras.tree.flatten(outputs):
-        if len(leaf.shape) == 0 or leaf.shape[0] % num_rows:
+        shape = tuple(getattr(leaf, "shape", ()))
+        if not shape or shape[0] % num_rows:
             raise InvalidArgumentError(
                 "What `predict_step` returns must have as many rows as its input, or a multiple of them.",
-                received={"rows": num_rows, "shape": tuple(leaf.shape)},
+                received={"rows": num_rows, "shape": shape},
                 hint="Override `predict_step` to return one entry a row.",
             )
 

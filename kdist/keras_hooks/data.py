@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -92,7 +93,8 @@ def release(iterator: Any) -> None:
     queue = _endless_queue(iterator)
     if queue is not None:
         vars(queue).pop("stop", None)
-        queue.stop()
+        with contextlib.suppress(Exception):  # of a batch that was read ahead and that nobody asked for
+            queue.stop()
 
 
 def forget_batches(iterator: Any) -> None:

@@ -34,8 +34,9 @@ def hook_models() -> None:
     def compile(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
             if strategy_of(self) is None and _strategy_in_scope() is not None:
+                name = getattr(self, "name", type(self).__name__)
                 warnings.warn(
-                    f"Model {self.name} was created outside of the strategy's scope: `fit` trains it on one device. "
+                    f"Model {name} was created outside of the strategy's scope: `fit` trains it on one device. "
                     "Create it inside `with strategy.scope():`, too.",
                     stacklevel=2,
                 )
@@ -113,6 +114,10 @@ def build(model: Any, steps_build: bool, **first: Any) -> None:
             no `call` to be built by, or one that is not for this data: Keras leaves it to its step there.
         **first: `data_batch`, or an `iterator` of Keras's that begins with it.
     """
+    _unless_steps_build(model, steps_build, lambda: model._symbolic_build(**first))
+
+
+def _unless_steps_build(model: Any, steps_build: bool, function: Callable[[], Any]) -> None:
     import keras
 
     def is_own(*methods: str) -> bool:
@@ -122,7 +127,7 @@ def build(model: Any, steps_build: bool, **first: Any) -> None:
     if may_wait and not is_own("call"):
         return
     try:
-        model._symbolic_build(**first)
+        function()
     except Exception:
         if not may_wait:
             raise
@@ -138,8 +143,8 @@ def is_built(model: Any) -> bool:
     )
 
 
-def build_layers(model: Any, data_batch: Any) -> None:
-    """Creates the variables of the layers alone, for a model that was not compiled."""
+def build_layers(model: Any, steps_build: bool, data_batch: Any) -> None:
+    """Creates the variables of the layers alone, for a model that was not compiled; see `build`."""
     import keras
     from keras.src import backend
 
@@ -150,7 +155,9 @@ def build_layers(model: Any, data_batch: Any) -> None:
         lambda v: None if v is None else keras.KerasTensor(v.shape, keras.backend.standardize_dtype(v.dtype)),
         x,
     )
-    backend.compute_output_spec(model, symbolic, training=False)
+    _unless_steps_build(
+        model, steps_build, lambda: backend.compute_output_spec(model, symbolic, training=False)
+    )
 
 
 def all_variables(model: Any) -> list[Any]:

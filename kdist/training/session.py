@@ -141,7 +141,7 @@ class Session:
         """Creates what variables are missing and makes them equal on all workers."""
         with self.strategy.scope():
             if layers_only:
-                keras_hooks.build_layers(self.model, data_batch)
+                keras_hooks.build_layers(self.model, get_backend().steps_build, data_batch)
             elif batches is not None:
                 batches.build(self.model)
             else:

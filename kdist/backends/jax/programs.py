@@ -7,8 +7,8 @@ as results. A first trace, without arguments for the state, finds out which vari
 
 from __future__ import annotations
 
+import dis
 import functools
-import itertools
 import sys
 import types
 import weakref
@@ -24,6 +24,7 @@ from kdist.backends.jax.components import has_components, place_components, plac
 from kdist.backends.jax.scopes import Store, initial_value
 from kdist.backends.variables import is_on_read
 
+_FEW = 100  # items of a container that is a constant by its contents
 _all_placed: weakref.WeakSet[Placed] = weakref.WeakSet()
 
 
@@ -189,7 +190,12 @@ def _function_key(fn: Any, known: dict[int, Any]) -> Any:
     if isinstance(fn, types.MethodType):
         return "method", _function_key(fn.__func__, known), _Same(fn.__self__)
     if not isinstance(fn, types.FunctionType):
-        return "object", _Same(fn)
+        call = vars(type(fn)).get("__call__")
+        return (
+            "object",
+            _Same(fn),
+            _function_key(call, known) if isinstance(call, types.FunctionType) else None,
+        )
     if id(fn) in known:
         return known[id(fn)]
     known[id(fn)] = "function", fn.__code__  # for one that refers to itself
@@ -220,19 +226,30 @@ def _contents(cells: Sequence[Any]) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that a function and those in it may look up outside: globals, attributes and modules."""
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return tuple(dict.fromkeys(itertools.chain(code.co_names, *inner)))
+    """The global names that a function and those in it read, but for those that they set, such as counters."""
+    read: dict[str, None] = {}
+    written: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            read[instruction.argval] = None
+        elif instruction.opname == "STORE_GLOBAL":
+            written.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            read |= dict.fromkeys(_names(constant))
+    return tuple(name for name in read if name not in written)
 
 
-def constant_key(value: Any) -> Any:
+def constant_key(value: Any, depth: int = 4) -> Any:
     """What must be equal for two constants to be the same: small ones by value, other objects by identity."""
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)  # 0.0 is not -0.0, but NaN is NaN
+    if value is None or isinstance(value, (bool, int, str, bytes)):
         return type(value), value
-    if isinstance(value, tuple):
-        return tuple(constant_key(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, constant_key(item)) for key, item in value.items())
+    if depth and isinstance(value, tuple) and len(value) <= _FEW:
+        return tuple(constant_key(item, depth - 1) for item in value)
+    if depth and isinstance(value, dict) and len(value) <= _FEW:
+        return tuple((key, constant_key(item, depth - 1)) for key, item in value.items())
     return _Same(value)
 
 

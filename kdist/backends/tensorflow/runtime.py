@@ -45,7 +45,9 @@ class TensorFlowRuntime(Runtime):
             yield
 
     def _mirrored(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        if tf.distribute.has_strategy():  # by the call below
+        from tensorflow.python.framework import ops
+
+        if tf.distribute.has_strategy():  # of the replica that runs, or the user's own
             return next_creator(**kwargs)
         # Keras's metrics ask for ON_READ variables, each of which would cost a collective every time it is read.
         # A ReplicaScope makes what a step writes equal on all replicas with one collective, so that plain mirrored
@@ -53,7 +55,9 @@ class TensorFlowRuntime(Runtime):
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             kwargs["synchronization"] = tf.VariableSynchronization.AUTO
         with self.native.scope():
-            return tf.Variable(**kwargs)
+            # The one that this scope has put on top. `tf.Variable` would ask those of the user's scopes again.
+            *_, (_, create) = ops.get_default_graph()._variable_creator_stack
+            return create(next_creator, **kwargs)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

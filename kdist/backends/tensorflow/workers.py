@@ -190,8 +190,9 @@ class Workers:
         return self.native.experimental_local_results(self.native.run(replica))[0]
 
     def of_chief(self, tensor: Any) -> Any:
-        """Returns the chief's values of a tensor."""
-        return self.sum(tensor if self.worker_index == 0 else tf.zeros_like(tensor))
+        """Returns the chief's value of an eager tensor, whose shape may be another than this worker's."""
+        mine = tf.io.serialize_tensor(tensor).numpy() if self.worker_index == 0 else b""
+        return tf.io.parse_tensor(self.all_gather_bytes(mine)[0], tensor.dtype)
 
     def broadcast(self, variables: Sequence[Any]) -> None:
         """Gives every worker the chief's values of Keras variables: one collective a dtype."""
@@ -201,7 +202,7 @@ class Workers:
         for members in groups.values():
             values = [tf.convert_to_tensor(variable.value) for variable in members]
             flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
-            flat = self.of_chief(flat)
+            flat = self.sum(flat if self.worker_index == 0 else tf.zeros_like(flat))
             sizes = [int(tf.size(value)) for value in values]
             for variable, value, part in zip(members, values, tf.split(flat, sizes), strict=True):
                 variable.assign(tf.reshape(part, value.shape))

@@ -116,3 +116,22 @@ def test_a_worker_has_one_cpu_and_joins_once():
     for too_many, again in run("tensorflow", 2, join_otherwise):
         assert "one CPU" in too_many and "kdist run --num-workers 2" in too_many
         assert again is True  # the workers that are there
+
+
+def in_creator_scope():
+    import tensorflow as tf
+
+    asked = []
+
+    def doubling(next_creator, **kwargs):
+        asked.append(1)
+        kwargs["initial_value"] = 2 * tf.convert_to_tensor(kwargs["initial_value"])
+        return next_creator(**kwargs)
+
+    with strategy().scope(), tf.variable_creator_scope(doubling):
+        variable = tf.Variable(1.0)
+    return len(asked), [float(part) for part in variable.values]
+
+
+def test_the_creator_of_a_users_scope_is_asked_once():
+    assert run("tensorflow", 1, in_creator_scope) == [(1, [2.0, 2.0])]
