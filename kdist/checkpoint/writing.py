@@ -353,11 +353,14 @@ def abandon(place: Place, error: BaseException) -> None:
         return
     path = os.path.join(place.temporary, layout.failure(place.rank))
     with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        # Under another name until it says why: who finds it reads it at once.
+        fd = os.open(f"{path}.part", os.O_WRONLY | os.O_CREAT, 0o666)
         try:
-            os.write(fd, f"{type(error).__name__}: {error}".encode()[:2000])
+            with contextlib.suppress(OSError):  # a full disk takes a name
+                os.write(fd, f"{type(error).__name__}: {error}".encode()[:2000])
         finally:
             os.close(fd)
+        os.rename(f"{path}.part", path)
     place.release()
 
 

@@ -50,6 +50,22 @@ def test_the_loss_of_another_one_is_waited_out(tmp_path):
     assert len(asked) == 2
 
 
+def test_who_finds_a_failure_finds_its_reason(tmp_path, monkeypatch):
+    place = dataclasses.replace(place_in(tmp_path, set), rank=1)
+    known = []
+    write = os.write
+
+    def watched(fd, data):
+        known.append(os.path.exists(tmp_path / layout.failure(1)))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", watched)
+    writing.abandon(place, OSError("no space"))
+    assert known == [False]
+    with pytest.raises(CheckpointError, match="worker 3 could not: OSError: no space"):
+        writing.wait_for(place_in(tmp_path, set), 1)
+
+
 def share():
     return writing.Share([Tensor("w", "uint8", (4,))], [Span(0, 0, 4)], lambda: [b"1234"], FACTS, {})
 
