@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, run_plain
+from tests.processes import each_backend, run, run_plain, scope
 
 
 def arrays(rows: int = 23) -> Any:
     random = np.random.RandomState(3)
     x = random.randn(rows, 3).astype("float32")
     return x, x @ np.array([[1.0], [-2.0], [0.5]], "float32")
-
-
-def scope(under_strategy: bool) -> Any:
-    if not under_strategy:
-        return contextlib.nullcontext()
-    from tests.processes import strategy
-
-    return strategy().scope()
 
 
 def bare_trainer(under_strategy: bool) -> Any:

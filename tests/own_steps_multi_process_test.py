@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, run_plain
+from tests.processes import each_backend, run, run_plain, scope
 
 
 def gan(backend: str) -> Any:
@@ -132,7 +131,7 @@ def trains_a_gan(are_built: bool, under_strategy: bool) -> Any:
     random = np.random.RandomState(0)
     real, noise = random.randn(23, 2).astype("float32"), random.randn(23, 3).astype("float32")
     keras.utils.set_random_seed(0)
-    with _scope(under_strategy):
+    with scope(under_strategy):
         discriminator = keras.Sequential([keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
         generator = keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)])
         if are_built:
@@ -248,7 +247,7 @@ def trains_a_vae(_: bool, under_strategy: bool) -> Any:
     random = np.random.RandomState(1)
     x, noise = random.randn(23, 6).astype("float32"), random.randn(23, 2).astype("float32")
     keras.utils.set_random_seed(1)
-    with _scope(under_strategy):
+    with scope(under_strategy):
         model = vae(keras.backend.backend())()
         model.compile(keras.optimizers.Adam(0.02))
     arguments = {"batch_size": 5, "verbose": 0}
@@ -257,14 +256,6 @@ def trains_a_vae(_: bool, under_strategy: bool) -> Any:
     ).history
     values = model.evaluate(x, noise, return_dict=True, **arguments)
     return history, values, model.encoder.get_weights(), model.decoder.get_weights()
-
-
-def _scope(under_strategy: bool) -> Any:
-    if not under_strategy:
-        return contextlib.nullcontext()
-    from tests.processes import strategy
-
-    return strategy().scope()
 
 
 @pytest.fixture(scope="module")

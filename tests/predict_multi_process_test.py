@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, run_plain
+from tests.processes import each_backend, run, run_plain, scope
 
 ROWS = np.array([[1, 2, 0], [3, 0, 0], [4, 5, 6], [7, 0, 0], [8, 9, 0], [2, 0, 0], [1, 1, 1]], "float32")
-
-
-def scope(under_strategy: bool) -> Any:
-    if not under_strategy:
-        return contextlib.nullcontext()
-    from tests.processes import strategy
-
-    return strategy().scope()
 
 
 def counts_rows(under_strategy: bool) -> Any:

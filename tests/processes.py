@@ -8,6 +8,7 @@ from a process that has imported it (`tests/zygote.py`); with `--full` the pools
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import os
@@ -127,6 +128,11 @@ def strategy(num_replicas: int = 2) -> Any:
             joined = kdist.MultiWorkerMirroredStrategy()
             _in_worker[joined.num_replicas_in_sync] = joined
     return _in_worker[num_replicas] if num_replicas in _in_worker else next(iter(_in_worker.values()))
+
+
+def scope(under_strategy: bool) -> Any:
+    """In a worker of a pool: its strategy's scope; in a plain process, nothing."""
+    return strategy().scope() if under_strategy else contextlib.nullcontext()
 
 
 def _prepare() -> None:

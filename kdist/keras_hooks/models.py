@@ -129,6 +129,7 @@ def _unless_steps_build(model: Any, steps_build: bool, function: Callable[[], An
     try:
         function()
     except Exception:
+        # That of a `call` which is not for this data says nothing of the step, which raises its own if it fails, too.
         if not may_wait:
             raise
 

@@ -61,7 +61,7 @@ class TensorFlowRuntime(Runtime):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Hides the native scope, which Keras's own loop would find; `tf.distribute` has no public way to."""
+        """Hides the scope's creator of variables, and the native replica that runs; there is no public way to."""
         from tensorflow.python.distribute import distribute_lib
         from tensorflow.python.framework import ops
 
