@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kdist import handlers
 from kdist.names import no_such_name
-
-__version__ = "0.1.0"
+from kdist.version import __version__
 
 _CONTENTS = {
     "kdist.checkpoint.checkpoint": ("Checkpoint",),
@@ -21,8 +21,6 @@ _CONTENTS = {
     "kdist.context": (
         "ReplicaContext",
         "experimental_set_strategy",
-        "get_replica_context",
-        "get_strategy",
         "has_strategy",
         "in_cross_replica_context",
     ),
@@ -30,13 +28,14 @@ _CONTENTS = {
     "kdist.data.input_context": ("InputContext",),
     "kdist.data.input_options": ("AutoShardPolicy", "InputOptions", "InputReplicationMode"),
     "kdist.functions": ("function", "value_and_grad"),
+    "kdist.strategies.default": ("get_replica_context", "get_strategy"),
     "kdist.strategies.extended": ("StrategyExtended",),
     "kdist.strategies.running": ("RunOptions",),
     "kdist.strategies.strategy": ("Strategy",),
     "kdist.strategies.mirrored": ("MirroredStrategy",),
     "kdist.strategies.multi_worker_mirrored": ("MultiWorkerMirroredStrategy",),
     "kdist.strategies.one_device": ("OneDeviceStrategy",),
-    "kdist.strategies.cross_device_ops": (
+    "kdist.communication.cross_device_ops": (
         "CrossDeviceOps",
         "HierarchicalCopyAllReduce",
         "NcclAllReduce",
@@ -46,6 +45,23 @@ _CONTENTS = {
 }
 _MODULES = ("callbacks", "cluster_resolver", "errors", "experimental", "launch", "nn")
 _HOME = {name: module for module, names in _CONTENTS.items() for name in names}
+
+# What Keras's own methods hand over to, for a model that was created under a strategy.
+handlers.register(
+    {
+        "kdist.training.batches": ("refuse_distributed",),
+        "kdist.training.methods": (
+            "fit",
+            "evaluate",
+            "predict",
+            "train_on_batch",
+            "test_on_batch",
+            "predict_on_batch",
+        ),
+        "kdist.training.saving": ("keeping_files", "save"),
+        "kdist.training.session": ("note_loaded",),
+    }
+)
 
 __all__ = sorted(["__version__", *_HOME, *_MODULES])
 
@@ -71,11 +87,15 @@ if TYPE_CHECKING:
     from kdist.checkpoint.layout import latest_checkpoint
     from kdist.checkpoint.manager import CheckpointManager
     from kdist.collectives import all_gather_object, barrier, broadcast
+    from kdist.communication.cross_device_ops import (
+        CrossDeviceOps,
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReductionToOneDevice,
+    )
     from kdist.context import (
         ReplicaContext,
         experimental_set_strategy,
-        get_replica_context,
-        get_strategy,
         has_strategy,
         in_cross_replica_context,
     )
@@ -83,12 +103,7 @@ if TYPE_CHECKING:
     from kdist.data.input_context import InputContext
     from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
     from kdist.functions import function, value_and_grad
-    from kdist.strategies.cross_device_ops import (
-        CrossDeviceOps,
-        HierarchicalCopyAllReduce,
-        NcclAllReduce,
-        ReductionToOneDevice,
-    )
+    from kdist.strategies.default import get_replica_context, get_strategy
     from kdist.strategies.extended import StrategyExtended
     from kdist.strategies.mirrored import MirroredStrategy
     from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy

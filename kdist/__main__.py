@@ -2,7 +2,7 @@
 
 import sys
 
-from kdist.launch.main import main
+from kdist.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kdist.backends.messages import check_equal
-from kdist.context import get_strategy, joined_strategy
+from kdist.context import current_strategy, joined_strategy
 from kdist.errors import DatasetError, InvalidArgumentError, WorkerTimeoutError
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
-    from kdist.strategies.strategy import Strategy
+    from kdist.context import StrategyLike
 
 
-def broadcast(value: Any, source: int = 0, strategy: Strategy | None = None) -> Any:
+def broadcast(value: Any, source: int = 0, strategy: StrategyLike | None = None) -> Any:
     """Gives every worker the value that one worker has. All workers must call it.
 
     Args:
@@ -48,7 +48,7 @@ def broadcast(value: Any, source: int = 0, strategy: Strategy | None = None) -> 
     return _as_tensors(_exchange(runtime, mine)[source])
 
 
-def all_gather_object(value: Any, strategy: Strategy | None = None) -> list[Any]:
+def all_gather_object(value: Any, strategy: StrategyLike | None = None) -> list[Any]:
     """Returns the objects of all workers, in their order. All workers must call it.
 
     Nothing is pickled: what may travel are numbers, strings, `None`, arrays (as NumPy arrays), and lists,
@@ -76,7 +76,9 @@ def all_gather_object(value: Any, strategy: Strategy | None = None) -> list[Any]
     return _exchange(runtime, value)
 
 
-def barrier(name: str = "barrier", timeout: float | None = None, strategy: Strategy | None = None) -> None:
+def barrier(
+    name: str = "barrier", timeout: float | None = None, strategy: StrategyLike | None = None
+) -> None:
     """Waits until all workers have come here.
 
     Args:
@@ -128,17 +130,17 @@ def _within(timeout: float | None, name: str, function: Callable[[], Any]) -> No
         raise error
 
 
-def runtime_of(strategy: Strategy | None) -> Runtime | None:
+def runtime_of(strategy: StrategyLike | None) -> Runtime | None:
     """Returns the runtime of a strategy; of `None`, that of the one in scope, else of the one that joined workers."""
-    chosen = strategy or get_strategy()
+    chosen = strategy or current_strategy()
     if not hasattr(chosen, "runtime"):  # the default strategy, which is no one's choice
-        chosen = joined_strategy() or chosen
-    return getattr(chosen, "runtime", None)
+        chosen = joined_strategy()
+    return None if chosen is None else chosen.runtime
 
 
 def _exchange(runtime: Runtime, value: Any) -> list[Any]:
     """Gathers a value from every worker; where one cannot be sent, all raise."""
-    from kdist.data.exchange import decode
+    from kdist.arrays.gathering import decode
 
     error: Exception | None = None
     message = b""
@@ -159,8 +161,8 @@ def _exchange(runtime: Runtime, value: Any) -> list[Any]:
 def _encoded(value: Any) -> bytes:
     import keras
 
-    from kdist.data import rows
-    from kdist.data.exchange import encode
+    from kdist.arrays import rows
+    from kdist.arrays.gathering import encode
 
     def host(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, (bool, int, float, str)):

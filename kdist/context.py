@@ -1,4 +1,4 @@
-"""The current strategy of this thread: the only module state of kdist."""
+"""The current strategy of this thread."""
 
 from __future__ import annotations
 
@@ -6,13 +6,31 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.values import ReduceOp
 
-if TYPE_CHECKING:
-    from kdist.strategies.strategy import Strategy
+
+class StrategyLike(Protocol):
+    """What the rooms below the strategies need to know of a `kdist.Strategy`."""
+
+    new_variables: Any
+    """The `NewVariables` of its scope."""
+
+    @property
+    def runtime(self) -> Any:
+        """The `Runtime` of its devices and workers."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas over all workers."""
+
+    def scope(self) -> Scope:
+        """Returns a context manager that makes it current."""
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+        """Reduces a value over all replicas."""
 
 
 class _ThreadState(threading.local):
@@ -26,7 +44,7 @@ class _ThreadState(threading.local):
 _state = _ThreadState()
 # The strategy by which this process has joined others: a process joins once, and for good. So it is kept, though the
 # user may drop it: `broadcast` would give each worker its own value else, without a word.
-_joined: list[Strategy] = []
+_joined: list[StrategyLike] = []
 
 
 def in_function() -> bool:
@@ -44,12 +62,12 @@ def entered_function() -> Iterator[None]:
         _state.functions -= 1
 
 
-def note_joined(strategy: Strategy) -> None:
+def note_joined(strategy: StrategyLike) -> None:
     """Remembers the strategy by which this process has joined other workers."""
     _joined[:] = [strategy]
 
 
-def joined_strategy() -> Strategy | None:
+def joined_strategy() -> StrategyLike | None:
     """Returns the strategy by which this process has joined other workers, if there is one."""
     return _joined[0] if _joined else None
 
@@ -65,12 +83,12 @@ class ReplicaContext:
         replica_id_in_sync_group: Index of the replica over all workers, from 0.
     """
 
-    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
+    def __init__(self, strategy: StrategyLike, replica_id_in_sync_group: int) -> None:
         self._strategy = strategy
         self._replica_id_in_sync_group = replica_id_in_sync_group
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> StrategyLike:
         """The strategy that runs this replica."""
         return self._strategy
 
@@ -119,7 +137,7 @@ class ReplicaContext:
         op = ReduceOp.of(reduce_op)
 
         def reduce(tensor: Any) -> Any:
-            from kdist.backends.structures import as_float, is_integer
+            from kdist.arrays.structures import as_float, is_integer
 
             if op is ReduceOp.SUM or not is_integer(tensor):
                 return self.reduce_tensor(op, tensor)
@@ -196,7 +214,7 @@ class ReplicaContext:
 
     def _map(self, method: str, function: Callable[[Any], Any], value: Any) -> Any:
         self.require_running(method)
-        from kdist.backends.structures import map_tensors
+        from kdist.arrays.structures import map_tensors
 
         return map_tensors(method, function, value)
 
@@ -215,17 +233,17 @@ class ReplicaContext:
 class Scope:
     """The context manager that `Strategy.scope` returns: makes a strategy the current one of this thread."""
 
-    def __init__(self, strategy: Strategy, resources: Any) -> None:
+    def __init__(self, strategy: StrategyLike, resources: Any) -> None:
         self._strategy = strategy
         self._resources = resources
         self._entered: list[Any] = []
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> StrategyLike:
         """The strategy whose scope this is."""
         return self._strategy
 
-    def __enter__(self) -> Strategy:
+    def __enter__(self) -> StrategyLike:
         if _state.replica is not None:
             raise StrategyScopeError(
                 "A strategy's scope can only be entered in cross-replica context, not inside a replica.",
@@ -269,7 +287,7 @@ def checked_axis(axis: int, rank: int) -> int:
 
 
 @contextlib.contextmanager
-def cross_replica(strategy: Strategy) -> Iterator[None]:
+def cross_replica(strategy: StrategyLike) -> Iterator[None]:
     """Within this, a thread that runs a replica speaks for all of them."""
     replica, scopes = _state.replica, _state.scopes
     _state.replica, _state.scopes = None, [Scope(strategy, contextlib.nullcontext)]
@@ -279,25 +297,11 @@ def cross_replica(strategy: Strategy) -> Iterator[None]:
         _state.replica, _state.scopes = replica, scopes
 
 
-def get_strategy() -> Strategy:
-    """Returns the current strategy of this thread, or the default strategy where there is none.
-
-    Returns:
-        The strategy whose scope is the innermost one; else the default strategy, which does nothing.
-
-    Example:
-
-    >>> import kdist
-    >>> kdist.get_strategy().num_replicas_in_sync
-    1
-    """
+def current_strategy() -> StrategyLike | None:
+    """Returns the strategy whose scope is the innermost one of this thread, or whose replica it runs, or `None`."""
     if _state.replica is not None:
         return _state.replica.strategy
-    if _state.scopes:
-        return _state.scopes[-1].strategy
-    from kdist.strategies.default import default_strategy
-
-    return default_strategy()
+    return _state.scopes[-1].strategy if _state.scopes else None
 
 
 def has_strategy() -> bool:
@@ -331,26 +335,12 @@ def in_cross_replica_context() -> bool:
     return _state.replica is None and bool(_state.scopes)
 
 
-def get_replica_context() -> ReplicaContext | None:
-    """Returns the context of the replica that this thread runs.
-
-    Returns:
-        The replica context; `None` in cross-replica context. Where no strategy is in scope, the only replica
-        of the default strategy.
-    """
-    if _state.replica is not None:
-        return _state.replica
-    if _state.scopes:
-        return None
-    return ReplicaContext(get_strategy(), 0)
-
-
 def current_replica() -> ReplicaContext | None:
     """Returns the context of the replica that a strategy runs in this thread, or `None` outside of one."""
     return _state.replica
 
 
-def experimental_set_strategy(strategy: Strategy | None) -> None:
+def experimental_set_strategy(strategy: StrategyLike | None) -> None:
     """Makes a strategy the current one of this thread without a `with` block.
 
     Meant for notebooks, where a scope cannot span cells.
@@ -374,7 +364,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if has_strategy():
         raise StrategyScopeError(
             "experimental_set_strategy must not be called inside a strategy's scope.",
-            received={"current": get_strategy()},
+            received={"current": current_strategy()},
             hint="Leave the `with strategy.scope():` block first.",
         )
     if strategy is not None:

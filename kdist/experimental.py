@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kdist.communication.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from kdist.data.input_context import ValueContext
 from kdist.names import no_such_name
-from kdist.strategies.communication import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from kdist.strategies.multi_worker_mirrored import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdist.context import get_replica_context
 from kdist.errors import InvalidArgumentError, StrategyScopeError
+from kdist.strategies.default import get_replica_context
 
 
 def compute_average_loss(

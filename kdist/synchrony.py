@@ -42,8 +42,8 @@ def check_in_sync(model: Any, strategy: Strategy | None = None) -> None:
 
     is_model = not isinstance(model, (list, tuple))
     variables = keras_hooks.all_variables(model) if is_model else list(model)
-    strategy = strategy or (keras_hooks.strategy_of(model) if is_model else None)
-    runtime = runtime_of(strategy)
+    owner = strategy or (keras_hooks.strategy_of(model) if is_model else None)
+    runtime = runtime_of(owner)
     if runtime is None:
         raise InvalidArgumentError(
             "check_in_sync needs a strategy.",
@@ -56,7 +56,7 @@ def check_in_sync(model: Any, strategy: Strategy | None = None) -> None:
         everyone = [worker[index] if index < len(worker) else ["missing"] for worker in digests]
         if len({digest for worker in everyone for digest in worker}) == 1:
             continue
-        parts = all_gather_object(values[index], strategy=strategy)
+        parts = all_gather_object(values[index], strategy=owner)
         where, difference = _first_difference(parts)
         differing = sum(
             len({d for worker in digests for d in worker[i]}) > 1

@@ -21,7 +21,7 @@ EXAMPLES = {
     if (number := sum(line.lstrip().startswith(">>> ") for line in path.read_text("utf-8").splitlines()))
 }
 # These import Keras, which this process must not.
-NEED_KERAS = ("kdist.backends.replica", "kdist.data.numpy_dataset", "kdist.data.rows")
+NEED_KERAS = ("kdist.backends.replica", "kdist.data.numpy_dataset", "kdist.arrays.rows")
 MODULES = [
     f"{package.__name__}.{module.name}"
     for package in (kdist.cluster, kdist.launch, kdist.testing)

@@ -15,7 +15,7 @@ def hints():
 
     import keras
 
-    from kdist.strategies import communication
+    from kdist.communication import options as communication
 
     communication._ignored.clear()  # the worker is kept: what another test has wished may come again
     logged = []

@@ -18,9 +18,9 @@ from kdist.errors import KdistError
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
-    from kdist.strategies.communication import CommunicationOptions
-    from kdist.strategies.cross_device_ops import CrossDeviceOps
-    from kdist.strategies.strategy import Strategy
+    from kdist.communication.cross_device_ops import CrossDeviceOps
+    from kdist.communication.options import CommunicationOptions
+    from kdist.context import StrategyLike
 
 # A step takes the global batches of one execution (one, or `steps_per_execution`) in Keras's data form:
 # `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each a structure of NumPy arrays or backend tensors with the
@@ -135,10 +135,8 @@ class Backend(ABC):
         """Returns a function that gives a loss and its gradients; see `kdist.value_and_grad`."""
 
     def numpy_dataset(self, arrays: Any) -> Any:
-        """Returns a dataset of the rows of NumPy arrays, in the kind that this backend's users know."""
-        from kdist.data.numpy_dataset import NumpyDataset
-
-        return NumpyDataset(arrays)
+        """Returns a dataset of the rows of NumPy arrays, of a kind that comes with the engine; `None` if none does."""
+        return None
 
 
 class Runtime(ABC):
@@ -233,7 +231,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def run(
-        self, strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Sequence[Any]:
         """Calls a function of the user's in every local replica.
 

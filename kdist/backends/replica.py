@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from kdist.arrays.rows import even_split
 from kdist.backends import debugging
 from kdist.backends.variables import NotesAdditions, aggregation_of, is_on_read, share_of
 from kdist.context import ReplicaContext
-from kdist.data.rows import even_split
 from kdist.values import ReduceOp
 
 if TYPE_CHECKING:
-    from kdist.strategies.strategy import Strategy
+    from kdist.context import StrategyLike
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Replica(ReplicaContext):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyLike,
         replica_id: Any,
         num_replicas: int,
         rows: RowShare,

@@ -12,17 +12,17 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kdist import faults
 from kdist.backends.messages import gather
 from kdist.checkpoint import layout
-from kdist.context import get_strategy, joined_strategy
+from kdist.context import current_strategy, joined_strategy
 from kdist.errors import CheckpointError, InvalidArgumentError, WorkerMismatchError
-from kdist.training import faults
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
     from kdist.checkpoint.restoring import RestoreStatus
     from kdist.checkpoint.writing import Save
-    from kdist.strategies.strategy import Strategy
+    from kdist.context import StrategyLike
 
 # Those whose last save nobody has waited for, by the order in which they were made, which is that of all workers.
 _open: dict[int, Checkpoint] = {}
@@ -215,10 +215,10 @@ class Checkpoint:
 
     # ----------------------------------------------------------------------------------------------------------
 
-    def _strategy(self) -> Strategy | None:
+    def _strategy(self) -> StrategyLike | None:
         from kdist import keras_hooks
 
-        def search(values: Any) -> Strategy | None:
+        def search(values: Any) -> StrategyLike | None:
             for value in values:
                 if isinstance(value, (dict, list, tuple)):
                     found = search(value.values() if isinstance(value, dict) else value)
@@ -230,8 +230,7 @@ class Checkpoint:
                     return found
             return None
 
-        current = (search(self._objects.values()), get_strategy(), joined_strategy())
-        return next((found for found in current if hasattr(found, "runtime")), None)
+        return search(self._objects.values()) or current_strategy() or joined_strategy()
 
     def settle(self) -> None:
         """Waits for a save under way, if there is one, on all workers; its failure is told at the next one."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kdist.backends.contract import Runtime
-    from kdist.strategies.strategy import Strategy
+    from kdist.context import StrategyLike
 
 _RANDOM = "random"
 _COUNTER = "save_counter"
@@ -91,7 +91,7 @@ class _Plan:
 def restore(
     path: str,
     objects: dict[str, Any],
-    strategy: Strategy | None,
+    strategy: StrategyLike | None,
     runtime: Runtime | None,
     random: bool,
 ) -> tuple[RestoreStatus, int]:

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-import kdist
 from kdist.checkpoint import plain, state
 from kdist.checkpoint.index import DTYPES, Tensor
 from kdist.checkpoint.shards import cut
 from kdist.checkpoint.writing import Share
 from kdist.errors import CheckpointError
+from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
     from kdist.checkpoint.places import Place
-    from kdist.strategies.strategy import Strategy
+    from kdist.context import StrategyLike
 
 
 @dataclass
@@ -47,12 +47,12 @@ class Contents:
         return [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in self.tensors]
 
 
-def scope_of(strategy: Strategy | None) -> contextlib.AbstractContextManager[Any]:
+def scope_of(strategy: StrategyLike | None) -> contextlib.AbstractContextManager[Any]:
     """The scope in which variables are created and assigned."""
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
-def describe(objects: Mapping[str, Any], strategy: Strategy | None, random: bool) -> Contents:
+def describe(objects: Mapping[str, Any], strategy: StrategyLike | None, random: bool) -> Contents:
     """Finds out what objects hold, without copying it."""
     with scope_of(strategy):
         parts = state.collect(objects)
@@ -101,7 +101,7 @@ def take(
             "num_workers": runtime.num_workers if runtime is not None else 1,
             "backend": keras.backend.backend(),
             "keras": keras.__version__,
-            "kdist": kdist.__version__,
+            "kdist": __version__,
         },
         "parts": {part.name: {"kind": part.kind, "aliases": list(part.aliases)} for part in contents.parts},
         "values": {**contents.values, "save_counter": counter},

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kdist import faults
 from kdist.backends import stalls
 from kdist.checkpoint import layout
 from kdist.checkpoint.checksums import crc32
@@ -26,7 +27,6 @@ from kdist.checkpoint.places import Place
 from kdist.checkpoint.shards import Span
 from kdist.cluster import liveness
 from kdist.errors import CheckpointError
-from kdist.training import faults
 
 _CHUNK = 32 << 20
 _POLL = 0.01

@@ -216,7 +216,7 @@ class DistributedIterator:
 
     def peek_part(self) -> Any:
         """Returns the batch of one replica, of the next step."""
-        from kdist.data import rows
+        from kdist.arrays import rows
         from kdist.data.steps import as_parts
 
         step = self.peek()

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from kdist.data import rows
+from kdist.arrays import rows
 from kdist.data.sources.source import Source
 from kdist.errors import DatasetError
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kdist.arrays import rows
+from kdist.arrays.gathering import empty_parts, gather_rows
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.messages import gather
-from kdist.data import rows
-from kdist.data.exchange import empty_parts, gather_rows
 from kdist.data.prefetch import End, Prefetch, primed
 from kdist.data.reading import WorkerBatch
 from kdist.errors import DatasetError, KdistError, WorkerMismatchError

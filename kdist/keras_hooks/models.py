@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist import context
-from kdist.errors import StrategyScopeError
+from kdist import context, handlers
 from kdist.keras_hooks.wrapping import strategies, strategy_of, wrap
 
 MODEL_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -25,7 +24,7 @@ def hook_models() -> None:
     def remember(original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            strategy = _strategy_in_scope()
+            strategy = context.current_strategy() if context.in_cross_replica_context() else None
             if strategy is not None:
                 strategies[self] = strategy
 
@@ -33,7 +32,7 @@ def hook_models() -> None:
 
     def compile(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-            if strategy_of(self) is None and _strategy_in_scope() is not None:
+            if strategy_of(self) is None and context.in_cross_replica_context():
                 name = getattr(self, "name", type(self).__name__)
                 warnings.warn(
                     f"Model {name} was created outside of the strategy's scope: `fit` trains it on one device. "
@@ -53,41 +52,24 @@ def hook_models() -> None:
         wrap(owner, name, functools.partial(_dispatch, name))
 
 
-def _strategy_in_scope() -> Any:
-    strategy = context.get_strategy()
-    return strategy if context.in_cross_replica_context() and hasattr(strategy, "runtime") else None
-
-
 def _dispatch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(self)
         if strategy is None:
-            _refuse_distributed(self, name, *args[:1], *[kwargs[key] for key in ("x",) if key in kwargs])
+            handlers.call(
+                "refuse_distributed", self, name, *args[:1], *[v for k, v in kwargs.items() if k == "x"]
+            )
             with _outside_of_scopes():
                 return original(self, *args, **kwargs)
-        from kdist.training import methods
-
-        return getattr(methods, name)(strategy, self, *args, **kwargs)
+        return handlers.call(name, strategy, self, *args, **kwargs)
 
     return method
 
 
-def _refuse_distributed(model: Any, method: str, *data: Any) -> None:
-    """A dataset of a strategy's is of no use to a model that has none."""
-    from kdist.data.distributed_dataset import DistributedDataset
-
-    if any(isinstance(x, DistributedDataset) for x in data):
-        raise StrategyScopeError(
-            f"`{method}` on a distributed dataset needs a model that was created under the strategy.",
-            received={"model": model.name, "dataset": data[0]},
-            hint="Create and compile the model inside `with strategy.scope():`.",
-        )
-
-
 def _outside_of_scopes() -> contextlib.AbstractContextManager[Any]:
     """For models that belong to no strategy: one that happens to be in scope must not touch them."""
-    runtime = getattr(context.get_strategy(), "runtime", None)
-    return contextlib.nullcontext() if runtime is None else runtime.suspended()
+    strategy = context.current_strategy()
+    return contextlib.nullcontext() if strategy is None else strategy.runtime.suspended()
 
 
 def hook_torch_metrics() -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kdist import handlers
 from kdist.keras_hooks.wrapping import strategy_of, wrap
 
 
@@ -43,14 +44,13 @@ def hook_saving() -> None:
             strategy = strategy_of(model)
             if strategy is None:
                 return original(model, filepath, *args, **kwargs)
-            from kdist.training import saving
 
             def write(path: Any) -> Any:
                 foreign = contextlib.nullcontext() if exports else without_tensorflow()
                 with foreign, strategy.new_variables.left_out():
                     return original(model, path, *args, **kwargs)
 
-            return saving.save(strategy, model, filepath, write)
+            return handlers.call("save", strategy, model, filepath, write)
 
         return wrapper
 
@@ -59,10 +59,8 @@ def hook_saving() -> None:
             strategy = strategy_of(self)
             if overwrite or strategy is None or strategy.runtime.worker_index == 0:
                 return original(self, filepath, overwrite, *args, **kwargs)
-            from kdist.training import saving
-
             # A file that is there may be the chief's of this very save: only the chief can ask.
-            with saving.keeping_files():
+            with handlers.call("keeping_files"):
                 return original(self, filepath, True, *args, **kwargs)
 
         return wrapper
@@ -72,9 +70,7 @@ def hook_saving() -> None:
             result = original(self, *args, **kwargs)
             strategy = strategy_of(self)
             if strategy is not None:
-                from kdist.training.session import session_of
-
-                session_of(strategy, self).has_loaded = True
+                handlers.call("note_loaded", strategy, self)
             return result
 
         return wrapper

@@ -17,8 +17,9 @@ def hook_variables() -> None:
     def note(original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            if context.in_cross_replica_context() and hasattr(context.get_strategy(), "new_variables"):
-                context.get_strategy().new_variables.add(self)
+            strategy = context.current_strategy()
+            if strategy is not None and context.in_cross_replica_context():
+                strategy.new_variables.add(self)
 
         return __init__
 

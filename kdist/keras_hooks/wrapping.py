@@ -6,18 +6,15 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdist import context
 
-if TYPE_CHECKING:
-    from kdist.strategies.strategy import Strategy
-
 # The strategy of each model. Kept outside the models, so that saved files contain nothing of kdist.
-strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()
+strategies: weakref.WeakKeyDictionary[Any, context.StrategyLike] = weakref.WeakKeyDictionary()
 
 
-def strategy_of(model: Any) -> Strategy | None:
+def strategy_of(model: Any) -> context.StrategyLike | None:
     """Returns the strategy that a model was created under, or `None`."""
     return strategies.get(model)
 

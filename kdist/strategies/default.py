@@ -1,31 +1,65 @@
-"""The strategy that is current where no other one is: it does nothing."""
+"""`get_strategy`, and the default strategy, which is current where no other one is: it does nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
-from kdist.context import Scope, checked_axis, get_strategy, has_strategy
+from kdist.context import (
+    ReplicaContext,
+    Scope,
+    StrategyLike,
+    checked_axis,
+    current_replica,
+    current_strategy,
+    has_strategy,
+)
 from kdist.data.input_context import InputContext, ValueContext
 from kdist.data.input_options import InputOptions
 from kdist.errors import StrategyScopeError
+from kdist.strategies.running import RunOptions
 from kdist.strategies.strategy import Strategy
 from kdist.values import ReduceOp
 
-if TYPE_CHECKING:
-    from kdist.strategies.running import RunOptions
+
+def get_strategy() -> Strategy:
+    """Returns the current strategy of this thread, or the default strategy where there is none.
+
+    Returns:
+        The strategy whose scope is the innermost one; else the default strategy, which does nothing.
+
+    Example:
+
+    >>> import kdist
+    >>> kdist.get_strategy().num_replicas_in_sync
+    1
+    """
+    current = current_strategy()
+    return default_strategy() if current is None else cast(Strategy, current)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Returns the context of the replica that this thread runs.
+
+    Returns:
+        The replica context; `None` in cross-replica context. Where no strategy is in scope, the only replica
+        of the default strategy.
+    """
+    if has_strategy():
+        return current_replica()
+    return ReplicaContext(default_strategy(), 0)
 
 
 class _NoScope(Scope):
     """Changes nothing: as with `tf.distribute`, in it there is no strategy, and any other may be entered."""
 
-    def __enter__(self) -> Strategy:
+    def __enter__(self) -> StrategyLike:
         if has_strategy():
             raise StrategyScopeError(
                 "Strategies cannot be mixed: inside the scope of one, the default one cannot be entered.",
-                received={"current": get_strategy()},
+                received={"current": current_strategy()},
                 hint="Leave the current scope first.",
             )
         return self.strategy

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kdist.context import StrategyLike
 from kdist.errors import InvalidArgumentError
 from kdist.values import DistributedValues, PerReplica, ReduceOp
-
-if TYPE_CHECKING:
-    from kdist.strategies.strategy import Strategy
 
 
 class StrategyExtended:
@@ -23,7 +21,7 @@ class StrategyExtended:
         strategy: The strategy that these are parts of.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: StrategyLike) -> None:
         self._strategy = strategy
 
     @property

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kdist.backends import get_backend
+from kdist.communication.cross_device_ops import CrossDeviceOps, NcclAllReduce
+from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.errors import DeviceError, InvalidArgumentError
-from kdist.strategies.communication import CommunicationImplementation, CommunicationOptions
-from kdist.strategies.cross_device_ops import CrossDeviceOps, NcclAllReduce
 from kdist.strategies.strategy import Strategy
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from kdist.backends import get_backend
 from kdist.cluster import ClusterResolver, TFConfigClusterResolver, discover
+from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.errors import InvalidArgumentError
-from kdist.strategies.communication import CommunicationImplementation, CommunicationOptions
 from kdist.strategies.mirrored import check_device_names
 from kdist.strategies.strategy import Strategy
 

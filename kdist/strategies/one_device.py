@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kdist.backends import get_backend
+from kdist.communication.options import CommunicationOptions
 from kdist.errors import InvalidArgumentError
-from kdist.strategies.communication import CommunicationOptions
 from kdist.strategies.strategy import Strategy
 
 

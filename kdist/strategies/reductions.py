@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from kdist.arrays.structures import as_float, is_integer
 from kdist.backends import debugging
 from kdist.backends.replica import divide
-from kdist.backends.structures import as_float, is_integer
 from kdist.context import checked_axis, current_replica
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.values import DistributedValues, ReduceOp

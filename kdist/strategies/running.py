@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kdist.communication.options import hint_ignored
+from kdist.context import StrategyLike
 from kdist.errors import InvalidArgumentError
-from kdist.strategies.communication import hint_ignored
 from kdist.values import regroup
-
-if TYPE_CHECKING:
-    from kdist.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class RunOptions:
 
 
 def run(
-    strategy: Strategy,
+    strategy: StrategyLike,
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,

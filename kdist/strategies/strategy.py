@@ -193,8 +193,10 @@ class Strategy:
         ```
         """
         from kdist.backends import get_backend
+        from kdist.data.numpy_dataset import NumpyDataset
 
-        return get_backend().numpy_dataset(numpy_input)
+        native = get_backend().numpy_dataset(numpy_input)
+        return NumpyDataset(numpy_input) if native is None else native
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Makes one value for each replica of this worker.

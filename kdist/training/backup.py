@@ -17,7 +17,8 @@ from kdist.checkpoint.manager import CheckpointManager
 from kdist.errors import CheckpointCorruptError, InvalidArgumentError
 from kdist.training.meetings import Meetings
 from kdist.training.preemption import TerminationConfig, TerminationWatch
-from kdist.training.progress import Progress, progress_of
+from kdist.training.progress import Progress
+from kdist.training.session import progress_of
 
 _log = logging.getLogger("kdist")
 

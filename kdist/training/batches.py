@@ -208,3 +208,13 @@ class _Epochs:
     def __iter__(self) -> Iterator[Any]:
         # A generator: Keras asks for iterators that it never starts, and an epoch begins with its first batch.
         yield from iter(self._dataset).batches()
+
+
+def refuse_distributed(model: Any, method: str, *data: Any) -> None:
+    """Raises for a strategy's dataset, which is of no use to a model that has no strategy."""
+    if any(isinstance(x, DistributedDataset) for x in data):
+        raise StrategyScopeError(
+            f"`{method}` on a distributed dataset needs a model that was created under the strategy.",
+            received={"model": model.name, "dataset": data[0]},
+            hint="Create and compile the model inside `with strategy.scope():`.",
+        )

@@ -8,7 +8,7 @@ import keras
 
 from kdist.errors import InvalidArgumentError
 from kdist.synchrony import check_in_sync
-from kdist.training.progress import progress_of
+from kdist.training.session import progress_of
 
 
 class DriftWatch(keras.callbacks.Callback):

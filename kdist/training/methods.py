@@ -13,22 +13,21 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from kdist import keras_hooks
+from kdist import faults, keras_hooks
 from kdist.backends import get_backend, whereabouts
 from kdist.checkpoint.checkpoint import wait_for_all
 from kdist.errors import InvalidArgumentError
-from kdist.training import faults
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
 from kdist.training.session import Session, session_of
 from kdist.training.voting import Ballot, act_on_batches
 
 if TYPE_CHECKING:
-    from kdist.strategies.strategy import Strategy
+    from kdist.context import StrategyLike
 
 
 def fit(
-    strategy: Strategy,
+    strategy: StrategyLike,
     model: Any,
     x: Any = None,
     y: Any = None,
@@ -209,7 +208,7 @@ class _Validation:
 
 
 def evaluate(
-    strategy: Strategy,
+    strategy: StrategyLike,
     model: Any,
     x: Any = None,
     y: Any = None,
@@ -265,7 +264,7 @@ def _evaluate(session: Session, batches: GlobalBatches, callbacks: Any) -> dict[
 
 
 def predict(
-    strategy: Strategy,
+    strategy: StrategyLike,
     model: Any,
     x: Any,
     batch_size: int | None = None,
@@ -331,7 +330,7 @@ def _predict(session: Session, batches: GlobalBatches, callbacks: Any) -> Any:
 
 
 def train_on_batch(
-    strategy: Strategy,
+    strategy: StrategyLike,
     model: Any,
     x: Any,
     y: Any = None,
@@ -352,7 +351,7 @@ def train_on_batch(
 
 
 def test_on_batch(
-    strategy: Strategy,
+    strategy: StrategyLike,
     model: Any,
     x: Any,
     y: Any = None,
@@ -377,7 +376,7 @@ def _on_batch(session: Session, kind: str, data: Any, return_dict: bool) -> Any:
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
-def predict_on_batch(strategy: Strategy, model: Any, x: Any) -> Any:
+def predict_on_batch(strategy: StrategyLike, model: Any, x: Any) -> Any:
     """Returns the predictions for one global batch. As `keras.Model.predict_on_batch`."""
     session = session_of(strategy, model)
     with session.runtime.engine_errors():

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from kdist.backends.messages import gather
-from kdist.errors import StrategyScopeError
 
 if TYPE_CHECKING:
     from kdist.training.batches import GlobalBatches
@@ -127,31 +126,3 @@ def _set_state_of(callback: Any, state: Any) -> None:
     for name, value in state.items():
         whole = value is not None and name != "best"
         setattr(callback, name, int(value) if whole else value)
-
-
-def progress_of(model: Any) -> Progress:
-    """Returns where the `fit` of a model is, for callbacks; from now on it can be saved.
-
-    Args:
-        model: The model that trains.
-
-    Raises:
-        StrategyScopeError: It was created outside any strategy, or does not train.
-    """
-    from kdist import keras_hooks
-    from kdist.training.session import session_of
-
-    strategy = keras_hooks.strategy_of(model)
-    if strategy is None:
-        raise StrategyScopeError(
-            "This callback needs a model that was created in a strategy's scope.",
-            received={"model": model.name},
-            hint="Create it in `with kdist.MultiWorkerMirroredStrategy().scope():`; one worker will do.",
-        )
-    progress = session_of(strategy, model).progress
-    if progress is None:
-        raise StrategyScopeError(
-            "This callback can be used while `fit` runs only.", received={"model": model.name}
-        )
-    progress.record()
-    return progress

@@ -31,7 +31,7 @@ from kdist.training.whole_files import is_remote, normal, write_whole
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
-    from kdist.strategies.strategy import Strategy
+    from kdist.context import StrategyLike
 
 # How long a worker waits for the chief to begin a save of the same file, before it writes its own.
 PATIENCE_SECONDS = 30.0
@@ -46,7 +46,7 @@ _is_alone: ContextVar[bool] = ContextVar("kdist_saves_alone", default=False)
 _keeps_files: ContextVar[bool] = ContextVar("kdist_keeps_files", default=False)
 
 
-def save(strategy: Strategy, model: Any, target: Any, write: Callable[[Any], Any]) -> Any:
+def save(strategy: StrategyLike, model: Any, target: Any, write: Callable[[Any], Any]) -> Any:
     """Saves a file of a model's for all workers that call this; what the hooks in Keras's `save` call.
 
     Args:

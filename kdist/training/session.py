@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from kdist import keras_hooks
 from kdist.backends import get_backend
 from kdist.backends.messages import call_on_all, check_equal, read_on_all
-from kdist.errors import InvalidArgumentError, WorkerFailedError
+from kdist.errors import InvalidArgumentError, StrategyScopeError, WorkerFailedError
 from kdist.training import agreement, keras_callbacks
 from kdist.training.batches import GlobalBatches
+from kdist.training.progress import Progress
 
 if TYPE_CHECKING:
     from kdist.backends.contract import StepFunction
-    from kdist.strategies.strategy import Strategy
-    from kdist.training.progress import Progress
+    from kdist.context import StrategyLike
 
 _SAME_CALL = "Call it with the same arguments on every worker; kdist shards the data."
 
@@ -29,7 +29,7 @@ class Session:
         model: A Keras model.
     """
 
-    def __init__(self, strategy: Strategy, model: Any) -> None:
+    def __init__(self, strategy: StrategyLike, model: Any) -> None:
         # The session is kept in a table of models: a strong reference would keep the model alive.
         self._model = weakref.ref(model)
         self.strategy = strategy
@@ -161,8 +161,38 @@ class Session:
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 
 
-def session_of(strategy: Strategy, model: Any) -> Session:
+def note_loaded(strategy: StrategyLike, model: Any) -> None:
+    """Notes that this worker has loaded weights; what the hook of Keras's `load_weights` calls."""
+    session_of(strategy, model).has_loaded = True
+
+
+def session_of(strategy: StrategyLike, model: Any) -> Session:
     """Returns the session of a model, creating it at the first call."""
     if model not in _sessions:
         _sessions[model] = Session(strategy, model)
     return _sessions[model]
+
+
+def progress_of(model: Any) -> Progress:
+    """Returns where the `fit` of a model is, for callbacks; from now on it can be saved.
+
+    Args:
+        model: The model that trains.
+
+    Raises:
+        StrategyScopeError: It was created outside any strategy, or does not train.
+    """
+    strategy = keras_hooks.strategy_of(model)
+    if strategy is None:
+        raise StrategyScopeError(
+            "This callback needs a model that was created in a strategy's scope.",
+            received={"model": model.name},
+            hint="Create it in `with kdist.MultiWorkerMirroredStrategy().scope():`; one worker will do.",
+        )
+    progress = session_of(strategy, model).progress
+    if progress is None:
+        raise StrategyScopeError(
+            "This callback can be used while `fit` runs only.", received={"model": model.name}
+        )
+    progress.record()
+    return progress

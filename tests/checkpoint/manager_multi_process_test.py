@@ -88,7 +88,7 @@ def in_worker_save(folder):
 
 LOOK = """
 import sys
-from kdist.launch.main import main
+from kdist.command_line import main
 codes = [main(["checkpoint", action, sys.argv[1]]) for action in ("show", "verify")]
 loaded = {"keras", "tensorflow", "jax", "torch"} & set(sys.modules)
 assert codes == [0, 0] and not loaded, (codes, loaded)

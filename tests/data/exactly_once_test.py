@@ -18,8 +18,8 @@ places = st.tuples(st.integers(1, 4), st.integers(1, 3))  # workers, replicas in
 def in_worker_check_readers():
     import numpy as np
 
+    from kdist.arrays.rows import even_split
     from kdist.data.reading import Place, read_global, read_per_replica, read_pieces
-    from kdist.data.rows import even_split
     from kdist.data.sources import source_of
 
     def batches_of(sizes):
@@ -87,7 +87,7 @@ def in_worker_check_travelling():
     import numpy as np
     from hypothesis.extra import numpy as hnp
 
-    from kdist.data.exchange import decode, encode
+    from kdist.arrays.gathering import decode, encode
 
     arrays = hnp.arrays(
         st.sampled_from(["float32", "int64", "uint8", "bool", "complex64", "<U3", "S4"]),

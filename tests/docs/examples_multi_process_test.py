@@ -123,7 +123,7 @@ def cluster_0(example):
 
 
 def failures_0(example):
-    from kdist.training import faults
+    from kdist import faults
 
     assert example()["faults"] is faults  # nothing is injected: the point does nothing
 

@@ -18,7 +18,7 @@ from tests.processes import Script
 )
 def test_two_workers_train_what_one_device_trains(tmp_path: Path) -> None:
     arguments = ["demo", "--backend", "jax", "--num-workers", "2", "--epochs", "6"]
-    source = f"import sys\nfrom kdist.launch.main import main\nsys.exit(main({arguments!r}))\n"
+    source = f"import sys\nfrom kdist.command_line import main\nsys.exit(main({arguments!r}))\n"
     script = Script(tmp_path, "demo", source, {})
     try:
         assert script.wait(480) == 0, script.stdout() + script.stderr()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kdist import demo
+from kdist.command_line import build_parser, main
 from kdist.launch import info
-from kdist.launch.main import build_parser, main
 from kdist.launch.plan import count_cores
 from tests.environment import clean_environment
 from tests.processes import TIMEOUT, each_backend, run

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kdist.cluster import injection, liveness
 from kdist.cluster.injection import KINDS, Fault, parse
+from kdist.command_line import main
 from kdist.errors import InvalidArgumentError
-from kdist.launch.main import main
 
 FAULTS = st.builds(
     Fault,

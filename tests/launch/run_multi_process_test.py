@@ -227,7 +227,7 @@ def test_two_hosts_on_one_machine(run, tmp_path):
     ],
 )
 def test_wrong_calls(arguments, message, capfd):
-    from kdist.launch.main import main
+    from kdist.command_line import main
 
     assert main(["run", *arguments]) == 2
     captured = capfd.readouterr()
@@ -236,7 +236,7 @@ def test_wrong_calls(arguments, message, capfd):
 
 def test_the_launcher_is_quick_and_light():
     code = (
-        "import sys; import kdist.launch.main, kdist.cluster_resolver; "
+        "import sys; import kdist.command_line, kdist.cluster_resolver; "
         "print({'keras', 'tensorflow', 'jax', 'torch', 'numpy', 'cloudpickle'} & {*sys.modules})"
     )
     done = subprocess.run(

@@ -198,7 +198,7 @@ def test_a_run_goes_on_from_anywhere(backend: str, tmp_path: Path) -> None:
 
 
 def goes_on_at_once(folder: str) -> Any:
-    from kdist.training import faults
+    from kdist import faults
 
     point = faults.point
 

@@ -13,12 +13,12 @@ from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
 from kdist.backends.jax import loops, programs, scopes, workers
 from kdist.backends.jax.runtime import JaxRuntime
-from kdist.strategies.communication import hint_ignored
+from kdist.communication.options import hint_ignored
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
-    from kdist.strategies.communication import CommunicationOptions
-    from kdist.strategies.cross_device_ops import CrossDeviceOps
+    from kdist.communication.cross_device_ops import CrossDeviceOps
+    from kdist.communication.options import CommunicationOptions
 
 # NumPy's Mersenne Twister: position, whether a second Gaussian is waiting, and that Gaussian; then the words.
 _GENERATOR = struct.Struct("<qqd")

@@ -29,9 +29,9 @@ from kdist.backends.jax.programs import (
 )
 from kdist.backends.jax.replicas import JaxReplica
 from kdist.backends.jax.scopes import GradientScope, JaxScope, PlainScope, Store, initial_value
+from kdist.communication.options import hint_ignored
 from kdist.context import current_replica
 from kdist.errors import InvalidArgumentError, KdistError
-from kdist.strategies.communication import hint_ignored
 from kdist.values import DistributedValues
 
 if TYPE_CHECKING:

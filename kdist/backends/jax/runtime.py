@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kdist.arrays.gathering import gather_rows
 from kdist.backends.contract import Runtime, StepFunction
 from kdist.backends.jax.collectives import BATCH_AXIS
 from kdist.backends.jax.devices import find_devices
@@ -19,7 +20,6 @@ from kdist.backends.jax.replicas import Replicas
 from kdist.backends.jax.steps import JaxSteps
 from kdist.backends.jax.workers import Workers
 from kdist.backends.replica import divide
-from kdist.data.exchange import gather_rows
 from kdist.errors import StrategyScopeError
 
 

@@ -17,15 +17,15 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
+from kdist.arrays.gathering import gather_rows
+from kdist.arrays.structures import joined
 from kdist.backends.jax.components import has_components
 from kdist.backends.jax.devices import find_devices
 from kdist.backends.jax.programs import Placed, initialize
 from kdist.backends.jax.replicas import JaxReplica
 from kdist.backends.jax.scopes import JaxScope, Store
 from kdist.backends.messages import gather
-from kdist.backends.structures import joined
 from kdist.backends.threads import ReplicaThreads
-from kdist.data.exchange import gather_rows
 from kdist.errors import StrategyScopeError
 from kdist.values import component
 

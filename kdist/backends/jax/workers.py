@@ -21,17 +21,17 @@ from kdist.cluster import (
     environment,
     visible_gpus,
 )
+from kdist.communication.options import CommunicationImplementation, hint_ignored
 from kdist.errors import (
     DeviceError,
     StrategyScopeError,
     WorkerLostError,
     WorkerMismatchError,
 )
-from kdist.strategies.communication import CommunicationImplementation, hint_ignored
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
-    from kdist.strategies.communication import CommunicationOptions
+    from kdist.communication.options import CommunicationOptions
 
 _joined: tuple[Cluster, JoinedWorkers] | None = None
 

@@ -16,14 +16,14 @@ from kdist.backends.contract import Backend
 from kdist.backends.tensorflow import components, iteration, loops, workers
 from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
+from kdist.communication.cross_device_ops import CrossDeviceOps
+from kdist.communication.options import CommunicationImplementation, hint_ignored
 from kdist.data.sources.tf_data import Iterated
 from kdist.errors import DeviceError
-from kdist.strategies.communication import CommunicationImplementation, hint_ignored
-from kdist.strategies.cross_device_ops import CrossDeviceOps
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
-    from kdist.strategies.communication import CommunicationOptions
+    from kdist.communication.options import CommunicationOptions
 
 
 class TensorFlowBackend(Backend):

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.data import rows
+from kdist.arrays import rows
 from kdist.data.distributed_dataset import DistributedDataset, DistributedIterator, Optional, numbered
 from kdist.errors import DatasetError, KdistError, OutOfRangeError, StrategyScopeError
 from kdist.values import component, regroup

@@ -16,12 +16,12 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 from kdist import keras_hooks
+from kdist.arrays.rows import is_scipy, num_rows, take
 from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
 from kdist.backends.model_step import check_rows, global_metric_results, run_step
 from kdist.backends.replica import RowShare, split_rows
 from kdist.backends.tensorflow.loops import local_index
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
-from kdist.data.rows import is_scipy, num_rows, take
 
 if TYPE_CHECKING:
     from kdist.backends.tensorflow.runtime import TensorFlowRuntime

@@ -29,7 +29,7 @@ from kdist.errors import (
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
-    from kdist.strategies.communication import CommunicationOptions
+    from kdist.communication.options import CommunicationOptions
 
 # How long to wait for a text that may not be there; TensorFlow cannot be asked without waiting.
 _LOOK_UP_MS = 100

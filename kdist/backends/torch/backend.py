@@ -14,13 +14,13 @@ from kdist.backends.torch import devices as torch_devices
 from kdist.backends.torch import loops, modules
 from kdist.backends.torch.runtime import TorchRuntime
 from kdist.backends.torch.workers import join
+from kdist.communication.options import CommunicationImplementation, hint_ignored
 from kdist.errors import DeviceError
-from kdist.strategies.communication import CommunicationImplementation, hint_ignored
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
-    from kdist.strategies.communication import CommunicationOptions
-    from kdist.strategies.cross_device_ops import CrossDeviceOps
+    from kdist.communication.cross_device_ops import CrossDeviceOps
+    from kdist.communication.options import CommunicationOptions
 
 
 class TorchBackend(Backend):

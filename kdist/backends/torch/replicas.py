@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
+from kdist.arrays.structures import joined
 from kdist.backends import debugging
 from kdist.backends.replica import Replica, ReplicaScope, RowShare
-from kdist.backends.structures import joined
 from kdist.context import cross_replica
 from kdist.values import component
 

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from kdist import keras_hooks
+from kdist.arrays.rows import num_rows, take, to_dense
 from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
 from kdist.backends.model_step import check_rows, global_metric_results, run_step
 from kdist.backends.replica import RowShare, split_rows
 from kdist.backends.torch.loops import in_replicas
 from kdist.backends.torch.replicas import TorchReplica
-from kdist.data.rows import num_rows, take, to_dense
-from kdist.strategies.communication import hint_ignored
+from kdist.communication.options import hint_ignored
 
 if TYPE_CHECKING:
     from kdist.backends.torch.runtime import TorchRuntime

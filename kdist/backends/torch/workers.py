@@ -25,12 +25,12 @@ from kdist.backends.torch.meeting import (
     interface_towards,
 )
 from kdist.cluster import environment
+from kdist.communication.options import CommunicationImplementation, hint_ignored
 from kdist.errors import KdistError, StrategyScopeError, WorkerLostError, WorkerTimeoutError
-from kdist.strategies.communication import CommunicationImplementation, hint_ignored
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
-    from kdist.strategies.communication import CommunicationOptions
+    from kdist.communication.options import CommunicationOptions
 
 # How often a worker that waits for the others looks whether they are alive.
 _LOOK = timedelta(seconds=1)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdist.data import rows
+from kdist.arrays import rows
 from kdist.data.input_options import AutoShardPolicy
 from kdist.errors import DatasetError
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdist.data import rows
+from kdist.arrays import rows
 from kdist.data.sources.source import Choice, Source, with_share_of_files
 from kdist.errors import DatasetError
 

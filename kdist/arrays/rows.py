@@ -210,7 +210,7 @@ def even_split(rows: int, replicas: int) -> list[tuple[int, int]]:
 
     Example:
 
-    >>> from kdist.data.rows import even_split
+    >>> from kdist.arrays.rows import even_split
     >>> even_split(8, 3)
     [(0, 3), (3, 6), (6, 8)]
     """

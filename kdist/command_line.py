@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from kdist.checkpoint import command as checkpoint_command
+from kdist.cluster import environment
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
 from kdist.launch import restarts
 from kdist.launch.plan import check_backend, parse_hosts, resolve_num_workers
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example:
 
-    >>> from kdist.launch.main import main
+    >>> from kdist.command_line import main
     >>> main(["run", "--num-workers", "2", "no-such-script.py"])
     2
     """
@@ -121,7 +122,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     command = _worker_command(options)
-    check_backend(options.backend or os.environ.get("KERAS_BACKEND") or None)
+    check_backend(options.backend or environment.get("KERAS_BACKEND") or None)
     hosts = parse_hosts(options.hosts)
     if hosts and len(hosts) > 1 and options.host_index is None:
         raise InvalidArgumentError(

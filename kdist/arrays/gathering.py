@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from kdist.data import rows
+from kdist.arrays import rows
 from kdist.errors import DatasetError
 
 _FAILED = b"!"  # what starts no JSON

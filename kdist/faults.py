@@ -28,7 +28,7 @@ def point(phase: str, step: int | None = None) -> None:
 
     Example:
 
-    >>> from kdist.training import faults
+    >>> from kdist import faults
     >>> faults.point("save-write", step=30)
     """
     if _ordered():
