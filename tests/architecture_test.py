@@ -11,53 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import kdist
+from tests.house import ALL_IMPORTS, BACKENDS, FILES, ORDER, ROOT, edges, imports_of, room_of, room_of_module
 
-ROOT = Path(kdist.__file__).resolve().parents[1]
-FILES = sorted((ROOT / "kdist").rglob("*.py"))
-BACKENDS = ("tensorflow", "jax", "torch")
 FRAMEWORKS = ("tensorflow", "jax", "jaxlib", "torch")
 
-# The house from its ground to its roof: a room imports what stands before it, whether at once, later or for types only.
-# The engines' folders are a room of their own, above the data which they iterate over: nobody imports them but the
-# dispatch in `backends`, by name.
-ORDER = (
-    "errors",
-    "names",
-    "version",
-    "handlers",
-    "values",
-    "cluster",
-    "arrays",
-    "communication",
-    "context",
-    "keras_hooks",
-    "backends",
-    "faults",
-    "data",
-    "engines",
-    "strategies",
-    "nn",
-    "functions",
-    "collectives",
-    "synchrony",
-    "checkpoint",
-    "training",
-    "callbacks",
-    "cluster_resolver",
-    "experimental",
-    "launch",
-    "contents",  # kdist/__init__.py
-    "testing",
-    "demo",
-    "command_line",
-    "__main__",
-)
 # Beside the files that all backends have: what one of them needs because its engine lacks it.
 EXTRA_FILES = {
     "tensorflow": {
@@ -77,87 +39,14 @@ EXTRA_FILES = {
 }
 # Kinds of datasets that come with a framework.
 SOURCES = {"tf_data.py": "tensorflow", "torch_loader.py": "torch"}
+# Privates of other libraries, for which there is no public way.
+LIBRARIES = ("_getframe", "_current_frames", "_exit", "_SubParsersAction", "_iterator_resource", "_inputs")
 MOST_LINES = 400
 MOST_IMPORT_MS = 100
 
 
-@dataclass(frozen=True)
-class Import:
-    """One imported module, and whether it is imported only for types or only when a function is called."""
-
-    path: Path
-    line: int
-    module: str
-    for_types: bool
-    lazy: bool
-
-    def __str__(self) -> str:
-        return f"{self.path.relative_to(ROOT)}:{self.line} imports {self.module}"
-
-
-def imports_of(path: Path) -> Iterator[Import]:
-    """Yields all imports of a file; `from a import b` counts as `a.b`, whether b is a module or not."""
-
-    def visit(node: ast.AST, for_types: bool, lazy: bool) -> Iterator[Import]:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(path, node.lineno, alias.name, for_types, lazy)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            for alias in node.names:
-                yield Import(path, node.lineno, f"{node.module}.{alias.name}", for_types, lazy)
-        elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            first = node.args[0] if node.args else None
-            if name.endswith("import_module") and isinstance(first, ast.Constant):
-                yield Import(path, node.lineno, str(first.value), for_types, lazy)
-        for child in ast.iter_child_nodes(node):
-            typed = for_types or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-            inside = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            yield from visit(child, typed, inside)
-
-    yield from visit(ast.parse(path.read_text(encoding="utf-8")), False, False)
-
-
-ALL_IMPORTS = [found for path in FILES for found in imports_of(path)]
-
-
-def module_of(path: Path) -> str:
-    """The module that a file is: "kdist.cluster.tf_config"."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_of(path) for path in FILES}
-
-
-def imported_module(name: str) -> str:
-    """The module of kdist's that holds an imported name; "" where it is none of kdist's."""
-    while name and name not in MODULES:
-        name = name.rpartition(".")[0]
-    return name
-
-
-def room_of_module(module: str) -> str:
-    """The part of the house that a module belongs to: "cluster", "errors", "engines"."""
-    parts = module.split(".")
-    if parts[1:2] == ["backends"] and parts[2:3] and parts[2] in BACKENDS:
-        return "engines"
-    return parts[1] if len(parts) > 1 else "contents"
-
-
-def room_of(path: Path) -> str:
-    return room_of_module(module_of(path))
-
-
 def is_in(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
-
-
-def edges() -> list[tuple[str, str, Import]]:
-    """Which module of kdist's imports which other one."""
-    found = [(module_of(one.path), imported_module(one.module), one) for one in ALL_IMPORTS]
-    return [(here, there, one) for here, there, one in found if there and here != there]
 
 
 def test_every_room_stands_in_the_order():
@@ -253,6 +142,38 @@ def test_keras_src_only_in_the_hooks():
                 and room_of(path) != "keras_hooks"
             ):
                 broken.append(f"{path.relative_to(ROOT)}:{node.lineno} keras.src")
+    assert not broken, "\n".join(broken)
+
+
+def privates(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """The attributes whose names begin with one underscore, and their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            yield node.attr, node.lineno
+
+
+def own_privates() -> set[str]:
+    """The private names that kdist's own classes and modules have."""
+    own: set[str] = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                own.add(node.attr)
+    return own
+
+
+def test_privates_of_keras_only_in_the_hooks():
+    # The engines have privates of their frameworks' in them, too.
+    own = own_privates() | {*LIBRARIES}
+    broken = []
+    for path in FILES:
+        if room_of(path) not in ("keras_hooks", "engines"):
+            found = privates(ast.parse(path.read_text(encoding="utf-8")))
+            broken += [f"{path.relative_to(ROOT)}:{line} {name}" for name, line in found if name not in own]
     assert not broken, "\n".join(broken)
 
 

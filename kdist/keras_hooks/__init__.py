@@ -42,6 +42,7 @@ from kdist.keras_hooks.data import (
     release,
     shuffles_arrays,
     shuffles_py_dataset,
+    skip_steps,
     train_validation_split,
 )
 from kdist.keras_hooks.layers import ThreadState, global_seed_generator, hook_torch_modules
@@ -51,60 +52,33 @@ from kdist.keras_hooks.models import (
     build,
     build_layers,
     callback_list,
-    is_built,
     joined_ragged,
-    pythonify_logs,
 )
 from kdist.keras_hooks.optimizers import hook_tensorflow_optimizers
 from kdist.keras_hooks.saving import without_tensorflow
+from kdist.keras_hooks.trainer import (
+    compiled_state,
+    initial_epoch,
+    is_built,
+    layers_are_built,
+    metrics_or_logs,
+    python_logs,
+    pythonify_logs,
+    require_compiled,
+    set_initial_epoch,
+    should_validate,
+)
 from kdist.keras_hooks.variables import (
     hide_state,
     hook_assignments,
     hook_cond,
+    native_value,
     show_state,
     stateless_scope,
     sync_state,
     without_scope,
 )
 from kdist.keras_hooks.wrapping import strategy_of
-
-__all__ = [
-    "ThreadState",
-    "all_variables",
-    "build",
-    "build_layers",
-    "callback_list",
-    "class_weight_to_sample_weights",
-    "data_adapter",
-    "dataset_of",
-    "epoch_iterator",
-    "first_of_py_dataset",
-    "forget_batches",
-    "forget_layer_losses",
-    "global_seed_generator",
-    "hide_state",
-    "hook_assignments",
-    "hook_cond",
-    "hook_tensorflow_optimizers",
-    "hook_torch_modules",
-    "install",
-    "is_built",
-    "is_torch_loader",
-    "joined_ragged",
-    "num_array_rows",
-    "py_dataset_batches",
-    "pythonify_logs",
-    "release",
-    "show_state",
-    "shuffles_arrays",
-    "shuffles_py_dataset",
-    "stateless_scope",
-    "strategy_of",
-    "sync_state",
-    "train_validation_split",
-    "without_scope",
-    "without_tensorflow",
-]
 
 _lock = threading.Lock()
 _installed = False

@@ -97,6 +97,11 @@ def release(iterator: Any) -> None:
             queue.stop()
 
 
+def skip_steps(iterator: Any, number: int) -> None:
+    """Lets an `epoch_iterator` know of steps that were taken before: from this Keras knows where the data end."""
+    iterator._steps_seen += number
+
+
 def forget_batches(iterator: Any) -> None:
     """Lets an `epoch_iterator` make its batches anew, from the random numbers that come now."""
     iterator._kept = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import context, handlers
+from kdist.keras_hooks import trainer
 from kdist.keras_hooks.wrapping import strategies, strategy_of, wrap
 
 MODEL_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -116,22 +117,12 @@ def _unless_steps_build(model: Any, steps_build: bool, function: Callable[[], An
             raise
 
 
-def is_built(model: Any) -> bool:
-    """Says whether all variables of a compiled model are there: what Keras asks before it looks at the data."""
-    return (
-        all(layer.built for layer in model._flatten_layers())
-        and (model._compile_metrics is None or model._compile_metrics.built)
-        and (model._compile_loss is None or model._compile_loss.built)
-        and (model.optimizer is None or model.optimizer.built)
-    )
-
-
 def build_layers(model: Any, steps_build: bool, data_batch: Any) -> None:
     """Creates the variables of the layers alone, for a model that was not compiled; see `build`."""
     import keras
     from keras.src import backend
 
-    if all(layer.built for layer in model._flatten_layers()):
+    if trainer.layers_are_built(model):
         return
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
     symbolic = keras.tree.map_structure(
@@ -158,18 +149,11 @@ def all_variables(model: Any) -> list[Any]:
     return found
 
 
-def pythonify_logs(logs: Any) -> dict[str, Any]:
-    """Keras's own translation of logs into Python floats, flattened and sorted."""
-    from keras.src.utils.python_utils import pythonify_logs as keras_pythonify_logs
-
-    return keras_pythonify_logs(logs)
-
-
 def joined_ragged(parts: Sequence[Any]) -> Any:
     """Keras's own way, on TensorFlow, to join the outputs of batches that differ in more than their rows."""
-    from keras.src.backend.tensorflow import trainer
+    from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
-    return trainer.convert_to_np_if_not_ragged(trainer.potentially_ragged_concat(parts))
+    return tensorflow_trainer.convert_to_np_if_not_ragged(tensorflow_trainer.potentially_ragged_concat(parts))
 
 
 def callback_list(callbacks: Any, **arguments: Any) -> Any:

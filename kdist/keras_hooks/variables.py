@@ -50,6 +50,11 @@ def hook_assignments(assigned: Callable[[Any], None]) -> None:
     wrap(keras.Variable, "_direct_assign", direct)
 
 
+def native_value(variable: Any) -> Any:
+    """Returns the native variable or tensor of a Keras variable, in any scope; `None` before it has one."""
+    return variable._value
+
+
 # The second is what Keras 3.16 calls it.
 _STATE_SYNC = ("jax_state_sync", "state_sync")
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from kdist import keras_hooks
 from kdist.backends.messages import check_equal
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class NewVariables:
         """
         if self._runtime.num_workers == 1:
             return
-        variables = [variable for variable in self._found if variable._value is not None]
+        variables = [variable for variable in self._found if keras_hooks.native_value(variable) is not None]
         noted, self._found = bool(self._found), []
         if not noted:
             return

@@ -48,7 +48,7 @@ def fit(
 ) -> Any:
     """Trains the model for a fixed number of epochs. Arguments and result are those of `keras.Model.fit`."""
     session = session_of(strategy, model)
-    model._assert_compile_called("fit")
+    keras_hooks.require_compiled(model, "fit")
     epochs = min(epochs, keras.config.max_epochs() or epochs)
     whereabouts.enter("the beginning of fit", 0)
     if validation_split and validation_data is None:
@@ -128,7 +128,7 @@ def _train(
         session.run_callbacks(callbacks.on_train_begin)
         progress.restore_callbacks()
         # Either may have been set by a callback that restores a checkpoint: Keras's own, or kdist's.
-        progress.epoch = model._initial_epoch or progress.epoch
+        progress.epoch = keras_hooks.initial_epoch(model) or progress.epoch
         for epoch in range(progress.epoch, epochs):
             whereabouts.enter("the beginning", epoch + 1)
             step_logs: dict[str, Any] = {}
@@ -149,7 +149,7 @@ def _train(
                 if model.stop_training:
                     break
             function.sync()
-            logs = dict(model._get_metrics_result_or_logs(step_logs))
+            logs = dict(keras_hooks.metrics_or_logs(model, step_logs))
             logs.update(validation.run(epoch, callbacks))
             progress.after_epoch(logs)
             whereabouts.enter("the end")
@@ -199,7 +199,7 @@ class _Validation:
             self._batches.close()
 
     def run(self, epoch: int, callbacks: Any) -> dict[str, Any]:
-        if self._batches is None or not self._session.model._should_eval(epoch, self._freq):
+        if self._batches is None or not keras_hooks.should_validate(self._session.model, epoch, self._freq):
             return {}
         whereabouts.enter("validation")
         faults.point("validation")
@@ -221,7 +221,7 @@ def evaluate(
 ) -> Any:
     """Returns the loss and the metrics. Arguments and result are those of `keras.Model.evaluate`."""
     session = session_of(strategy, model)
-    model._assert_compile_called("evaluate")
+    keras_hooks.require_compiled(model, "evaluate")
     with session.runtime.engine_errors():
         batches = session.open_data(
             lambda: session.iterator(
@@ -239,7 +239,7 @@ def evaluate(
                 logs = _evaluate(session, batches, _one_epoch(session, batches, callbacks, verbose))
             finally:
                 batches.close()
-    return logs if return_dict else model._flatten_metrics_in_order(logs)
+    return keras_hooks.python_logs(model, logs, return_dict)
 
 
 def _evaluate(session: Session, batches: GlobalBatches, callbacks: Any) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def _evaluate(session: Session, batches: GlobalBatches, callbacks: Any) -> dict[
             callbacks.on_test_batch_end(end, logs)
             if model.stop_evaluating:
                 break
-    logs = keras_hooks.pythonify_logs(model._get_metrics_result_or_logs(logs))
+    logs = keras_hooks.pythonify_logs(keras_hooks.metrics_or_logs(model, logs))
     callbacks.on_test_end(logs)
     return logs
 
@@ -305,7 +305,7 @@ def _one_epoch(session: Session, batches: GlobalBatches, callbacks: Any, verbose
 
 
 def _build_for_prediction(session: Session, batches: GlobalBatches) -> None:
-    is_built = all(layer.built for layer in session.model._flatten_layers())
+    is_built = keras_hooks.layers_are_built(session.model)
     session.prepare(data_batch=None if is_built else batches.peek(), layers_only=True)
 
 
@@ -339,7 +339,7 @@ def train_on_batch(
     return_dict: bool = False,
 ) -> Any:
     """Runs a single update on one global batch. As `keras.Model.train_on_batch`."""
-    model._assert_compile_called("train_on_batch")
+    keras_hooks.require_compiled(model, "train_on_batch")
     if class_weight is not None:
         if sample_weight is not None:
             raise InvalidArgumentError(
@@ -359,7 +359,7 @@ def test_on_batch(
     return_dict: bool = False,
 ) -> Any:
     """Tests the model on one global batch. As `keras.Model.test_on_batch`."""
-    model._assert_compile_called("test_on_batch")
+    keras_hooks.require_compiled(model, "test_on_batch")
     return _on_batch(session_of(strategy, model), "test", (x, y, sample_weight), return_dict)
 
 
@@ -373,7 +373,7 @@ def _on_batch(session: Session, kind: str, data: Any, return_dict: bool) -> Any:
         with session.function(kind) as function:
             logs = function([data])
     logs = keras_hooks.pythonify_logs(logs)
-    return logs if return_dict else model._flatten_metrics_in_order(logs)
+    return keras_hooks.python_logs(model, logs, return_dict)
 
 
 def predict_on_batch(strategy: StrategyLike, model: Any, x: Any) -> Any:

@@ -104,8 +104,7 @@ class Passes:
     def counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields `TAKEN` for each step of the epoch that was taken before, and the batches that are left."""
         step, self._step = self._step, 0
-        # From this Keras knows where data of a known length end.
-        self._iterator._steps_seen += self._steps_seen
+        keras_hooks.skip_steps(self._iterator, self._steps_seen)
         self._steps_seen = 0
         if step and self._in_middle:
             # Begins the pass, of which perhaps no batch is left that would: the next one is not to go on there.

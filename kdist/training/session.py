@@ -58,14 +58,7 @@ class Session:
     def function(self, kind: str) -> StepFunction:
         """Returns the step function of a kind ("train", "test", "predict"); made anew after `compile`."""
         model = self.model
-        key = (
-            getattr(model, "optimizer", None),
-            getattr(model, "_compile_loss", None),
-            getattr(model, "_compile_metrics", None),
-            bool(getattr(model, "run_eagerly", False)),
-            getattr(model, "_jit_compile", None),
-            tuple(v.trainable for v in model.variables),
-        )
+        key = keras_hooks.compiled_state(model)
         cached = self._functions.get(kind)
         if cached is None or any(a is not b and a != b for a, b in zip(cached[0], key, strict=True)):
             make = getattr(self.runtime, f"{kind}_function")
@@ -126,12 +119,12 @@ class Session:
             ),
             lambda: {
                 "stop": bool(model.stop_training),
-                "initial epoch": model._initial_epoch,
+                "initial epoch": keras_hooks.initial_epoch(model),
                 "loaded": self.has_loaded,
             },
         )
         model.stop_training = any(theirs["stop"] for theirs in said)
-        model._initial_epoch = said[0]["initial epoch"]
+        keras_hooks.set_initial_epoch(model, said[0]["initial epoch"])
         if any(theirs["loaded"] for theirs in said):
             self._share(keras_hooks.all_variables(model))
 

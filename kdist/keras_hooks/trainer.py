@@ -1,0 +1,69 @@
+"""What Keras's trainer keeps for itself, and the loop of `fit` needs; each function has one line of Keras's in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def require_compiled(model: Any, method: str) -> None:
+    """Raises Keras's own error unless the model was compiled."""
+    model._assert_compile_called(method)
+
+
+def compiled_state(model: Any) -> tuple[Any, ...]:
+    """What a step was made from: another one is needed once any of it is another object."""
+    return (
+        getattr(model, "optimizer", None),
+        getattr(model, "_compile_loss", None),
+        getattr(model, "_compile_metrics", None),
+        bool(getattr(model, "run_eagerly", False)),
+        getattr(model, "_jit_compile", None),
+        tuple(v.trainable for v in model.variables),
+    )
+
+
+def layers_are_built(model: Any) -> bool:
+    """Says whether the variables of all layers are there."""
+    return all(layer.built for layer in model._flatten_layers())
+
+
+def is_built(model: Any) -> bool:
+    """Says whether all variables of a compiled model are there: what Keras asks before it looks at the data."""
+    return (
+        layers_are_built(model)
+        and (model._compile_metrics is None or model._compile_metrics.built)
+        and (model._compile_loss is None or model._compile_loss.built)
+        and (model.optimizer is None or model.optimizer.built)
+    )
+
+
+def initial_epoch(model: Any) -> int:
+    """Returns the epoch that `fit` is to begin with, which a callback may have set."""
+    return int(model._initial_epoch)
+
+
+def set_initial_epoch(model: Any, epoch: int) -> None:
+    """Sets what `initial_epoch` returns."""
+    model._initial_epoch = epoch
+
+
+def metrics_or_logs(model: Any, logs: Any) -> Any:
+    """Returns the results of the model's metrics, or the logs of a step that says others."""
+    return model._get_metrics_result_or_logs(logs)
+
+
+def python_logs(model: Any, logs: Any, return_dict: bool) -> Any:
+    """Returns logs as Keras's methods do: a dictionary, or the values alone, in the order of the metrics."""
+    return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+
+def should_validate(model: Any, epoch: int, freq: Any) -> bool:
+    """Says whether the epoch is one after which `fit` validates."""
+    return bool(model._should_eval(epoch, freq))
+
+
+def pythonify_logs(logs: Any) -> dict[str, Any]:
+    """Keras's own translation of logs into Python floats, flattened and sorted."""
+    from keras.src.utils.python_utils import pythonify_logs as keras_pythonify_logs
+
+    return keras_pythonify_logs(logs)

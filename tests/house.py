@@ -1,0 +1,125 @@
+"""The house as it is: its rooms, in their order, and who imports whom, read from the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import kdist
+
+ROOT = Path(kdist.__file__).resolve().parents[1]
+FILES = sorted((ROOT / "kdist").rglob("*.py"))
+BACKENDS = ("tensorflow", "jax", "torch")
+
+# The house from its ground to its roof: a room imports what stands before it, whether at once, later or for types only.
+# The engines' folders are a room of their own, above the data which they iterate over: nobody imports them but the
+# dispatch in `backends`, by name.
+ORDER = (
+    "errors",
+    "names",
+    "version",
+    "handlers",
+    "values",
+    "cluster",
+    "arrays",
+    "communication",
+    "context",
+    "keras_hooks",
+    "backends",
+    "faults",
+    "data",
+    "engines",
+    "strategies",
+    "nn",
+    "functions",
+    "collectives",
+    "synchrony",
+    "checkpoint",
+    "training",
+    "callbacks",
+    "cluster_resolver",
+    "experimental",
+    "launch",
+    "contents",  # kdist/__init__.py
+    "testing",
+    "demo",
+    "command_line",
+    "__main__",
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, and whether it is imported only for types or only when a function is called."""
+
+    path: Path
+    line: int
+    module: str
+    for_types: bool
+    lazy: bool
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Yields all imports of a file; `from a import b` counts as `a.b`, whether b is a module or not."""
+
+    def visit(node: ast.AST, for_types: bool, lazy: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(path, node.lineno, alias.name, for_types, lazy)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            for alias in node.names:
+                yield Import(path, node.lineno, f"{node.module}.{alias.name}", for_types, lazy)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            first = node.args[0] if node.args else None
+            if name.endswith("import_module") and isinstance(first, ast.Constant):
+                yield Import(path, node.lineno, str(first.value), for_types, lazy)
+        for child in ast.iter_child_nodes(node):
+            typed = for_types or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+            inside = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from visit(child, typed, inside)
+
+    yield from visit(ast.parse(path.read_text(encoding="utf-8")), False, False)
+
+
+def module_of(path: Path) -> str:
+    """The module that a file is: "kdist.cluster.tf_config"."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path) for path in FILES}
+
+
+def imported_module(name: str) -> str:
+    """The module of kdist's that holds an imported name; "" where it is none of kdist's."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def room_of_module(module: str) -> str:
+    """The part of the house that a module belongs to: "cluster", "errors", "engines"."""
+    parts = module.split(".")
+    if parts[1:2] == ["backends"] and parts[2:3] and parts[2] in BACKENDS:
+        return "engines"
+    return parts[1] if len(parts) > 1 else "contents"
+
+
+def room_of(path: Path) -> str:
+    return room_of_module(module_of(path))
+
+
+ALL_IMPORTS = [found for path in FILES for found in imports_of(path)]
+
+
+def edges() -> list[tuple[str, str, Import]]:
+    """Which module of kdist's imports which other one."""
+    found = [(module_of(one.path), imported_module(one.module), one) for one in ALL_IMPORTS]
+    return [(here, there, one) for here, there, one in found if there and here != there]
