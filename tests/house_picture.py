@@ -1,0 +1,105 @@
+"""Draws the house from its imports: `python -m tests.house_picture` writes docs/house.svg.
+
+A room stands one floor above the highest room that it imports. Lines lead down to the next floor alone; what a room
+imports from floors further down would cross the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from xml.sax.saxutils import escape
+
+from tests.house import ORDER, ROOT, edges, room_of_module
+
+PICTURE = ROOT / "docs" / "house.svg"
+WORDS = {
+    "errors": "rule, received, hint",
+    "names": "names that are not there",
+    "version": "of kdist",
+    "handlers": "from Keras to the roof",
+    "values": "one for each replica",
+    "cluster": "who takes part",
+    "arrays": "rows, structures",
+    "communication": "options of collectives",
+    "context": "which strategy, which replica",
+    "keras_hooks": "all that touches Keras",
+    "backends": "contract, messages, stalls",
+    "faults": "faults on purpose",
+    "data": "who reads which rows",
+    "engines": "tensorflow, jax, torch",
+    "strategies": "which devices and workers",
+    "nn": "losses of loops",
+    "functions": "function, value_and_grad",
+    "collectives": "barrier, broadcast",
+    "synchrony": "check_in_sync",
+    "checkpoint": "save and restore",
+    "training": "fit, evaluate, predict",
+    "callbacks": "contents page",
+    "cluster_resolver": "contents page",
+    "experimental": "contents page",
+    "launch": "what starts workers",
+    "contents": "kdist/__init__.py",
+    "testing": "pools, conformance",
+    "demo": "kdist demo",
+    "command_line": "kdist run, info, …",
+}
+WIDTH, BOX, HEIGHT, FLOOR = 840, 184, 40, 66
+
+
+def imported_rooms() -> dict[str, set[str]]:
+    """The rooms that each room imports."""
+    rooms: dict[str, set[str]] = {room: set() for room in ORDER}
+    for here, there, _ in edges():
+        rooms[room_of_module(here)].add(room_of_module(there))
+    return {room: there - {room} for room, there in rooms.items() if room in WORDS}
+
+
+def draw() -> str:
+    """Returns the picture, as SVG."""
+    rooms = imported_rooms()
+
+    @functools.cache
+    def floor(room: str) -> int:
+        return 1 + max((floor(below) for below in rooms[room]), default=-1)
+
+    top = max(map(floor, rooms))
+    place: dict[str, tuple[float, float]] = {}
+    for number in range(top + 1):
+        there = [room for room in rooms if floor(room) == number]
+        for index, room in enumerate(there):
+            x = WIDTH / 2 + (index - (len(there) - 1) / 2) * (BOX + 24)
+            place[room] = (x, 10 + (top - number) * FLOOR)
+    lines, boxes = [], []
+    for room, (x, y) in place.items():
+        for below in sorted(rooms[room]):
+            if floor(below) == floor(room) - 1:
+                bx, by = place[below]
+                middle = (y + HEIGHT + by) / 2
+                lines.append(
+                    f'<path d="M{x:g} {y + HEIGHT:g}C{x:g} {middle:g} {bx:g} {middle:g} {bx:g} {by:g}"/>'
+                )
+        boxes.append(
+            f'<rect x="{x - BOX / 2:g}" y="{y:g}" width="{BOX}" height="{HEIGHT}" rx="5"/>'
+            f'<text x="{x:g}" y="{y + 17:g}" class="name">{escape(room)}</text>'
+            f'<text x="{x:g}" y="{y + 32:g}">{escape(WORDS[room])}</text>'
+        )
+    height = 20 + top * FLOOR + HEIGHT
+    style = (
+        "text{font:11px sans-serif;text-anchor:middle;fill:#445}.name{font:bold 13px monospace;fill:#123}"
+        "rect{fill:#eef2fb;stroke:#6b7fb0}path{fill:none;stroke:#9aa7c7;stroke-width:1.2}"
+        ".ground{fill:#fff;stroke:none}"
+    )
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
+        "<title>The rooms of kdist: each imports from the floors below it alone</title>",
+        f"<style>{style}</style>",
+        f'<rect class="ground" width="{WIDTH}" height="{height}"/>',
+        *lines,
+        *boxes,
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw(), encoding="utf-8")
