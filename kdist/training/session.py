@@ -10,7 +10,7 @@ from kdist import keras_hooks
 from kdist.backends import get_backend
 from kdist.backends.messages import call_on_all, check_equal, read_on_all
 from kdist.errors import InvalidArgumentError, StrategyScopeError, WorkerFailedError
-from kdist.training import agreement, keras_callbacks
+from kdist.training import keras_callbacks
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
 
@@ -144,7 +144,16 @@ class Session:
             self._share(variables)
 
     def _share(self, variables: list[Any]) -> None:
-        agreement.check_model(self.runtime, self.model, variables)
+        # Without names, which carry counters ("dense_1"): a worker may have built another model before.
+        check_equal(
+            self.runtime,
+            "model",
+            {
+                "class": type(self.model).__name__,
+                "variables": [[list(v.shape), str(v.dtype)] for v in variables],
+            },
+            "Run the same script on every worker, without branches on the worker.",
+        )
         if self.runtime.num_workers > 1:
             self.runtime.broadcast_variables(variables)
         self._num_shared = len(variables)

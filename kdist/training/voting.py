@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kdist.training import agreement
+from kdist.backends.messages import gather
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
@@ -38,11 +38,11 @@ class Ballot:
         self._runtime = runtime
         wanted = any(_acts_on_batches(c) and not _decides_alike(c) for c in callbacks.callbacks)
         # A worker may have a callback that the others lack: all vote as soon as one wants to.
-        self._votes_after_batch = runtime.num_workers > 1 and agreement.agree_to_stop(runtime, wanted)
+        self._votes_after_batch = runtime.num_workers > 1 and agree_to_stop(runtime, wanted)
 
     def after_batch(self, stop: bool) -> bool:
         """Says whether training stops after this batch."""
-        return agreement.agree_to_stop(self._runtime, stop) if self._votes_after_batch else stop
+        return agree_to_stop(self._runtime, stop) if self._votes_after_batch else stop
 
 
 def _decides_alike(callback: Any) -> bool:
@@ -60,3 +60,8 @@ def _acts_on_batches(callback: Any) -> bool:
         return True  # has the functions in attributes, not in methods of its class
     base = keras.callbacks.Callback
     return any(getattr(type(callback), name, None) is not getattr(base, name) for name in _BATCH_METHODS)
+
+
+def agree_to_stop(runtime: Runtime, stop: bool) -> bool:
+    """Says whether any worker wants to stop."""
+    return any(gather(runtime, bool(stop)))
