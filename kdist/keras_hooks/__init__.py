@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import threading
 
-from kdist.keras_hooks import layers, losses, models, optimizers, saving, variables
+from kdist.keras_hooks import layers, losses, models, optimizers, saving, seeds, variables
 from kdist.keras_hooks.data import (
     class_weight_to_sample_weights,
     data_adapter,
@@ -45,7 +45,7 @@ from kdist.keras_hooks.data import (
     skip_steps,
     train_validation_split,
 )
-from kdist.keras_hooks.layers import ThreadState, global_seed_generator, hook_torch_modules
+from kdist.keras_hooks.layers import hook_torch_modules
 from kdist.keras_hooks.losses import forget_layer_losses
 from kdist.keras_hooks.models import (
     all_variables,
@@ -56,6 +56,8 @@ from kdist.keras_hooks.models import (
 )
 from kdist.keras_hooks.optimizers import hook_tensorflow_optimizers
 from kdist.keras_hooks.saving import without_tensorflow
+from kdist.keras_hooks.seeds import global_seed_generator, hook_torch_dropout
+from kdist.keras_hooks.threads import ThreadState
 from kdist.keras_hooks.trainer import (
     compiled_state,
     initial_epoch,
@@ -102,6 +104,6 @@ def install(native_moments: bool) -> None:
         losses.hook_layer_losses()
         losses.hook_scalars()
         optimizers.hook_optimizers()
-        layers.hook_seeds()
+        seeds.hook_seeds()
         layers.hook_batch_normalization(native_moments)
         _installed = True

@@ -37,12 +37,12 @@ def is_built(model: Any) -> bool:
     )
 
 
-def initial_epoch(model: Any) -> int:
-    """Returns the epoch that `fit` is to begin with, which a callback may have set."""
-    return int(model._initial_epoch)
+def initial_epoch(model: Any) -> int | None:
+    """Returns the epoch that `fit` is to begin with, where a callback has set one."""
+    return model._initial_epoch
 
 
-def set_initial_epoch(model: Any, epoch: int) -> None:
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Sets what `initial_epoch` returns."""
     model._initial_epoch = epoch
 

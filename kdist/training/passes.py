@@ -8,7 +8,7 @@ from typing import Any
 
 from kdist import keras_hooks
 from kdist.data.sources import is_tf_data
-from kdist.training import randomness
+from kdist.training import generator_states
 
 TAKEN: Any = object()
 """Stands for a batch that was consumed before the job was interrupted."""
@@ -71,7 +71,7 @@ class Passes:
     def before_epoch(self) -> None:
         """Called before Keras prepares the data for an epoch."""
         if self._resume is not None:
-            randomness.restore(self._resume["before" if self._in_middle else "now"])
+            generator_states.restore(self._resume["before" if self._in_middle else "now"])
             keras_hooks.forget_batches(self._iterator)  # made with other seeds
         self._before = self._capture()
 
@@ -81,7 +81,7 @@ class Passes:
         if resume is not None:
             self._repeat(batches)
         if resume is not None and self._in_middle:
-            randomness.restore(resume["started"])
+            generator_states.restore(resume["started"])
         self._started = self._capture()
         self._number += 1
         self.taken = 0
@@ -91,7 +91,7 @@ class Passes:
         self.taken = resume["taken"]
         rest = itertools.islice(started, self.taken, None)
         first = list(itertools.islice(rest, 1))  # by now the order of the pass has been drawn
-        randomness.restore(resume["now"])
+        generator_states.restore(resume["now"])
         return itertools.chain(first, rest)
 
     def _repeat(self, batches: Any) -> None:
@@ -116,4 +116,6 @@ class Passes:
             yield batch
 
     def _capture(self) -> dict[str, Any] | None:
-        return randomness.capture(keras_hooks.is_torch_loader(self._iterator)) if self._records else None
+        return (
+            generator_states.capture(keras_hooks.is_torch_loader(self._iterator)) if self._records else None
+        )

@@ -188,7 +188,7 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How often `run` was called in this process."""
+        """How often `run` or `save_checkpoint_if_preempted` was called in this process."""
         return self._calls
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +206,16 @@ class PreemptionCheckpointHandler:
         result = distributed_train_function(*args, **kwargs)
         self._calls += 1
         return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """Saves and leaves if the workers are to; in place of `run`, after each step.
+
+        Args:
+            *args: There for the signature's sake.
+            **kwargs: As `args`.
+        """
+        self._calls += 1
+        self._leave_if_told()
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:

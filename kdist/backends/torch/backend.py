@@ -30,6 +30,7 @@ class TorchBackend(Backend):
 
     def __init__(self) -> None:
         keras_hooks.hook_torch_modules(modules.zero_grad, modules.call_module)
+        keras_hooks.hook_torch_dropout()
 
     def native_batches(self, adapter: Any) -> Any:
         """Returns a `DataLoader`."""

@@ -1,0 +1,62 @@
+"""Random numbers: replicas draw different ones, and Dropout's masks differ between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from kdist.keras_hooks.wrapping import running_replica, wrap
+
+# Odd, and far above the number of draws between two replicas' seeds in any run; small enough that the seeds of
+# many replicas stay within int32. PyTorch's generator takes the sum of both words of a seed, so replicas must
+# not only differ in one of them.
+_SEED_STRIDE = 7_368_787
+
+
+def hook_seeds() -> None:
+    import keras
+
+    def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, ordered: bool = True) -> Any:
+            replica = running_replica()
+            if replica is None:
+                return original(self, ordered)
+            with replica.scope.untracked():  # all replicas draw equally often
+                seed = original(self, ordered)
+            offset = [replica.replica_id_in_sync_group * _SEED_STRIDE, 0]
+            return seed + keras.ops.cast(keras.ops.convert_to_tensor(offset), seed.dtype)
+
+        return wrapper
+
+    wrap(keras.random.SeedGenerator, "next", next_seed)
+
+
+def hook_torch_dropout() -> None:
+    """Without a seed of its own, Dropout draws from PyTorch's global generator: the same masks on each device."""
+    import keras
+    from keras.src import backend
+
+    def dropout(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+            replica = running_replica()
+            shared = replica is not None and replica.num_replicas_in_sync > 1
+            if shared and noise_shape is None and isinstance(seed, keras.random.SeedGenerator):
+                noise_shape = tuple(inputs.shape)  # Keras asks the seed generator then
+            return original(inputs, rate, noise_shape, seed)
+
+        return wrapper
+
+    # Keras 3.16 keeps the operations of a backend in a package of their own.
+    wrap(backend.random if hasattr(backend, "random") else backend.ops.random, "dropout", dropout)
+
+
+def global_seed_generator() -> Any:
+    """Returns the generator of all random numbers without a seed of their own; Keras has no public way to."""
+    from keras.src.random.seed_generator import global_seed_generator as keras_global_seed_generator
+
+    # Keras draws its seed from Python's random numbers; the user's next draw must be the one that comes without kdist.
+    drawn = random.getstate()
+    generator = keras_global_seed_generator()
+    random.setstate(drawn)
+    return generator
