@@ -198,7 +198,3 @@ def _make_log_dir(path: str | None) -> str | None:
             received={"log_dir": path, "error": str(error)},
         ) from error
     return path
-
-
-if __name__ == "__main__":
-    sys.exit(main())

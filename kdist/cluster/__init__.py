@@ -15,18 +15,16 @@ from kdist.cluster.addresses import (
     split_address,
 )
 from kdist.cluster.cluster_spec import ClusterSpec
-from kdist.cluster.discovery import Cluster, SourceReport, discover, survey, tf_config_of, with_addresses
+from kdist.cluster.discovery import Cluster, discover, survey
 from kdist.cluster.environment import keras_backend_choice, keras_backend_name, visible_gpus
 from kdist.cluster.errors import ClusterKeyError, ClusterRuntimeError, ClusterTypeError
 from kdist.cluster.exchange import complete_addresses
 from kdist.cluster.process_variables import (
     KerasClusterResolver,
     MPIClusterResolver,
-    ProcessClusterResolver,
-    ProcessLayout,
     TorchrunClusterResolver,
 )
-from kdist.cluster.resolver import ClusterResolver, SimpleClusterResolver, UnionClusterResolver, UnionResolver
+from kdist.cluster.resolver import ClusterResolver, SimpleClusterResolver, UnionResolver
 from kdist.cluster.slurm import SlurmClusterResolver, expand_hostlist, expand_tasks_per_node
 from kdist.cluster.tf_config import TFConfigClusterResolver
 
@@ -39,14 +37,10 @@ __all__ = [
     "ClusterTypeError",
     "KerasClusterResolver",
     "MPIClusterResolver",
-    "ProcessClusterResolver",
-    "ProcessLayout",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
-    "SourceReport",
     "TFConfigClusterResolver",
     "TorchrunClusterResolver",
-    "UnionClusterResolver",
     "UnionResolver",
     "check_port_free",
     "complete_addresses",
@@ -62,7 +56,5 @@ __all__ = [
     "keras_backend_name",
     "split_address",
     "survey",
-    "tf_config_of",
     "visible_gpus",
-    "with_addresses",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from kdist.cluster.addresses import is_loopback, split_address
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.errors import ClusterTypeError
 from kdist.cluster.process_variables import ProcessClusterResolver
-from kdist.cluster.resolver import SimpleClusterResolver, require
+from kdist.cluster.resolver import require
 from kdist.cluster.sources import SOURCES, Source
 from kdist.cluster.tf_config import KNOWN_JOBS
 from kdist.errors import ClusterConfigError
@@ -272,45 +271,3 @@ def _from_layout(resolver: ProcessClusterResolver, source: str) -> Cluster:
         source=source,
         coordinator_taken=layout.coordinator_taken,
     )
-
-
-def with_addresses(cluster: Cluster, addresses: tuple[str, ...]) -> Cluster:
-    """Returns the cluster with all addresses filled in.
-
-    Args:
-        cluster: The cluster.
-        addresses: One address for each worker, as `complete_addresses` returns them.
-
-    Returns:
-        A new `Cluster` whose `spec`, `addresses` and `coordinator` hold them.
-    """
-    spec = ClusterSpec({"worker": list(addresses)})
-    coordinator = addresses[0] if len(addresses) > 1 else None
-    resolver = SimpleClusterResolver(spec, task_type="worker", task_id=cluster.worker_index)
-    return dataclasses.replace(
-        cluster,
-        resolver=resolver,
-        spec=spec,
-        addresses=tuple(addresses),
-        coordinator=coordinator,
-        task_type="worker",
-        task_id=cluster.worker_index,
-        coordinator_taken=False,
-    )
-
-
-def tf_config_of(cluster: Cluster) -> str:
-    """Returns the text of `TF_CONFIG` that describes this process of the cluster.
-
-    Args:
-        cluster: A cluster of which all addresses are known.
-
-    Returns:
-        JSON.
-    """
-    return json.dumps(
-        {"cluster": cluster.spec.as_dict(), "task": {"type": cluster.task_type, "index": cluster.task_id}}
-    )
-
-
-__all__ = ["Cluster", "SourceReport", "discover", "survey", "tf_config_of", "with_addresses"]

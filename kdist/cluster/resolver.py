@@ -340,9 +340,6 @@ class UnionResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
 
-UnionClusterResolver = UnionResolver
-
-
 def _merge_sparse(job: str, parts: list[list[str] | dict[int, str]]) -> dict[int, str]:
     merged: dict[int, str] = {}
     for part in parts:

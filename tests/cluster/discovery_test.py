@@ -15,8 +15,6 @@ from kdist.cluster import (
     TorchrunClusterResolver,
     discover,
     survey,
-    tf_config_of,
-    with_addresses,
 )
 from kdist.errors import ClusterConfigError
 
@@ -218,13 +216,6 @@ def test_survey_says_what_and_why():
     assert by_source["torchrun"].why == "TF_CONFIG comes first"
     assert by_source["torchrun"].says.startswith("wrong: `RANK` must be smaller")
     assert "srun" in by_source["Slurm"].why
-
-
-def test_with_addresses():
-    cluster = with_addresses(discover(environ=TORCHRUN), ("h:1", "i:2", "j:3"))
-    assert (cluster.coordinator, cluster.worker_index) == ("h:1", 1)
-    again = discover(environ={"TF_CONFIG": tf_config_of(cluster)})
-    assert (again.addresses, again.worker_index) == (cluster.addresses, 1)
 
 
 texts = st.sampled_from(["", "0", "1", "2", "-1", "x", "h", "h:1", "h:1,i:2", "99999999999", "1.5", " 1 "])
