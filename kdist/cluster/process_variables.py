@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from kdist.cluster.addresses import join_address, split_address
 from kdist.cluster.cluster_spec import ClusterSpec
-from kdist.cluster.resolver import ClusterResolver, format_master, require
+from kdist.cluster.resolver import ClusterResolver, Task, format_master, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,14 @@ class ProcessClusterResolver(ClusterResolver):
         environ: The environment to read; by default the process's own.
     """
 
+    _task_type: str | None = "worker"
+
     def __init__(self, rpc_layer: str | None = None, *, environ: Mapping[str, str] | None = None) -> None:
         self._rpc_layer = rpc_layer
         self._environ = environ
+
+    def _described(self) -> Task:
+        return Task(task_type="worker", task_id=self.layout.worker_index)
 
     @abc.abstractmethod
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
@@ -74,40 +79,13 @@ class ProcessClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of worker 0, or of the task that is named.
-
-        Args:
-            task_type: The job of the task that is asked for.
-            task_id: Its index; both must be given to name a task.
-            rpc_layer: The protocol to put in front.
-
-        Returns:
-            An address, or an empty string where there is none.
-        """
+        """Returns the address of worker 0, or of the task whose type and index are given."""
         if task_type is not None and task_id is not None:
             return format_master(
                 self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer
             )
         coordinator = self.layout.coordinator
         return format_master(coordinator, rpc_layer or self.rpc_layer) if coordinator else ""
-
-    @property
-    def task_type(self) -> str | None:
-        """ "worker", unless it was set otherwise."""
-        return "worker" if self._task_type is None else self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The number of this process, unless it was set otherwise."""
-        return self.layout.worker_index if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
 
 
 def read_count(environ: Mapping[str, str], name: str, hint: str, default: int | None = None) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kdist.cluster import environment as _environment
 from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.environment import visible_gpus
 from kdist.cluster.errors import ClusterKeyError, ClusterTypeError
 from kdist.errors import ClusterConfigError, InvalidArgumentError
 
@@ -15,6 +16,15 @@ from kdist.errors import ClusterConfigError, InvalidArgumentError
 def format_master(address: str | None, rpc_layer: str | None = None) -> str:
     """Returns an address with its protocol in front, where there is one."""
     return f"{rpc_layer}://{address}" if rpc_layer else (address or "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a source says of the process that asks: which task it is, and the protocol of the cluster."""
+
+    task_type: str | None = None
+    task_id: int | None = None
+    rpc_layer: str | None = None
 
 
 class ClusterResolver(abc.ABC):
@@ -40,7 +50,12 @@ class ClusterResolver(abc.ABC):
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
+    _environment: str = ""
     _environ: Mapping[str, str] | None = None
+
+    def _described(self) -> Task | ClusterResolver:
+        """Returns what holds of the task and the protocol as long as nobody has set them."""
+        return Task()
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -59,7 +74,7 @@ class ClusterResolver(abc.ABC):
         Args:
             task_type: The job of the task that is asked for.
             task_id: Its index.
-            rpc_layer: The protocol to put in front.
+            rpc_layer: The protocol to put in front; by default the resolver's own.
 
         Returns:
             An address, or an empty string where there is no remote one.
@@ -78,18 +93,18 @@ class ClusterResolver(abc.ABC):
         Returns:
             A dictionary such as `{"GPU": 2}`, empty where no accelerator was found.
         """
-        count = len(_environment.visible_gpus(self._environ))
+        count = len(visible_gpus(self._environ))
         return {"GPU": count} if count else {}
 
     @property
     def environment(self) -> str:
-        """The environment's name; an empty string unless a resolver was told otherwise."""
-        return ""
+        """The environment's name; an empty string unless the constructor was told otherwise."""
+        return self._environment
 
     @property
     def task_type(self) -> str | None:
         """The job this process belongs to ("chief", "worker", "ps", "evaluator"), or `None`."""
-        return self._task_type
+        return self._described().task_type if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -98,7 +113,7 @@ class ClusterResolver(abc.ABC):
     @property
     def task_id(self) -> int | None:
         """This process's index within its job, or `None`."""
-        return self._task_id
+        return self._described().task_id if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -107,7 +122,7 @@ class ClusterResolver(abc.ABC):
     @property
     def rpc_layer(self) -> str | None:
         """The protocol that the cluster's tasks speak, or `None`. Only TensorFlow uses it."""
-        return self._rpc_layer
+        return self._described().rpc_layer if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
@@ -171,39 +186,16 @@ class SimpleClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the constructor's `master`, or the address of the task that is named.
-
-        Args:
-            task_type: The job of the task that is asked for.
-            task_id: Its index; both must be given to name a task.
-            rpc_layer: The protocol to put in front.
-
-        Returns:
-            An address.
-        """
+        """Returns the constructor's `master`, or the address of the task whose type and index are given."""
         address = self._master
         if task_type is not None and task_id is not None:
             address = self._cluster_spec.task_address(task_type, task_id)
         return format_master(address, rpc_layer or self._rpc_layer)
 
-    @property
-    def environment(self) -> str:
-        """The constructor's `environment`."""
-        return self._environment
-
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns the constructor's `num_accelerators`; nothing is detected.
-
-        Args:
-            task_type: Unused.
-            task_id: Unused.
-            config_proto: Unused.
-
-        Returns:
-            A dictionary such as `{"GPU": 2}`.
-        """
+        """Returns the constructor's `num_accelerators`; nothing is detected."""
         return dict(self._num_accelerators)
 
 
@@ -252,6 +244,9 @@ class UnionResolver(ClusterResolver):
                 )
         self._cluster_resolvers = args
 
+    def _described(self) -> ClusterResolver:
+        return self._cluster_resolvers[0]
+
     def cluster_spec(self) -> ClusterSpec:
         """Returns the union of the clusters.
 
@@ -277,16 +272,7 @@ class UnionResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the first resolver's master, or the address of the task that is named.
-
-        Args:
-            task_type: The job of the task that is asked for.
-            task_id: Its index; both must be given to name a task.
-            rpc_layer: The protocol to put in front.
-
-        Returns:
-            An address.
-        """
+        """Returns the first resolver's master, or the address of the task whose type and index are given."""
         if task_type is not None and task_id is not None:
             address = self.cluster_spec().task_address(task_type, task_id)
             return format_master(address, rpc_layer or self._rpc_layer)
@@ -300,44 +286,8 @@ class UnionResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns the first resolver's accelerators.
-
-        Args:
-            task_type: Passed on.
-            task_id: Passed on.
-            config_proto: Passed on.
-
-        Returns:
-            A dictionary such as `{"GPU": 2}`.
-        """
+        """Returns the first resolver's accelerators."""
         return self._cluster_resolvers[0].num_accelerators(task_type, task_id, config_proto)
-
-    @property
-    def task_type(self) -> str | None:
-        """The task's job: the override, or the first resolver's."""
-        return self._cluster_resolvers[0].task_type if self._task_type is None else self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The task's index: the override (0 counts as one), or the first resolver's."""
-        return self._cluster_resolvers[0].task_id if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The protocol: the override, or the first resolver's."""
-        return self._cluster_resolvers[0].rpc_layer if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
 
 
 def _merge_sparse(job: str, parts: list[list[str] | dict[int, str]]) -> dict[int, str]:

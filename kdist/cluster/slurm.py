@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kdist.cluster import environment as _environment
 from kdist.cluster.addresses import join_address
 from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.environment import visible_gpus
 from kdist.cluster.errors import ClusterRuntimeError
 from kdist.cluster.resolver import ClusterResolver, format_master
 from kdist.errors import ClusterConfigError
@@ -167,7 +167,7 @@ class SlurmClusterResolver(ClusterResolver):
         self._auto_set_gpu = auto_set_gpu and environ is None
         self._rpc_layer = rpc_layer
         self._check_tasks()
-        self._visible = _environment.visible_gpus(environ)
+        self._visible = visible_gpus(environ)
         most = max(self._tasks_on.values())
         self._gpus_per_node = len(self._visible) if gpus_per_node is None else gpus_per_node
         self._gpus_per_task = self._gpus_per_node // most if gpus_per_task is None else gpus_per_task
@@ -290,16 +290,7 @@ class SlurmClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of this task or of the task that is named.
-
-        Args:
-            task_type: The job of the task that is asked for.
-            task_id: Its index.
-            rpc_layer: The protocol to put in front.
-
-        Returns:
-            An address.
-        """
+        """Returns the address of this task or of the task that is named."""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
@@ -311,16 +302,7 @@ class SlurmClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns how many GPUs each task gets.
-
-        Args:
-            task_type: Unused.
-            task_id: Unused.
-            config_proto: Unused.
-
-        Returns:
-            A dictionary such as `{"GPU": 1}`.
-        """
+        """Returns how many GPUs each task gets, such as `{"GPU": 1}`."""
         if not self._gpus_per_task and self._visible:
             return {"GPU": len(self._visible)}  # Slurm has bound each task to its own GPUs already
         return {"GPU": self._gpus_per_task}

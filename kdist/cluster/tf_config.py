@@ -10,7 +10,7 @@ from typing import Any
 
 from kdist.cluster.addresses import split_address
 from kdist.cluster.cluster_spec import ClusterSpec
-from kdist.cluster.resolver import ClusterResolver, format_master
+from kdist.cluster.resolver import ClusterResolver, Task, format_master
 from kdist.errors import ClusterConfigError
 
 KNOWN_JOBS = ("chief", "worker", "ps", "evaluator")
@@ -20,14 +20,11 @@ _EXAMPLE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class TFConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TFConfig(Task):
     """`TF_CONFIG` once it has been read and checked."""
 
     cluster: ClusterSpec
-    task_type: str | None
-    task_id: int | None
-    rpc_layer: str | None
     session_master: str | None
 
 
@@ -189,13 +186,13 @@ class TFConfigClusterResolver(ClusterResolver):
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._task_type = task_type
-        self._task_id = task_id
+        self._task_type = None if task_type is None else str(task_type)
+        self._task_id = None if task_id is None else int(task_id)
         self._rpc_layer = rpc_layer
-        self._environment = environment
+        self._environment = environment  # type: ignore[assignment]  # TensorFlow's returns what it was given
         self._environ = environ
 
-    def _read(self) -> TFConfig:
+    def _described(self) -> TFConfig:
         environ = os.environ if self._environ is None else self._environ
         return parse_tf_config(environ.get("TF_CONFIG"))
 
@@ -205,23 +202,16 @@ class TFConfigClusterResolver(ClusterResolver):
         Raises:
             ClusterConfigError: If a field of `TF_CONFIG` is wrong.
         """
-        return self._read().cluster
+        return self._described().cluster
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Returns the address of this task or of the task that is named.
 
-        Args:
-            task_type: The job of the task that is asked for.
-            task_id: Its index.
-            rpc_layer: The protocol to put in front.
-
-        Returns:
-            `session_master` where `TF_CONFIG` has it; an empty string in a cluster of one task; else the
-            task's address.
+        `session_master` of `TF_CONFIG` comes before it; in a cluster of one task it is an empty string.
         """
-        config = self._read()
+        config = self._described()
         if config.session_master is not None:
             return config.session_master
         if sum(config.cluster.num_tasks(job) for job in config.cluster.jobs) <= 1:
@@ -231,35 +221,3 @@ class TFConfigClusterResolver(ClusterResolver):
         if task_type is None or task_id is None:
             raise _wrong('["task"]', 'must have "type" and "index"', None)
         return format_master(config.cluster.task_address(task_type, task_id), rpc_layer or self.rpc_layer)
-
-    @property
-    def environment(self) -> str | None:  # type: ignore[override]  # TensorFlow's returns what it was given
-        """The constructor's `environment`."""
-        return self._environment
-
-    @property
-    def task_type(self) -> str | None:
-        """The task's job: the override, or `task.type`."""
-        return self._read().task_type if self._task_type is None else str(self._task_type)
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The task's index: the override, or `task.index`."""
-        return self._read().task_id if self._task_id is None else int(self._task_id)
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The protocol: the override, or `rpc_layer` of the variable."""
-        return self._read().rpc_layer if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
