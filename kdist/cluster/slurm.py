@@ -16,6 +16,7 @@ from kdist.errors import ClusterConfigError
 
 _MOST_HOSTS = 100_000  # a range such as n[0-9999999999] is a mistake, not a cluster
 _PART = re.compile(r"(?:[^,\[\]\s]|\[[0-9,\-]+\])+")
+_HOSTLIST = re.compile(rf"{_PART.pattern}(?:,{_PART.pattern})*")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
@@ -36,21 +37,14 @@ def expand_hostlist(hostlist: str) -> list[str]:
     >>> expand_hostlist("n[1-2],m5,o[08-10,12]")
     ['n1', 'n2', 'm5', 'o08', 'o09', 'o10', 'o12']
     """
+    if _HOSTLIST.fullmatch(hostlist) is None:
+        raise _bad_list(hostlist)
     hosts: list[str] = []
-    position = 0
-    while True:
-        match = _PART.match(hostlist, position)
-        if match is None:
-            raise _bad_list(hostlist)
-        hosts.extend(_expand(match.group(), hostlist))
-        position = match.end()
+    for part in _PART.findall(hostlist):
+        hosts.extend(_expand(part, hostlist))
         if len(hosts) > _MOST_HOSTS:
             raise _bad_list(hostlist)
-        if position == len(hostlist):
-            return hosts
-        if hostlist[position] != ",":
-            raise _bad_list(hostlist)
-        position += 1
+    return hosts
 
 
 def _bad_list(hostlist: str) -> ClusterConfigError:

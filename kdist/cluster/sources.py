@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 
 from kdist.cluster.process_variables import (
@@ -25,7 +24,7 @@ class Source:
     variables: tuple[str, ...]
     # Returns whether the source describes a cluster, and the reason in words.
     applies: Callable[[Mapping[str, str]], tuple[bool, str]]
-    make: Callable[[Mapping[str, str] | None], ClusterResolver]
+    make: Callable[[Mapping[str, str]], ClusterResolver]
 
 
 def _tf_config_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -38,9 +37,7 @@ def _torchrun_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     numbered = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     # One of the two alone is a common name for other things; with MASTER_ADDR it is a mistake worth an error.
     if len(numbered) == 2 or (numbered and "MASTER_ADDR" in environ):
-        return True, "RANK and WORLD_SIZE are set" if len(
-            numbered
-        ) == 2 else f"{numbered[0]} and MASTER_ADDR are set"
+        return True, f"{numbered[0]} and {'WORLD_SIZE' if len(numbered) == 2 else 'MASTER_ADDR'} are set"
     return False, "RANK and WORLD_SIZE are not both set"
 
 
@@ -71,9 +68,8 @@ def _keras_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     return False, "they are empty"
 
 
-def _make_slurm(environ: Mapping[str, str] | None) -> ClusterResolver:
-    seen = os.environ if environ is None else environ
-    job = [seen.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+def _make_slurm(environ: Mapping[str, str]) -> ClusterResolver:
+    job = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     # The documented default port would clash between two jobs on one node; the job's number tells them apart.
     base = stable_port(job) if any(job) else 8888
     return SlurmClusterResolver(port_base=base, auto_set_gpu=False, environ=environ)
