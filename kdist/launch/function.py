@@ -117,7 +117,7 @@ def _result_path(folder: str, index: int) -> str:
 
 def _read_result(folder: str, index: int) -> shipping.Result | None:
     with contextlib.suppress(FileNotFoundError), open(_result_path(folder, index), "rb") as file:
-        return shipping.unpack_result(file.read())
+        return pickle.load(file)
     return None
 
 

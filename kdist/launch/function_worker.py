@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
     result = shipping.perform(data)
     # Under its name only once it is complete: a worker that is killed while writing has no result.
     with open(f"{destination}.part", "wb") as file:
-        file.write(shipping.pack_result(result))
+        pickle.dump(result, file)
     os.replace(f"{destination}.part", destination)
     if not result.ok:
         sys.stdout.flush()

@@ -57,7 +57,7 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         kwargs: Its keyword arguments.
 
     Returns:
-        Bytes for `unpack_call`.
+        Bytes for `perform`.
 
     Raises:
         InvalidArgumentError: If something in it cannot be pickled.
@@ -95,20 +95,6 @@ def _importable(name: str) -> bool:
         sys.modules[name] = loaded
 
 
-def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Reads what `pack_call` wrote, and takes over the sender's import path.
-
-    Args:
-        data: Bytes from `pack_call`.
-
-    Returns:
-        The function, its positional and its keyword arguments.
-    """
-    path, call = pickle.loads(data)
-    sys.path[:] = path
-    return pickle.loads(call)
-
-
 @dataclasses.dataclass
 class Result:
     """What came of a call: a value, or an exception with its traceback."""
@@ -141,17 +127,14 @@ def perform(data: bytes) -> Result:
         A `Result`.
     """
     try:
-        fn, args, kwargs = unpack_call(data)
+        path, call = pickle.loads(data)
+        sys.path[:] = path  # the sender's
+        fn, args, kwargs = pickle.loads(call)
         value = fn(*args, **kwargs)
         return Result(True, cloudpickle().dumps(value))
     except BaseException as error:
-        return Result(False, _pickle_error(error), f"{type(error).__name__}: {error}", _format(error))
-
-
-def _format(error: BaseException) -> str:
-    lines = traceback.format_exception(error)
-    # The first frames are kdist's own call of the function.
-    return "".join(lines).rstrip()
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return Result(False, _pickle_error(error), f"{type(error).__name__}: {error}", text)
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
@@ -161,16 +144,6 @@ def _pickle_error(error: BaseException) -> bytes | None:
         return pickled
     except Exception:
         return None
-
-
-def pack_result(result: Result) -> bytes:
-    """Pickles a result."""
-    return pickle.dumps((result.ok, result.pickled, result.summary, result.traceback))
-
-
-def unpack_result(data: bytes) -> Result:
-    """Reads what `pack_result` wrote."""
-    return Result(*pickle.loads(data))
 
 
 def last_stacks(lines: Sequence[str], most: int = 40) -> list[str]:

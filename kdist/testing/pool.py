@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import selectors
 import signal
 import socket
@@ -83,7 +84,7 @@ class _Member:
         if len(self.received) < size:
             return None
         answer, self.received = self.received[_HEADER.size : size], self.received[size:]
-        return shipping.unpack_result(answer)
+        return pickle.loads(answer)
 
     def output(self) -> list[str]:
         """The last lines that it has printed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-        answer = shipping.pack_result(shipping.perform(call))
+        answer = pickle.dumps(shipping.perform(call))
         sys.stdout.flush()
         connection.sendall(_HEADER.pack(len(answer)) + answer)
         if len(sys.modules) != num_modules:
