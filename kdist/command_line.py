@@ -137,7 +137,7 @@ def _run(options: argparse.Namespace) -> int:
     count = resolve_num_workers(options.num_workers)
     policy = restarts.read_options(options, count, hosts)
     job = Job(
-        command,
+        command=command,
         num_workers=count,
         hosts=hosts,
         host_index=options.host_index or 0,

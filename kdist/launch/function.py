@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
 from kdist.launch import report, shipping
-from kdist.launch.output import Sink, same_file
+from kdist.launch.output import sinks
 from kdist.launch.plan import JobPlan, check_backend, plan_job, resolve_num_workers
 from kdist.launch.supervisor import Outcome, Supervisor
 from kdist.launch.worker_process import WorkerProcess
@@ -92,8 +91,7 @@ def launch(
 def _run(
     plan: JobPlan, folder: str, payload: str, timeout: float | None
 ) -> tuple[list[WorkerProcess], Outcome]:
-    out = Sink(sys.stdout)
-    err = out if same_file(sys.stdout, sys.stderr) else Sink(sys.stderr)
+    out, err = sinks()
     prefixed = plan.num_workers > 1
     workers = [
         WorkerProcess(
@@ -107,7 +105,7 @@ def _run(
         )
         for worker in plan.workers
     ]
-    supervisor = Supervisor(workers, plan.job_id, timeout=timeout, before_start=plan.release_ports)
+    supervisor = Supervisor(workers, plan, timeout=timeout)
     return workers, supervisor.run()
 
 

@@ -13,15 +13,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 JOB_VARIABLE = "KDIST_JOB_ID"
 
 
-def become_subreaper() -> bool:
-    """Makes orphaned descendants children of this process, so that none escapes by a double fork.
-
-    Returns:
-        Whether the system could do it.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+def become_subreaper() -> None:
+    """Makes orphaned descendants children of this process, so that none escapes by a double fork."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def process_table() -> dict[int, tuple[int, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import re
+import sys
 import time
 from typing import Any
 
@@ -46,6 +47,16 @@ class Sink:
         if self.open_line is not None:
             self.write(b"\n")
             self.open_line = None
+
+
+def sinks() -> tuple[Sink, Sink]:
+    """Where this process's stdout and stderr go: one sink if they end in one place, as those of a terminal do."""
+    out = Sink(sys.stdout)
+    try:
+        same = os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):
+        same = sys.stdout is sys.stderr
+    return out, out if same else Sink(sys.stderr)
 
 
 class LineStream:
@@ -171,11 +182,3 @@ class Tail:
         """Returns the lines as text."""
         kept = [*self._lines, self._rest] if self._rest else [*self._lines]
         return [line.decode("utf-8", "replace").rstrip().rpartition("\r")[2] for line in kept]
-
-
-def same_file(first: Any, second: Any) -> bool:
-    """Says whether two streams end in one place, as stdout and stderr of a terminal do."""
-    try:
-        return os.path.sameopenfile(first.fileno(), second.fileno())
-    except (OSError, ValueError, AttributeError):
-        return first is second

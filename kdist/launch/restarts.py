@@ -13,7 +13,7 @@ from kdist.cluster import injection, liveness
 from kdist.cluster.injection import Fault
 from kdist.errors import InvalidArgumentError
 from kdist.launch import linux, report
-from kdist.launch.output import Sink, same_file
+from kdist.launch.output import Sink, sinks
 from kdist.launch.plan import JobPlan, plan_job
 from kdist.launch.supervisor import Outcome, Supervisor
 from kdist.launch.worker_process import WorkerProcess
@@ -122,12 +122,13 @@ def _whole_number(name: str, text: str, least: int) -> int:
     return int(text[:9])
 
 
+@dataclasses.dataclass(kw_only=True)
 class Job:
     """All starts of a job on this machine.
 
     Args:
         command: What a worker runs.
-        num_workers: How many workers this machine has at the first start.
+        num_workers: How many workers this machine has; fewer once some are lost.
         hosts: The machines of the job; empty for this one alone.
         host_index: Which of them this machine is.
         backend: The Keras backend; `None` for what the environment says.
@@ -136,28 +137,16 @@ class Job:
         policy: What happens after a failure.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        num_workers: int,
-        hosts: Sequence[str],
-        host_index: int,
-        backend: str | None,
-        log_dir: str | None,
-        grace: float,
-        policy: Policy,
-    ) -> None:
-        self._command = command
-        self._num_workers = num_workers
-        self._hosts = hosts
-        self._host_index = host_index
-        self._backend = backend
-        self._log_dir = log_dir
-        self._grace = grace
-        self._policy = policy
-        self._starts = 0
-        self._counted = 0  # restarts that count against `max_restarts`
+    command: Sequence[str]
+    num_workers: int
+    hosts: Sequence[str]
+    host_index: int
+    backend: str | None
+    log_dir: str | None
+    grace: float
+    policy: Policy
+    _starts: int = dataclasses.field(default=0, init=False)
+    _counted: int = dataclasses.field(default=0, init=False)  # restarts that count against `max_restarts`
 
     def run(self) -> int:
         """Runs the job until it has ended well, or may not be started again.
@@ -166,8 +155,7 @@ class Job:
             The exit code of the launcher.
         """
         linux.become_subreaper()
-        out = Sink(sys.stdout)
-        err = out if same_file(sys.stdout, sys.stderr) else Sink(sys.stderr)
+        out, err = sinks()
         try:
             while True:
                 plan = self._plan()
@@ -187,7 +175,7 @@ class Job:
             return 128 + signal.SIGINT
 
     def _plan(self) -> JobPlan:
-        policy = self._policy
+        policy = self.policy
         faults = [fault for fault in policy.faults if self._starts == 0 or fault.always]
         told = {liveness.RESTART_VARIABLE: str(self._starts), injection.VARIABLE: injection.join(faults)}
         for name, seconds in (
@@ -197,32 +185,29 @@ class Job:
             if seconds is not None:
                 told[name] = f"{seconds:g}"
         return plan_job(
-            self._num_workers,
-            hosts=self._hosts,
-            host_index=self._host_index,
-            backend=self._backend,
+            self.num_workers,
+            hosts=self.hosts,
+            host_index=self.host_index,
+            backend=self.backend,
             extra=told,
         )
 
     def _run_once(self, plan: JobPlan, out: Sink, err: Sink) -> tuple[list[WorkerProcess], Outcome]:
         several = plan.num_workers > 1
-        log_dir = self._log_dir
         workers = [
             WorkerProcess(
                 worker,
-                self._command,
+                self.command,
                 out,
                 err,
                 prefix=f"[{worker.name}] " if several else "",
-                log_file=os.path.join(log_dir, f"worker-{worker.index}.log") if log_dir else None,
+                log_file=os.path.join(self.log_dir, f"worker-{worker.index}.log") if self.log_dir else None,
                 append=self._starts > 0,
                 keep_stdin=not several,
             )
             for worker in plan.workers
         ]
-        supervisor = Supervisor(
-            workers, plan.job_id, grace=self._grace, whole_tree=True, before_start=plan.release_ports
-        )
+        supervisor = Supervisor(workers, plan, grace=self.grace, whole_tree=True)
         with supervisor.forwarding():
             outcome = supervisor.run()
             sys.stdout.flush()
@@ -230,29 +215,29 @@ class Job:
 
     def _again(self, failed: WorkerProcess, outcome: Outcome) -> str | None:
         """Decides whether the job is started again. Returns what to tell the user then, else `None`."""
-        policy = self._policy
+        policy = self.policy
         why = f"{failed.name} {report.describe_exit(failed.exit_code or 1, failed.frozen)}"
         fewer = self._left(outcome)
         if failed.exit_code == liveness.PREEMPTED:
             if policy.max_restarts == 0:
                 return None
             which = f"restart {self._starts + 1}, which does not count,"
-        elif fewer < self._num_workers:
+        elif fewer < self.num_workers:
             which = f"restart {self._starts + 1}, with fewer workers,"
-            self._num_workers = fewer
+            self.num_workers = fewer
         elif self._counted < policy.max_restarts:
             self._counted += 1
             which = f"restart {self._counted} of {policy.max_restarts}"
         else:
             return None
-        noun = "worker" if self._num_workers == 1 else "workers"
-        return f"kdist: {which} because {why}; starting {self._num_workers} {noun}."
+        noun = "worker" if self.num_workers == 1 else "workers"
+        return f"kdist: {which} because {why}; starting {self.num_workers} {noun}."
 
     def _left(self, outcome: Outcome) -> int:
         """With how many workers the job may go on: as many as it had, unless some of them are lost."""
-        if self._policy.min_workers is None or outcome.lost == 0:
-            return self._num_workers
-        return max(self._num_workers - outcome.lost, self._policy.min_workers)
+        if self.policy.min_workers is None or outcome.lost == 0:
+            return self.num_workers
+        return max(self.num_workers - outcome.lost, self.policy.min_workers)
 
 
 def _end_interrupted(workers: Sequence[WorkerProcess], signum: int) -> int:

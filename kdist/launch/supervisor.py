@@ -15,6 +15,7 @@ from typing import Any
 
 from kdist.cluster import liveness
 from kdist.launch import linux
+from kdist.launch.plan import JobPlan
 from kdist.launch.worker_process import WorkerProcess
 
 # A worker that loses a peer fails within milliseconds of it. Exits this close together are judged together.
@@ -42,30 +43,27 @@ class Supervisor:
 
     Args:
         workers: The workers, not yet started.
-        job_id: The job's number, by which stray descendants are found.
+        plan: The job's plan, with the number by which stray descendants are found.
         grace: How many seconds workers may take to end after a signal was passed on to them.
         timeout: How many seconds the whole job may take.
         whole_tree: Whether every descendant of this process belongs to the job. True for the command line,
             false where user code runs in this process too.
-        before_start: Called just before the workers are started.
     """
 
     def __init__(
         self,
         workers: Sequence[WorkerProcess],
-        job_id: str,
+        plan: JobPlan,
         *,
         grace: float = 5.0,
         timeout: float | None = None,
         whole_tree: bool = False,
-        before_start: Any = None,
     ) -> None:
         self._workers = list(workers)
-        self._job_id = job_id
+        self._plan = plan
         self._grace = grace
         self._timeout = timeout
         self._whole_tree = whole_tree
-        self._before_start = before_start
         self._selector = selectors.DefaultSelector()
         self._outcome = Outcome()
         self._failures: list[WorkerProcess] = []
@@ -91,8 +89,7 @@ class Supervisor:
         return self._outcome
 
     def _start(self) -> None:
-        if self._before_start is not None:
-            self._before_start()
+        self._plan.release_ports()
         for worker in self._workers:
             worker.start()
             for fd in worker.channels:
@@ -118,21 +115,19 @@ class Supervisor:
             elif key.fd == worker.pidfd:
                 self._selector.unregister(key.fd)
                 self._note_exit(worker)
-            elif key.fd in worker.channels and not self._read(worker, key.fd):
-                continue
+            elif key.fd in worker.channels:
+                self._read(worker, key.fd)
         for worker in self._workers:
             if worker.pidfd is None:
                 self._note_exit(worker)
             for channel in worker.channels.values():
                 channel.line.tick()
 
-    def _read(self, worker: WorkerProcess, fd: int) -> bool:
+    def _read(self, worker: WorkerProcess, fd: int) -> None:
         # Unregistered first: read() closes the descriptor when the stream has ended.
         self._selector.unregister(fd)
         if worker.read(fd):
             self._selector.register(fd, selectors.EVENT_READ, worker)
-            return True
-        return False
 
     def _note_exit(self, worker: WorkerProcess) -> None:
         if not worker.collect() or worker.exit_code == 0 or self._ending:
@@ -201,7 +196,7 @@ class Supervisor:
         else:
             found = linux.descendants([w.pid for w in self._workers if w.alive])
             found |= {worker.pid for worker in self._workers if worker.alive}
-        return found | linux.members_of_job(self._job_id)
+        return found | linux.members_of_job(self._plan.job_id)
 
     def _kill_everything(self) -> None:
         found = self._members()

@@ -13,7 +13,7 @@ from kdist.errors import BackendError, ClusterConfigError, InvalidArgumentError
 from kdist.launch import plan as planning
 from kdist.launch import supervisor as supervisor_module
 from kdist.launch.output import LineStream, Sink, Tail
-from kdist.launch.plan import check_backend, parse_hosts, plan_job, resolve_num_workers
+from kdist.launch.plan import JobPlan, check_backend, parse_hosts, plan_job, resolve_num_workers
 from kdist.launch.report import MOST_LINES, failure_block, last_traceback, shell_exit_code
 from kdist.launch.supervisor import Supervisor
 from tests.ports import neighbouring_ports
@@ -254,7 +254,7 @@ def test_exit_codes():
 
 
 def _judged(*workers):
-    supervisor = Supervisor([], "job")
+    supervisor = Supervisor([], JobPlan("job", 0, []))
     for exit_code, exited_at, traceback_at, *lost in workers:
         tail = types.SimpleNamespace(traceback_at=traceback_at, has_lost_another=bool(lost))
         supervisor._failures.append(
@@ -286,7 +286,7 @@ def test_whoever_has_lost_another_waits_for_it_to_end(lost, waits, monkeypatch):
     failed = types.SimpleNamespace(alive=False, exit_code=1, exited_at=100.0, tail=tail, collect=lambda: True)
     other_tail = types.SimpleNamespace(traceback_at=None, has_lost_another=False)
     leaves = types.SimpleNamespace(alive=True, exit_code=None, pid=0, tail=other_tail)
-    supervisor = Supervisor([failed, leaves], "job")
+    supervisor = Supervisor([failed, leaves], JobPlan("job", 2, []))
     monkeypatch.setattr(supervisor, "_signal_all", lambda signum: None)
     monkeypatch.setattr(supervisor, "_kill_everything", lambda: None)
     supervisor._note_exit(failed)
