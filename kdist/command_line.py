@@ -12,6 +12,7 @@ from kdist.checkpoint import command as checkpoint_command
 from kdist.cluster import environment
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
 from kdist.launch import restarts
+from kdist.launch.info import print_info
 from kdist.launch.plan import check_backend, parse_hosts, resolve_num_workers
 from kdist.launch.restarts import Job
 
@@ -37,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--num-workers", "-n", type=int, default=2)
     demo.add_argument("--backend", choices=("tensorflow", "jax", "torch"))
-    demo.add_argument("--epochs", type=int)
+    demo.add_argument("--epochs", type=int, default=8)
     checkpoint_command.add_to(commands)
     return parser
 
@@ -99,25 +100,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "run":
             return _run(options)
         if options.command == "info":
-            from kdist.launch.info import print_info
-
             return print_info()
         if options.command == "checkpoint":
             return checkpoint_command.main(options)
-        return _demo(options)
+        from kdist.demo import main as demo_main  # not on top: the demo needs NumPy, the launcher does not
+
+        return demo_main(options.num_workers, options.backend, options.epochs)
     except KdistError as error:
         print(f"kdist {options.command}: {error}", file=sys.stderr)
         return 2
-
-
-def _demo(options: argparse.Namespace) -> int:
-    from kdist.demo import main as demo_main  # not on top: the demo needs Keras, the launcher does not
-
-    argv = ["--num-workers", str(options.num_workers)]
-    for name in ("backend", "epochs"):
-        if getattr(options, name) is not None:
-            argv += [f"--{name}", str(getattr(options, name))]
-    return demo_main(argv) or 0
 
 
 def _run(options: argparse.Namespace) -> int:

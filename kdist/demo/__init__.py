@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +16,36 @@ from kdist.errors import LaunchError
 
 # float32 carries 7 digits; a hundred steps of training enlarge the differences of the last one.
 _TOLERANCE = 1e-3
-_EPOCHS = 8
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(num_workers: int, backend: str | None, epochs: int) -> int:
     """Trains a small network on handwritten digits twice, prints a table, and says whether both runs agree.
 
     Args:
-        argv: Command line arguments.
+        num_workers: How many workers train it the second time.
+        backend: Their Keras backend; by default what `KERAS_BACKEND` says.
+        epochs: How often each run sees the digits.
 
     Returns:
-        0 if the runs agree and more than 95 % of the test digits are recognised, else 1.
+        0 if the runs agree and more than 95 % of the test digits are recognised, else 1; 2 without the digits.
     """
-    parser = argparse.ArgumentParser(prog="kdist demo", description=__doc__)
-    parser.add_argument("--num-workers", "-n", type=int, default=2)
-    parser.add_argument("--backend", choices=("tensorflow", "jax", "torch"))
-    parser.add_argument("--epochs", type=int, default=_EPOCHS)
-    options = parser.parse_args(argv)
     if importlib.util.find_spec("sklearn") is None:
         print("kdist demo needs scikit-learn for its data: pip install 'kdist[demo]'", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="kdist-demo-") as folder:
         print("One device, plain Keras …", flush=True)
-        one = _run(options, 1, Path(folder) / "one.json", "--plain")
-        print(f"\n{options.num_workers} workers, kdist …", flush=True)
-        many = _run(options, options.num_workers, Path(folder) / "many.json")
-    print(_report(one, many, options.num_workers))
+        one = _run(backend, epochs, 1, Path(folder) / "one.json", "--plain")
+        print(f"\n{num_workers} workers, kdist …", flush=True)
+        many = _run(backend, epochs, num_workers, Path(folder) / "many.json")
+    print(_report(one, many, num_workers))
     return 0 if _agree(one, many) and many["accuracy"] > 0.95 else 1
 
 
-def _run(options: argparse.Namespace, num_workers: int, result: Path, *flags: str) -> dict[str, Any]:
+def _run(backend: str | None, epochs: int, num_workers: int, result: Path, *flags: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "kdist", "run", "--num-workers", str(num_workers)]
-    if options.backend:
-        command += ["--backend", options.backend]
-    command += ["-m", "kdist.demo.train", "--result", str(result), "--epochs", str(options.epochs), *flags]
+    if backend:
+        command += ["--backend", backend]
+    command += ["-m", "kdist.demo.train", "--result", str(result), "--epochs", str(epochs), *flags]
     code = subprocess.run(command, check=False).returncode
     if code != 0:
         raise LaunchError("The demo's training failed.", received={"exit_code": code}, hint="See above.")
@@ -82,7 +76,3 @@ def _report(one: dict[str, Any], many: dict[str, Any], num_workers: int) -> str:
     else:
         verdict = f"The runs DISAGREE by more than {_TOLERANCE:g}. Please report this, with `kdist info`."
     return "\n".join(["", *lines, "", verdict])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,7 @@ from kdist.cluster import check_port_free, hold_free_ports, join_address, split_
 from kdist.errors import BackendError, InvalidArgumentError
 from kdist.launch.linux import JOB_VARIABLE
 
-BACKENDS = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
+BACKENDS = ("tensorflow", "jax", "torch")  # names of the packages, too
 # torchrun's agent sets these for its own workers; below kdist's launcher they would be lies.
 _STALE = (
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -148,7 +148,7 @@ def check_backend(name: str | None) -> None:
             received={"backend": name},
             hint="For example: kdist run --backend jax train.py",
         )
-    for package in (BACKENDS[name.lower()], "keras"):
+    for package in (name.lower(), "keras"):
         if importlib.util.find_spec(package) is None:
             raise BackendError(
                 f"The backend {name.lower()!r} needs the package {package}, which is not installed.",

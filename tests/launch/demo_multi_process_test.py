@@ -54,18 +54,18 @@ def test_what_it_says_of_two_results(
     results = iter([RESULT, RESULT | change])
     calls = []
 
-    def run(options: Any, num_workers: int, result: Path, *flags: str) -> dict[str, Any]:
+    def run(backend: str, epochs: int, num_workers: int, result: Path, *flags: str) -> dict[str, Any]:
         calls.append((num_workers, flags))
         return next(results)
 
     monkeypatch.setattr(demo, "_run", run)
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: name)
-    assert demo.main(["--num-workers", "3"]) == code
+    assert demo.main(3, "jax", 8) == code
     assert verdict in capsys.readouterr().out
     assert calls == [(1, ("--plain",)), (3, ())]
 
 
 def test_it_needs_scikit_learn(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
-    assert demo.main([]) == 2
+    assert demo.main(2, None, 8) == 2
     assert "pip install 'kdist[demo]'" in capsys.readouterr().err
