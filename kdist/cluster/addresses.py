@@ -60,27 +60,12 @@ def _address_error(field: str, address: object, rule: str) -> ClusterConfigError
 
 
 def join_address(host: str, port: int) -> str:
-    """Joins a host and a port; an IPv6 host gets its square brackets.
-
-    Args:
-        host: The host's name or number.
-        port: The port.
-
-    Returns:
-        The address.
-    """
+    """Joins a host and a port; an IPv6 host gets its square brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Says whether a host's name can only mean the machine it is used on.
-
-    Args:
-        host: A host's name or number, without a port.
-
-    Returns:
-        `True` for `localhost` and the numbers of the loopback interface.
-    """
+    """Says whether a host's name or number can only mean the machine it is used on."""
     return host in _LOOPBACK or host.startswith("127.")
 
 
@@ -89,10 +74,6 @@ def hold_free_ports(count: int, host: str = "127.0.0.1") -> list[socket.socket]:
 
     Ports are taken from below the range that the system gives to outgoing connections: one of these could be
     given away between closing the returned socket and the worker's own `bind`.
-
-    Args:
-        count: How many ports.
-        host: The host's number on which the ports must be free.
 
     Returns:
         Bound sockets; read the port with `getsockname()[1]` and close them just before the ports are used.
@@ -139,14 +120,7 @@ def _close(sockets: list[socket.socket]) -> None:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Returns the numbers of ports that are free at this moment.
-
-    Args:
-        count: How many ports.
-        host: The host's number on which they must be free.
-
-    Returns:
-        Different port numbers.
+    """Returns the numbers of ports that are free on a host of this machine at this moment.
 
     Raises:
         ClusterConfigError: If there are not so many free ports.
@@ -165,9 +139,6 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 def check_port_free(address: str) -> None:
     """Checks that this machine can listen at an address.
-
-    Args:
-        address: `host:port` of this machine.
 
     Raises:
         ClusterConfigError: If the port is in use, or the host is not this machine.

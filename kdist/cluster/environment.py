@@ -14,14 +14,6 @@ _GPU_FILES = "/dev/nvidia[0-9]*"
 def get(name: str, default: str | None = None, environ: Mapping[str, str] | None = None) -> str | None:
     """Returns an environment variable, or `default` where it is not set.
 
-    Args:
-        name: The variable's name.
-        default: What to return where it is not set.
-        environ: The environment to read; by default the process's own.
-
-    Returns:
-        The value as a string, or `default`.
-
     Example:
 
     >>> from kdist.cluster import environment
@@ -32,24 +24,13 @@ def get(name: str, default: str | None = None, environ: Mapping[str, str] | None
 
 
 def set_default(name: str, value: object) -> str:
-    """Sets an environment variable unless the user has set it already.
-
-    Args:
-        name: The variable's name.
-        value: The value to set; it is turned into a string.
-
-    Returns:
-        The value that holds now: the user's, or the one just set.
-    """
+    """Sets an environment variable unless the user has set it already; returns the value that holds now."""
     return os.environ.setdefault(name, str(value))
 
 
 @contextlib.contextmanager
 def patched(**variables: object) -> Iterator[None]:
-    """Sets environment variables for the duration of a `with` block and restores them after it.
-
-    Args:
-        **variables: Names and values; `None` removes the variable.
+    """Sets environment variables for the duration of a `with` block and restores them after it; `None` removes one.
 
     Example:
 
@@ -76,16 +57,10 @@ def _write(variables: Mapping[str, object]) -> None:
 
 
 def keras_backend_choice(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Returns the name of the Keras backend that will be used, and where that was decided.
+    """Returns the name of the Keras backend that will be used, and a phrase that says where that was decided.
 
     Keras itself is not imported. The order is Keras's own: the variable `KERAS_BACKEND`, then the
-    configuration file, then "tensorflow".
-
-    Args:
-        environ: The environment to read; by default the process's own.
-
-    Returns:
-        The backend's name in lower case (not checked for being a known one) and a phrase that says why.
+    configuration file, then "tensorflow". The name is in lower case, and not checked for being a known one.
 
     Example:
 
@@ -110,14 +85,7 @@ def keras_backend_choice(environ: Mapping[str, str] | None = None) -> tuple[str,
 
 
 def keras_backend_name(environ: Mapping[str, str] | None = None) -> str:
-    """Returns the name of the Keras backend that will be used, without importing Keras.
-
-    Args:
-        environ: The environment to read; by default the process's own.
-
-    Returns:
-        The backend's name in lower case, not checked for being a known one.
-    """
+    """Returns the name of the Keras backend that will be used, as `keras_backend_choice` does."""
     return keras_backend_choice(environ)[0]
 
 
@@ -126,12 +94,6 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[str]:
 
     No framework is asked, so no GPU is held by asking: `CUDA_VISIBLE_DEVICES` is read, and where it is not
     set the driver's device files are counted.
-
-    Args:
-        environ: The environment to read; by default the process's own.
-
-    Returns:
-        A list of indices or identifiers; empty where there is no GPU.
 
     Example:
 

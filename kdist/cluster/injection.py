@@ -64,13 +64,7 @@ def _as_text(value: object) -> str:
 
 
 def parse(text: str) -> Fault:
-    """Reads a fault as it stands after `--inject`.
-
-    Args:
-        text: `KIND` or `KIND:OPTION=VALUE,...`.
-
-    Returns:
-        A `Fault`.
+    """Reads a fault as it stands after `--inject`: `KIND` or `KIND:OPTION=VALUE,...`.
 
     Raises:
         InvalidArgumentError: If there is no such kind or option, or a value that cannot be.

@@ -20,16 +20,10 @@ _LEAST_SECONDS = 1.0
 
 
 def heartbeat_timeout(environ: Mapping[str, str] | None = None) -> float:
-    """Returns after how many seconds a worker that is dead or stopped must have been noticed.
-
-    Args:
-        environ: The environment to read; by default the process's own.
-
-    Returns:
-        The value of `KDIST_HEARTBEAT_TIMEOUT`, else 15.
+    """Returns after how many seconds a worker that is dead or stopped must have been noticed; by default 15.
 
     Raises:
-        InvalidArgumentError: If it is no number of at least 1.
+        InvalidArgumentError: If `KDIST_HEARTBEAT_TIMEOUT` is no number of at least 1.
 
     Example:
 
@@ -43,14 +37,10 @@ def heartbeat_timeout(environ: Mapping[str, str] | None = None) -> float:
 def hang_timeout(environ: Mapping[str, str] | None = None) -> float:
     """Returns after how many seconds a worker ends that stands still while others wait for it.
 
-    Args:
-        environ: The environment to read; by default the process's own.
-
-    Returns:
-        The value of `KDIST_HANG_TIMEOUT`, else 600: an upload may take that long.
+    By default it is 600: an upload may take that long.
 
     Raises:
-        InvalidArgumentError: If it is no number of at least 1.
+        InvalidArgumentError: If `KDIST_HANG_TIMEOUT` is no number of at least 1.
     """
     return _read(HANG_VARIABLE, 600.0, environ)
 

@@ -51,12 +51,6 @@ class ProcessClusterResolver(ClusterResolver):
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
         """Reads and checks the variables. Called at each question.
 
-        Args:
-            environ: The environment to read.
-
-        Returns:
-            The layout.
-
         Raises:
             ClusterConfigError: If a variable is missing or wrong; the message names it.
         """
@@ -239,14 +233,10 @@ class MPIClusterResolver(ProcessClusterResolver):
 
 
 def stable_port(names: Iterable[str]) -> int:
-    """Returns a port that all processes of one job compute alike, and other jobs probably differently.
+    """Returns a port that all processes of one job compute alike from its names, and other jobs probably differently.
 
-    Args:
-        names: What names the job.
-
-    Returns:
-        A port between 20000 and 29998, below the range that the system gives to outgoing connections. Its
-        neighbour is left free for the exchange of addresses.
+    It lies between 20000 and 29998, below the range that the system gives to outgoing connections. Its neighbour
+    is left free for the exchange of addresses.
     """
     return 20000 + 2 * (zlib.crc32("\n".join(names).encode()) % 5000)
 

@@ -13,11 +13,7 @@ from kdist.launch import shipping
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads a call from a file, carries it out, and writes the result to another file.
-
-    Args:
-        argv: The two paths.
-    """
+    """Reads a call from a file, carries it out, and writes the result to another file: `argv` has their paths."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     payload, destination = argv

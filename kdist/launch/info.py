@@ -35,14 +35,7 @@ _WIDEST = 300
 
 
 def version_of(package: str) -> str:
-    """Returns the installed version of a package without importing it.
-
-    Args:
-        package: The name under which it is imported.
-
-    Returns:
-        The version, or "not installed".
-    """
+    """Returns the version of a package, named as it is imported, or "not installed". It is not imported."""
     for name in _PACKAGES.get(package, (package,)):
         try:
             version = importlib.metadata.version(name)
@@ -55,16 +48,7 @@ def version_of(package: str) -> str:
 
 
 def devices_of(backend: str, environ: Mapping[str, str] | None = None, timeout: float = 60.0) -> str:
-    """Asks a backend which devices it sees, in a process of its own.
-
-    Args:
-        backend: The backend's name.
-        environ: The environment of that process; by default this process's own.
-        timeout: How many seconds it may take.
-
-    Returns:
-        The devices, or why they could not be told.
-    """
+    """Asks a backend which devices it sees, in a process of its own; returns them, or why it could not tell."""
     if backend not in _DEVICES:
         return f"unknown backend; kdist knows {', '.join(BACKENDS)}"
     quiet = {**(os.environ if environ is None else environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -91,14 +75,7 @@ def _memory() -> str:
 
 
 def cluster_lines(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Describes every cluster source that is present, which one won and why.
-
-    Args:
-        environ: The environment to read; by default the process's own.
-
-    Returns:
-        Lines of text.
-    """
+    """Describes every cluster source that is present, which one won and why."""
     reports = survey(environ)
     lines = []
     for report in reports:
@@ -111,11 +88,7 @@ def cluster_lines(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def print_info() -> int:
-    """Prints the report.
-
-    Returns:
-        The exit code, 0.
-    """
+    """Prints the report; returns the exit code."""
     print(f"python: {platform.python_version()} ({sys.executable})")
     for package in _PACKAGES:
         print(f"{package}: {version_of(package)}")

@@ -20,11 +20,7 @@ def become_subreaper() -> None:
 
 
 def process_table() -> dict[int, tuple[int, str]]:
-    """Returns the parent and the state of every process that can be seen.
-
-    Returns:
-        A dictionary from process id to parent id and state letter ("Z" is a zombie); empty without /proc.
-    """
+    """Returns the parent and the state letter ("Z" is a zombie) of every process there is; nothing without /proc."""
     table: dict[int, tuple[int, str]] = {}
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc"):
@@ -44,14 +40,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def descendants(roots: Iterable[int]) -> set[int]:
-    """Returns the processes below `roots`, without the roots themselves, zombies left out.
-
-    Args:
-        roots: Process ids.
-
-    Returns:
-        A set of process ids.
-    """
+    """Returns the processes below `roots`, without the roots themselves, zombies left out."""
     table = process_table()
     below: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():
@@ -67,16 +56,10 @@ def descendants(roots: Iterable[int]) -> set[int]:
 
 
 def members_of_job(job_id: str) -> set[int]:
-    """Returns the live processes that carry a job's number in the environment they were started with.
+    """Returns the live processes that were started with a job's number in their environment, without this one.
 
     It finds those that left the process tree (a double fork); children that were started with an emptied
     environment are found by `descendants` only.
-
-    Args:
-        job_id: The value of `KDIST_JOB_ID`.
-
-    Returns:
-        A set of process ids, never this process itself.
     """
     marker = f"{JOB_VARIABLE}={job_id}".encode()
     found: set[int] = set()
@@ -90,11 +73,7 @@ def members_of_job(job_id: str) -> set[int]:
 
 
 def reap_orphans(keep: Iterable[int]) -> None:
-    """Collects dead children that this process has inherited, so that no zombie stays.
-
-    Args:
-        keep: Children whose exit status somebody else waits for.
-    """
+    """Collects dead children that this process has inherited, but for those that somebody else waits for."""
     kept = set(keep)
     for pid, (parent, state) in process_table().items():
         if parent == os.getpid() and state == "Z" and pid not in kept:
@@ -103,26 +82,13 @@ def reap_orphans(keep: Iterable[int]) -> None:
 
 
 def send(pid: int, signum: int, *, group: bool = False) -> None:
-    """Sends a signal; a process that has gone already is none of our business.
-
-    Args:
-        pid: The process, or the leader of the group.
-        signum: The signal.
-        group: Whether the whole process group gets it.
-    """
+    """Sends a signal, to a whole group if asked; a process that has gone already is none of our business."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         (os.killpg if group else os.kill)(pid, signum)
 
 
 def signal_name(signum: int) -> str:
-    """Returns a signal's name, such as "SIGKILL".
-
-    Args:
-        signum: The signal's number.
-
-    Returns:
-        The name, or "signal 63" for a number without one.
-    """
+    """Returns a signal's name, such as "SIGKILL"; "signal 63" for a number without one."""
     try:
         return signal.Signals(signum).name
     except ValueError:

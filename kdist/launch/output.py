@@ -16,11 +16,7 @@ _PATIENCE = 1.0  # seconds that half a line waits for its other half
 
 
 class Sink:
-    """Where output goes: a terminal, a file, a pipe, or a notebook's stream.
-
-    Args:
-        stream: A text stream such as `sys.stdout`.
-    """
+    """Where output goes: the text stream of a terminal, a file, a pipe, or a notebook."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -83,11 +79,7 @@ class LineStream:
         self._since = 0.0
 
     def feed(self, data: bytes) -> None:
-        """Takes what the worker has written.
-
-        Args:
-            data: Bytes, cut anywhere.
-        """
+        """Takes what the worker has written, cut anywhere."""
         if not self._prefix:
             self._sink.write(data)
             return
@@ -151,11 +143,7 @@ class LineStream:
 
 
 class Tail:
-    """The last lines of a worker's stderr, for the report of its failure.
-
-    Args:
-        most: How many lines to remember.
-    """
+    """The last lines of a worker's stderr, for the report of its failure."""
 
     def __init__(self, most: int = 400) -> None:
         self._lines: collections.deque[bytes] = collections.deque(maxlen=most)
@@ -165,11 +153,7 @@ class Tail:
         """Whether the worker has said that it failed because another one had ended."""
 
     def feed(self, data: bytes) -> None:
-        """Takes what the worker has written.
-
-        Args:
-            data: Bytes, cut anywhere.
-        """
+        """Takes what the worker has written, cut anywhere."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.lstrip(b" |+").startswith(b"Traceback (most recent call last)"):

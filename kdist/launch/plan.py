@@ -64,17 +64,10 @@ def count_cores() -> int:
 
 
 def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | None = None) -> int:
-    """Turns the option `--num-workers` into a number.
-
-    Args:
-        text: A number, or "auto": one worker a GPU, or one a core where there is no GPU.
-        environ: The environment to read; by default the process's own.
-
-    Returns:
-        The number of workers of this machine.
+    """Turns the option `--num-workers` into a number: "auto" is one worker a GPU, or one a core without a GPU.
 
     Raises:
-        InvalidArgumentError: If it is neither.
+        InvalidArgumentError: If it is neither "auto" nor a positive integer.
 
     Example:
 
@@ -101,12 +94,6 @@ def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | Non
 def parse_hosts(text: str | Sequence[str] | None) -> list[str]:
     """Turns the option `--hosts` into a list of addresses.
 
-    Args:
-        text: For example `"host0:5000,host1:5000"`; a list is taken too.
-
-    Returns:
-        The addresses, each checked; empty where there are none.
-
     Raises:
         ClusterConfigError: If an entry is not `host:port`.
         InvalidArgumentError: If an entry is there twice.
@@ -132,10 +119,7 @@ def parse_hosts(text: str | Sequence[str] | None) -> list[str]:
 
 
 def check_backend(name: str | None) -> None:
-    """Checks that a backend is one of kdist's and is installed, without importing it.
-
-    Args:
-        name: The backend's name; `None` is not checked.
+    """Checks that a backend is one of kdist's and is installed, without importing it; `None` is not checked.
 
     Raises:
         BackendError: If it is unknown, or it or Keras is not installed.
@@ -166,7 +150,7 @@ def plan_job(
     environ: Mapping[str, str] | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> JobPlan:
-    """Works out what the workers of this machine are told.
+    """Works out what the workers of this machine are told, and holds their ports until `release_ports`.
 
     Args:
         num_workers: How many workers each machine has.
@@ -176,9 +160,6 @@ def plan_job(
         backend: The value for `KERAS_BACKEND`; `None` leaves it alone.
         environ: The environment that the workers inherit; by default the process's own.
         extra: More variables for all workers; they win over everything else.
-
-    Returns:
-        A `JobPlan`. Its ports are held until `release_ports`.
 
     Raises:
         InvalidArgumentError: If `host_index` is none of `hosts`.

@@ -14,13 +14,7 @@ _START = re.compile(r"[ |+]*(Traceback \(most recent call last\)|Fatal Python er
 
 
 def shell_exit_code(exit_code: int) -> int:
-    """Returns the exit code as a shell tells it: 128 plus the number for a signal.
-
-    Args:
-        exit_code: As `subprocess` tells it: negative for a signal.
-
-    Returns:
-        A number between 0 and 255.
+    """Returns an exit code of `subprocess` as a shell tells it: 128 plus the number for a signal.
 
     Example:
 
@@ -32,14 +26,9 @@ def shell_exit_code(exit_code: int) -> int:
 
 
 def describe_exit(exit_code: int, frozen: bool = False) -> str:
-    """Says in words how a process ended.
+    """Says how a process ended, after the exit code of `subprocess`: "was killed by SIGKILL (signal 9)".
 
-    Args:
-        exit_code: As `subprocess` tells it: negative for a signal.
-        frozen: Whether a signal such as SIGSTOP had stopped it before it was ended.
-
-    Returns:
-        For example "was killed by SIGKILL (signal 9)".
+    `frozen` says that a signal such as SIGSTOP had stopped it before it was ended.
     """
     if frozen:
         return "did not run any more: a signal such as SIGSTOP had stopped it"
@@ -51,14 +40,9 @@ def describe_exit(exit_code: int, frozen: bool = False) -> str:
 
 
 def last_traceback(lines: Sequence[str], most: int) -> list[str]:
-    """Returns the last traceback in a worker's output, shortened from the middle.
+    """Returns the last traceback among the last lines of a worker's stderr, shortened from the middle.
 
-    Args:
-        lines: The last lines of its stderr.
-        most: How many lines to return at most.
-
-    Returns:
-        The traceback; without one, the last lines there are.
+    Without a traceback it is the last lines there are.
 
     Example:
 
@@ -93,7 +77,7 @@ def failure_block(
     others: Sequence[str] = (),
     frozen: bool = False,
 ) -> str:
-    """Returns the block that ends the output of a failed job.
+    """Returns the block that ends the output of a failed job, of at most 20 lines.
 
     Args:
         name: The worker that failed first, such as "worker 1".
@@ -102,9 +86,6 @@ def failure_block(
         log_file: Where its whole output is.
         others: The names of the other workers of this machine, which have been ended.
         frozen: Whether it was stopped by a signal.
-
-    Returns:
-        At most 20 lines.
     """
     head = f"──── kdist: {name} failed first: it {describe_exit(exit_code, frozen)} ────"
     foot = []

@@ -73,12 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(options: argparse.Namespace, num_workers: int, hosts: Sequence[str]) -> Policy:
-    """Checks the options that `add_options` has added.
-
-    Args:
-        options: The parsed command line.
-        num_workers: How many workers this machine has.
-        hosts: The machines of the job; empty for this one alone.
+    """Checks the options that `add_options` has added, for the workers of this machine and all machines of the job.
 
     Raises:
         InvalidArgumentError: If one of them cannot be.
@@ -149,11 +144,7 @@ class Job:
     _counted: int = dataclasses.field(default=0, init=False)  # restarts that count against `max_restarts`
 
     def run(self) -> int:
-        """Runs the job until it has ended well, or may not be started again.
-
-        Returns:
-            The exit code of the launcher.
-        """
+        """Runs the job until it has ended well, or may not be started again; returns the launcher's exit code."""
         linux.become_subreaper()
         out, err = sinks()
         try:

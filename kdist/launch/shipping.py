@@ -36,12 +36,7 @@ def cloudpickle() -> Any:
 def worker_command(module: str, *arguments: str) -> list[str]:
     """Returns the command that runs the `main` of one of kdist's modules in a fresh Python.
 
-    Args:
-        module: The module's name.
-        *arguments: Arguments for its `main`.
-
-    Returns:
-        The command. It finds this kdist even if it is not installed.
+    It finds this kdist even if it is not installed.
     """
     # `-m` would look for kdist in the working directory only, which need not be where this kdist is.
     code = f"import sys; sys.path.insert(1, {_ROOT!r}); from {module} import main; main(sys.argv[1:])"
@@ -49,15 +44,7 @@ def worker_command(module: str, *arguments: str) -> list[str]:
 
 
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickles a call for another process.
-
-    Args:
-        fn: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        Bytes for `perform`.
+    """Pickles a call for `perform` in another process.
 
     Raises:
         InvalidArgumentError: If something in it cannot be pickled.
@@ -118,14 +105,7 @@ class Result:
 
 
 def perform(data: bytes) -> Result:
-    """Carries out a packed call. Whatever goes wrong becomes part of the result.
-
-    Args:
-        data: Bytes from `pack_call`.
-
-    Returns:
-        A `Result`.
-    """
+    """Carries out a packed call. Whatever goes wrong becomes part of the result."""
     try:
         path, call = pickle.loads(data)
         sys.path[:] = path  # the sender's
@@ -147,15 +127,7 @@ def _pickle_error(error: BaseException) -> bytes | None:
 
 
 def last_stacks(lines: Sequence[str], most: int = 40) -> list[str]:
-    """Returns the stacks that `faulthandler` printed last, out of a worker's stderr.
-
-    Args:
-        lines: The last lines of its stderr.
-        most: How many lines to return at most.
-
-    Returns:
-        The dump, or the last lines where there is none.
-    """
+    """Returns the stacks that `faulthandler` printed last into a worker's stderr; else its last lines."""
     starts = [i for i, line in enumerate(lines) if re.match(r"(Current thread|Thread) 0x", line)]
     if not starts:
         return list(lines[-10:])

@@ -71,11 +71,7 @@ class Supervisor:
         self._ending = False
 
     def run(self) -> Outcome:
-        """Runs the job to its end.
-
-        Returns:
-            An `Outcome`. Every process of the job has ended by then, grandchildren included.
-        """
+        """Runs the job to its end. Every process of it has ended by then, grandchildren included."""
         if self._timeout is not None:
             self._deadline = time.monotonic() + self._timeout
         try:

@@ -19,14 +19,7 @@ _START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_start.py")
 
 
 def start_command(command: Sequence[str]) -> list[str]:
-    """Returns the command that becomes `command` after asking to die with this process.
-
-    Args:
-        command: The program and its arguments; the program as an absolute path.
-
-    Returns:
-        A command for `subprocess.Popen`.
-    """
+    """Returns the command that becomes `command`, an absolute path first, after asking to die with this process."""
     return [sys.executable, "-I", "-S", _START, str(os.getpid()), *command]
 
 
@@ -129,14 +122,7 @@ class WorkerProcess:
         return os.pipe()
 
     def read(self, fd: int) -> bool:
-        """Reads what the worker has written to one of its streams.
-
-        Args:
-            fd: The stream's file descriptor.
-
-        Returns:
-            False when the stream has ended.
-        """
+        """Reads what the worker has written to one of its streams; returns False when that has ended."""
         try:
             data = os.read(fd, 65536)
         except BlockingIOError:
@@ -157,11 +143,7 @@ class WorkerProcess:
         return True
 
     def collect(self) -> bool:
-        """Notes the exit code if the process has ended.
-
-        Returns:
-            Whether it has just ended.
-        """
+        """Notes the exit code if the process has ended; says whether it has just done so."""
         if not self.alive or self.process is None or self.process.poll() is None:
             return False
         self.exit_code = self.process.returncode
