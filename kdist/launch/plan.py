@@ -91,7 +91,7 @@ def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | Non
     return int(number)
 
 
-def parse_hosts(text: str | Sequence[str] | None) -> list[str]:
+def parse_hosts(text: str | None) -> list[str]:
     """Turns the option `--hosts` into a list of addresses.
 
     Raises:
@@ -106,7 +106,7 @@ def parse_hosts(text: str | Sequence[str] | None) -> list[str]:
     """
     if not text:
         return []
-    entries = [part.strip() for part in (text.split(",") if isinstance(text, str) else text)]
+    entries = [part.strip() for part in text.split(",")]
     for position, entry in enumerate(entries):
         split_address(entry, f"--hosts[{position}]")
     if len(set(entries)) != len(entries):

@@ -125,8 +125,6 @@ class WorkerProcess:
         """Reads what the worker has written to one of its streams; returns False when that has ended."""
         try:
             data = os.read(fd, 65536)
-        except BlockingIOError:
-            return True
         except OSError:  # a terminal whose other end is closed
             data = b""
         channel = self.channels[fd]
