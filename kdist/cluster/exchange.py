@@ -93,7 +93,6 @@ def _gather(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...
     with contextlib.ExitStack() as cleanup, selectors.DefaultSelector() as selector:
         server = cleanup.enter_context(_listen(cluster))
         selector.register(server, selectors.EVENT_READ)
-        buffers: dict[socket.socket, bytes] = {}
         while len(addresses) < cluster.num_workers:
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             if not ready and time.monotonic() >= deadline:
@@ -101,11 +100,11 @@ def _gather(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...
                 _tell(joined, {"missing": missing, "timeout": timeout})
                 raise _missing_error(missing, timeout)
             for key, _ in ready:
-                client = key.fileobj
-                if client is server or not isinstance(client, socket.socket):
-                    _accept(server, _greeting(cluster), selector, buffers, cleanup)
+                if key.fileobj is server:
+                    _accept(server, _greeting(cluster), selector, cleanup)
                     continue
-                line = _read_line(client, selector, buffers)
+                client: Any = key.fileobj
+                line = _read_line(client, key.data, selector)
                 if line is not None and _admit(line, cluster, addresses, joined):
                     joined.append(client)
         complete = tuple(addresses[index] for index in range(cluster.num_workers))
@@ -134,7 +133,6 @@ def _accept(
     server: socket.socket,
     greeting: bytes,
     selector: selectors.BaseSelector,
-    buffers: dict[socket.socket, bytes],
     cleanup: contextlib.ExitStack,
 ) -> None:
     connection, _ = server.accept()
@@ -142,22 +140,20 @@ def _accept(
     cleanup.enter_context(connection)
     with contextlib.suppress(OSError):
         connection.send(greeting)  # a few bytes: they fit
-    buffers[connection] = b""
-    selector.register(connection, selectors.EVENT_READ)
+    selector.register(connection, selectors.EVENT_READ, bytearray())
 
 
 def _read_line(
-    connection: Any, selector: selectors.BaseSelector, buffers: dict[socket.socket, bytes]
-) -> bytes | None:
-    """Reads what has come; returns the line once it is complete. Strangers that talk on are cut off."""
+    connection: socket.socket, line: bytearray, selector: selectors.BaseSelector
+) -> bytearray | None:
+    """Adds what has come to a line; returns it once it is complete. Strangers that talk on are cut off."""
     try:
         received = connection.recv(_MOST_BYTES)
     except BlockingIOError:
         return None
     except OSError:
         received = b""
-    line = buffers[connection] + received
-    buffers[connection] = line
+    line += received
     complete = b"\n" in line
     if complete or not received or len(line) > _MOST_BYTES:
         selector.unregister(connection)
@@ -166,7 +162,7 @@ def _read_line(
     return line if complete else None
 
 
-def _admit(line: bytes, cluster: Cluster, addresses: dict[int, str], joined: list[socket.socket]) -> bool:
+def _admit(line: bytearray, cluster: Cluster, addresses: dict[int, str], joined: list[socket.socket]) -> bool:
     """Takes a worker in; returns False for a stranger and raises for a worker that does not belong here."""
     try:
         said = json.loads(line)
@@ -247,35 +243,32 @@ def _connect(cluster: Cluster, timeout: float, deadline: float) -> socket.socket
 
 
 def _is_worker_0(connection: socket.socket, greeting: bytes, patience: float) -> bool:
-    until = time.monotonic() + patience
-    received = b""
     try:
-        while len(received) < len(greeting) and greeting.startswith(received):
-            connection.settimeout(max(0.01, until - time.monotonic()))
-            more = connection.recv(len(greeting) - len(received))
-            if not more:
-                return False
-            received += more
+        return _wait_for_line(connection, time.monotonic() + patience, len(greeting)) == greeting
     except OSError:
         return False
-    return received == greeting
 
 
 def _read_reply(connection: socket.socket, deadline: float, most: int) -> dict[str, Any]:
-    line = b""
-    while b"\n" not in line and len(line) <= most:
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
-        received = connection.recv(65536)
-        if not received:
-            raise ConnectionResetError("worker 0 closed the connection without an answer")
-        line += received
     try:
-        reply = json.loads(line)
+        reply = json.loads(_wait_for_line(connection, deadline, most))
     except ValueError:
         reply = None
     if not isinstance(reply, dict):
         raise ConnectionResetError("the answer was not that of a worker")
     return reply
+
+
+def _wait_for_line(connection: socket.socket, deadline: float, most: int) -> bytes:
+    """Reads a line of limited size; raises `OSError` where it does not come in time."""
+    line = b""
+    while b"\n" not in line and len(line) < most:
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        received = connection.recv(most - len(line))
+        if not received:
+            raise ConnectionResetError("worker 0 closed the connection without an answer")
+        line += received
+    return line
 
 
 def _lost_error(cluster: Cluster, timeout: float, error: Exception) -> WorkerTimeoutError:
