@@ -54,13 +54,7 @@ class Fault:
 
 
 def _as_text(value: object) -> str:
-    return (
-        str(int(value))
-        if isinstance(value, bool)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    return f"{value:g}" if isinstance(value, (bool, float)) else str(value)
 
 
 def parse(text: str) -> Fault:
