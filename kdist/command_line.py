@@ -129,7 +129,7 @@ def _run(options: argparse.Namespace) -> int:
     policy = restarts.read_options(options, count, hosts)
     job = Job(
         command=command,
-        num_workers=count,
+        local_workers=count,
         hosts=hosts,
         host_index=options.host_index or 0,
         backend=options.backend,

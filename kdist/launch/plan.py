@@ -142,7 +142,7 @@ def check_backend(name: str | None) -> None:
 
 
 def plan_job(
-    num_workers: int,
+    local_workers: int,
     *,
     hosts: Sequence[str] = (),
     host_index: int = 0,
@@ -153,7 +153,7 @@ def plan_job(
     """Works out what the workers of this machine are told, and holds their ports until `release_ports`.
 
     Args:
-        num_workers: How many workers each machine has.
+        local_workers: How many workers each machine has.
         hosts: One `host:port` a machine, the same list on each; worker `j` of a machine listens at its port
             plus `j`. Without it the job has one machine and listens on the loopback interface only.
         host_index: Which of `hosts` this machine is.
@@ -168,17 +168,17 @@ def plan_job(
     environ = dict(os.environ if environ is None else environ)
     held: list[socket.socket] = []
     if hosts:
-        addresses = _addresses_of_hosts(hosts, host_index, num_workers)
+        addresses = _addresses_of_hosts(hosts, host_index, local_workers)
     else:
-        held = hold_free_ports(num_workers)
+        held = hold_free_ports(local_workers)
         addresses = [join_address("127.0.0.1", kept.getsockname()[1]) for kept in held]
     job_id = uuid.uuid4().hex
     workers = []
-    for local_index in range(num_workers):
-        index = host_index * num_workers + local_index
-        told = _variables(addresses, index, local_index, num_workers, host_index)
+    for local_index in range(local_workers):
+        index = host_index * local_workers + local_index
+        told = _variables(addresses, index, local_index, local_workers, host_index)
         told |= {JOB_VARIABLE: job_id, "PYTHONUNBUFFERED": "1"}
-        told |= _shares(environ, local_index, num_workers)
+        told |= _shares(environ, local_index, local_workers)
         if backend is not None:
             told["KERAS_BACKEND"] = backend.lower()
         inherited = {name: value for name, value in environ.items() if name not in _STALE}
@@ -188,7 +188,7 @@ def plan_job(
     return JobPlan(job_id, len(addresses), workers, held)
 
 
-def _addresses_of_hosts(hosts: Sequence[str], host_index: int, num_workers: int) -> list[str]:
+def _addresses_of_hosts(hosts: Sequence[str], host_index: int, local_workers: int) -> list[str]:
     if not 0 <= host_index < len(hosts):
         raise InvalidArgumentError(
             f"--host-index must be between 0 and {len(hosts) - 1}: it says which of --hosts this machine is.",
@@ -198,7 +198,7 @@ def _addresses_of_hosts(hosts: Sequence[str], host_index: int, num_workers: int)
     addresses = []
     for position, entry in enumerate(hosts):
         host, port = split_address(entry)
-        for local_index in range(num_workers):
+        for local_index in range(local_workers):
             address = join_address(host, port + local_index)
             split_address(address, f"--hosts[{position}] plus the worker's number")
             addresses.append(address)
@@ -208,8 +208,8 @@ def _addresses_of_hosts(hosts: Sequence[str], host_index: int, num_workers: int)
             received={"addresses": addresses},
             hint="Leave as many ports between two entries of one host as there are workers.",
         )
-    for local_index in range(num_workers):
-        check_port_free(addresses[host_index * num_workers + local_index])
+    for local_index in range(local_workers):
+        check_port_free(addresses[host_index * local_workers + local_index])
     return addresses
 
 

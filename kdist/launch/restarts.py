@@ -72,21 +72,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_options(options: argparse.Namespace, num_workers: int, hosts: Sequence[str]) -> Policy:
+def read_options(options: argparse.Namespace, local_workers: int, hosts: Sequence[str]) -> Policy:
     """Checks the options that `add_options` has added, for the workers of this machine and all machines of the job.
 
     Raises:
         InvalidArgumentError: If one of them cannot be.
     """
-    total = num_workers * max(1, len(hosts))
+    total = local_workers * max(1, len(hosts))
     fewest = None
     if options.min_workers is not None:
         fewest = _whole_number("--min-workers", options.min_workers, 1)
-        if fewest > num_workers or len(hosts) > 1:
+        if fewest > local_workers or len(hosts) > 1:
             raise InvalidArgumentError(
                 "--min-workers must not be more than there are workers, and needs a job of one machine: on several, "
                 "the launchers do not know of each other's losses.",
-                received={"min_workers": fewest, "num_workers": num_workers, "hosts": list(hosts)},
+                received={"min_workers": fewest, "num_workers": local_workers, "hosts": list(hosts)},
                 hint="For example: kdist run --num-workers 4 --min-workers 2 train.py",
             )
     faults = [injection.parse(text) for text in options.inject]
@@ -123,7 +123,7 @@ class Job:
 
     Args:
         command: What a worker runs.
-        num_workers: How many workers this machine has; fewer once some are lost.
+        local_workers: How many workers this machine has; fewer once some are lost.
         hosts: The machines of the job; empty for this one alone.
         host_index: Which of them this machine is.
         backend: The Keras backend; `None` for what the environment says.
@@ -133,7 +133,7 @@ class Job:
     """
 
     command: Sequence[str]
-    num_workers: int
+    local_workers: int
     hosts: Sequence[str]
     host_index: int
     backend: str | None
@@ -176,7 +176,7 @@ class Job:
             if seconds is not None:
                 told[name] = f"{seconds:g}"
         return plan_job(
-            self.num_workers,
+            self.local_workers,
             hosts=self.hosts,
             host_index=self.host_index,
             backend=self.backend,
@@ -213,22 +213,22 @@ class Job:
             if policy.max_restarts == 0:
                 return None
             which = f"restart {self._starts + 1}, which does not count,"
-        elif fewer < self.num_workers:
+        elif fewer < self.local_workers:
             which = f"restart {self._starts + 1}, with fewer workers,"
-            self.num_workers = fewer
+            self.local_workers = fewer
         elif self._counted < policy.max_restarts:
             self._counted += 1
             which = f"restart {self._counted} of {policy.max_restarts}"
         else:
             return None
-        noun = "worker" if self.num_workers == 1 else "workers"
-        return f"kdist: {which} because {why}; starting {self.num_workers} {noun}."
+        noun = "worker" if self.local_workers == 1 else "workers"
+        return f"kdist: {which} because {why}; starting {self.local_workers} {noun}."
 
     def _left(self, outcome: Outcome) -> int:
         """With how many workers the job may go on: as many as it had, unless some of them are lost."""
         if self.policy.min_workers is None or outcome.lost == 0:
-            return self.num_workers
-        return max(self.num_workers - outcome.lost, self.policy.min_workers)
+            return self.local_workers
+        return max(self.local_workers - outcome.lost, self.policy.min_workers)
 
 
 def _end_interrupted(workers: Sequence[WorkerProcess], signum: int) -> int:
