@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import os
 import zlib
 from collections.abc import Iterable, Mapping
 
@@ -42,7 +41,8 @@ class ProcessClusterResolver(ClusterResolver):
 
     def __init__(self, rpc_layer: str | None = None, *, environ: Mapping[str, str] | None = None) -> None:
         self._rpc_layer = rpc_layer
-        self._environ = environ
+        if environ is not None:
+            self._environ = environ
 
     def _described(self) -> Task:
         return Task(task_type="worker", task_id=self.layout.worker_index)
@@ -58,7 +58,7 @@ class ProcessClusterResolver(ClusterResolver):
     @property
     def layout(self) -> ProcessLayout:
         """What the variables say now."""
-        return self.read_layout(os.environ if self._environ is None else self._environ)
+        return self.read_layout(self._environ)
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the cluster as far as the variables tell it.

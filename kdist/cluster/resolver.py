@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +52,7 @@ class ClusterResolver(abc.ABC):
     _task_id: int | None = None
     _rpc_layer: str | None = None
     _environment: str = ""
-    _environ: Mapping[str, str] | None = None
+    _environ: Mapping[str, str] = os.environ
 
     def _described(self) -> Task | ClusterResolver:
         """Returns what holds of the task and the protocol as long as nobody has set them."""

@@ -153,7 +153,8 @@ class SlurmClusterResolver(ClusterResolver):
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._environ = environ
+        if environ is not None:
+            self._environ = environ
         self._process = self._number("PROCID")
         self._jobs = {"worker": self._number("STEP_NUM_TASKS", "NTASKS")} if jobs is None else dict(jobs)
         self._port_base = port_base
@@ -178,10 +179,9 @@ class SlurmClusterResolver(ClusterResolver):
         self._task_type, self._task_id = self._own_task()
 
     def _text(self, *names: str) -> str:
-        environ = os.environ if self._environ is None else self._environ
         for name in names:
-            if f"SLURM_{name}" in environ:
-                return environ[f"SLURM_{name}"]
+            if f"SLURM_{name}" in self._environ:
+                return self._environ[f"SLURM_{name}"]
         raise ClusterRuntimeError(
             f"`SLURM_{names[0]}` must be set, as it is inside a job step.",
             received={f"SLURM_{names[0]}": None},
@@ -231,8 +231,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _check_distribution(self) -> None:
         # Under a cyclic distribution task 1 is on the second node, and the addresses below would be wrong.
-        environ = os.environ if self._environ is None else self._environ
-        node = environ.get("SLURM_NODEID", "")
+        node = self._environ.get("SLURM_NODEID", "")
         owner = [index for index, count in enumerate(self._tasks_on.values()) for _ in range(count)]
         if node.isdigit() and int(node) != owner[self._process]:
             raise ClusterConfigError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -190,11 +189,11 @@ class TFConfigClusterResolver(ClusterResolver):
         self._task_id = None if task_id is None else int(task_id)
         self._rpc_layer = rpc_layer
         self._environment = environment  # type: ignore[assignment]  # TensorFlow's returns what it was given
-        self._environ = environ
+        if environ is not None:
+            self._environ = environ
 
     def _described(self) -> TFConfig:
-        environ = os.environ if self._environ is None else self._environ
-        return parse_tf_config(environ.get("TF_CONFIG"))
+        return parse_tf_config(self._environ.get("TF_CONFIG"))
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the cluster that `TF_CONFIG` describes; an empty one where it describes none.
