@@ -37,7 +37,7 @@ class ProcessClusterResolver(ClusterResolver):
         environ: The environment to read; by default the process's own.
     """
 
-    _task_type: str | None = "worker"
+    _task_type: str | None = "worker"  # which needs no variable to be read
 
     def __init__(self, rpc_layer: str | None = None, *, environ: Mapping[str, str] | None = None) -> None:
         self._rpc_layer = rpc_layer

@@ -31,7 +31,6 @@ class WorkerPlan:
     """One worker of this machine."""
 
     index: int
-    local_index: int
     address: str
     environ: dict[str, str]
 
@@ -182,9 +181,7 @@ def plan_job(
         if backend is not None:
             told["KERAS_BACKEND"] = backend.lower()
         inherited = {name: value for name, value in environ.items() if name not in _STALE}
-        workers.append(
-            WorkerPlan(index, local_index, addresses[index], {**inherited, **told, **(extra or {})})
-        )
+        workers.append(WorkerPlan(index, addresses[index], {**inherited, **told, **(extra or {})}))
     return JobPlan(job_id, len(addresses), workers, held)
 
 

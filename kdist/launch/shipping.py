@@ -20,6 +20,7 @@ from typing import Any
 from kdist.errors import InvalidArgumentError
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_MOST_LINES = 40  # of stacks in a message
 
 
 def cloudpickle() -> Any:
@@ -126,7 +127,7 @@ def _pickle_error(error: BaseException) -> bytes | None:
         return None
 
 
-def last_stacks(lines: Sequence[str], most: int = 40) -> list[str]:
+def last_stacks(lines: Sequence[str]) -> list[str]:
     """Returns the stacks that `faulthandler` printed last into a worker's stderr; else its last lines."""
     starts = [i for i, line in enumerate(lines) if re.match(r"(Current thread|Thread) 0x", line)]
     if not starts:
@@ -137,4 +138,5 @@ def last_stacks(lines: Sequence[str], most: int = 40) -> list[str]:
             break
         first = position
     dump = list(lines[first:])
-    return dump if len(dump) <= most else [*dump[: most // 2], "  …", *dump[-(most // 2) :]]
+    half = _MOST_LINES // 2
+    return dump if len(dump) <= _MOST_LINES else [*dump[:half], "  …", *dump[-half:]]

@@ -67,7 +67,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._outcome = Outcome()
         self._failures: list[WorkerProcess] = []
-        self._judge_at = self._kill_at = self._dump_until = self._deadline = _FOREVER
+        self._judge_at = self._kill_at = self._deadline = _FOREVER
         self._ending = False
 
     def run(self) -> Outcome:
@@ -95,7 +95,7 @@ class Supervisor:
 
     def _patience(self) -> float | None:
         """How long to sleep if nothing happens."""
-        until = min(self._judge_at, self._kill_at, self._dump_until, self._deadline)
+        until = min(self._judge_at, self._kill_at, self._deadline)
         if any(worker.alive and worker.pidfd is None for worker in self._workers):
             until = min(until, time.monotonic() + 0.02)
         if any(channel.line.waits() for worker in self._workers for channel in worker.channels.values()):
