@@ -115,13 +115,9 @@ def discover(resolver: Any = None, environ: Mapping[str, str] | None = None) -> 
 
 
 def survey(environ: Mapping[str, str] | None = None) -> list[SourceReport]:
-    """Lists every source that is present, what it says, which one wins and why.
+    """Lists every source of which a variable is set, what it says, which one wins and why.
 
-    Args:
-        environ: The environment to read; by default the process's own.
-
-    Returns:
-        One report for each source of which a variable is set, in the order in which `discover` asks them.
+    They are in the order in which `discover` asks them.
 
     Example:
 

@@ -187,12 +187,9 @@ class Supervisor:
                 linux.send(worker.pid, signum, group=True)
 
     def _members(self) -> set[int]:
-        if self._whole_tree:
-            found = linux.descendants([os.getpid()])
-        else:
-            found = linux.descendants([w.pid for w in self._workers if w.alive])
-            found |= {worker.pid for worker in self._workers if worker.alive}
-        return found | linux.members_of_job(self._plan.job_id)
+        alive = {worker.pid for worker in self._workers if worker.alive}
+        roots = {os.getpid()} if self._whole_tree else alive
+        return alive | linux.descendants(roots) | linux.members_of_job(self._plan.job_id)
 
     def _kill_everything(self) -> None:
         found = self._members()
