@@ -20,13 +20,7 @@ _HOSTLIST = re.compile(rf"{_PART.pattern}(?:,{_PART.pattern})*")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Writes out Slurm's short form of a list of hosts.
-
-    Args:
-        hostlist: For example `"n[1-2],m5"`; leading zeros count, and a name may hold several ranges.
-
-    Returns:
-        The hosts in the order of the list.
+    """Writes out Slurm's short form of a list of hosts. Leading zeros count, and a name may hold several ranges.
 
     Raises:
         ClusterConfigError: If the text is not a host list.
@@ -77,12 +71,6 @@ def _expand(part: str, hostlist: str) -> list[str]:
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
     """Writes out Slurm's short form of the number of tasks on each node.
-
-    Args:
-        tasks_per_node: For example `"2(x3),1"`.
-
-    Returns:
-        One number a node.
 
     Raises:
         ClusterConfigError: If the text has another form.

@@ -28,13 +28,9 @@ class TFConfig(Task):
 
 
 def parse_tf_config(text: str | None) -> TFConfig:
-    """Reads the text of `TF_CONFIG` and checks each of its fields.
+    """Reads the text of `TF_CONFIG` and checks each of its fields; blank text and `{}` describe no cluster.
 
-    Args:
-        text: The variable's value; `None`, blank text and `{}` describe no cluster.
-
-    Returns:
-        The cluster and the task. A missing task is no error here: a resolver may be told it otherwise.
+    A missing task is no error here: a resolver may be told it otherwise.
 
     Raises:
         ClusterConfigError: If a field is wrong; the message names the field.
