@@ -114,7 +114,7 @@ class ClusterResolver(abc.ABC):
     @property
     def task_id(self) -> int | None:
         """This process's index within its job, or `None`."""
-        return self._described().task_id if self._task_id is None else self._task_id
+        return self._described().task_id if self._task_id is None else int(self._task_id)
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
