@@ -149,6 +149,9 @@ class Runtime(ABC):
     splits_sparse: bool = True
     """Whether replicas can have rows of a sparse array, or only the whole one."""
 
+    sees_all_rows: bool = False
+    """Whether a model's step is one program that sees the rows of all replicas."""
+
     needs_equal_shapes: bool = False
     """Whether batches of all replicas must have the same inner shapes, as parts of one array."""
 

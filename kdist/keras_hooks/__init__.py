@@ -15,6 +15,9 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 - `Layer.add_loss`, and what reads and clears such losses: Keras knows them by their addresses, even when they are gone,
   and drops other layers' losses that have come to be there. In kdist's scopes only those of the same scope count.
 - `Mean.update_state`, `Sum.update_state`: a scalar counts as much as the rows it stands for.
+- `Layer.add_loss` once more: a scalar that is known to be a sum over the rows is added up over the replicas; see
+  `training/probe.py`.
+- `CompileLoss._flat_losses`: so with a loss that is a sum. A class may have a `__call__` of its own, which nobody can wrap.
 - `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after.
 - TensorFlow's optimiser: its own `tf.distribute` branches reduce a second time, or fail in a `cond` and outside of
   replicas; but in a strategy of `tf.distribute`'s own, the backend-neutral methods of the base class are right.
@@ -28,7 +31,7 @@ from __future__ import annotations
 
 import threading
 
-from kdist.keras_hooks import layers, losses, models, optimizers, saving, seeds, variables
+from kdist.keras_hooks import layers, losses, models, optimizers, saving, scalars, seeds, variables
 from kdist.keras_hooks.data import (
     class_weight_to_sample_weights,
     data_adapter,
@@ -55,7 +58,17 @@ from kdist.keras_hooks.models import (
     joined_ragged,
 )
 from kdist.keras_hooks.optimizers import hook_tensorflow_optimizers
+from kdist.keras_hooks.own import (
+    compute_step,
+    has_torch_modules,
+    is_own,
+    own_layers,
+    own_losses,
+    own_metrics,
+    replace_losses,
+)
 from kdist.keras_hooks.saving import without_tensorflow
+from kdist.keras_hooks.scalars import SummedLoss, add_up
 from kdist.keras_hooks.seeds import global_seed_generator, hook_torch_dropout
 from kdist.keras_hooks.threads import ThreadState
 from kdist.keras_hooks.trainer import (
@@ -102,7 +115,7 @@ def install(native_moments: bool) -> None:
         models.hook_torch_metrics()
         losses.hook_losses()
         losses.hook_layer_losses()
-        losses.hook_scalars()
+        scalars.hook_scalars()
         optimizers.hook_optimizers()
         seeds.hook_seeds()
         layers.hook_batch_normalization(native_moments)

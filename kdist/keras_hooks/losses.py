@@ -1,4 +1,4 @@
-"""Losses and metrics over the rows of all replicas."""
+"""Losses over the rows of all replicas."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from kdist.keras_hooks.scalars import of_all_rows
 from kdist.keras_hooks.variables import stateless_scope
 from kdist.keras_hooks.wrapping import running_model_replica, running_replica, wrap
 
@@ -71,16 +72,15 @@ def _reduce_rows(replica: Any, original: Any, values: Any, sample_weight: Any, r
 
     if reduction in (None, "none"):
         # The gradient of a vector is that of its sum, but its value stands for its rows.
-        scaled = values * _cast(replica.rows.counts / replica.rows.share, values)
+        scaled = of_all_rows(replica, values)
         return scaled + ops.stop_gradient(values - scaled)
     if reduction == "sum":
-        return original(values, None, "sum") * _cast(replica.rows.counts / replica.rows.share, values)
+        return of_all_rows(replica, original(values, None, "sum"))
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         counts = _cast(replica.rows.counts, values)
         local_weight = ops.cast(ops.sum(sample_weight), values.dtype) * counts
         (weight,) = replica.all_reduce_packed([local_weight])
-        total = original(values, None, "sum") * _cast(replica.rows.counts / replica.rows.share, values)
-        return ops.divide_no_nan(total, weight)
+        return ops.divide_no_nan(of_all_rows(replica, original(values, None, "sum")), weight)
     return original(values, sample_weight, reduction)
 
 
@@ -126,24 +126,3 @@ def hook_layer_losses() -> None:
 
     for name in ("add_loss", "_clear_losses", "_get_own_losses"):
         wrap(keras.Layer, name, in_scope)
-
-
-def hook_scalars() -> None:
-    import keras
-
-    def update_state(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, values: Any, sample_weight: Any = None) -> Any:
-            replica = running_model_replica()
-            if replica is not None and sample_weight is None and _is_scalar(values):
-                sample_weight = keras.ops.cast(replica.rows.scalar_weight, self.dtype)
-            return original(self, values, sample_weight)
-
-        return wrapper
-
-    wrap(keras.metrics.Mean, "update_state", update_state)
-    wrap(keras.metrics.Sum, "update_state", update_state)
-
-
-def _is_scalar(values: Any) -> bool:
-    # A list of the user's has no shape; a traced tensor may not be turned into an array.
-    return len(values.shape) == 0 if hasattr(values, "shape") else not isinstance(values, (list, tuple))

@@ -10,7 +10,7 @@ from kdist import keras_hooks
 from kdist.backends import get_backend
 from kdist.backends.messages import call_on_all, check_equal, read_on_all
 from kdist.errors import InvalidArgumentError, StrategyScopeError, WorkerFailedError
-from kdist.training import keras_callbacks
+from kdist.training import keras_callbacks, probe
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
 
@@ -62,7 +62,10 @@ class Session:
         cached = self._functions.get(kind)
         if cached is None or any(a is not b and a != b for a, b in zip(cached[0], key, strict=True)):
             make = getattr(self.runtime, f"{kind}_function")
-            cached = self._functions[kind] = (key, make(model))
+            cached = self._functions[kind] = (
+                key,
+                probe.at_first_batch(make(model), self.strategy, model, kind),
+            )
         return cached[1]
 
     def iterator(self, **arguments: Any) -> GlobalBatches:

@@ -33,6 +33,8 @@ class JaxRuntime(Runtime):
 
     splits_sparse = False  # a sparse array of JAX belongs to one device, or to all alike
 
+    sees_all_rows = True
+
     needs_equal_shapes = True
 
     def __init__(self, devices: Sequence[str], workers: Workers) -> None:

@@ -1,0 +1,69 @@
+"""What a compiled model has of the user's that makes numbers of the rows, and a step of it that only computes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from kdist.keras_hooks.scalars import SummedLoss
+
+
+def is_own(value: Any) -> bool:
+    """Says whether something is the user's: a function, or an object of a class that is not Keras's."""
+    return value is not None and value.__module__.partition(".")[0] != "keras"
+
+
+def own_losses(model: Any) -> list[Any]:
+    """Returns the losses of which nobody knows yet what they make of the rows: some of Keras's own, too."""
+    import keras
+
+    couple_rows = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
+    entries = getattr(model._compile_loss, "_flat_losses", None) or ()
+    losses = {id(entry.loss): entry.loss for entry in entries if not isinstance(entry.loss, SummedLoss)}
+    return [
+        loss
+        for loss in losses.values()
+        if is_own(loss) or is_own(fn := getattr(loss, "fn", None)) or fn in couple_rows
+    ]
+
+
+def replace_losses(model: Any, others: Mapping[int, Any]) -> None:
+    """Puts others in the place of losses, which are given by their ids."""
+    if others:
+        compiled = model._compile_loss
+        compiled._flat_losses = [
+            entry._replace(loss=others.get(id(entry.loss), entry.loss)) for entry in compiled._flat_losses
+        ]
+
+
+def own_layers(model: Any) -> list[Any]:
+    """Returns the layers that may add losses of the user's, the model itself among them."""
+    return [
+        layer
+        for layer in model._flatten_layers()
+        if is_own(layer) or is_own(getattr(layer, "activity_regularizer", None))
+    ]
+
+
+def own_metrics(model: Any) -> list[Any]:
+    """Returns the metrics of `compile` that are the user's, or call a function of the user's."""
+    metrics = getattr(model._compile_metrics, "metrics", ())
+    return [metric for metric in metrics if is_own(metric) or is_own(getattr(metric, "_fn", None))]
+
+
+def compute_step(model: Any, x: Any, y: Any, sample_weight: Any, training: bool) -> None:
+    """Calls what a step of Keras's calls: the model, its loss and its metrics."""
+    y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
+    rest: dict[str, Any] = {"y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+    with contextlib.suppress(Exception):  # there may be none, for this data
+        model._compute_loss(x=x, **rest, training=training)
+    with contextlib.suppress(Exception):
+        model.compute_metrics(x, **rest)
+
+
+def has_torch_modules(model: Any) -> bool:
+    """Says whether a model has statistics that are no variables of Keras's."""
+    import keras
+
+    return any(isinstance(layer, keras.layers.TorchModuleWrapper) for layer in model._flatten_layers())

@@ -1,0 +1,78 @@
+"""Scalars that losses, layers and metrics make of the rows of a replica."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from kdist.keras_hooks.wrapping import running_model_replica, wrap
+
+# Which scalars of a layer or a metric, in their order in a step, are sums over the rows: what is not here is a mean.
+_sums: weakref.WeakKeyDictionary[Any, tuple[bool, ...]] = weakref.WeakKeyDictionary()
+
+
+def add_up(owner: Any, are_sums: tuple[bool, ...]) -> None:
+    """Says which of the scalars that a layer adds as losses, or that a metric takes, are sums over the rows."""
+    _sums[owner] = are_sums
+
+
+def of_all_rows(replica: Any, total: Any) -> Any:
+    """Returns a sum over a replica's rows as that of as many rows as all replicas have: their mean is the whole sum."""
+    from keras import ops
+
+    return total / ops.cast(replica.rows.scalar_weight, total.dtype)
+
+
+def hook_scalars() -> None:
+    import keras
+
+    def update_state(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, values: Any, sample_weight: Any = None) -> Any:
+            replica = running_model_replica()
+            if replica is not None and sample_weight is None and _is_scalar(values):
+                sample_weight = keras.ops.cast(replica.rows.scalar_weight, self.dtype)
+                if any(_sums.get(self, ())):
+                    values = of_all_rows(replica, keras.ops.convert_to_tensor(values, dtype=self.dtype))
+            return original(self, values, sample_weight)
+
+        return wrapper
+
+    def add_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, loss: Any) -> None:
+            replica, known = running_model_replica(), _sums.get(self, ())
+            if replica is not None and any(known):
+                first = len(self._get_own_losses())
+                loss = [
+                    of_all_rows(replica, scalar) if known[(first + i) % len(known)] else scalar
+                    for i, scalar in enumerate(keras.tree.flatten(loss))
+                ]
+            original(self, loss)
+
+        return wrapper
+
+    wrap(keras.metrics.Mean, "update_state", update_state)
+    wrap(keras.metrics.Sum, "update_state", update_state)
+    wrap(keras.Layer, "add_loss", add_loss)
+
+
+def _is_scalar(values: Any) -> bool:
+    # A list of the user's has no shape; a traced tensor may not be turned into an array.
+    return len(values.shape) == 0 if hasattr(values, "shape") else not isinstance(values, (list, tuple))
+
+
+class SummedLoss:
+    """A loss that is a sum over the rows, in place of what the user gave.
+
+    Args:
+        loss: What the user gave.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+        self.name = loss.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns its value; in a replica, as the part that it is of the sum over all rows."""
+        value, replica = self.loss(*args, **kwargs), running_model_replica()
+        return value if replica is None else of_all_rows(replica, value)

@@ -1,0 +1,107 @@
+"""Finds out, at the first batch of a compiled model, which numbers of the user's are sums over the rows.
+
+On TensorFlow and PyTorch a replica sees its own rows. What a loss of the user's returns, or a layer adds as a loss, is
+taken for a mean over them: nothing says what it is. But its value on some rows and its values on two parts of them do.
+If they add up to it, it is a sum, which is added up from then on. If their mean is not it either, it couples the rows,
+and nobody can put it together from what the replicas have: a warning says so.
+
+The probe computes outside of the replicas, on the rows of one of them, and writes to nothing. What is Keras's own needs
+none. `KDIST_PROBE=0` leaves it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from kdist import keras_hooks
+from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
+from kdist.backends.messages import gather
+from kdist.cluster import environment
+from kdist.training import generator_states
+from kdist.training.own_numbers import Own, note_calls, owns_of
+from kdist.training.verdicts import COUPLES, SUM, Sample, Verdict, agreed
+
+# Of what each model was warned.
+_said: weakref.WeakKeyDictionary[Any, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+
+
+def at_first_batch(function: StepFunction, strategy: Any, model: Any, kind: str) -> StepFunction:
+    """Returns a step function that probes the model at its first batch, where that is of use.
+
+    Args:
+        function: What runs the steps.
+        strategy: The strategy of the model.
+        model: A compiled model.
+        kind: "train", "test" or "predict".
+    """
+    runtime = strategy.runtime
+    if kind == "predict" or runtime.sees_all_rows or runtime.num_replicas == 1:
+        return function
+    return _Probing(function, strategy, model, kind == "train")
+
+
+class _Probing(StepFunction):
+    def __init__(self, function: StepFunction, strategy: Any, model: Any, training: bool) -> None:
+        self._function = function
+        self._strategy = strategy
+        self._model = weakref.ref(model)  # which owns this function
+        self._training = training
+        self._is_due = True
+
+    def __enter__(self) -> StepFunction:
+        self._function.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
+        self._function.__exit__(kind, *exc)
+
+    def __call__(self, batches: Sequence[GlobalBatch | ReplicaBatches]) -> Any:
+        """Runs the steps."""
+        if self._is_due:
+            self._is_due = False
+            _probe(self._strategy, self._model(), batches[0], self._training)
+        return self._function(batches)
+
+    def sync(self) -> None:
+        """Makes the state visible."""
+        self._function.sync()
+
+
+def _probe(strategy: Any, model: Any, batch: GlobalBatch | ReplicaBatches, training: bool) -> None:
+    runtime = strategy.runtime
+    # The same ones in the same order on all workers.
+    owns = owns_of(model) if keras_hooks.is_built(model) else []
+    if not owns:
+        return
+    verdicts: list[list[Verdict]] = [[] for _ in owns]
+    if environment.get("KDIST_PROBE") != "0":
+        drawn = generator_states.capture()
+        # What fails here fails in the step, too, where its error has its place; or it is not for this data.
+        with contextlib.suppress(Exception), runtime.scope():
+            sample = Sample(strategy, model, batch)
+            if sample.num_rows > 1:
+                note_calls(model, owns, sample.batch, training)
+                verdicts = [own.verdicts(sample) for own in owns]
+        generator_states.restore(drawn)
+    for own, said in zip(owns, zip(*gather(runtime, verdicts), strict=True), strict=True):
+        numbers = [agreed(one) for one in itertools.zip_longest(*said)]
+        if SUM in numbers:
+            own.add_up(model, tuple(number == SUM for number in numbers))
+        if COUPLES in numbers and runtime.worker_index == 0:
+            _warn(model, own, runtime.num_replicas)
+
+
+def _warn(model: Any, own: Own, num_replicas: int) -> None:
+    said = _said.setdefault(model, set())
+    if (own.label, id(own.owner)) not in said:
+        said.add((own.label, id(own.owner)))
+        warnings.warn(
+            f"{own.label} gives other numbers with {num_replicas} replicas than on one device: {own.rule} {own.hint} "
+            "With one replica, and with KERAS_BACKEND=jax, all rows are seen. KDIST_PROBE=0 leaves out this check.",
+            stacklevel=2,
+        )
