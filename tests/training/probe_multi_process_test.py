@@ -1,0 +1,270 @@
+"""What losses, layers and metrics of the user's make of the rows: sums are added up, what couples rows is warned of."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kdist.cluster import environment
+from tests.processes import BACKENDS, full_unless, run, run_plain, scope
+
+ROWS = 13  # of batches of 4: the last one has fewer rows than there are replicas
+SAYS = "gives other numbers with 2 replicas"
+
+# Two replicas of one worker, and two workers; JAX sees all rows, and probes nothing.
+each_cell = pytest.mark.parametrize(
+    ("backend", "num_workers"),
+    [
+        pytest.param(backend, number, marks=full_unless((backend, number) != ("jax", 2)))
+        for backend in BACKENDS
+        for number in (1, 2)
+    ],
+)
+
+
+def data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.RandomState(3)
+    x = random.randn(ROWS, 3).astype("float32")
+    return x, x[:, :1] * 2 - 1, random.rand(ROWS).astype("float32") + 0.5
+
+
+@contextlib.contextmanager
+def said() -> Any:
+    """What the probe warned of."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(one.message) for one in caught if SAYS in str(one.message)]
+
+
+def numbers(model: Any, *histories: Any) -> dict[str, Any]:
+    logs = {f"{i} {name}": values for i, log in enumerate(histories) for name, values in log.items()}
+    return logs | {weight.path: np.array(weight) for weight in model.weights}
+
+
+def sums(under_strategy: bool) -> Any:
+    """Sums of every kind, each beside a mean: numbers after training, and what was said."""
+    import keras
+    from keras import ops
+
+    class Penalty(keras.layers.Layer):
+        """As Keras's guide to layers of one's own has it, and a mean."""
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            self.add_loss([ops.mean(ops.square(inputs)), ops.sum(inputs) * 0.1])
+            if training:
+                self.add_loss(ops.sum(ops.abs(self.weight)) + 0 * ops.sum(inputs))
+                self.add_loss(ops.square(inputs) * 0.01)  # which Keras adds up
+            return inputs * self.weight
+
+        def build(self, shape: Any) -> None:
+            self.weight = self.add_weight((3,), "ones")
+
+    class Weighted(keras.losses.Loss):
+        def __call__(self, y: Any, predicted: Any, sample_weight: Any = None) -> Any:
+            return ops.sum(ops.square(y - predicted)[:, 0] * sample_weight) * 0.05
+
+    def summed(y: Any, predicted: Any) -> Any:
+        return ops.sum(ops.abs(y - predicted)) * 0.1
+
+    def mean(y: Any, predicted: Any) -> Any:
+        return ops.mean(ops.square(y - predicted))
+
+    def rows(y: Any, predicted: Any) -> Any:
+        return ops.square(y - predicted)[:, 0]
+
+    with scope(under_strategy):
+        keras.utils.set_random_seed(7)
+        x = keras.Input((3,))
+        hidden = Penalty()(x)
+        hidden = keras.layers.Dense(
+            4, "tanh", activity_regularizer=lambda outputs: ops.sum(ops.square(outputs))
+        )(hidden)
+        hidden = keras.layers.Dropout(0.0)(hidden)
+        heads = {name: keras.layers.Dense(1, name=name)(hidden) for name in "abcde"}
+        model = keras.Model(x, heads)
+        model.compile(
+            keras.optimizers.SGD(0.02),
+            {
+                "a": summed,
+                "b": mean,
+                "c": Weighted(),
+                "d": rows,
+                "e": keras.losses.MeanSquaredError(reduction="sum"),
+            },
+            loss_weights={"a": 0.7, "b": 1.0, "c": 1.0, "d": 1.0, "e": 0.1},
+            metrics={"a": [summed, mean, rows, "mae"]},
+        )
+    values, y, weights = data()
+    arrays = {"x": values, "y": dict.fromkeys("abcde", y), "sample_weight": dict.fromkeys("abcde", weights)}
+    with said() as warned:
+        logs = [
+            model.fit(**arrays, batch_size=4, epochs=2, verbose=0).history,
+            model.evaluate(**arrays, batch_size=4, verbose=0, return_dict=True),
+        ]
+    return numbers(model, *logs), warned
+
+
+@functools.cache
+def one_device(backend: str) -> Any:
+    return run_plain(backend, sums, False)[0]
+
+
+@each_cell
+def test_sums_over_the_rows_are_added_up_and_means_stay_means(backend, num_workers):
+    expected = one_device(backend)
+    for found, warned in run(backend, num_workers, sums, True):
+        assert not warned
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def seen_by_one_worker(under_strategy: bool) -> Any:
+    """A sum that is 0 on what the second worker has of the first batch: weights after training."""
+    import keras
+    from keras import ops
+
+    def summed(y: Any, predicted: Any) -> Any:
+        return ops.sum(ops.square((y - predicted) * ops.cast(y != 0, "float32"))) * 0.1
+
+    with scope(under_strategy):
+        keras.utils.set_random_seed(5)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), summed)
+    x, y, _ = data()
+    y[2:4] = 0
+    history = model.fit(((x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)), verbose=0).history
+    return [*history["loss"], *map(np.array, model.weights)]
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_all_workers_come_to_the_same_verdict(backend):
+    expected = run_plain(backend, seen_by_one_worker, False)
+    for found in run(backend, 2, seen_by_one_worker, True):
+        for one, two in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+def coupled(probe: str | None, times: int = 2) -> Any:
+    """Things that couple the rows, compiled and trained several times: what was said."""
+    import keras
+    from keras import ops
+
+    class Balance(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(ops.max(inputs))
+            return inputs
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="largest")
+            self.most = self.add_variable((), "zeros")
+
+        def update_state(self, y: Any, predicted: Any, sample_weight: Any = None) -> None:
+            self.most.assign(ops.maximum(self.most, ops.max(ops.abs(predicted))))
+
+        def result(self) -> Any:
+            return self.most + 0.0
+
+    class Model(keras.Sequential):
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(x, y, y_pred, *args, **kwargs) + ops.sum(y_pred)
+
+    def contrast(y: Any, predicted: Any) -> Any:
+        return ops.mean(ops.abs(predicted - ops.transpose(predicted)))
+
+    def product(y: Any, predicted: Any) -> Any:
+        return ops.prod(1 + predicted)
+
+    with scope(True):
+        model = Model([keras.Input((3,)), Balance(name="balance"), keras.layers.Dense(1)], name="own")
+        model.compile("sgd", contrast, metrics=[Largest(), product, "mae"])
+    x, y, _ = data()
+    with environment.patched(KDIST_PROBE=probe), said() as warned:
+        for _ in range(times):
+            model.fit(x, y, batch_size=8, verbose=0)
+        model.evaluate(x, y, batch_size=8, verbose=0)
+    return warned
+
+
+@each_cell
+def test_what_couples_the_rows_is_warned_of_once_by_name(backend, num_workers):
+    first, *others = run(backend, num_workers, coupled, None)
+    assert others == [[]] * (num_workers - 1)  # the chief speaks for all
+    begin = [warning.partition(f" {SAYS}")[0] for warning in first]
+    named = [
+        "The loss `contrast`",
+        "The metric `largest`",
+        "The metric `product`",
+        "`add_loss` of layer `balance`",
+        "`compute_loss` of model `own`",
+    ]
+    assert sorted(begin) == ([] if backend == "jax" else named)  # JAX sees all rows
+    assert all("KDIST_PROBE=0" in warning and "KERAS_BACKEND=jax" in warning for warning in first)
+
+
+def unwritten(probe: str | None) -> Any:
+    """Statistics, random numbers, counters: numbers after training, and what a layer was called with."""
+    import keras
+    from keras import ops
+
+    class Noisy(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seeds = keras.random.SeedGenerator(4)
+            self.steps = self.add_weight((), "zeros", trainable=False, name="steps")
+
+        def call(self, inputs: Any) -> Any:
+            self.steps.assign_add(1)
+            noise = keras.random.normal(ops.shape(inputs), seed=self.seeds)
+            self.add_loss(ops.sum(ops.square(noise)))  # random: nobody can say
+            return inputs + 0.1 * noise
+
+    def own(y: Any, predicted: Any) -> Any:
+        return ops.mean(ops.square(y - predicted)) + 0.1 * ops.mean(ops.abs(predicted))
+
+    with scope(True):
+        keras.utils.set_random_seed(11)
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                keras.layers.Dense(8),
+                keras.layers.BatchNormalization(),
+                Noisy(),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.05), own, metrics=[own, "mae"])
+    x, y, _ = data()
+    with environment.patched(KDIST_PROBE=probe), said() as warned:
+        keras.utils.set_random_seed(12)
+        history = model.fit(x, y, batch_size=6, epochs=2, verbose=0).history
+    drawn = [np.random.rand(), np.array(keras.random.normal((2,)))]
+    variables = [
+        np.array(v) for v in [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    ]
+    return history, [*drawn, *variables], warned
+
+
+@pytest.mark.parametrize(("backend", "num_workers"), [("tensorflow", 1), ("torch", 2)])
+def test_nothing_is_written_and_no_random_number_drawn(backend, num_workers):
+    for (history, state, warned), (without, expected, _) in zip(
+        run(backend, num_workers, unwritten, None), run(backend, num_workers, unwritten, "0"), strict=True
+    ):
+        assert not warned
+        assert history == without
+        for one, two in zip(state, expected, strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_the_environment_leaves_it_out(backend):
+    assert run(backend, 1, coupled, "0", 1) == [[]]
