@@ -17,7 +17,7 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 - `Mean.update_state`, `Sum.update_state`: a scalar counts as much as the rows it stands for.
 - `Layer.add_loss` once more: a scalar that is known to be a sum over the rows is added up over the replicas; see
   `training/probe.py`.
-- `CompileLoss._flat_losses`: so with a loss that is a sum. A class may have a `__call__` of its own, which nobody can wrap.
+- `CompileLoss._flat_losses`: the same for a loss, whose class may have a `__call__` of its own that nobody can wrap.
 - `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after.
 - TensorFlow's optimiser: its own `tf.distribute` branches reduce a second time, or fail in a `cond` and outside of
   replicas; but in a strategy of `tf.distribute`'s own, the backend-neutral methods of the base class are right.

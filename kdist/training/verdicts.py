@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import numpy as np
 
+from kdist.arrays.rows import num_rows, take
 from kdist.backends.contract import GlobalBatch, ReplicaBatches
 from kdist.backends.replica import Replica, RowShare
 from kdist.backends.variables import NotesAdditions
-from kdist.data.rows import num_rows, take
 
 # Of the size of the numbers. What is neither mean nor sum is off by far more; GPUs multiply with 10 bits.
 _TOLERANCE = 2e-3

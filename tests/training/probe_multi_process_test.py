@@ -144,7 +144,7 @@ def seen_by_one_worker(under_strategy: bool) -> Any:
     return [*history["loss"], *map(np.array, model.weights)]
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=pytest.mark.full), "torch"])
 def test_all_workers_come_to_the_same_verdict(backend):
     expected = run_plain(backend, seen_by_one_worker, False)
     for found in run(backend, 2, seen_by_one_worker, True):
@@ -265,6 +265,6 @@ def test_nothing_is_written_and_no_random_number_drawn(backend, num_workers):
             np.testing.assert_array_equal(one, two)
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=pytest.mark.full), "torch"])
 def test_the_environment_leaves_it_out(backend):
     assert run(backend, 1, coupled, "0", 1) == [[]]
