@@ -19,9 +19,11 @@ def add_up(owner: Any, are_sums: tuple[bool, ...]) -> None:
 
 def of_all_rows(replica: Any, total: Any) -> Any:
     """Returns a sum over a replica's rows as that of as many rows as all replicas have: their mean is the whole sum."""
-    from keras import ops
+    import keras
 
-    return total / ops.cast(replica.rows.scalar_weight, total.dtype)
+    if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(total.dtype)):
+        total = keras.ops.cast(total, keras.config.floatx())
+    return total / keras.ops.cast(replica.rows.scalar_weight, total.dtype)
 
 
 def hook_scalars() -> None:
