@@ -65,6 +65,13 @@ class _Member:
             theirs.close()
         self.received = b""
 
+    def send(self, call: bytes, deadline: float) -> None:
+        """Sends a call; where the worker has gone, reading from it tells."""
+        self.connection.settimeout(max(0.1, deadline - time.monotonic()))
+        with contextlib.suppress(OSError):
+            self.connection.sendall(_HEADER.pack(len(call)) + call)
+        self.connection.settimeout(None)
+
     def take(self) -> shipping.Result | None:
         """Reads what has come; returns the answer once it is complete.
 
@@ -193,69 +200,47 @@ class WorkerPool:
         timeout = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + timeout
         call = shipping.pack_call(fn, args, kwargs)
-        results: dict[int, shipping.Result] = {}
-        order: list[int] = []
-        gone: list[int] = []
+        # In the order in which they came; `None` of a worker that has gone.
+        answers: dict[int, shipping.Result | None] = {}
         with selectors.DefaultSelector() as selector:
             for index, member in enumerate(self._members):
-                self._send(member, call, deadline)
+                member.send(call, deadline)
                 selector.register(member.connection, selectors.EVENT_READ, index)
             while selector.get_map():
                 for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                    if self._answer(key.data, results, gone):
-                        selector.unregister(key.fileobj)
-                        order.append(key.data)
-                        if not (key.data in results and results[key.data].ok):
-                            deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
-                if time.monotonic() >= deadline and selector.get_map():
+                    try:
+                        answer = self._members[key.data].take()
+                        if answer is None:
+                            continue
+                    except EOFError:
+                        answer = None
+                    selector.unregister(key.fileobj)
+                    answers[key.data] = answer
+                    if answer is None or not answer.ok:
+                        deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
+                if time.monotonic() >= deadline:
                     break
-        self._raise_if_bad(results, order, gone, timeout)
-        return [results[index].value() for index in range(self.num_workers)]
+        self._raise_if_bad(answers, timeout)
+        return [answers[index].value() for index in range(self.num_workers)]  # type: ignore[union-attr]
 
-    def _send(self, member: _Member, call: bytes, deadline: float) -> None:
-        member.connection.settimeout(max(0.1, deadline - time.monotonic()))
-        try:
-            member.connection.sendall(_HEADER.pack(len(call)) + call)
-        except OSError:
-            pass  # it has gone; reading from it tells
-        member.connection.settimeout(None)
-
-    def _answer(self, index: int, results: dict[int, shipping.Result], gone: list[int]) -> bool:
-        try:
-            result = self._members[index].take()
-        except EOFError:
-            gone.append(index)
-            return True
-        if result is not None:
-            results[index] = result
-        return result is not None
-
-    def _raise_if_bad(
-        self, results: dict[int, shipping.Result], order: list[int], gone: list[int], timeout: float
-    ) -> None:
-        failed = [index for index in order if index in gone or not results[index].ok]
-        silent = [index for index in range(self.num_workers) if index not in order]
+    def _raise_if_bad(self, answers: Mapping[int, shipping.Result | None], timeout: float) -> None:
+        failed = [index for index, answer in answers.items() if answer is None or not answer.ok]
+        silent = [index for index in range(self.num_workers) if index not in answers]
         if not failed and not silent:
             return
         stacks = self._stacks(silent)
-        reports = [self._describe(index, results.get(index)) for index in failed] + stacks
-        first = failed[0] if failed else silent[0]
-        if gone or silent:
+        reports = "\n".join(["", *(self._describe(index, answers[index]) for index in failed), *stacks])
+        if silent or None in answers.values():
             self.close()
         if not failed:
-            names = ", ".join(self._members_names(silent))
+            names = ", ".join(f"worker {index}" for index in silent)
             raise PoolTimeoutError(
-                f"All workers must answer within {timeout:g} s; {names} did not.",
-                hint="\n" + "\n".join(reports),
+                f"All workers must answer within {timeout:g} s; {names} did not.", hint=reports
             )
-        error = WorkerFailure(
-            f"{self._members_names([first])[0]} failed first.", hint="\n" + "\n".join(reports)
-        )
-        error.worker_index = first  # type: ignore[attr-defined]
-        raise error from (results[first].exception() if first in results else None)
-
-    def _members_names(self, indices: list[int]) -> list[str]:
-        return [f"worker {index}" for index in indices]
+        error = WorkerFailure(f"worker {failed[0]} failed first.", hint=reports)
+        error.worker_index = failed[0]  # type: ignore[attr-defined]
+        first = answers[failed[0]]
+        raise error from (None if first is None else first.exception())
 
     def _describe(self, index: int, result: shipping.Result | None) -> str:
         if result is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -11,6 +12,7 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
+from typing import IO
 
 from kdist.launch import shipping
 
@@ -30,9 +32,10 @@ def main(argv: Sequence[str]) -> None:
     sys.argv = ["kdist.testing"]
     connection = socket.socket(fileno=int(argv[0]))
     os.set_inheritable(connection.fileno(), False)
+    calls = connection.makefile("rb")
     num_modules = 0
     while True:
-        call = _read(connection)
+        call = _read(calls)
         if call is None:
             # Not an ordinary exit: frameworks would wait for peers there, and the test does not care.
             sys.stdout.flush()
@@ -48,20 +51,10 @@ def main(argv: Sequence[str]) -> None:
             gc.freeze()
 
 
-def _read(connection: socket.socket) -> bytes | None:
-    header = _read_exactly(connection, _HEADER.size)
-    return None if header is None else _read_exactly(connection, _HEADER.unpack(header)[0])
-
-
-def _read_exactly(connection: socket.socket, size: int) -> bytes | None:
-    parts: list[bytes] = []
-    while size:
-        try:
-            data = connection.recv(min(size, 1 << 20))
-        except ConnectionResetError:
-            return None
-        if not data:
-            return None
-        parts.append(data)
-        size -= len(data)
-    return b"".join(parts)
+def _read(calls: IO[bytes]) -> bytes | None:
+    """Returns the next call; `None` once the test has gone, in the middle of one too."""
+    with contextlib.suppress(ConnectionResetError, struct.error):
+        (size,) = _HEADER.unpack(calls.read(_HEADER.size))
+        call = calls.read(size)
+        return call if len(call) == size else None
+    return None
