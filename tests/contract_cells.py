@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kdist.testing.conformance.catalogue import Entry, catalogue
+from kdist.testing.conformance.case import CASES, Case
 from kdist.testing.conformance.configuration import CONFIGURATIONS
 
 BACKENDS = ("tensorflow", "jax", "torch")
@@ -26,37 +26,34 @@ class Cell:
         return f"{self.backend}-{self.configuration}-{self.case}"
 
 
-ENTRIES = {entry.name: entry for entry in catalogue()}
-
-
 def _kind(name: str) -> tuple[bool, bool]:
     """Whether a configuration has several workers, and whether a worker has several devices."""
     configuration = CONFIGURATIONS[name]
     return configuration.num_workers > 1, configuration.devices_per_worker > 1
 
 
-def _pairs(entry: Entry, turn: int) -> Iterator[tuple[str, str]]:
+def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
     """The backends and configurations of a case in `make test`: it meets each backend and each kind of strategy.
 
     With every turn the backends change places, and after a round of them the configurations of a kind.
     """
     kinds = [[*names] for _, names in itertools.groupby(CONFIGURATIONS, _kind)]
-    able = [[b for b in entry.backends if b in CONFIGURATIONS[names[0]].backends] for names in kinds]
+    able = [[b for b in case.backends if b in CONFIGURATIONS[names[0]].backends] for names in kinds]
     kinds, able = [k for k, b in zip(kinds, able, strict=True) if b], [b for b in able if b]
-    meets_all = [backends for backends in itertools.product(*able) if {*backends} == {*entry.backends}]
+    meets_all = [backends for backends in itertools.product(*able) if {*backends} == {*case.backends}]
     rounds, place = divmod(turn, len(meets_all))
     for backend, names in zip(meets_all[place], kinds, strict=True):
         yield backend, names[rounds % len(names)]
 
 
 def _cells() -> Iterator[Cell]:
-    for turn, entry in enumerate(ENTRIES.values()):
-        pairs = set(_pairs(entry, turn))
+    for turn, case in enumerate(CASES.values()):
+        pairs = set(_pairs(case, turn))
         for configuration in CONFIGURATIONS.values():
             for backend in BACKENDS:
-                if backend in entry.backends and backend in configuration.backends:
+                if backend in case.backends and backend in configuration.backends:
                     is_pair = (backend, configuration.name) in pairs
-                    yield Cell(backend, configuration.name, entry.name, is_pair)
+                    yield Cell(backend, configuration.name, case.name, is_pair)
 
 
 # One configuration of one backend after the other.

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from kdist.testing import WorkerPool
-from kdist.testing.conformance import CONFIGURATIONS, compare, make_strategy, run_case
-from tests.contract_cells import BACKENDS, CELLS, ENTRIES, Cell, missing_pairs
+from kdist.testing.conformance import CASES, CONFIGURATIONS, compare, make_strategy, run_case
+from tests.contract_cells import BACKENDS, CELLS, Cell, missing_pairs
 from tests.processes import full_unless, start_pool
 
 # A first step may have to compile on a busy machine; a hang is cut off here, with every worker's stack printed.
@@ -132,7 +132,7 @@ def test_numbers_are_those_of_one_device(cell: Cell, pools: Pools, oracle_folder
         pools.close()  # workers that failed at different places must not run the next case together
         raise
     for numbers in actual:
-        compare(ENTRIES[cell.case], expected, numbers)
+        compare(CASES[cell.case], expected, numbers)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,11 @@ def test_keras_stays_as_it_is_outside_of_a_scope(backend: str, pools: Pools, ora
     workers, plain = pools.get(backend, "mirrored-2")
     for case in ("sample_weight", "regularizers"):
         (actual,) = workers.run(run_case, case)
-        compare(ENTRIES[case], _oracle(plain, backend, case, oracle_folder), actual)
+        compare(CASES[case], _oracle(plain, backend, case, oracle_folder), actual)
 
 
 def test_numbers_that_differ_are_seen() -> None:
-    entry = next(iter(ENTRIES.values()))
+    entry = next(iter(CASES.values()))
     expected = {"weight": np.array([1.0, 2.0]), "loss": np.array(0.5)}
     compare(entry, expected, {"weight": np.array([1.0, 2.0 + 1e-6]), "loss": np.array(0.5)})
     for name, value in (("weight", [1.0, 2.001]), ("weight", [2.0, 1.0]), ("loss", float("nan"))):
@@ -163,5 +163,5 @@ def test_every_backend_and_strategy_is_in_the_matrix() -> None:
     covered = {(cell.backend, cell.configuration) for cell in CELLS}
     assert covered == {(b, c.name) for c in CONFIGURATIONS.values() for b in c.backends}
     assert {b for b, _ in covered} == set(BACKENDS)
-    assert {cell.case for cell in CELLS} == set(ENTRIES)
+    assert {cell.case for cell in CELLS} == set(CASES)
     assert not missing_pairs(), "a case, a backend or a strategy is left out of `make test`"

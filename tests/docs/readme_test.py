@@ -12,7 +12,7 @@ import pytest
 
 from kdist import demo
 from kdist.testing.conformance import table
-from kdist.testing.conformance.catalogue import catalogue
+from kdist.testing.conformance.case import CASES
 from kdist.testing.conformance.configuration import CONFIGURATIONS
 from tests.environment import ROOT, clean_environment
 
@@ -56,11 +56,11 @@ def test_the_table_says_what_the_contract_s_results_say() -> None:
     assert table.replace_table(README, results) == README, "run `make table`"
     # A mark counts the cells that were run: all of them must have been.
     cells = {
-        f"{backend}-{configuration.name}-{entry.name}"
-        for entry in catalogue()
+        f"{backend}-{configuration.name}-{case.name}"
+        for case in CASES.values()
         for configuration in CONFIGURATIONS.values()
         for backend in configuration.backends
-        if backend in entry.backends
+        if backend in case.backends
     }
     assert results.keys() == cells, "run `make table`"
     assert set(results.values()) == {"passed"}

@@ -69,3 +69,22 @@ def numbers(model: keras.Model, history: Any = None, **more: Any) -> dict[str, A
 def fit(model: keras.Model, x: Any, y: Any = None, **arguments: Any) -> Any:
     """Two epochs in the given order, in batches that the replicas do not divide."""
     return model.fit(x, y, **{"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0} | arguments)
+
+
+def predict(model: keras.Model, x: Any) -> Any:
+    """What a model predicts, in batches that the replicas do not divide."""
+    return model.predict(x, batch_size=BATCH, verbose=0)
+
+
+def evaluate(model: keras.Model, x: Any, y: Any, **arguments: Any) -> Any:
+    """The scores of a model, in batches that the replicas do not divide."""
+    return model.evaluate(x, y, batch_size=BATCH, verbose=0, **arguments)
+
+
+def train(
+    optimizer: Any, model: keras.Model | None = None, loss: Any = "mse", **arguments: Any
+) -> dict[str, Any]:
+    """Trains a network, by default `mlp`, on `regression`; returns its numbers."""
+    model = model or mlp()
+    model.compile(optimizer, loss)
+    return numbers(model, fit(model, *regression(), **arguments))

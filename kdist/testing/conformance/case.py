@@ -1,12 +1,18 @@
-"""What a conformance case is, how it is run and what is compared."""
+"""What a conformance case is, which ones there are, how they are run and what is compared.
+
+Cases are read from their source: listing them imports neither Keras nor a framework.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,18 +24,15 @@ MODULES = ("data", "losses", "optimizers", "layers", "models", "metrics", "callb
 # float32 sums over other groups of rows differ in the last digits; an error in the contract is far larger.
 RTOL, ATOL = 1e-5, 2e-6
 
-CASES: dict[str, Case] = {}
-
 
 @dataclass(frozen=True)
 class Case:
     """One promise of the global-batch contract.
 
     Args:
-        name: Of the function.
+        name: Of a function that returns the numbers to compare, in the scope of a strategy or without one.
         group: Name of the module, for the table.
         title: What a user would call it; shown in the support table.
-        function: Called in the scope of a strategy, or without one; returns the numbers to compare.
         rtol: Relative tolerance.
         atol: Absolute tolerance, for numbers near zero.
         backends: The backends that the case makes sense on.
@@ -39,7 +42,6 @@ class Case:
     name: str
     group: str
     title: str
-    function: Callable[[], Numbers]
     rtol: float
     atol: float
     backends: tuple[str, ...]
@@ -53,23 +55,24 @@ def case(
     backends: tuple[str, ...] = ("tensorflow", "jax", "torch"),
     why_not_all: str = "",
 ) -> Callable[[Callable[[], Numbers]], Callable[[], Numbers]]:
-    """Registers a function as a case."""
-
-    def register(function: Callable[[], Numbers]) -> Callable[[], Numbers]:
-        name = function.__name__
-        assert name not in CASES, name
-        group = function.__module__.rpartition(".")[2]
-        CASES[name] = Case(name, group, title, function, rtol, atol, backends, why_not_all)
-        return function
-
-    return register
+    """Marks a function as a case; what is passed, all of it literals, is read from the source."""
+    return lambda function: function
 
 
-def load() -> dict[str, Case]:
-    """Imports all cases (and with them Keras) and returns them by name."""
-    for module in MODULES:
-        importlib.import_module(f"kdist.testing.conformance.{module}")
-    return CASES
+def _read(group: str) -> Iterator[Case]:
+    source = Path(__file__).with_name(f"{group}.py").read_text(encoding="utf-8")
+    for function in [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]:
+        for call in function.decorator_list:
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "case":
+                named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+                options = inspect.signature(case).bind(*map(ast.literal_eval, call.args), **named)
+                options.apply_defaults()
+                yield Case(function.name, group, **options.arguments)
+
+
+_ALL = [case for group in MODULES for case in _read(group)]
+CASES = {case.name: case for case in _ALL}
+assert len(CASES) == len(_ALL), "two cases have the same name"
 
 
 def run_case(name: str, strategy: Any = None) -> Numbers:
@@ -87,26 +90,16 @@ def run_case(name: str, strategy: Any = None) -> Numbers:
     keras.utils.clear_session()
     keras.utils.set_random_seed(7)
     policy = keras.config.dtype_policy()
+    module = importlib.import_module(f"kdist.testing.conformance.{CASES[name].group}")
     try:
         with strategy.scope() if strategy is not None else contextlib.nullcontext():
-            numbers = load()[name].function()
+            numbers = getattr(module, name)()
     finally:
         keras.config.set_dtype_policy(policy)
     return {key: np.asarray(value) for key, value in numbers.items()}
 
 
-class Tolerances(Protocol):
-    """What `compare` needs of a `Case`, or of its `Entry` in the catalogue."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def rtol(self) -> float: ...
-    @property
-    def atol(self) -> float: ...
-
-
-def compare(case: Tolerances, expected: Numbers, actual: Numbers) -> None:
+def compare(case: Case, expected: Numbers, actual: Numbers) -> None:
     """Raises an `AssertionError` that names the number unless both runs agree to the case's tolerances.
 
     Args:

@@ -31,7 +31,7 @@ def one_row_left() -> Numbers:
     x, y = a.regression(a.BATCH + 1)
     model = _compiled()
     history = a.fit(model, x, y, sample_weight=a.weights(a.BATCH + 1))
-    return a.numbers(model, history, predicted=model.predict(x, batch_size=a.BATCH, verbose=0))
+    return a.numbers(model, history, predicted=a.predict(model, x))
 
 
 @case("`sample_weight`")
@@ -39,7 +39,7 @@ def sample_weight() -> Numbers:
     x, y = a.regression()
     model = _compiled(weighted_metrics=["mse"])
     history = a.fit(model, x, y, sample_weight=a.weights())
-    scores = model.evaluate(x, y, sample_weight=a.weights(), batch_size=a.BATCH, verbose=0)
+    scores = a.evaluate(model, x, y, sample_weight=a.weights())
     return a.numbers(model, history, scores=scores)
 
 
@@ -133,7 +133,7 @@ def dictionaries() -> Numbers:
     x = {"left": a.features(seed=5), "right": a.features(seed=6)}
     y = {"value": a.regression()[1], "kind": a.classes()[1]}
     history = a.fit(model, x, y, validation_data=(x, y))
-    predicted = model.predict(x, batch_size=a.BATCH, verbose=0)
+    predicted = a.predict(model, x)
     if keras.backend.backend() == "tensorflow" and keras.__version__.startswith("3.16"):
         # Keras's own loop gives every batch the same weight in the outputs' losses there, a short one too, so
         # that they do not add up to the loss; see docs/keras-versions.md.
@@ -154,7 +154,7 @@ def losses_of_outputs() -> Numbers:
     )
     x, y = a.features(), (a.regression()[1], a.classes()[1])
     history = a.fit(model, x, y, validation_data=(x, y))
-    scores = model.evaluate(x, y, batch_size=a.BATCH, return_dict=True, verbose=0)
+    scores = a.evaluate(model, x, y, return_dict=True)
     return a.numbers(model, history, **{f"score {name}": value for name, value in scores.items()})
 
 
@@ -182,8 +182,7 @@ def steps_per_execution() -> Numbers:
     x, y = a.regression()
     model = _compiled(steps_per_execution=2)
     history = a.fit(model, x, y, validation_data=(x, y))
-    predicted = model.predict(x, batch_size=a.BATCH, verbose=0)
-    return a.numbers(model, history, predicted=predicted)
+    return a.numbers(model, history, predicted=a.predict(model, x))
 
 
 @case("`run_eagerly`")

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+import kdist
 from kdist.testing.conformance import arrays as a
 from kdist.testing.conformance.case import Numbers, case
 
@@ -15,7 +16,7 @@ from kdist.testing.conformance.case import Numbers, case
 def synchronized_batch_normalization() -> Numbers:
     x, y = a.regression()
     # Without kdist, Keras knows the argument on TensorFlow only; on one device it changes nothing.
-    synchronized = _knows_synchronized()
+    synchronized = kdist.has_strategy() or keras.backend.backend() == "tensorflow"
     model = keras.Sequential(
         [
             keras.layers.Input((6,)),
@@ -27,13 +28,7 @@ def synchronized_batch_normalization() -> Numbers:
     )
     model.compile(keras.optimizers.SGD(0.1), "mse")
     history = a.fit(model, x, y, validation_data=(x, y))
-    return a.numbers(model, history, predicted=model.predict(x, batch_size=a.BATCH, verbose=0))
-
-
-def _knows_synchronized() -> bool:
-    import kdist
-
-    return kdist.has_strategy() or keras.backend.backend() == "tensorflow"
+    return a.numbers(model, history, predicted=a.predict(model, x))
 
 
 @case("convolution, pooling")
@@ -121,16 +116,12 @@ class Counting(keras.layers.Layer):
 
 @case("layers with variables of their own")
 def stateful_layer() -> Numbers:
-    x, y = a.regression()
     model = keras.Sequential([keras.layers.Input((6,)), Counting(), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return a.numbers(model, a.fit(model, x, y))
+    return a.train(keras.optimizers.SGD(0.1), model)
 
 
 @case("frozen layers")
 def frozen_layers() -> Numbers:
-    x, y = a.regression()
     model = a.mlp()
     model.layers[0].trainable = False
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    return a.numbers(model, a.fit(model, x, y))
+    return a.train(keras.optimizers.Adam(0.01), model)

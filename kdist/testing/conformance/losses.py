@@ -15,11 +15,9 @@ from kdist.testing.conformance.case import Numbers, case
 def _train(model: keras.Model, loss: Any, weighted: bool = True, rate: float = 0.05) -> Numbers:
     x, y = a.regression()
     model.compile(keras.optimizers.SGD(rate), loss)
-    history = a.fit(model, x, y, sample_weight=a.weights() if weighted else None)
-    score = model.evaluate(
-        x, y, sample_weight=a.weights() if weighted else None, batch_size=a.BATCH, verbose=0
-    )
-    return a.numbers(model, history, score=score)
+    weights = a.weights() if weighted else None
+    history = a.fit(model, x, y, sample_weight=weights)
+    return a.numbers(model, history, score=a.evaluate(model, x, y, sample_weight=weights))
 
 
 @case("loss reduction `sum`")
@@ -43,10 +41,7 @@ def reduction_mean_with_sample_weight() -> Numbers:
     why_not_all="JAX and PyTorch differentiate scalars only",
 )
 def reduction_none() -> Numbers:
-    x, y = a.regression()
-    model = a.mlp()
-    model.compile(keras.optimizers.SGD(0.01), keras.losses.MeanSquaredError(reduction=None))
-    return a.numbers(model, a.fit(model, x, y))
+    return a.train(keras.optimizers.SGD(0.01), loss=keras.losses.MeanSquaredError(reduction=None))
 
 
 @case("custom losses that return a scalar mean")
@@ -105,7 +100,7 @@ def masks() -> Numbers:
     y = (x[..., None] * 0.1).astype("float32")
     model.compile(keras.optimizers.SGD(0.5), "mse", metrics=["mae"], weighted_metrics=["mse"])
     history = a.fit(model, x, y)
-    return a.numbers(model, history, score=model.evaluate(x, y, batch_size=a.BATCH, verbose=0))
+    return a.numbers(model, history, score=a.evaluate(model, x, y))
 
 
 @case("masks with `sample_weight` and other reductions")

@@ -47,7 +47,7 @@ def regression_metrics() -> Numbers:
     ]
     model.compile(keras.optimizers.SGD(0.1), "mse", metrics=metrics, weighted_metrics=["mape"])
     history = a.fit(model, x, y, sample_weight=a.weights())
-    return a.numbers(model, history, score=model.evaluate(x, y, batch_size=a.BATCH, verbose=0))
+    return a.numbers(model, history, score=a.evaluate(model, x, y))
 
 
 class Share(keras.metrics.Metric):
@@ -78,4 +78,4 @@ def custom_metrics() -> Numbers:
     model = a.mlp()
     model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[Share(), largest, scalar])
     history = a.fit(model, x, y)
-    return a.numbers(model, history, score=model.evaluate(x, y, batch_size=a.BATCH, verbose=0))
+    return a.numbers(model, history, score=a.evaluate(model, x, y))

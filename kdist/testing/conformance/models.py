@@ -27,18 +27,15 @@ def subclassed() -> Numbers:
     model = Subclassed()
     model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
     history = a.fit(model, x, y)
-    return a.numbers(model, history, predicted=model.predict(x, batch_size=a.BATCH, verbose=0))
+    return a.numbers(model, history, predicted=a.predict(model, x))
 
 
 @case("functional models with shared layers")
 def functional() -> Numbers:
-    x, y = a.regression()
     inputs = keras.Input((6,))
     shared = keras.layers.Dense(6, activation="tanh")
     outputs = keras.layers.Dense(1)(shared(shared(inputs)))
-    model = keras.Model(inputs, outputs)
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return a.numbers(model, a.fit(model, x, y))
+    return a.train(keras.optimizers.SGD(0.1), keras.Model(inputs, outputs))
 
 
 class OwnLoss(keras.Model):

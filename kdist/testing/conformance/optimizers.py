@@ -116,22 +116,16 @@ def loss_scaling() -> Numbers:
 @case("mixed precision with loss scaling (to float16's digits)", rtol=5e-3, atol=5e-3)
 def mixed_precision() -> Numbers:
     keras.config.set_dtype_policy("mixed_float16")
-    x, y = a.regression()
-    model = a.mlp()
     # Far from where float16 overflows: which of two sums does so first depends on how they are grouped.
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=256.0)
-    model.compile(optimizer, "mse")
-    return a.numbers(model, a.fit(model, x, y))
+    return a.train(optimizer)
 
 
 # bfloat16 keeps 8 bits, so the activations of other groups of rows differ by up to 2**-8 = 0.004 of themselves.
 @case("mixed precision with bfloat16 (to its digits)", rtol=1e-2, atol=1e-2)
 def mixed_bfloat16() -> Numbers:
     keras.config.set_dtype_policy("mixed_bfloat16")
-    x, y = a.regression()
-    model = a.mlp()
-    model.compile(keras.optimizers.SGD(0.05), "mse")
-    return a.numbers(model, a.fit(model, x, y))
+    return a.train(keras.optimizers.SGD(0.05))
 
 
 # float64 keeps 53 bits, 1e-16: 1e-12 leaves room for sums in another order, and none for a detour through float32.
@@ -146,18 +140,14 @@ def float64() -> Numbers:
     keras.config.set_floatx("float64")  # losses and metrics follow it, and not the policy
     keras.config.set_dtype_policy("float64")
     try:
-        x, y = a.regression()
         model = a.mlp(kernel_regularizer=keras.regularizers.L2(0.1))
-        model.compile(keras.optimizers.Adam(0.05, global_clipnorm=0.5), "mse")
+        optimizer = keras.optimizers.Adam(0.05, global_clipnorm=0.5)
         # In batches of 19 rows: a replica's share is no short fraction.
-        return a.numbers(model, a.fit(model, x, y, batch_size=19, sample_weight=a.weights()))
+        return a.train(optimizer, model, batch_size=19, sample_weight=a.weights())
     finally:
         keras.config.set_floatx("float32")
 
 
 @case("constraints on weights")
 def constraints() -> Numbers:
-    x, y = a.regression()
-    model = a.mlp(kernel_constraint=keras.constraints.MaxNorm(0.5))
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return a.numbers(model, a.fit(model, x, y))
+    return a.train(keras.optimizers.SGD(0.1), a.mlp(kernel_constraint=keras.constraints.MaxNorm(0.5)))

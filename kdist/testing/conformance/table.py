@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from kdist.testing.conformance.catalogue import Entry, catalogue
+from kdist.testing.conformance.case import CASES, Case
 from kdist.testing.conformance.configuration import CONFIGURATIONS
 
 BEGIN = "<!-- support table: written by `make table`, do not edit -->"
@@ -32,7 +32,7 @@ def table(results: dict[str, str]) -> str:
     ]
     head.append("| --- |" + " :-: |" * len(_BACKENDS))
     notes: list[str] = []
-    rows = [_row(entry, results, notes) for entry in catalogue()]
+    rows = [_row(case, results, notes) for case in CASES.values()]
     tested = "; ".join(f"{c.title}{'' if len(c.backends) == 3 else '*'}" for c in CONFIGURATIONS.values())
     partly = [c for c in CONFIGURATIONS.values() if len(c.backends) < 3]
     lines = [*head, *rows, "", f"✓ m/n: all that were run passed, m of the n strategies: {tested}."]
@@ -43,20 +43,20 @@ def table(results: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _row(entry: Entry, results: dict[str, str], notes: list[str]) -> str:
-    title = entry.title
-    if entry.why_not_all:
-        if entry.why_not_all not in notes:
-            notes.append(entry.why_not_all)
-        title += " " + "¹²³⁴"[notes.index(entry.why_not_all)]
-    return f"| {title} | " + " | ".join(_cell(entry, backend, results) for backend in _BACKENDS) + " |"
+def _row(case: Case, results: dict[str, str], notes: list[str]) -> str:
+    title = case.title
+    if case.why_not_all:
+        if case.why_not_all not in notes:
+            notes.append(case.why_not_all)
+        title += " " + "¹²³⁴"[notes.index(case.why_not_all)]
+    return f"| {title} | " + " | ".join(_cell(case, backend, results) for backend in _BACKENDS) + " |"
 
 
-def _cell(entry: Entry, backend: str, results: dict[str, str]) -> str:
-    if backend not in entry.backends:
+def _cell(case: Case, backend: str, results: dict[str, str]) -> str:
+    if backend not in case.backends:
         return "–"
     names = [c.name for c in CONFIGURATIONS.values() if backend in c.backends]
-    outcomes = [results.get(f"{backend}-{name}-{entry.name}") for name in names]
+    outcomes = [results.get(f"{backend}-{name}-{case.name}") for name in names]
     if not any(outcomes):
         return "not run"
     passed = outcomes.count("passed")
