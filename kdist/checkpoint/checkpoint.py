@@ -9,23 +9,23 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import faults
-from kdist.backends.messages import gather
-from kdist.checkpoint import layout
+from kdist.checkpoint import folders, layout, writing
+from kdist.checkpoint.folders import gather_from
 from kdist.context import current_strategy, joined_strategy
 from kdist.errors import CheckpointError, InvalidArgumentError, WorkerMismatchError
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
     from kdist.checkpoint.restoring import RestoreStatus
-    from kdist.checkpoint.writing import Save
     from kdist.context import StrategyLike
 
-# Those whose last save nobody has waited for, by the order in which they were made, which is that of all workers.
-_open: dict[int, Checkpoint] = {}
+# The last saves, unless somebody has waited for them, by the order in which their checkpoints were made.
+# That is the same on all workers, and so is which of them are here.
+_open: dict[int, writing.Save] = {}
 _serials = itertools.count()
 
 
@@ -67,8 +67,6 @@ class Checkpoint:
         self._random = random
         self._counter = 0
         self._serial = next(_serials)
-        self._pending: Save | None = None
-        self._failure: tuple[str, Exception] | None = None
         for name, value in {**({} if root is None else {"root": root}), **objects}.items():
             setattr(self, name, value)
 
@@ -94,11 +92,6 @@ class Checkpoint:
     def save_counter(self) -> int:
         """How often `save` was called; the number of the last checkpoint it made."""
         return self._counter
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether this worker still writes its part of the last save."""
-        return self._pending is not None and not self._pending.is_done
 
     def save(self, directory: str | os.PathLike[str], *, asynchronous: bool = True) -> str:
         """Saves a new checkpoint in a directory. All workers must call it.
@@ -169,17 +162,8 @@ class Checkpoint:
         Raises:
             CheckpointError: It failed on some worker; on all workers.
         """
-        self._join()
-        # On all workers alike, as the failure may not be.
-        if _open.pop(self._serial, None) is None:
-            return
-        said = gather_from(self.runtime(), self._told())
-        failure, self._failure = self._failure, None
-        for index, problem in enumerate(said):
-            if problem is not None:
-                raise CheckpointError(f"A checkpoint could not be written: worker {index}: {problem}") from (
-                    failure and failure[1]
-                )
+        if self._serial in _open:
+            _wait_for(self.runtime(), [self._serial])
 
     def restore(self, path: str | os.PathLike[str] | None) -> RestoreStatus:
         """Restores everything that the checkpoint and this object both have. All workers must call it.
@@ -200,7 +184,8 @@ class Checkpoint:
             CheckpointMismatchError: A model (or another object) is not the one that was saved; names the first
                 variable that differs.
         """
-        return self._restore(path, counter=True)
+        status, self._counter = self._restore(path)
+        return status
 
     def read(self, path: str | os.PathLike[str]) -> RestoreStatus:
         """As `restore`, for what `write` wrote: `save_counter` stays as it is.
@@ -211,31 +196,19 @@ class Checkpoint:
         Returns:
             As `restore`.
         """
-        return self._restore(path, counter=False)
+        return self._restore(path)[0]
 
     # ----------------------------------------------------------------------------------------------------------
 
     def _strategy(self) -> StrategyLike | None:
-        from kdist import keras_hooks
+        from kdist.checkpoint import state
 
-        def search(values: Any) -> StrategyLike | None:
-            for value in values:
-                if isinstance(value, (dict, list, tuple)):
-                    found = search(value.values() if isinstance(value, dict) else value)
-                else:
-                    found = None
-                    with contextlib.suppress(TypeError):  # what no weak reference can be made to
-                        found = keras_hooks.strategy_of(value)
-                if found is not None:
-                    return found
-            return None
-
-        return search(self._objects.values()) or current_strategy() or joined_strategy()
+        return state.strategy_of(self._objects) or current_strategy() or joined_strategy()
 
     def settle(self) -> None:
         """Waits for a save under way, if there is one, on all workers; its failure is told at the next one."""
-        if self._pending is not None:  # on all workers alike
-            self._join()
+        if self._serial in _open:
+            _open[self._serial].join()
             gather_from(self.runtime(), None)
 
     def sync(self) -> None:
@@ -258,120 +231,92 @@ class Checkpoint:
         explicit: bool = False,
         after: Callable[[], None] | None = None,
     ) -> str:
-        from kdist.checkpoint import places, snapshot, writing
+        from kdist.checkpoint import snapshot
 
-        self._join()
+        last = _open.pop(self._serial, None)
+        told = None if last is None else last.join()
         runtime = self.runtime()
-        failure, told = self._failure, self._told()
-        self._failure = None
-        _open.pop(self._serial, None)
         try:
             contents = snapshot.describe(self._objects, self._strategy(), self._random)
         except Exception as error:
             problem = told or f"{type(error).__name__}: {error}"
             with contextlib.suppress(CheckpointError):  # the others wait to hear of it
-                places.meet(runtime, places.Wish(directory, prefix, None, None, problem))
+                folders.prepare(runtime, folders.Wish(directory, prefix, None, None, problem))
             raise
         faults.point("save-begin")
         facts = f"{len(contents.sources)} tensors, {zlib.crc32(json.dumps(contents.facts()).encode()):08x}"
-        wish = places.Wish(directory, prefix, choose, facts, told)
+        wish = folders.Wish(directory, prefix, choose, facts, told)
         try:
-            place, save_id, number = places.meet(runtime, wish)
+            folder, save_id, number = folders.prepare(runtime, wish)
         except CheckpointError as error:
-            raise error from failure and failure[1]
-        _open[self._serial] = self
+            raise error from None if last is None else last.error
+        save = _open[self._serial] = writing.Save(folder, after)
         if choose is not None:
             self._counter = self._counter + 1 if explicit or number is None else number
         try:
-            share = snapshot.take(contents, place, runtime, save_id, number, self._counter)
+            share = snapshot.take(contents, folder, runtime, save_id, number, self._counter)
             if asynchronous:
                 snapshot.copy(share)
         except BaseException as error:
             # The others are writing already; they learn it from the folder.
-            writing.abandon(place, error)
+            writing.abandon(folder, error)
             raise
-        self._pending = writing.Save(place, share, after, background=asynchronous)
+        save.start(share, background=asynchronous)
         if not asynchronous:
             self.wait()
-        return place.final
+        return folder.final
 
-    def _join(self) -> None:
-        save, self._pending = self._pending, None
-        if save is not None:
-            save.join()
-            if save.error is not None:
-                self._failure = (save.path, save.error)
-
-    def _told(self) -> str | None:
-        if self._failure is None:
-            return None
-        path, error = self._failure
-        name = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-        return f"the save of {path} failed: {name}{error}"
-
-    def _restore(self, path: str | os.PathLike[str] | None, counter: bool) -> RestoreStatus:
+    def _restore(self, path: str | os.PathLike[str] | None) -> tuple[RestoreStatus, int]:
         from kdist.checkpoint import restoring
 
         runtime = self.runtime()
         self.settle()
         found = gather_from(runtime, path is not None)
         if path is None and not any(found):
-            return restoring.RestoreStatus("None", [], list(self._objects))
+            return restoring.RestoreStatus("None", [], list(self._objects)), self._counter
         if path is None or not all(found):
             raise WorkerMismatchError(
                 "All workers must restore the same checkpoint, or none.",
                 received={f"worker_{i}": "a path" if there else None for i, there in enumerate(found)},
                 hint="Is the folder the same one on all hosts?",
             )
-        status, saved = restoring.restore(
+        return restoring.restore(
             os.path.abspath(path), self._objects, self._strategy(), runtime, self._random
         )
-        if counter:
-            self._counter = saved
-        return status
 
     def __repr__(self) -> str:
         return f"<Checkpoint of {', '.join(self._objects)}>"
 
 
-def gather_from(runtime: Runtime | None, value: Any) -> list[Any]:
-    """Gathers a JSON value from every worker; from this process alone where no strategy has joined others."""
-    return [value] if runtime is None else gather(runtime, value)
-
-
 def settle_all(runtime: Runtime | None) -> None:
     """Waits, on all workers, for what a `fit` that was interrupted is still writing: the next one may want it."""
-    for checkpoint in list(_open.values()):
-        checkpoint._join()
+    for save in _open.values():
+        save.join()
     gather_from(runtime, None)
 
 
 def wait_for_all(runtime: Runtime) -> None:
     """Waits for all that is still being written, and raises on all workers if one could not write.
 
-    Called at the end of `fit`. All workers must call it, in one exchange: after a `fit` that has failed, not all
-    may have the same checkpoints to wait for.
-
-    Args:
-        runtime: Whose workers take part.
+    Called at the end of `fit`, in one exchange: after one that has failed, not all may have the same
+    checkpoints to wait for.
     """
-    problems = []
-    for serial in sorted(_open):
-        checkpoint = _open.pop(serial)
-        checkpoint._join()
-        if (told := checkpoint._told()) is not None:
-            problems.append(told)
-            checkpoint._failure = None
-    for index, theirs in enumerate(gather(runtime, problems)):
+    _wait_for(runtime, sorted(_open))
+
+
+def _wait_for(runtime: Runtime | None, serials: Sequence[int]) -> None:
+    problems = {told: _open[serial].error for serial in serials if (told := _open[serial].join())}
+    for serial in serials:
+        del _open[serial]
+    for index, theirs in enumerate(gather_from(runtime, list(problems))):
         if theirs:
-            raise CheckpointError(f"A checkpoint could not be written: worker {index}: {theirs[0]}")
+            error = CheckpointError(f"A checkpoint could not be written: worker {index}: {theirs[0]}")
+            raise error from next(iter(problems.values()), None)
 
 
 @atexit.register
 def _report() -> None:
     """Says at the end of the process what nobody has asked for: a save that failed is never passed over."""
-    for checkpoint in _open.values():
-        checkpoint._join()
-        told = checkpoint._told()
-        if told is not None:
-            print(f"kdist: {told}", file=sys.stderr)
+    for save in _open.values():
+        if problem := save.join():
+            print(f"kdist: {problem}", file=sys.stderr)

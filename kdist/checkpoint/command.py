@@ -7,11 +7,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 
 from kdist.checkpoint import layout
+from kdist.checkpoint.checked_reading import read_index, verify
 from kdist.checkpoint.index import Index
-from kdist.checkpoint.reading import read_index, verify
 from kdist.errors import CheckpointError, KdistError
 
 _EXAMPLES = """examples:
@@ -47,14 +46,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the command.
-
-    Args:
-        options: The parsed command line.
-
-    Returns:
-        The exit code: 0 for success, 1 for a checkpoint that is damaged or does not fit.
-    """
+    """Runs the command; returns 1 for a checkpoint that is damaged or does not fit, 2 for a wrong call."""
     try:
         path = find(options.path)
         if options.action == "show":
@@ -109,10 +101,3 @@ def describe(path: str, index: Index) -> str:
 
 def _short(text: str, length: int = 60) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def run(argv: Sequence[str]) -> int:
-    """Runs the command with arguments of its own, as `run(["show", "checkpoints"])`."""
-    parser = argparse.ArgumentParser(prog="kdist")
-    add_to(parser.add_subparsers(dest="command"))
-    return main(parser.parse_args(["checkpoint", *argv]))

@@ -9,9 +9,9 @@ from typing import Any
 
 import keras
 
+from kdist.checkpoint.checked_reading import read_index
 from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.index import Index
-from kdist.checkpoint.reading import read_index
 from kdist.errors import CheckpointError, InvalidArgumentError
 
 _SUFFIXES = (".weights.h5", ".keras")
@@ -73,27 +73,22 @@ def _make(path: str, index: Index, name: str) -> tuple[Any, str]:
             received={"checkpoint": path, "model": name},
             hint="Name a function that makes it: --model module:function",
         )
-    try:
-        return _built(keras.saving.deserialize_keras_object(config)), ""
-    except Exception as error:  # of the user's classes, or of Keras
-        first = error
-    try:  # a loss or a metric of the user's own is not needed for the weights
-        bare = {key: value for key, value in config.items() if key != "compile_config"}
-        return _built(
-            keras.saving.deserialize_keras_object(bare)
-        ), "It is not compiled: loss or metrics are unknown."
-    except Exception:
-        raise CheckpointError(
-            f"Keras cannot make the model from its configuration: {first}",
-            received={"checkpoint": path, "model": name},
-            hint="Name a function that makes it: --model module:function",
-        ) from first
-
-
-def _built(model: Any) -> Any:
-    if not model.built:
-        raise ValueError("its input shape is not known")
-    return model
+    # A loss or a metric of the user's own is not needed for the weights.
+    bare = {key: value for key, value in config.items() if key != "compile_config"}
+    errors: list[Exception] = []
+    for given, note in ((config, ""), (bare, "It is not compiled: loss or metrics are unknown.")):
+        try:
+            model = keras.saving.deserialize_keras_object(given)
+            if not model.built:
+                raise ValueError("its input shape is not known")
+            return model, note
+        except Exception as error:  # of the user's classes, or of Keras
+            errors.append(error)
+    raise CheckpointError(
+        f"Keras cannot make the model from its configuration: {errors[0]}",
+        received={"checkpoint": path, "model": name},
+        hint="Name a function that makes it: --model module:function",
+    ) from errors[0]
 
 
 def _call(model: str) -> Any:

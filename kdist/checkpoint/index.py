@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from kdist.checkpoint.shards import Size
@@ -45,46 +46,28 @@ _FIRST_LINE = re.compile(
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor in one file.
+    """A part of a tensor in one file."""
 
-    Args:
-        file: Position of the file.
-        first: The first of its elements, of the flat tensor.
-        last: The one after the last.
-        offset: Where it begins in the file.
-        crc32: Checksum of its bytes.
-    """
-
-    file: int
-    first: int
-    last: int
-    offset: int
+    file: int  # position of the file
+    first: int  # the first of its elements, of the flat tensor
+    last: int  # the one after the last
+    offset: int  # where it begins in the file
     crc32: int
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor.
+    """One tensor."""
 
-    Args:
-        name: As `model/0/dense/kernel`.
-        dtype: As Keras calls it.
-        shape: Its lengths.
-        pieces: Where its elements are, in order.
-    """
-
-    name: str
-    dtype: str
+    name: str  # as `model/0/dense/kernel`
+    dtype: str  # as Keras calls it
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[Piece, ...] = ()  # where its elements are, in order
 
     @property
     def size(self) -> Size:
         """How large it is."""
-        elements = 1
-        for length in self.shape:
-            elements *= length
-        return Size(elements, DTYPES[self.dtype][0])
+        return Size(math.prod(self.shape), DTYPES[self.dtype][0])
 
     @property
     def num_bytes(self) -> int:
@@ -94,49 +77,30 @@ class Tensor:
 
 @dataclass(frozen=True)
 class File:
-    """One shard.
-
-    Args:
-        name: Its name in the folder.
-        num_bytes: Its length.
-        header_bytes: How much of that comes before the tensors.
-        header_crc32: Checksum of what comes before them.
-    """
+    """One shard."""
 
     name: str
     num_bytes: int
-    header_bytes: int
+    header_bytes: int  # how much of that comes before the tensors
     header_crc32: int
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds.
+    """What a checkpoint holds."""
 
-    Args:
-        saved_at: Seconds since 1970; larger than that of every checkpoint saved before it.
-        id: The same for all folders that one save has written.
-        number: Of the checkpoint; `None` if it has none.
-        saved_by: Worker count, backend, versions.
-        workers: Indices of the workers that wrote into this folder.
-        parts: For each object, its kind and all names under which it is known.
-        tensors: All tensors.
-        files: All shards.
-        values: Plain values by name.
-        states: For each object with a state of its own, that of each of `workers`, or one for all.
-        configs: What Keras needs to make a model again, where it can be said in JSON.
-    """
-
-    saved_at: float
-    id: str
-    number: int | None
-    saved_by: Mapping[str, Any]
-    workers: Sequence[int]
-    parts: Mapping[str, Mapping[str, Any]]
+    saved_at: float  # seconds since 1970; larger than that of every checkpoint saved before it
+    id: str  # the same for all folders that one save has written
+    number: int | None  # of the checkpoint; `None` if it has none
+    saved_by: Mapping[str, Any]  # worker count, backend, versions
+    workers: Sequence[int]  # indices of the workers that wrote into this folder
+    parts: Mapping[str, Mapping[str, Any]]  # for each object, its kind and all names under which it is known
     tensors: Sequence[Tensor]
     files: Sequence[File]
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)  # plain ones, by name
+    # For each object with a state of its own, that of each of `workers`, or one for all.
     states: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # What Keras needs to make a model again, where it can be said in JSON.
     configs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -147,17 +111,19 @@ class Index:
 
 def dump(index: Index, version: int = VERSION) -> bytes:
     """Returns the bytes of an index, as they are written."""
-    fields = asdict(index)
-    fields["tensors"] = [
-        {
-            "name": tensor.name,
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "pieces": [[p.file, p.first, p.last, p.offset, f"{p.crc32:08x}"] for p in tensor.pieces],
-        }
-        for tensor in index.tensors
-    ]
-    fields["files"] = [{**asdict(f), "header_crc32": f"{f.header_crc32:08x}"} for f in index.files]
+    fields = {
+        **vars(index),
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "pieces": [[p.file, p.first, p.last, p.offset, f"{p.crc32:08x}"] for p in tensor.pieces],
+            }
+            for tensor in index.tensors
+        ],
+        "files": [{**vars(file), "header_crc32": f"{file.header_crc32:08x}"} for file in index.files],
+    }
     lines = []
     for name, value in fields.items():
         if name in ("tensors", "files") and value:
@@ -176,11 +142,7 @@ def checksum_of(version: int, body: bytes) -> int:
 
 
 def parse(data: bytes, path: str) -> Index:
-    """Reads the bytes of an index.
-
-    Args:
-        data: The bytes.
-        path: Of the file, for messages.
+    """Reads the bytes of an index; messages name the path of its file.
 
     Raises:
         CheckpointCorruptError: They are not those that were written.

@@ -25,19 +25,11 @@ _HEAD = 400  # the first lines of an index, which say when it was saved
 
 @dataclass(frozen=True)
 class Found:
-    """A complete checkpoint in a directory.
-
-    Args:
-        path: Of its folder.
-        prefix: "ckpt" of "ckpt-12".
-        number: 12 of "ckpt-12".
-        saved_at: Seconds since 1970.
-    """
+    """A complete checkpoint in a directory."""
 
     path: str
-    prefix: str
-    number: int
-    saved_at: float
+    number: int  # 12 of "ckpt-12"
+    saved_at: float  # seconds since 1970
 
 
 def numbered(prefix: str, number: int) -> str:
@@ -83,12 +75,7 @@ def replaced_of(entry: str) -> str | None:
 
 
 def find(directory: str | os.PathLike[str], prefix: str | None = None) -> list[Found]:
-    """Returns the complete checkpoints of a directory, the oldest first.
-
-    Args:
-        directory: A folder, which need not exist.
-        prefix: Only those of this name, "ckpt"; `None` for all.
-    """
+    """Returns the complete checkpoints of a directory, of one name or of all, the oldest first."""
     found: dict[str, Found] = {}
     try:
         entries = sorted(os.listdir(directory))
@@ -101,7 +88,7 @@ def find(directory: str | os.PathLike[str], prefix: str | None = None) -> list[F
         path = os.path.join(directory, entry)
         saved_at = _saved_at(path)
         if saved_at is not None and prefix in (None, match["prefix"]):
-            found[match[0]] = Found(path, match["prefix"], int(match["number"]), saved_at)
+            found[match[0]] = Found(path, int(match["number"]), saved_at)
     return sorted(found.values(), key=lambda item: (item.saved_at, item.number))
 
 

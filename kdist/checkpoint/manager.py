@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kdist.checkpoint import layout
-from kdist.checkpoint.checkpoint import gather_from
+from kdist.checkpoint.folders import gather_from, remove
 from kdist.errors import CheckpointMismatchError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -244,10 +244,8 @@ class CheckpointManager:
 
 def _delete(path: str) -> None:
     """Deletes a checkpoint: it is gone at once, and its files a moment later."""
-    from kdist.checkpoint import writing
-
-    folder, name = os.path.split(path)
-    going = os.path.join(folder, layout.temporary(name, secrets.token_hex(8)))
+    directory, name = os.path.split(path)
+    going = os.path.join(directory, layout.temporary(name, secrets.token_hex(8)))
     with contextlib.suppress(OSError):
         os.rename(path, going)
-        writing.remove(going)
+        remove(going)

@@ -9,20 +9,15 @@ from typing import Any
 import keras
 import numpy as np
 
+from kdist.checkpoint.checked_reading import dtype_of
 from kdist.checkpoint.index import DTYPES
-from kdist.checkpoint.reading import dtype_of
 from kdist.errors import InvalidArgumentError
 
 _SPECIAL = ("$tuple", "$dict", "$bytes", "$array", "$tensor")
 
 
 def encode(name: str, value: Any, store: Callable[[str, Any], None] | None = None) -> Any:
-    """Returns a value as JSON.
-
-    Args:
-        name: Of the value, for messages and for its arrays.
-        value: The value.
-        store: Takes the arrays, each with a name of its own; by default they become part of the JSON.
+    """Returns a value as JSON. `store` takes its arrays, by names of their own; without it they are in the JSON.
 
     Raises:
         InvalidArgumentError: There is something else in the value.
@@ -66,12 +61,7 @@ def _array(name: str, array: Any, store: Callable[[str, Any], None] | None) -> A
 
 
 def decode(value: Any, arrays: Any = None) -> Any:
-    """Returns the value that `encode` made JSON of.
-
-    Args:
-        value: The JSON.
-        arrays: The stored arrays by name.
-    """
+    """Returns the value that `encode` made JSON of; `arrays` are those that it stored, by name."""
     if isinstance(value, list):
         return [decode(part, arrays) for part in value]
     if not isinstance(value, dict):

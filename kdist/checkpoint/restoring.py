@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kdist.backends.messages import call_on_all, gather
+from kdist.backends.messages import call_on_all
 from kdist.checkpoint import plain, state
+from kdist.checkpoint.checked_reading import read_index, read_tensors
+from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.index import Index, Tensor
-from kdist.checkpoint.reading import read_index, read_tensors
 from kdist.checkpoint.snapshot import scope_of
 from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
@@ -102,8 +104,7 @@ def restore(
     """
     index: Index = _on_all(runtime, path, lambda: read_index(path))
     _check_same(runtime, path, index)
-    worker = runtime.worker_index if runtime is not None else 0
-    num_workers = runtime.num_workers if runtime is not None else 1
+    worker, num_workers = (0, 1) if runtime is None else (runtime.worker_index, runtime.num_workers)
     with scope_of(strategy):
         parts = _on_all(runtime, path, lambda: state.collect(objects))
 
@@ -126,9 +127,9 @@ def restore(
         state.set_random_state(plain.decode(index.states[_RANDOM][_of_worker(index, _RANDOM, worker)]))
     puts = {part.name: part.put for part in parts if part.kind == "value"}
     for name, value in index.values.items():
-        put = puts.get(name) or (
-            functools.partial(operator.setitem, objects, name) if "." not in name else None
-        )
+        put = puts.get(name)
+        if put is None and "." not in name:
+            put = functools.partial(operator.setitem, objects, name)
         if put is not None and name != _COUNTER:
             put(plain.decode(value, values))
     return RestoreStatus(path, plan.unused, plan.unmatched), int(index.values[_COUNTER])
@@ -141,9 +142,8 @@ def _on_all(runtime: Runtime | None, path: str, function: Callable[[], Any]) -> 
         try:
             return function()
         except CheckpointCorruptError as error:
-            damage.append(
-                error
-            )  # told as a note: whoever falls back to another checkpoint does so with all workers
+            # Told as a note: whoever falls back to another checkpoint does so with all workers.
+            damage.append(error)
 
     def failed(index: int, text: str, kind: type[CheckpointError] = CheckpointError) -> Exception:
         return kind(
@@ -161,9 +161,7 @@ def _on_all(runtime: Runtime | None, path: str, function: Callable[[], Any]) -> 
 
 
 def _check_same(runtime: Runtime | None, path: str, index: Index) -> None:
-    if runtime is None:
-        return
-    everyone = gather(runtime, [path, index.id])
+    everyone = gather_from(runtime, [path, index.id])
     for worker, (other, save_id) in enumerate(everyone):
         if save_id != everyone[0][1]:
             raise CheckpointMismatchError(
@@ -187,7 +185,7 @@ def match(path: str, index: Index, parts: Sequence[state.Part], worker: int, num
     plan = _Plan([], [], [], [])
     used = set()
     for part in parts:
-        name = next((known[alias] for alias in part.names if alias in known), None)
+        name = next((known[alias] for alias in (part.name, *part.aliases) if alias in known), None)
         if name is None:
             plan.unmatched.append(part.name)
             continue
@@ -217,30 +215,24 @@ def _pairs(path: str, part: state.Part, tensors: Sequence[Tensor]) -> list[tuple
         for name, variable in part.variables.items()
     ]
     saved = [(tensor.name.partition("/")[2], tensor.shape, tensor.dtype) for tensor in tensors]
-    if _without_widths(mine) == _without_widths(saved):
+    pairs = itertools.zip_longest(mine, saved)
+    different = next((pair for pair in pairs if _without_width(pair[0]) != _without_width(pair[1])), None)
+    if different is None:
         return list(zip(part.variables.values(), tensors, strict=True))
     if part.may_differ:
         return None
-    for number in range(max(len(mine), len(saved))):
-        ours = mine[number] if number < len(mine) else None
-        theirs = saved[number] if number < len(saved) else None
-        if _without_widths([ours]) != _without_widths([theirs]):
-            raise CheckpointMismatchError(
-                f"The {part.kind} {part.name!r} must be like the one that was saved, but they differ, first in "
-                f"{_words(theirs or ours)}.",
-                received={
-                    "checkpoint": path,
-                    "saved": _facts(theirs, len(saved)),
-                    "object": _facts(ours, len(mine)),
-                },
-                hint="Create it by the code that it was saved with, or restore another checkpoint.",
-            )
-    raise AssertionError("unreachable")
+    ours, theirs = different
+    raise CheckpointMismatchError(
+        f"The {part.kind} {part.name!r} must be like the one that was saved, but they differ, first in "
+        f"{_words(theirs or ours)}.",
+        received={"checkpoint": path, "saved": _facts(theirs, len(saved)), "object": _facts(ours, len(mine))},
+        hint="Create it by the code that it was saved with, or restore another checkpoint.",
+    )
 
 
-def _without_widths(facts: Sequence[Any]) -> list[Any]:
-    """Facts in which all integers are alike: counters and seeds have other widths on other backends."""
-    return [fact and (*fact[:2], "int" if "int" in fact[2] else fact[2]) for fact in facts]
+def _without_width(fact: Any) -> Any:
+    """A fact in which all integers are alike: counters and seeds have other widths on other backends."""
+    return fact and (*fact[:2], "int" if "int" in fact[2] else fact[2])
 
 
 def _converted(path: str, tensor: Tensor, array: Any, variable: Any) -> Any:

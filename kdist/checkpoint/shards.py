@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Size:
-    """How large a tensor is.
-
-    Args:
-        elements: Number of its elements.
-        itemsize: Bytes of one.
-    """
+class Size(NamedTuple):
+    """How large a tensor is: the number of its elements, and the bytes of one."""
 
     elements: int
     itemsize: int
 
 
-@dataclass(frozen=True)
-class Span:
-    """Elements of one tensor, thought of as flat.
+class Span(NamedTuple):
+    """Elements of one tensor, thought of as flat."""
 
-    Args:
-        tensor: Its position among all tensors.
-        first: The first element.
-        last: The one after the last.
-    """
-
-    tensor: int
+    tensor: int  # its position among all tensors
     first: int
-    last: int
+    last: int  # the one after the last
 
 
 def cut(sizes: Sequence[Size], shard: int, num_shards: int) -> list[Span]:
@@ -55,7 +42,7 @@ def cut(sizes: Sequence[Size], shard: int, num_shards: int) -> list[Span]:
     begin = starts[-1] * shard // num_shards
     end = starts[-1] * (shard + 1) // num_shards
     spans = []
-    for number, (size, start) in enumerate(zip(sizes, starts, strict=False)):
+    for number, (size, start) in enumerate(zip(sizes, starts[:-1], strict=True)):
         # Both shards of a boundary round it down to the same element.
         first = min(max(begin - start, 0) // size.itemsize, size.elements)
         last = min(max(end - start, 0) // size.itemsize, size.elements)

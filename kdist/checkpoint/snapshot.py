@@ -20,27 +20,19 @@ from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
-    from kdist.checkpoint.places import Place
+    from kdist.checkpoint.folders import Folder
     from kdist.context import StrategyLike
 
 
 @dataclass
 class Contents:
-    """What is to be saved.
-
-    Args:
-        parts: The objects.
-        sources: For each tensor, the variable or array that it comes from.
-        tensors: All tensors, without their pieces.
-        values: Plain values as JSON.
-        states: The states of this worker's objects, as JSON.
-    """
+    """What is to be saved."""
 
     parts: list[state.Part]
-    sources: list[Any]
-    tensors: list[Tensor]
-    values: dict[str, Any]
-    states: dict[str, Any]
+    sources: list[Any]  # for each tensor, the variable or array that it comes from
+    tensors: list[Tensor]  # without their pieces
+    values: dict[str, Any]  # plain ones, as JSON
+    states: dict[str, Any]  # of this worker's objects, as JSON
 
     def facts(self) -> Any:
         """What must be equal on all workers."""
@@ -83,11 +75,16 @@ def _dtype(name: str, source: Any) -> str:
 
 
 def take(
-    contents: Contents, place: Place, runtime: Runtime | None, save_id: str, number: int | None, counter: int
+    contents: Contents,
+    folder: Folder,
+    runtime: Runtime | None,
+    save_id: str,
+    number: int | None,
+    counter: int,
 ) -> Share:
     """Returns this worker's share, whose bytes are still those of the variables."""
     sources = contents.sources
-    spans = cut([tensor.size for tensor in contents.tensors], place.rank, len(place.members))
+    spans = cut([tensor.size for tensor in contents.tensors], folder.rank, len(folder.members))
 
     def read() -> Iterator[Any]:
         for span in spans:
@@ -106,7 +103,7 @@ def take(
         "parts": {part.name: {"kind": part.kind, "aliases": list(part.aliases)} for part in contents.parts},
         "values": {**contents.values, "save_counter": counter},
         "configs": {p.name: state.config_of(p.owner) for p in contents.parts if p.kind == "model"}
-        if place.rank == 0
+        if folder.rank == 0
         else {},
     }
     return Share(contents.tensors, spans, read, facts, contents.states)

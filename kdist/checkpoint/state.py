@@ -6,7 +6,9 @@ the same in every process and on every backend.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import operator
 import random
 import re
@@ -19,6 +21,8 @@ import numpy as np
 
 from kdist import keras_hooks
 from kdist.backends import get_backend
+from kdist.checkpoint.checked_reading import dtype_of
+from kdist.context import StrategyLike
 from kdist.errors import CheckpointError, InvalidArgumentError
 
 _COUNTER = re.compile(r"_[0-9]+$")
@@ -34,30 +38,16 @@ _KINDS: tuple[tuple[type, str], ...] = (
 
 @dataclass
 class Part:
-    """One object of a checkpoint.
+    """One object of a checkpoint."""
 
-    Args:
-        name: As "model", or "model.optimizer".
-        kind: "model", "optimizer", …; "state" for an object with a state of its own, "value" for a plain one.
-        owner: The object.
-        variables: Its variables, by name.
-        aliases: Other names under which the same object is known.
-        may_differ: Whether it is left alone where the saved one looks otherwise.
-        put: Sets a plain value anew.
-    """
-
-    name: str
+    name: str  # as "model", or "model.optimizer"
+    # "model", "optimizer", …; "state" for an object with a state of its own, "value" for a plain one.
     kind: str
     owner: Any
-    variables: dict[str, Any] = field(default_factory=dict)
-    aliases: tuple[str, ...] = ()
-    may_differ: bool = False
-    put: Callable[[Any], None] | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All its names."""
-        return (self.name, *self.aliases)
+    variables: dict[str, Any] = field(default_factory=dict)  # by name
+    aliases: tuple[str, ...] = ()  # other names under which the same object is known
+    may_differ: bool = False  # whether it is left alone where the saved one looks otherwise
+    put: Callable[[Any], None] | None = None  # sets a plain value anew
 
 
 def kind_of(value: Any) -> str:
@@ -70,12 +60,8 @@ def kind_of(value: Any) -> str:
     return "value"
 
 
-def collect(objects: Mapping[str, Any], build: bool = True) -> list[Part]:
-    """Returns the parts that objects consist of.
-
-    Args:
-        objects: By name; lists and dictionaries may hold more.
-        build: Whether to create the variables of an optimiser that has none yet.
+def collect(objects: Mapping[str, Any]) -> list[Part]:
+    """Returns the parts that objects consist of; lists and dictionaries may hold more.
 
     Raises:
         CheckpointError: A model or layer has no variables yet.
@@ -87,7 +73,7 @@ def collect(objects: Mapping[str, Any], build: bool = True) -> list[Part]:
     parts: list[Part] = []
     for name, value, put in found:
         kind = kind_of(value)
-        if kind == "optimizer" and build:
+        if kind == "optimizer":
             _build(value, models)
         parts.append(Part(name, kind, value, _named(kind, value, name), put=put))
         if kind == "model":
@@ -95,9 +81,10 @@ def collect(objects: Mapping[str, Any], build: bool = True) -> list[Part]:
     # What was given by itself keeps that name, and is also known as the model's.
     for name, value, _ in found:
         optimizer = getattr(value, "optimizer", None) if isinstance(value, keras.Model) else None
+        own = f"{name}.optimizer"
         for part in parts:
-            if part.owner is optimizer and part.name != f"{name}.optimizer" and optimizer is not None:
-                part.aliases = (*part.aliases, f"{name}.optimizer")
+            if optimizer is not None and part.owner is optimizer and part.name != own:
+                part.aliases = (*part.aliases, own)
     return parts
 
 
@@ -106,6 +93,16 @@ def sync(objects: Mapping[str, Any]) -> None:
     for _, value, _ in _flatten(objects):
         if isinstance(value, keras.Model):
             keras_hooks.sync_state(value)
+
+
+def strategy_of(value: Any) -> StrategyLike | None:
+    """Returns the strategy of an object, or of the first in a dictionary or a list that has one."""
+    if isinstance(value, (dict, list, tuple)):
+        parts = value.values() if isinstance(value, dict) else value
+        return next(filter(None, map(strategy_of, parts)), None)
+    with contextlib.suppress(TypeError):  # what no weak reference can be made to
+        return keras_hooks.strategy_of(value)
+    return None
 
 
 def _flatten(objects: Any, prefix: str = "") -> Iterator[tuple[str, Any, Callable[[Any], None] | None]]:
@@ -122,10 +119,8 @@ def _flatten(objects: Any, prefix: str = "") -> Iterator[tuple[str, Any, Callabl
 
 
 def _holds_objects(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_holds_objects(part) for part in value)
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_holds_objects, value.values() if isinstance(value, dict) else value))
     return kind_of(value) != "value"
 
 
@@ -164,10 +159,7 @@ def _named(kind: str, value: Any, name: str) -> dict[str, Any]:
     if kind in ("model", "layer", "metric"):
         return _by_position(name, value.variables)
     if kind == "optimizer":
-        named = {}
-        for position, variable in enumerate(value.variables):
-            named[f"{name}/{position}/{_slot(variable, position)}"] = variable
-        return named
+        return {f"{name}/{i}/{_slot(variable, i)}": variable for i, variable in enumerate(value.variables)}
     if kind == "variable":
         return {name: value}
     if kind == "seed generator":
@@ -199,8 +191,6 @@ def to_host(source: Any) -> Any:
     if not isinstance(source, keras.Variable):
         return np.asarray(source)
     array = keras.ops.convert_to_numpy(source)
-    from kdist.checkpoint.reading import dtype_of
-
     wanted = dtype_of(dtype_name(source))
     return array if array.dtype == wanted else array.astype(wanted)
 
@@ -236,8 +226,6 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 def config_of(model: Any) -> Any:
     """Returns what Keras makes the model from again, as JSON; `None` where it cannot be said in JSON."""
-    import json
-
     try:
         with keras_hooks.without_tensorflow():
             return json.loads(json.dumps(keras.saving.serialize_keras_object(model)))

@@ -7,9 +7,11 @@ write into the same folder hear of each other by small files in it.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
+import math
 import os
-import shutil
 import sys
 import threading
 import time
@@ -22,8 +24,8 @@ from kdist import faults
 from kdist.backends import stalls
 from kdist.checkpoint import layout
 from kdist.checkpoint.checksums import crc32
+from kdist.checkpoint.folders import Folder, remove
 from kdist.checkpoint.index import DTYPES, File, Index, Piece, Tensor, dump
-from kdist.checkpoint.places import Place
 from kdist.checkpoint.shards import Span
 from kdist.cluster import liveness
 from kdist.errors import CheckpointError
@@ -42,35 +44,24 @@ _PATIENCE_AFTER_ERROR = 2.0
 
 @dataclass
 class Share:
-    """What one worker writes.
+    """What one worker writes."""
 
-    Args:
-        tensors: All tensors of the checkpoint.
-        spans: Those of this worker.
-        read: Gives the bytes of each of them, once.
-        facts: What the index says, beside where the pieces are.
-        states: The states of this worker's objects.
-    """
-
-    tensors: Sequence[Tensor]
-    spans: Sequence[Span]
-    read: Callable[[], Iterable[Any]]
-    facts: Mapping[str, Any]
-    states: Mapping[str, Any]
+    tensors: Sequence[Tensor]  # all of the checkpoint
+    spans: Sequence[Span]  # those of this worker
+    read: Callable[[], Iterable[Any]]  # gives the bytes of each of them, once
+    facts: Mapping[str, Any]  # what the index says, beside where the pieces are
+    states: Mapping[str, Any]  # of this worker's objects
 
     def offsets(self) -> list[int]:
         """Where each span begins after the header, and where the last one ends."""
-        ends = [0]
-        for span in self.spans:
-            ends.append(ends[-1] + (span.last - span.first) * self.tensors[span.tensor].size.itemsize)
-        return ends
+        sizes = ((span.last - span.first) * self.tensors[span.tensor].size.itemsize for span in self.spans)
+        return [0, *itertools.accumulate(sizes)]
 
 
 def header_of(share: Share) -> bytes:
     """Returns what comes before the tensors in a safetensors file."""
     entries: dict[str, Any] = {"__metadata__": {"format": "kdist.checkpoint"}}
-    offsets = share.offsets()
-    for span, begin, end in zip(share.spans, offsets, offsets[1:], strict=False):
+    for span, (begin, end) in zip(share.spans, itertools.pairwise(share.offsets()), strict=True):
         tensor = share.tensors[span.tensor]
         whole = span.last - span.first == tensor.size.elements
         name = tensor.name if whole else f"{tensor.name}[{span.first}:{span.last}]"
@@ -83,42 +74,43 @@ def header_of(share: Share) -> bytes:
 
 
 class Save:
-    """A save under way. Starts at once; `join` waits for this worker's part of it.
+    """A save under way, in a folder that all workers of it have agreed on.
 
     Args:
-        place: Where it goes.
-        share: What this worker writes.
+        folder: Where it goes.
         after: Called once the checkpoint is visible, by the first worker of the folder.
-        background: Whether to write in a thread of its own; else all is done on return.
     """
 
-    def __init__(
-        self, place: Place, share: Share, after: Callable[[], None] | None = None, background: bool = True
-    ) -> None:
-        self.path = place.final
+    def __init__(self, folder: Folder, after: Callable[[], None] | None = None) -> None:
         self.error: Exception | None = None
-        self._place = place
+        self._folder = folder
         self._after = after
-        self._writing: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, share: Share, background: bool = True) -> None:
+        """Writes this worker's share, in a thread of its own or until it is done."""
         if not background:
             self._write(share)
             return
         # No daemon: Python waits for it before it ends.
-        self._writing = threading.Thread(
+        self._thread = threading.Thread(
             target=self._write_behind, args=(share,), name="kdist checkpoint", daemon=False
         )
-        self._writing.start()
+        self._thread.start()
 
-    def join(self) -> None:
-        """Waits until this worker's part is done; for the first worker of a folder, until it is visible."""
-        if self._writing is not None:
-            with stalls.waiting_for_thread(lambda: self._place.is_waiting):
-                self._writing.join()
+    def join(self) -> str | None:
+        """Waits until this worker's part is done; for the first worker of a folder, until it is visible.
 
-    @property
-    def is_done(self) -> bool:
-        """Whether this worker's part is done."""
-        return self._writing is None or not self._writing.is_alive()
+        Returns:
+            What went wrong, for the other workers.
+        """
+        if self._thread is not None:
+            with stalls.waiting_for_thread(lambda: self._folder.is_waiting):
+                self._thread.join()
+        if self.error is None:
+            return None
+        kind = "" if isinstance(self.error, CheckpointError) else f"{type(self.error).__name__}: "
+        return f"the save of {self._folder.final} failed: {kind}{self.error}"
 
     def _write_behind(self, share: Share) -> None:
         if sys.platform == "linux":  # where a thread has a priority of its own: steps go first
@@ -128,47 +120,22 @@ class Save:
         self._write(share)
 
     def _write(self, share: Share) -> None:
-        place = self._place
+        folder = self._folder
         try:
-            write_shard(place, share)
-            if place.rank == 0:
-                commit(place, share)
+            write_shard(folder, share)
+            if folder.rank == 0:
+                commit(folder, share)
                 if self._after is not None:
                     self._after()
-            place.release()
+            folder.release()
         except Exception as error:
             self.error = error
-            abandon(place, error)
+            abandon(folder, error)
 
 
-class _Checksums:
-    """Computes checksums: beside the writing where the main thread waits for it, else in the same thread.
-
-    Args:
-        beside: Whether to take another thread.
-    """
-
-    def __init__(self, beside: bool) -> None:
-        self._pool = ThreadPoolExecutor(1) if beside else None
-
-    def __enter__(self) -> _Checksums:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def add(self, part: Any) -> Callable[[], int]:
-        """Returns what gives the checksum of bytes, later."""
-        if self._pool is not None:
-            return self._pool.submit(crc32, part).result
-        checksum = crc32(part)
-        return lambda: checksum
-
-
-def write_shard(place: Place, share: Share) -> None:
+def write_shard(folder: Folder, share: Share) -> None:
     """Writes a worker's shard, waits until it is on disk, and reports it to the first worker of the folder."""
-    name = layout.shard(place.rank, len(place.members))
+    name = layout.shard(folder.rank, len(folder.members))
     header = header_of(share)
     offsets = share.offsets()
     checksums: list[Callable[[], int]] = []
@@ -176,21 +143,26 @@ def write_shard(place: Place, share: Share) -> None:
     def parts() -> Iterator[Any]:
         yield header
         for part in share.read():
-            checksums.append(sums.add(part))
+            if pool is not None:
+                checksums.append(pool.submit(crc32, part).result)
+            else:
+                checksums.append(functools.partial(int, crc32(part)))
             for start in range(0, len(part), _CHUNK):
                 yield part[start : start + _CHUNK]
 
+    # Sums are made beside the writing where the main thread waits for it, else in the same thread.
+    beside = threading.current_thread() is threading.main_thread()
     faults.point("save-write")
-    with _Checksums(beside=threading.current_thread() is threading.main_thread()) as sums:
-        write_file(os.path.join(place.temporary, name), parts())
+    with ThreadPoolExecutor(1) if beside else contextlib.nullcontext() as pool:
+        write_file(os.path.join(folder.temporary, name), parts())
         found = [checksum() for checksum in checksums]
     pieces = [
-        [span.tensor, asdict(Piece(place.rank, span.first, span.last, len(header) + begin, crc))]
+        [span.tensor, asdict(Piece(folder.rank, span.first, span.last, len(header) + begin, crc))]
         for span, begin, crc in zip(share.spans, offsets, found, strict=False)
     ]
     file = File(name, len(header) + offsets[-1], len(header), crc32(header))
     said = {"file": asdict(file), "pieces": pieces, "states": dict(share.states)}
-    report = os.path.join(place.temporary, layout.report(place.rank))
+    report = os.path.join(folder.temporary, layout.report(folder.rank))
     write_file(report + ".part", [json.dumps(said).encode()])
     faults.point("save-report")
     os.rename(report + ".part", report)
@@ -225,36 +197,36 @@ def sync_folder(path: str) -> None:
         os.close(fd)
 
 
-def commit(place: Place, share: Share) -> None:
+def commit(folder: Folder, share: Share) -> None:
     """Waits for all shards of a folder, writes the index and makes the checkpoint visible."""
-    place.is_waiting = True
-    reports = [wait_for(place, rank) for rank in range(len(place.members))]
-    place.is_waiting = False
+    folder.is_waiting = True
+    reports = [wait_for(folder, rank) for rank in range(len(folder.members))]
+    folder.is_waiting = False
     faults.point("save-commit")
-    index = merge(place, share, reports)
-    for rank in range(len(place.members)):
-        os.unlink(os.path.join(place.temporary, layout.report(rank)))
-    write_file(os.path.join(place.temporary, layout.INDEX), [dump(index)])
-    sync_folder(place.temporary)
+    index = merge(folder, share, reports)
+    for rank in range(len(folder.members)):
+        os.unlink(os.path.join(folder.temporary, layout.report(rank)))
+    write_file(os.path.join(folder.temporary, layout.INDEX), [dump(index)])
+    sync_folder(folder.temporary)
     faults.point("save-publish")
-    publish(place)
+    publish(folder)
 
 
-def publish(place: Place) -> None:
+def publish(folder: Folder) -> None:
     """Gives a complete folder its name, in one rename."""
-    parent, name = os.path.split(place.final)
+    parent, name = os.path.split(folder.final)
     aside = None
-    if os.path.lexists(place.final):
+    if os.path.lexists(folder.final):
         # A folder cannot be renamed over another one. Until this one has its name, `layout.find` takes the other.
-        aside = os.path.join(parent, layout.replaced(name, place.token))
-        os.rename(place.final, aside)
-    os.rename(place.temporary, place.final)
+        aside = os.path.join(parent, layout.replaced(name, folder.token))
+        os.rename(folder.final, aside)
+    os.rename(folder.temporary, folder.final)
     sync_folder(parent)
     if aside is not None:
         remove(aside)
 
 
-def merge(place: Place, share: Share, reports: Sequence[Mapping[str, Any]]) -> Index:
+def merge(folder: Folder, share: Share, reports: Sequence[Mapping[str, Any]]) -> Index:
     """Returns the index of a checkpoint whose shards all workers have reported."""
     pieces: list[list[Piece]] = [[] for _ in share.tensors]
     for report in reports:
@@ -269,11 +241,11 @@ def merge(place: Place, share: Share, reports: Sequence[Mapping[str, Any]]) -> I
         everyone = [report["states"].get(name) for report in reports]
         states[name] = everyone[:1] if all(state == everyone[0] for state in everyone) else everyone
     # Clocks of machines differ, and may be set back; what was saved later must say so.
-    others = layout.find(os.path.dirname(place.final))
+    others = layout.find(os.path.dirname(folder.final))
     saved_at = max([time.time(), *(other.saved_at + 1e-3 for other in others)])
     return Index(
         saved_at=round(saved_at, 6),
-        workers=list(place.members),
+        workers=list(folder.members),
         tensors=tensors,
         files=[File(**report["file"]) for report in reports],
         states=states,
@@ -281,89 +253,71 @@ def merge(place: Place, share: Share, reports: Sequence[Mapping[str, Any]]) -> I
     )
 
 
-def wait_for(place: Place, rank: int) -> Any:
+def wait_for(folder: Folder, rank: int) -> Any:
     """Waits for the report of one worker of the folder.
 
     Raises:
-        CheckpointError: It could not write its shard, or nothing happens any more.
+        CheckpointError: It could not write its shard, is lost, or nothing happens in the folder any more.
     """
-    path = os.path.join(place.temporary, layout.report(rank))
-    patience = _Patience(place, place.members[rank])
+    path = os.path.join(folder.temporary, layout.report(rank))
+    worker = folder.members[rank]
+    seen: Any = None
+    looked = -math.inf
     while True:
-        is_over = patience.is_over()  # before the look into the folder: what is there counts
+        now = time.monotonic()
+        if now - looked >= _LOOK:
+            looked = now
+            is_lost = worker in folder.lost()
+            sizes = sorted(_sizes(folder.temporary))
+            if sizes != seen:
+                seen, since = sizes, now
+        is_over = is_lost or now - since > _patience()  # before the look at the report: what is there counts
         with contextlib.suppress(FileNotFoundError):
             with open(path, encoding="utf-8") as file:
                 return json.load(file)
-        for other in range(len(place.members)):
+        for other in range(len(folder.members)):
             with contextlib.suppress(FileNotFoundError):
-                with open(os.path.join(place.temporary, layout.failure(other)), encoding="utf-8") as file:
+                with open(os.path.join(folder.temporary, layout.failure(other)), encoding="utf-8") as file:
                     raise CheckpointError(
-                        f"Every worker must write its shard, but worker {place.members[other]} could not: "
+                        f"Every worker must write its shard, but worker {folder.members[other]} could not: "
                         f"{file.read() or 'see its own message'}",
-                        received={"checkpoint": place.final},
+                        received={"checkpoint": folder.final},
                     )
         if is_over:
             raise CheckpointError(
-                f"Every worker must write its shard, but that of worker {place.members[rank]} did not come.",
-                received={"checkpoint": place.final, "seconds": round(patience.waited, 1)},
+                f"Every worker must write its shard, but that of worker {worker} did not come.",
+                received={"checkpoint": folder.final, "seconds": round(now - since, 1)},
                 hint="Look at that worker's output: has it ended?",
             )
         time.sleep(_POLL)
 
 
-class _Patience:
-    """Says when a worker's report will not come: it is lost, or nothing has changed in the folder for too long."""
-
-    def __init__(self, place: Place, worker: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._place = place
-        self._worker = worker
-        self._clock = clock
-        self._seen: Any = None
-        self._since = self._looked = clock()
-        self._is_lost = False
-        self.waited = 0.0
-        self._limit = _PATIENCE_HEARTBEATS * liveness.heartbeat_timeout()
-
-    def is_over(self) -> bool:
-        now = self._clock()
-        if now - self._looked >= _LOOK or self._seen is None:
-            self._looked = now
-            self._is_lost = self._worker in self._place.lost()
-            seen = sorted(_sizes(self._place.temporary))
-            if seen != self._seen:
-                self._seen, self._since = seen, now
-        if not threading.main_thread().is_alive():
-            failed = getattr(sys, "last_type", None) is not None
-            self._limit = min(self._limit, _PATIENCE_AFTER_ERROR if failed else _PATIENCE_AT_EXIT)
-        self.waited = now - self._since
-        return self._is_lost or self.waited > self._limit
+def _patience() -> float:
+    """For how many seconds nothing may change in the folder."""
+    seconds = _PATIENCE_HEARTBEATS * liveness.heartbeat_timeout()
+    if threading.main_thread().is_alive():
+        return seconds
+    failed = getattr(sys, "last_type", None) is not None
+    return min(seconds, _PATIENCE_AFTER_ERROR if failed else _PATIENCE_AT_EXIT)
 
 
-def _sizes(folder: str) -> Iterator[tuple[str, int]]:
-    for entry in os.scandir(folder):
+def _sizes(path: str) -> Iterator[tuple[str, int]]:
+    for entry in os.scandir(path):
         with contextlib.suppress(FileNotFoundError):  # moved to its place meanwhile
             yield entry.name, entry.stat().st_size
 
 
-def abandon(place: Place, error: BaseException) -> None:
+def abandon(folder: Folder, error: BaseException) -> None:
     """Lets the first worker of the folder know, as far as the disk still takes it; that one removes the folder."""
-    if place.rank == 0:
-        remove(place.temporary)
-        place.release()
+    if folder.rank == 0:
+        remove(folder.temporary)
+        folder.release()
         return
-    path = os.path.join(place.temporary, layout.failure(place.rank))
+    path = os.path.join(folder.temporary, layout.failure(folder.rank))
     with contextlib.suppress(OSError):
         # Under another name until it says why: who finds it reads it at once.
-        fd = os.open(f"{path}.part", os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
+        with open(f"{path}.part", "wb", buffering=0) as file:
             with contextlib.suppress(OSError):  # a full disk takes a name
-                os.write(fd, f"{type(error).__name__}: {error}".encode()[:2000])
-        finally:
-            os.close(fd)
+                os.write(file.fileno(), f"{type(error).__name__}: {error}".encode()[:2000])
         os.rename(f"{path}.part", path)
-    place.release()
-
-
-def remove(folder: str) -> None:
-    """Deletes a folder; what cannot be deleted is left for the next save."""
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.release()

@@ -46,7 +46,7 @@ def in_worker_convert(folder):
     import keras
 
     import kdist
-    from kdist.checkpoint import command
+    from kdist.command_line import main
 
     os.chdir(folder)
     with open("user_models.py", "w", encoding="utf-8") as file:
@@ -73,7 +73,7 @@ def in_worker_convert(folder):
     def convert(label, *arguments):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            code = command.run(["convert", *arguments])
+            code = main(["checkpoint", "convert", *arguments])
         said[label] = code, printed.getvalue()
 
     convert("the only one", "one", "one.keras")

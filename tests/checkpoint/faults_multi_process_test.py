@@ -58,7 +58,7 @@ def shard_of(path):
 def in_worker_flip_everywhere(path):
     """Flips bytes all over the files, one at a time; returns how many flips were not noticed."""
     import kdist
-    from kdist.checkpoint.reading import verify
+    from kdist.checkpoint.checked_reading import verify
 
     checkpoint = kdist.Checkpoint(model=jobs.make_model(), epoch=0)
     random = np.random.RandomState(0)
@@ -173,7 +173,7 @@ def test_status_and_wrong_objects(backend, two):
 def in_worker_killed(folder, phases):
     """Saves in child processes that are gone in the middle; returns what each phase left."""
     import kdist
-    from kdist.checkpoint import places, writing
+    from kdist.checkpoint import folders, writing
 
     checkpoint = kdist.Checkpoint(model=jobs.make_model(), epoch=1)
     first = checkpoint.save(folder, asynchronous=False)
@@ -181,7 +181,7 @@ def in_worker_killed(folder, phases):
     for module_name, function, call in phases:
         child = os.fork()
         if child == 0:
-            module = {"places": places, "writing": writing, "os": os}[module_name]
+            module = {"folders": folders, "writing": writing, "os": os}[module_name]
             original, calls = getattr(module, function), []
 
             def die(*args, _original=original, _calls=calls, _call=call, **kwargs):
@@ -211,7 +211,7 @@ def in_worker_killed(folder, phases):
 # The fault matrix kills saves on all backends.
 def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path):
     phases = [
-        ("places", "clean", 1),  # the folder is there
+        ("folders", "clean", 1),  # the folder is there
         ("writing", "write_file", 1),  # before the shard
         ("os", "fsync", 1),  # the shard is not on disk
         ("writing", "write_file", 2),  # before its report
@@ -229,7 +229,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path
 def in_worker_failing(folder):
     """Worker 1's disk is full, for a while; returns what the workers hear of it, in three ways."""
     import kdist
-    from kdist.checkpoint import writing
+    from kdist.checkpoint import snapshot, writing
 
     model = jobs.make_model()
     checkpoint = kdist.Checkpoint(model=model, epoch=1)
@@ -245,7 +245,7 @@ def in_worker_failing(folder):
             writing.write_file = full
         try:
             checkpoint.save(folder)
-            checkpoint._pending.join()
+            checkpoint.settle()
         finally:
             writing.write_file = original
 
@@ -274,6 +274,22 @@ def in_worker_failing(folder):
     path = checkpoint.save(own, asynchronous=False)  # folders that are not shared
     checkpoint.restore(path).assert_consumed()
     assert os.path.exists(os.path.join(path, "shard-00000-of-00001.safetensors"))
+
+    def no_memory(share):
+        raise MemoryError("no memory for a copy")
+
+    original = snapshot.copy
+    try:
+        if index == 1:
+            snapshot.copy = no_memory
+        checkpoint.save(folder)
+    except MemoryError:
+        pass
+    finally:
+        snapshot.copy = original
+    checkpoint.restore(last)  # it waits on all workers for what only some of them write
+    with pytest.raises(kdist.errors.CheckpointError, match="worker 1 could not: MemoryError: no memory"):
+        checkpoint.wait()
     return heard
 
 

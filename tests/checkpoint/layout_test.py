@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import kdist
 from kdist.checkpoint import layout
+from kdist.checkpoint.folders import clean
 from kdist.checkpoint.index import dump
-from kdist.checkpoint.places import clean
 from tests.checkpoint.shards_test import an_index
 
 

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from kdist.checkpoint import command
+from kdist import command_line
 from tests.checkpoint import jobs
 from tests.environment import ROOT, clean_environment
 from tests.processes import Script, run, strategy
@@ -128,19 +128,19 @@ def test_the_command_line(tmp_path, capsys):
     path, prediction = run("torch", 1, in_worker_save, str(tmp_path))[0]
     out = python(LOOK, tmp_path)
     assert "model.optimizer/2/momentum" in out and "epoch" in out and "complete and undamaged" in out
-    code = "import sys; from kdist.checkpoint.command import run; "
+    code = "import sys; from kdist.command_line import main; "
     for name in ("m.keras", "m.weights.h5"):
-        code += f"assert run(['convert', sys.argv[1], sys.argv[1] + '/{name}']) == 0; "
-    python(code, tmp_path)
+        code += f"assert main(['checkpoint', 'convert', sys.argv[1], sys.argv[1] + '/{name}']) == 0; "
+    code += "sys.stderr = sys.stdout; assert main(['checkpoint', 'convert', sys.argv[1], 'model.bin']) == 2"
+    assert ".weights.h5 or .keras" in python(code, tmp_path)
     python(OPEN, tmp_path)
     np.testing.assert_array_equal(np.load(tmp_path / "prediction.npy"), prediction)
     with open(os.path.join(path, "shard-00000-of-00001.safetensors"), "r+b") as file:
         file.truncate(100)
-    assert command.run(["verify", path]) == 1
-    assert command.run(["show", str(tmp_path / "nothing")]) == 1
-    assert command.run(["convert", path, "model.bin"]) == 2
+    assert command_line.main(["checkpoint", "verify", path]) == 1
+    assert command_line.main(["checkpoint", "show", str(tmp_path / "nothing")]) == 1
     err = capsys.readouterr().err
-    assert "bytes=100" in err and "complete checkpoint" in err and ".weights.h5 or .keras" in err
+    assert "bytes=100" in err and "complete checkpoint" in err
 
 
 def test_shards_are_safetensors_files(tmp_path):

@@ -107,7 +107,7 @@ def test_an_index_of_another_version():
 
 
 def test_dtypes_are_those_of_numpy():
-    from kdist.checkpoint.reading import dtype_of
+    from kdist.checkpoint.checked_reading import dtype_of
 
     for name, (itemsize, _) in DTYPES.items():
         assert dtype_of(name).itemsize == itemsize, name

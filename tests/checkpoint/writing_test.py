@@ -13,28 +13,28 @@ import time
 import pytest
 
 from kdist.checkpoint import layout, writing
+from kdist.checkpoint.folders import Folder
 from kdist.checkpoint.index import Tensor
-from kdist.checkpoint.places import Place
 from kdist.checkpoint.shards import Span
 from kdist.errors import CheckpointError
 
 FACTS = {"id": "0f", "number": 1, "saved_by": {}, "parts": {}}
 
 
-def place_in(folder, lost):
-    return Place(str(folder), str(folder / "ckpt"), [0, 3], 0, "token", lost=lost)
+def folder_in(path, lost):
+    return Folder(str(path), str(path / "ckpt"), [0, 3], 0, "token", lost=lost)
 
 
 def test_nobody_waits_for_a_worker_that_is_lost(tmp_path):
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=re.escape("that of worker 3 did not come")):
-        writing.wait_for(place_in(tmp_path, lambda: {3}), 1)
+        writing.wait_for(folder_in(tmp_path, lambda: {3}), 1)
     assert time.monotonic() - began < writing._PATIENCE_HEARTBEATS
 
 
 def test_a_report_counts_though_its_worker_was_lost_afterwards(tmp_path):
     (tmp_path / layout.report(1)).write_text(json.dumps({"file": "x"}))
-    assert writing.wait_for(place_in(tmp_path, lambda: {3}), 1) == {"file": "x"}
+    assert writing.wait_for(folder_in(tmp_path, lambda: {3}), 1) == {"file": "x"}
 
 
 def test_the_loss_of_another_one_is_waited_out(tmp_path):
@@ -46,12 +46,12 @@ def test_the_loss_of_another_one_is_waited_out(tmp_path):
             (tmp_path / layout.report(1)).write_text("1")
         return {2}
 
-    assert writing.wait_for(place_in(tmp_path, lost), 1) == 1
+    assert writing.wait_for(folder_in(tmp_path, lost), 1) == 1
     assert len(asked) == 2
 
 
 def test_who_finds_a_failure_finds_its_reason(tmp_path, monkeypatch):
-    place = dataclasses.replace(place_in(tmp_path, set), rank=1)
+    folder = dataclasses.replace(folder_in(tmp_path, set), rank=1)
     known = []
     write = os.write
 
@@ -60,10 +60,10 @@ def test_who_finds_a_failure_finds_its_reason(tmp_path, monkeypatch):
         return write(fd, data)
 
     monkeypatch.setattr(os, "write", watched)
-    writing.abandon(place, OSError("no space"))
+    writing.abandon(folder, OSError("no space"))
     assert known == [False]
     with pytest.raises(CheckpointError, match="worker 3 could not: OSError: no space"):
-        writing.wait_for(place_in(tmp_path, set), 1)
+        writing.wait_for(folder_in(tmp_path, set), 1)
 
 
 def share():
@@ -87,8 +87,10 @@ def test_whoever_writes_is_a_little_less_important_than_whoever_trains(tmp_path)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority() + 2)
         seen.append(priority())
         (tmp_path / "new").mkdir()
-        place = Place(str(tmp_path / "new"), str(tmp_path / "ckpt-1"), [0], 0, "0f")
-        writing.Save(place, dataclasses.replace(share(), read=read)).join()
+        folder = Folder(str(tmp_path / "new"), str(tmp_path / "ckpt-1"), [0], 0, "0f")
+        save = writing.Save(folder)
+        save.start(dataclasses.replace(share(), read=read))
+        save.join()
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -115,10 +117,10 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "remove", lambda folder: done.append(("remove", os.path.basename(folder))))
     for _ in range(2):  # the second one replaces the first
         (tmp_path / "new").mkdir()
-        place = Place(str(tmp_path / "new"), str(tmp_path / "ckpt-1"), [0], 0, "0f")
+        folder = Folder(str(tmp_path / "new"), str(tmp_path / "ckpt-1"), [0], 0, "0f")
         del done[:]
-        writing.write_shard(place, share())
-        writing.commit(place, share())
+        writing.write_shard(folder, share())
+        writing.commit(folder, share())
     shard, report = layout.shard(0, 1), layout.report(0)
     assert done == [
         ("sync", shard),

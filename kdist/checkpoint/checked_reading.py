@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kdist.checkpoint import layout
 from kdist.checkpoint.checksums import crc32
-from kdist.checkpoint.index import DTYPES, Index, Piece, Tensor, parse
+from kdist.checkpoint.index import File, Index, Piece, Tensor, parse
 from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 _CHUNK = 1 << 20  # what is summed is still in the cache
@@ -19,9 +19,6 @@ _THREADS = 4
 
 def read_index(path: str | os.PathLike[str]) -> Index:
     """Reads the index of a checkpoint.
-
-    Args:
-        path: Of its folder.
 
     Raises:
         CheckpointNotFoundError: There is no complete checkpoint.
@@ -40,40 +37,27 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         ) from error
     except OSError as error:
         raise CheckpointError("The checkpoint must be readable.", received={"error": str(error)}) from error
-    try:
+    with _offering_another(path):
         return parse(data, file)
-    except CheckpointError as error:
-        raise with_offer(error, path) from error
 
 
 def read_tensors(path: str, index: Index, wanted: Sequence[Tensor]) -> dict[str, Any]:
-    """Reads tensors into memory, in several threads, and checks their sums.
-
-    Args:
-        path: Of the checkpoint.
-        index: Its index.
-        wanted: Which tensors.
-
-    Returns:
-        A NumPy array for each name.
+    """Reads tensors into NumPy arrays by their names, in several threads, and checks their sums.
 
     Raises:
         CheckpointCorruptError: A file is missing, short, or has other bytes than were saved.
     """
     import numpy as np
 
-    arrays = {tensor.name: np.empty(tensor.num_bytes, np.uint8) for tensor in wanted}
-    try:
-        with _Files(path, index) as files, ThreadPoolExecutor(_THREADS) as pool:
-            jobs = [
-                pool.submit(files.read, tensor, piece, memoryview(arrays[tensor.name]))  # type: ignore[arg-type]
-                for tensor in wanted
-                for piece in tensor.pieces
-            ]
-            for job in jobs:
-                job.result()
-    except CheckpointError as error:
-        raise with_offer(error, path) from error
+    arrays: dict[str, Any] = {tensor.name: np.empty(tensor.num_bytes, np.uint8) for tensor in wanted}
+    with _offering_another(path), _opened(path, index) as shards, ThreadPoolExecutor(_THREADS) as pool:
+        jobs = [
+            pool.submit(shards[piece.file].read, tensor, piece, memoryview(arrays[tensor.name]))
+            for tensor in wanted
+            for piece in tensor.pieces
+        ]
+        for job in jobs:
+            job.result()
     return {
         tensor.name: arrays[tensor.name].view(dtype_of(tensor.dtype)).reshape(tensor.shape)
         for tensor in wanted
@@ -82,46 +66,37 @@ def read_tensors(path: str, index: Index, wanted: Sequence[Tensor]) -> dict[str,
 
 def dtype_of(name: str) -> Any:
     """Returns NumPy's dtype of a name; those of machine learning come from `ml_dtypes`."""
+    import ml_dtypes  # noqa: F401  # tells NumPy their names
     import numpy as np
 
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)
 
 
 def verify(path: str | os.PathLike[str]) -> Index:
-    """Reads a whole checkpoint and checks every byte, with little memory.
-
-    Args:
-        path: Of its folder.
-
-    Returns:
-        Its index.
+    """Reads a whole checkpoint and checks every byte, with little memory; returns its index.
 
     Raises:
         CheckpointError: As `read_index` and `read_tensors`.
     """
     index = read_index(path)
     path = os.fspath(path)
-    try:
-        with _Files(path, index) as files:
-            for number in range(len(index.files)):
-                files.check(number)
-            for tensor in index.tensors:
-                for piece in tensor.pieces:
-                    files.read(tensor, piece, None)
-    except CheckpointError as error:
-        raise with_offer(error, path) from error
+    with _offering_another(path), _opened(path, index) as shards:
+        for shard in shards:
+            shard.check_header()
+        for tensor in index.tensors:
+            for piece in tensor.pieces:
+                shards[piece.file].read(tensor, piece, None)
     return index
 
 
-def with_offer(error: CheckpointError, path: str) -> CheckpointError:
-    """Returns an error whose hint names the complete checkpoint before the broken one."""
-    offer = _instead(path)
-    return type(error)(error.rule, received=error.received, hint=" ".join(filter(None, [error.hint, offer])))
+@contextlib.contextmanager
+def _offering_another(path: str) -> Iterator[None]:
+    """Adds to the hint of an error the complete checkpoint before the broken one."""
+    try:
+        yield
+    except CheckpointError as error:
+        hint = " ".join(filter(None, [error.hint, _instead(path)]))
+        raise type(error)(error.rule, received=error.received, hint=hint) from error
 
 
 def _instead(path: str) -> str:
@@ -142,74 +117,63 @@ def _seems_whole(path: str) -> bool:
     return False
 
 
-class _Files:
-    """The files of a checkpoint, each opened when it is first needed."""
+@contextlib.contextmanager
+def _opened(path: str, index: Index) -> Iterator[list[_Shard]]:
+    """Opens all files of a checkpoint."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(_Shard(path, file, len(index.files))) for file in index.files]
 
-    def __init__(self, path: str, index: Index) -> None:
-        self._path = path
-        self._index = index
-        self._open: dict[int, int] = {}
 
-    def __enter__(self) -> _Files:
-        needed = {piece.file for tensor in self._index.tensors for piece in tensor.pieces}
+class _Shard:
+    """One file of a checkpoint, open for reading."""
+
+    def __init__(self, path: str, file: File, num_shards: int) -> None:
+        self._path = os.path.join(path, file.name)
+        self._file = file
         try:
-            for number in sorted(needed | set(range(len(self._index.files)))):
-                self._open[number] = self._opened(number)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for fd in self._open.values():
-            os.close(fd)
-
-    def _opened(self, number: int) -> int:
-        file = self._index.files[number]
-        path = os.path.join(self._path, file.name)
-        try:
-            fd = os.open(path, os.O_RDONLY)
+            self._fd = os.open(self._path, os.O_RDONLY)
         except FileNotFoundError as error:
             raise CheckpointCorruptError(
                 "A checkpoint must have all its shards, but one is missing.",
-                received={"file": path, "shards": len(self._index.files)},
+                received={"file": self._path, "shards": num_shards},
             ) from error
         except OSError as error:
             raise CheckpointError(
                 "The checkpoint must be readable.", received={"error": str(error)}
             ) from error
-        size = os.fstat(fd).st_size
+        size = os.fstat(self._fd).st_size
         if size != file.num_bytes:
-            os.close(fd)
+            os.close(self._fd)
             raise CheckpointCorruptError(
                 "A shard must have the length that it was saved with.",
-                received={"file": path, "bytes": size, "saved": file.num_bytes},
+                received={"file": self._path, "bytes": size, "saved": file.num_bytes},
             )
-        return fd
 
-    def check(self, number: int) -> None:
-        """Checks what comes before the tensors of a file."""
-        file = self._index.files[number]
-        path = os.path.join(self._path, file.name)
-        if crc32(os.pread(self._open[number], file.header_bytes, 0)) != file.header_crc32:
+    def __enter__(self) -> _Shard:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._fd)
+
+    def check_header(self) -> None:
+        """Checks what comes before the tensors."""
+        if crc32(os.pread(self._fd, self._file.header_bytes, 0)) != self._file.header_crc32:
             raise CheckpointCorruptError(
                 "A shard must have the bytes that it was saved with: its header is damaged.",
-                received={"file": path},
+                received={"file": self._path},
             )
 
     def read(self, tensor: Tensor, piece: Piece, array: memoryview | None) -> None:
         """Reads a piece into its place in an array, or only checks its sum."""
-        itemsize = DTYPES[tensor.dtype][0]
+        itemsize = tensor.size.itemsize
         num_bytes = (piece.last - piece.first) * itemsize
-        start = piece.first * itemsize
-        scratch = None if array is not None else memoryview(bytearray(min(num_bytes, _CHUNK)))
+        scratch = memoryview(bytearray(min(num_bytes, _CHUNK) if array is None else 0))
         crc = done = 0
         while done < num_bytes:
             size = min(num_bytes - done, _CHUNK)
-            part = (
-                array[start + done : start + done + size] if array is not None else scratch[:size]  # type: ignore[index]
-            )
-            got = os.preadv(self._open[piece.file], [part], piece.offset + done)
+            start = piece.first * itemsize + done
+            part = scratch[:size] if array is None else array[start : start + size]
+            got = os.preadv(self._fd, [part], piece.offset + done)
             if not got:
                 break  # cut since it was opened: the sum says so
             crc = crc32(part[:got], crc)
@@ -218,7 +182,7 @@ class _Files:
             raise CheckpointCorruptError(
                 "A shard must have the bytes that it was saved with: a tensor is damaged.",
                 received={
-                    "file": os.path.join(self._path, self._index.files[piece.file].name),
+                    "file": self._path,
                     "tensor": tensor.name,
                     "offset": piece.offset,
                     "bytes": num_bytes,
