@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import numpy as np
 import pytest
 
-from tests.processes import run, strategy
+from tests.processes import each_backend, run, strategy
 
 
 class Notes:
@@ -75,3 +76,38 @@ def test_another_number_of_workers_cannot_share_out_states(backend, num_workers,
         assert "own: as many must restore it" in error
         assert f"saved_by=2, num_workers={num_workers}" in error
         assert "Start 2 workers, or leave 'notes' out of kdist.Checkpoint." in error
+
+
+def in_worker_written_after_the_next_step(folder):
+    """Saves, changes a variable before anything is written, restores; returns what was and what is."""
+    import keras
+
+    import kdist
+    from kdist.checkpoint import writing
+
+    stepped = threading.Event()
+    write_shard = writing.write_shard
+
+    def late(*args):
+        assert stepped.wait(60)
+        write_shard(*args)
+
+    weights = keras.Variable(np.random.rand(5))
+    saved = keras.ops.convert_to_numpy(weights).copy()
+    checkpoint = kdist.Checkpoint(weights=weights)
+    writing.write_shard = late
+    try:
+        path = checkpoint.save(folder)
+        weights.assign(weights * 2)
+        stepped.set()
+        checkpoint.wait()
+    finally:
+        writing.write_shard = write_shard
+    checkpoint.restore(path)
+    return saved, keras.ops.convert_to_numpy(weights)
+
+
+@each_backend
+def test_a_save_in_the_background_writes_the_values_of_its_step(backend, tmp_path):
+    ((saved, restored),) = run(backend, 1, in_worker_written_after_the_next_step, str(tmp_path))
+    np.testing.assert_array_equal(restored, saved)
