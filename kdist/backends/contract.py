@@ -109,7 +109,7 @@ class Backend(ABC):
             devices: The devices of this worker, one a replica; `()` for those that the backend prefers.
             cluster: Who takes part; `None` for this process alone.
             options: What the user wishes of the collectives; what cannot be chosen is a hint, of which a warning tells.
-            ops: How to add up over the devices of one worker, of the same kind.
+            ops: Which of the engine's ways to add up over the devices of one worker, of the same kind.
 
         Raises:
             WorkerTimeoutError: A worker did not come in time; names it.

@@ -199,12 +199,24 @@ class Replica(ReplicaContext):
         self.loss_is_weighted = True
         return loss * keras.ops.cast(self.rows.share, loss.dtype)
 
-    def sum_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Returns the gradients of the global loss."""
+    def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Returns the gradients of the global loss, for some variables."""
         self.note("sum of gradients", gradients)
+        if self.strategy.own_ops is not None:
+            return self._sum_by_own(gradients, variables)
         if self.loss_is_weighted or not self.is_model_step:
             return self.all_reduce_packed(gradients)
         return self.mean_over_rows(gradients)
+
+    def _sum_by_own(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Sums by the user's own class, as Keras's optimisers do under `tf.distribute`."""
+        weight = self.gradient_weight
+        weighted = [g * keras.ops.cast(weight, g.dtype) for g in gradients]
+
+        def merge(strategy: Any, values: Sequence[Any]) -> list[Any]:
+            return strategy.extended.batch_reduce_to(ReduceOp.SUM, zip(values, variables, strict=True))
+
+        return self.merge_call(merge, args=(weighted,))
 
     def mean_over_rows(self, tensors: Sequence[Any]) -> list[Any]:
         """Means over all rows, of tensors that are means over the rows of each replica."""

@@ -52,7 +52,8 @@ def _sum_gradients(replica: Any, grads: list[Any], variables: list[Any]) -> list
         for i, g in enumerate(grads)
         if g is not None
     ]
-    for (i, _), total in zip(present, replica.sum_gradients([g for _, g in present]), strict=True):
+    sums = replica.sum_gradients([g for _, g in present], [variables[i] for i, _ in present])
+    for (i, _), total in zip(present, sums, strict=True):
         grads[i] = total
     replica.loss_is_weighted = False
     return grads

@@ -61,13 +61,18 @@ class StrategyExtended:
         Args:
             reduce_op: `kdist.ReduceOp.SUM` or `MEAN`, or its name.
             value: A `kdist.DistributedValues`.
-            destinations: A variable or device, for the sake of the signature: the result is on every worker.
-            options: For the sake of the signature.
+            destinations: A variable or device, for a `kdist.CrossDeviceOps` of your own: the result is on every
+                worker.
+            options: As `destinations`.
 
         Returns:
             A tensor, equal on all workers.
         """
-        return self._strategy.reduce(reduce_op, value, axis=None)
+        from kdist.strategies.reductions import reduce
+
+        if self._strategy.own_ops is None:
+            return self._strategy.reduce(reduce_op, value, axis=None)
+        return reduce(self._strategy, reduce_op, value, None, destinations, options)
 
     def batch_reduce_to(
         self,
@@ -80,12 +85,31 @@ class StrategyExtended:
         Args:
             reduce_op: `kdist.ReduceOp.SUM` or `MEAN`, or its name.
             value_destination_pairs: Pairs of a value and its destination.
-            options: For the sake of the signature.
+            options: As in `reduce_to`.
 
         Returns:
             A list of tensors.
         """
-        return [self.reduce_to(reduce_op, value, where) for value, where in value_destination_pairs]
+        from kdist.strategies.reductions import batch_reduce
+
+        if self._strategy.own_ops is None:
+            return [self.reduce_to(reduce_op, value, where) for value, where in value_destination_pairs]
+        return batch_reduce(self._strategy, reduce_op, value_destination_pairs, options)
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Returns a tensor as all replicas of this worker have it.
+
+        Args:
+            tensor: A tensor, array or number.
+            destinations: As in `reduce_to`.
+
+        Returns:
+            A tensor; what `broadcast` of a `kdist.CrossDeviceOps` of your own returns.
+        """
+        import keras
+
+        own, tensor = self._strategy.own_ops, keras.ops.convert_to_tensor(tensor)
+        return tensor if own is None else own.broadcast(tensor, destinations)
 
     def update(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kdist.backends import get_backend
-from kdist.communication.cross_device_ops import CrossDeviceOps, NcclAllReduce
+from kdist.communication.cross_device_ops import CrossDeviceOps, NcclAllReduce, is_own
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.errors import DeviceError, InvalidArgumentError
 from kdist.strategies.strategy import Strategy
@@ -20,7 +20,8 @@ class MirroredStrategy(Strategy):
     Args:
         devices: Names of the devices, e.g. `["gpu:0", "gpu:1"]`. `None` for all GPUs (or TPU cores), or the
             CPU where there are none. `["cpu:0", "cpu:1"]` makes the backend show two logical CPU devices.
-        cross_device_ops: How to add up over the devices; a hint outside TensorFlow.
+        cross_device_ops: How to add up over the devices: a class of your own, which is called on every backend, or
+            one of kdist's, which is a hint outside TensorFlow. See `kdist.CrossDeviceOps`.
 
     Raises:
         DeviceError: A device is not there, or NCCL was asked for without GPUs.
@@ -51,8 +52,11 @@ class MirroredStrategy(Strategy):
         options = CommunicationOptions()
         if isinstance(cross_device_ops, NcclAllReduce):
             options = CommunicationOptions(implementation=CommunicationImplementation.NCCL)
-        super().__init__(backend.create_runtime(names, None, options, cross_device_ops))
+        own = is_own(cross_device_ops)
+        super().__init__(backend.create_runtime(names, None, options, None if own else cross_device_ops))
         self.cross_device_ops = cross_device_ops
+        if own and len(names) > 1:
+            self.own_ops = cross_device_ops
 
 
 def check_device_names(devices: Sequence[str]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -12,19 +12,91 @@ from kdist.backends import debugging
 from kdist.backends.replica import divide
 from kdist.context import checked_axis, current_replica
 from kdist.errors import InvalidArgumentError, StrategyScopeError
-from kdist.values import DistributedValues, ReduceOp
+from kdist.values import DistributedValues, PerReplica, ReduceOp
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
+    from kdist.strategies.strategy import Strategy
+
+    ByOwn = Callable[[ReduceOp, Sequence[Any]], Any]
 
 
-def reduce(runtime: Runtime, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
+def reduce(
+    strategy: Strategy,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis: int | None,
+    destinations: Any = None,
+    options: Any = None,
+) -> Any:
     """Reduces a value over all replicas, and along an axis of it; see `Strategy.reduce`."""
     require_cross_replica("reduce")
-    op = ReduceOp.of(reduce_op)
+    op, runtime, own = ReduceOp.of(reduce_op), strategy.runtime, strategy.own_ops
+    where = runtime.devices[0] if destinations is None else destinations
+
+    def by_own(op: ReduceOp, parts: Sequence[Any]) -> Any:
+        assert own is not None
+        return _checked(runtime, own, own.reduce(op, PerReplica(parts), where, options), parts)
+
     with runtime.engine_errors():
         _debug(runtime, f"Strategy.reduce({op.name}, axis={axis})", value, axis)
-        return keras.tree.map_structure(lambda leaf: _reduce_leaf(runtime, op, leaf, axis), value)
+        return keras.tree.map_structure(
+            lambda leaf: _reduce_leaf(runtime, op, leaf, axis, None if own is None else by_own), value
+        )
+
+
+def batch_reduce(
+    strategy: Strategy, reduce_op: ReduceOp | str, pairs: Iterable[tuple[Any, Any]], options: Any
+) -> list[Any]:
+    """Reduces several values over all replicas, each with its destination: a class of the user's gets all at once."""
+    require_cross_replica("extended.batch_reduce_to")
+    op, runtime, own = ReduceOp.of(reduce_op), strategy.runtime, strategy.own_ops
+    pairs = list(pairs)
+    results: dict[int, Any] = {}
+    if own is not None:
+        parts = {
+            i: _summands(runtime, op, value)
+            for i, (value, _) in enumerate(pairs)
+            if isinstance(value, DistributedValues)
+        }
+        found = own.batch_reduce(op, [(PerReplica(p), pairs[i][1]) for i, p in parts.items()], options)
+        if not isinstance(found, (list, tuple)) or len(found) != len(parts):
+            raise InvalidArgumentError(
+                f"{type(own).__name__}.batch_reduce must return a list with a tensor for each value.",
+                received={"values": len(parts), "result": found},
+            )
+        results = {
+            i: _checked(runtime, own, result, p) for (i, p), result in zip(parts.items(), found, strict=True)
+        }
+    return [
+        results[i] if i in results else reduce(strategy, op, value, None, where, options)
+        for i, (value, where) in enumerate(pairs)
+    ]
+
+
+def _summands(runtime: Runtime, op: ReduceOp, leaf: Any) -> list[Any]:
+    """The components that are to be reduced, on the first device; the mean of integers is of floating point."""
+    check_components(runtime, leaf)
+    parts = runtime.to_first_device(_parts(leaf))
+    _check_equal_shapes(parts)
+    return [as_float(p) if op is ReduceOp.MEAN and is_integer(p) else p for p in parts]
+
+
+def _checked(runtime: Runtime, own: Any, result: Any, parts: Sequence[Any]) -> Any:
+    """Returns what a class of the user's has made of components; raises unless it is a tensor of their shape."""
+    if isinstance(result, DistributedValues):  # one for each device, all equal
+        result = result.values[0]
+    shape = tuple(parts[0].shape)
+    rule = f"What {type(own).__name__} reduces to must be a tensor of the shape of a component."
+    try:
+        if result is None:
+            raise TypeError("None")
+        (tensor,) = runtime.to_first_device([keras.ops.convert_to_tensor(result)])
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(rule, received={"result": result, "shape": shape}) from error
+    if not _agree(tuple(tensor.shape), shape):
+        raise InvalidArgumentError(rule, received={"result": tuple(tensor.shape), "shape": shape})
+    return tensor
 
 
 def _debug(runtime: Runtime, what: str, value: Any, axis: int | None) -> None:
@@ -38,12 +110,14 @@ def _debug(runtime: Runtime, what: str, value: Any, axis: int | None) -> None:
     debugging.check(runtime, what, shapes)
 
 
-def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None) -> Any:
+def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None, by_own: ByOwn | None) -> Any:
     if leaf is None:
         return None
     check_components(runtime, leaf)
     if len(runtime.devices) > 1 and not isinstance(leaf, DistributedValues):
         return _reduce_equal(op, leaf, axis)
+    if by_own is not None and axis is None:
+        return by_own(op, _summands(runtime, op, leaf))
     ops = keras.ops
     parts = runtime.to_first_device(_parts(leaf))
     number: Any = runtime.num_replicas
@@ -56,10 +130,10 @@ def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None) ->
             local = ops.cast(sum(lengths), "float32")
             (number,) = runtime.sum_over_workers(runtime.to_first_device([local]))
     _check_equal_shapes(parts)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    (total,) = runtime.sum_over_workers([total])
+    if by_own is not None:  # all replicas are here
+        total = by_own(ReduceOp.SUM, parts)
+    else:
+        (total,) = runtime.sum_over_workers([sum(parts[1:], parts[0])])
     if op is ReduceOp.SUM:
         return total
     return divide(as_float(total) if is_integer(total) else total, number)

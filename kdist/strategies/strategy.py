@@ -12,6 +12,7 @@ from kdist.data.input_options import InputOptions
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
     from kdist.cluster import ClusterResolver
+    from kdist.communication.cross_device_ops import CrossDeviceOps
     from kdist.data.distributed_dataset import DistributedDataset
     from kdist.data.input_context import InputContext, ValueContext
     from kdist.strategies.extended import StrategyExtended
@@ -39,6 +40,9 @@ class Strategy:
     model.fit(x, y, batch_size=128)
     ```
     """
+
+    own_ops: CrossDeviceOps | None = None
+    """The user's own class by which gradients and values are reduced; `None` where the engine does it."""
 
     def __init__(self, runtime: Runtime) -> None:
         from kdist import keras_hooks
@@ -299,7 +303,7 @@ class Strategy:
         """
         from kdist.strategies.reductions import reduce
 
-        return reduce(self.runtime, reduce_op, value, axis)
+        return reduce(self, reduce_op, value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the values of all replicas, of all workers, along an axis.

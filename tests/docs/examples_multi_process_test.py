@@ -207,6 +207,16 @@ def loops_2(example):
 
 
 def loops_3(example):
+    import keras
+
+    import kdist
+
+    ops = example(keras=keras, kdist=kdist)["MyOps"]()
+    halves = kdist.DistributedValues([keras.ops.ones(()), keras.ops.convert_to_tensor(2.0)])
+    assert (float(ops.reduce("SUM", halves, None)), float(ops.reduce("MEAN", halves, None))) == (3, 1.5)
+
+
+def loops_4(example):
     import kdist
 
     rank = int(os.environ["RANK"])

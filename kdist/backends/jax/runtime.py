@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kdist import keras_hooks
 from kdist.arrays.gathering import gather_rows
 from kdist.backends.contract import Runtime, StepFunction
 from kdist.backends.jax.collectives import BATCH_AXIS
@@ -20,7 +21,7 @@ from kdist.backends.jax.replicas import Replicas
 from kdist.backends.jax.steps import JaxSteps
 from kdist.backends.jax.workers import Workers
 from kdist.backends.replica import divide
-from kdist.errors import StrategyScopeError
+from kdist.errors import InvalidArgumentError, StrategyScopeError
 
 
 class JaxRuntime(Runtime):
@@ -133,6 +134,15 @@ class JaxRuntime(Runtime):
 
     def train_function(self, model: Any) -> StepFunction:
         """Returns the function that runs `model.train_step` on global batches."""
+        strategy: Any = keras_hooks.strategy_of(model)
+        own = strategy.own_ops
+        if own is not None:
+            raise InvalidArgumentError(
+                "On JAX `fit` is one program for all devices, which knows no gradients of single replicas: "
+                "a CrossDeviceOps of one's own is called in loops with `strategy.run` alone.",
+                received={"cross_device_ops": own},
+                hint="Leave cross_device_ops out, or write the loop with `strategy.run`.",
+            )
         return JaxSteps(model, self.replicas, self.workers, "train")
 
     def test_function(self, model: Any) -> StepFunction:

@@ -17,7 +17,7 @@ from kdist.backends.tensorflow import components, iteration, loops, workers
 from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
 from kdist.communication.cross_device_ops import CrossDeviceOps
-from kdist.communication.options import CommunicationImplementation, hint_ignored
+from kdist.communication.options import CommunicationImplementation
 from kdist.data.sources.tf_data import Iterated
 from kdist.errors import DeviceError
 
@@ -148,13 +148,7 @@ def _mirrored(names: Sequence[str], ops: CrossDeviceOps | None) -> tf.distribute
 
 def _native(ops: CrossDeviceOps | None) -> Any:
     """Returns TensorFlow's own class of the same name, and with the same arguments."""
-    kind = type(ops)
-    if ops is None:
-        return None
-    if kind.__module__ != CrossDeviceOps.__module__ or kind is CrossDeviceOps:
-        hint_ignored(f"cross_device_ops={ops!r}", "kdist calls no class of one's own.")
-        return None
-    return getattr(tf.distribute, kind.__name__)(**vars(ops))
+    return None if ops is None else getattr(tf.distribute, type(ops).__name__)(**vars(ops))
 
 
 def _global_seed() -> int | None:
