@@ -52,6 +52,11 @@ def num_rows(batch: Any) -> int:
     return counts[0]
 
 
+def is_single(batch: Any) -> bool:
+    """Says whether this is one element of a dataset that was not batched: it has a scalar, which has no rows."""
+    return any(getattr(leaf, "shape", None) is not None and len(leaf.shape) == 0 for leaf in leaves_of(batch))
+
+
 def _shape(leaf: Any) -> tuple[Any, ...]:
     return tuple(getattr(leaf, "shape", ()))
 

@@ -36,7 +36,7 @@ class CrossDeviceOps:
             total = sum(reversed(values[:-1]), values[-1])
             return total / len(values) if reduce_op is kdist.ReduceOp.MEAN else total
 
-    strategy = kdist.MirroredStrategy(["gpu:0", "gpu:1"], cross_device_ops=Reversed())
+    strategy = kdist.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=Reversed())
     ```
     """
 

@@ -89,7 +89,7 @@ def distribute_from_function(
         runtime,
         lambda epoch, start: read_per_replica(sources, place, epoch, start),
         kind=sources[0].kind,
-        num_steps=_longest(runtime, num_steps),
+        num_steps=_longest(runtime, num_steps, all(source.is_unbatched for source in sources)),
         is_infinite=any(source.is_infinite for source in sources),
         is_global=False,
         options=_options_for(sources, options),
@@ -110,10 +110,13 @@ def place_of(runtime: Runtime) -> Place:
 
 def _steps_of(sources: Sequence[Source], place: Place) -> int | None:
     lengths = [source.num_batches for source in sources]
-    if None in lengths:
+    known = [length for length in lengths if length is not None]
+    if len(known) < len(lengths):
         return None
-    longest = max(length for length in lengths if length is not None)
-    return -(-longest // place.num_local) if len(sources) == 1 else longest
+    if len(known) > 1:
+        return min(known) if sources[0].is_unbatched else max(known)
+    steps, left = divmod(known[0], place.num_local)
+    return steps + (left > 0 and not sources[0].is_unbatched)
 
 
 def _options_for(sources: Sequence[Source], options: InputOptions) -> InputOptions:
@@ -123,10 +126,12 @@ def _options_for(sources: Sequence[Source], options: InputOptions) -> InputOptio
     return dataclasses.replace(options, experimental_per_replica_buffer_size=0)
 
 
-def _longest(runtime: Runtime, num_steps: int | None) -> int | None:
-    """Steps until the last worker has run out; `None` unless all workers know theirs."""
-    everyone = gather(runtime, num_steps)
-    return None if None in everyone else max(everyone)
+def _longest(runtime: Runtime, num_steps: int | None, is_unbatched: bool = False) -> int | None:
+    """Steps until the last worker has run out, or the first of single elements; `None` unless all know theirs."""
+    everyone, unbatched = zip(*gather(runtime, [num_steps, is_unbatched]), strict=True)
+    if None in everyone:
+        return None
+    return min(everyone) if any(unbatched) else max(everyone)
 
 
 def _share_seed(runtime: Runtime, source: Source) -> None:

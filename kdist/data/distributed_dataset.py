@@ -70,6 +70,7 @@ class DistributedDataset:
         """Starts the next epoch, or goes on where `set_state` said. Other iterators are not disturbed."""
         self._runtime.begin_loop()
         iterator, self._peeked = self._peeked or DistributedIterator(self, self._next), None
+        iterator._is_looped = in_function()  # begun in a function, it is in a loop there
         self._newest = iterator._position
         self._next = {"epoch": self._next["epoch"] + 1, "step": 0}
         return iterator
@@ -153,6 +154,10 @@ class DistributedDataset:
     def _note_spec(self, part: Any) -> None:
         import keras
 
+        from kdist.data import rows
+
+        is_single = rows.is_single(part)
+
         def spec(leaf: Any) -> Any:
             if leaf is None or not hasattr(leaf, "dtype"):
                 return leaf
@@ -160,7 +165,7 @@ class DistributedDataset:
                 dtype = keras.backend.standardize_dtype(leaf.dtype)
             except ValueError:  # strings
                 return None
-            return keras.KerasTensor((None, *leaf.shape[1:]), dtype)
+            return keras.KerasTensor(tuple(leaf.shape) if is_single else (None, *leaf.shape[1:]), dtype)
 
         if self._element_spec is None:
             self._element_spec = keras.tree.map_structure(spec, part)
@@ -193,7 +198,7 @@ class DistributedIterator:
         self._generator: Iterator[Step] | None = None
         self._source: Steps | None = None
         self._ahead: list[Step | None] = []  # at most one: what `peek` has read
-        self._is_looped = in_function()  # made in a function, it is in a loop there
+        self._is_looped = False
         self.number = next(_numbers)
         """Unique in this process."""
         _iterators[self.number] = self
@@ -224,6 +229,8 @@ class DistributedIterator:
             kind = self._dataset.kind
             raise DatasetError("A dataset must have at least one batch.", received={"dataset": kind})
         parts = as_parts(self._dataset._runtime, step)
+        if rows.is_single(parts[0]):
+            return parts[0]
         return next((part for part in parts if rows.num_rows(part)), parts[0])
 
     def batches(self) -> Iterator[Any]:

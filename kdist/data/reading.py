@@ -15,6 +15,9 @@ from kdist.arrays import rows
 from kdist.data.sources.source import Source
 from kdist.errors import DatasetError
 
+# In place of a number of rows: a single element, without an axis of rows.
+SINGLE = -1
+
 
 @dataclass(frozen=True)
 class Place:
@@ -51,7 +54,7 @@ class WorkerBatch:
     replicas cannot share evenly.
 
     Args:
-        counts: Rows of each local part; for global batches, the rows of the whole one alone.
+        counts: Rows of each local part, or `SINGLE`; for global batches, the rows of the whole one alone.
         parts: One batch for each local replica; `None` for a replica without rows.
         whole: The global batch.
         is_placed: Whether `parts` have been through `Runtime.place`.
@@ -76,8 +79,9 @@ class WorkerBatch:
         structure = keras.tree.map_structure(
             lambda leaf: None if leaf is None else rows.dtype_name(leaf), batch
         )
+        inner = 0 if SINGLE in self.counts else 1
         # The rows of sparse and ragged tensors have lengths of their own.
-        shapes = [tuple(leaf.shape[1:]) for leaf in rows.leaves_of(batch) if not rows.is_ragged(leaf)]
+        shapes = [tuple(leaf.shape[inner:]) for leaf in rows.leaves_of(batch) if not rows.is_ragged(leaf)]
         return [repr(structure), repr(shapes)]
 
 
@@ -147,7 +151,11 @@ def read_pieces(source: Source, place: Place, epoch: int, start: int) -> Iterato
 def read_per_replica(
     sources: Sequence[Source], place: Place, epoch: int, start: int
 ) -> Iterator[WorkerBatch]:
-    """Reads one batch for each replica: from one pipeline in turn, or from one pipeline a replica."""
+    """Reads one batch for each replica: from one pipeline in turn, or from one pipeline a replica.
+
+    Or one element, where the dataset is not batched. An element has no rows that another replica could share: as in
+    `tf.distribute`, the data end before a step for which they do not suffice.
+    """
     if len(sources) == 1:
         batches = sources[0].batches(epoch, start * place.num_local)
         pipelines = [batches] * place.num_local
@@ -161,10 +169,19 @@ def read_per_replica(
         if all(part is None for part in parts):
             return
         batch = _of_parts(parts)
+        if is_cut_short(batch.counts):
+            return
         if any(batch.counts):
             yield batch
 
 
+def is_cut_short(counts: Sequence[int]) -> bool:
+    """Says whether some replicas have a single element in a step, and some have none."""
+    return SINGLE in counts and 0 in counts
+
+
 def _of_parts(parts: Sequence[Any]) -> WorkerBatch:
-    counts = [0 if part is None else rows.num_rows(part) for part in parts]
+    counts = [
+        0 if part is None else SINGLE if rows.is_single(part) else rows.num_rows(part) for part in parts
+    ]
     return WorkerBatch(counts, parts=[p if n else None for p, n in zip(parts, counts, strict=True)])

@@ -14,7 +14,7 @@ from kdist.arrays.gathering import empty_parts, gather_rows
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.messages import gather
 from kdist.data.prefetch import End, Prefetch, primed
-from kdist.data.reading import WorkerBatch
+from kdist.data.reading import SINGLE, WorkerBatch, is_cut_short
 from kdist.errors import DatasetError, KdistError, WorkerMismatchError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Step:
 
     Args:
         batch: What this worker has read; `None` if its pipeline has ended.
-        counts: Rows of all replicas, in their order.
+        counts: Rows of all replicas, in their order, or `SINGLE`.
     """
 
     batch: WorkerBatch | None
@@ -85,6 +85,8 @@ class Steps:
         if not self._agreed:
             return None
         counts, kinds_differ = self._agreed.pop(0)
+        if is_cut_short(counts):
+            return None
         if kinds_differ:
             self._compare_kinds()
         counts = self._checked(counts)
@@ -265,6 +267,8 @@ def as_batch(runtime: Runtime, step: Step) -> Any:
     if step.batch is not None and step.batch.whole is not None:
         return step.batch.whole
     parts = _parts(runtime, step)
+    if SINGLE in step.counts:
+        rows.num_rows(parts[0])  # raises
     if len(set(step.counts)) == 1:
         return ReplicaBatches(parts, step.counts[0], step.batch is not None and step.batch.is_placed)
     return gather_rows(runtime, parts)

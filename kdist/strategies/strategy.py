@@ -119,7 +119,8 @@ class Strategy:
         Args:
             dataset_fn: Called once on each worker with a `kdist.InputContext`. Returns a `tf.data.Dataset`, a
                 PyTorch `DataLoader`, a `keras.utils.PyDataset`, a Grain dataset, a generator function (called
-                once an epoch) or an iterable, of batches with the rows of one replica.
+                once an epoch) or an iterable, of batches with the rows of one replica; or of single elements, of
+                which each replica takes one a step, until there is not one for each.
             options: A `kdist.InputOptions`.
 
         Returns:

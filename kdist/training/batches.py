@@ -13,6 +13,7 @@ from kdist.data.distribute import place_of
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_options import InputOptions
 from kdist.data.reading import read_global
+from kdist.data.rows import num_rows
 from kdist.data.sources import is_infinite, py_dataset, torch_loader
 from kdist.data.sources.iterables import IteratorSource
 from kdist.data.steps import as_batch, open_steps
@@ -104,7 +105,9 @@ class GlobalBatches:
     def peek(self) -> Any:
         """Returns one batch, of some number of rows, without consuming it."""
         if self._distributed is not None:
-            return self._distributed.peek_part()
+            part = self._distributed.peek_part()
+            num_rows(part)  # raises for single elements
+            return part
         return read_on_all(self._session.runtime, "Reading the first batch", self._first)
 
     def _first(self) -> Any:

@@ -120,12 +120,13 @@ class Element:
 
     def __init__(self, runtime: Any, part: Any, shapes: list[Any] | None) -> None:
         self.runtime = runtime
-        self.no_rows = rows.leaves_of(rows.empty_like(part))
+        is_single = rows.is_single(part)
+        self.no_rows = rows.leaves_of(part if is_single else rows.empty_like(part))
         self._marks = _marks(part)
         leaves = rows.leaves_of(part)
         if shapes is None or len(shapes) != len(leaves):
             shapes = [None] * len(leaves)
-        self.specs = [_spec(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)]
+        self.specs = [_spec(leaf, shape, is_single) for leaf, shape in zip(leaves, shapes, strict=True)]
 
     @classmethod
     def of(cls, source: DistributedDataset | DistributedIterator) -> Element:
@@ -183,9 +184,10 @@ def _marks(part: Any) -> Any:
     return keras.tree.map_structure(lambda leaf: None if leaf is None else True, part)
 
 
-def _spec(leaf: Any, inner: Any) -> Any:
+def _spec(leaf: Any, inner: Any, is_single: bool) -> Any:
     spec = tf.type_spec_from_value(leaf)
-    shape = tf.TensorShape([None, *(leaf.shape[1:] if inner is None else inner)])
+    dims = [] if is_single else [None]
+    shape = tf.TensorShape([*dims, *(leaf.shape[len(dims) :] if inner is None else inner)])
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     return type(spec)(shape, spec.dtype)

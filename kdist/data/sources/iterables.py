@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kdist.data import rows
 from kdist.data.sources.source import Source, skipped
+
+
+def _begins_single(items: Any) -> bool:
+    return len(items) > 0 and rows.is_single(rows.to_host(items[0]))
 
 
 class IterableSource(Source):
@@ -17,6 +22,11 @@ class IterableSource(Source):
     def num_batches(self) -> int | None:
         """The length, where there is one."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
+
+    @property
+    def is_unbatched(self) -> bool:
+        """Whether the first item of a list is a single element."""
+        return isinstance(self.dataset, (list, tuple)) and _begins_single(self.dataset)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yields what the iterable yields."""
@@ -62,6 +72,11 @@ class GrainSource(Source):
         """Whether a map dataset repeats without end."""
         return hasattr(self.dataset, "__len__") and self.num_batches is None
 
+    @property
+    def is_unbatched(self) -> bool:
+        """Whether the first item of a map dataset is a single element."""
+        return hasattr(self.dataset, "__getitem__") and _begins_single(self.dataset)
+
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yields NumPy arrays. A map dataset goes to its start at once."""
         if start and hasattr(self.dataset, "__getitem__"):
@@ -84,6 +99,11 @@ class NumpySource(Source):
     def is_infinite(self) -> bool:
         """Whether the dataset repeats without end."""
         return self.num_batches is None
+
+    @property
+    def is_unbatched(self) -> bool:
+        """Whether the first item is a single element."""
+        return any(rows.is_single(rows.to_host(item)) for item in self.dataset.take(1).epoch(0))
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yields the batches in the order of this epoch; those left out are not made."""

@@ -63,6 +63,11 @@ class Source(ABC):
             yield count, None, whole
 
     @property
+    def is_unbatched(self) -> bool:
+        """Whether the dataset is known to give single elements, without an axis of rows."""
+        return False
+
+    @property
     def inner_shapes(self) -> list[Any] | None:
         """The shape of a row of each array, with `None` for what differs; `None` where the dataset cannot say."""
         return None

@@ -44,9 +44,17 @@ class TFDataSource(Source):
     @property
     def inner_shapes(self) -> list[Any] | None:
         """Those of the element's spec."""
+        first = 0 if self.is_unbatched else 1
+        return [None if shape.rank is None else tuple(shape[first:]) for shape in self._shapes()]
+
+    @property
+    def is_unbatched(self) -> bool:
+        """Whether the element's spec has a scalar."""
+        return any(shape.rank == 0 for shape in self._shapes())
+
+    def _shapes(self) -> list[Any]:
         specs = keras.tree.flatten(self.dataset.element_spec)
-        shapes = [spec.shape for spec in specs if hasattr(spec, "shape")]  # what is `None` has none
-        return [None if shape.rank is None else tuple(shape[1:]) for shape in shapes]
+        return [spec.shape for spec in specs if hasattr(spec, "shape")]  # what is `None` has none
 
     @property
     def policy(self) -> AutoShardPolicy:

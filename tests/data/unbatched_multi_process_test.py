@@ -1,0 +1,134 @@
+"""Datasets of single elements: each replica gets one a step, and the data end where there is not one for each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kdist
+from tests.processes import BACKENDS, each_backend, full_unless, run, strategy
+
+KINDS = ("tf.data", "DataLoader", "Grain", "list", "generator function", "numpy")
+CASES = [
+    pytest.param(backend, kind, marks=full_unless((b + k) % 3 == 0 or kind == "tf.data"))
+    for b, backend in enumerate(BACKENDS)
+    for k, kind in enumerate(KINDS)
+]
+
+
+def elements(number, first=0):
+    """Pairs of a vector and a number, all different."""
+    return [(np.float32([i, -i, 100 + i]), np.int32(i)) for i in range(first, first + number)]
+
+
+def dataset_of(kind, number, first=0):
+    items = elements(number, first)
+    if kind == "list":
+        return items
+    if kind == "generator function":
+        return lambda: iter(items)
+    if kind == "Grain":
+        import grain
+
+        return grain.MapDataset.source(items)
+    vectors = np.float32([x for x, _ in items]).reshape(number, 3)
+    numbers = np.int32([i for _, i in items])
+    if kind == "tf.data":
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices((vectors, numbers))
+    if kind == "numpy":
+        from kdist.data.numpy_dataset import NumpyDataset
+
+        return NumpyDataset((vectors, numbers))
+    import torch
+
+    pairs = torch.utils.data.TensorDataset(torch.from_numpy(vectors), torch.from_numpy(numbers))
+    return torch.utils.data.DataLoader(pairs, batch_size=None)
+
+
+def in_worker(kind, lengths):
+    """The elements that each local replica gets, step by step; what it computes; what is said beforehand."""
+    import os
+
+    import keras
+
+    s = strategy()
+    rank = int(os.environ["RANK"])
+    dataset = s.distribute_datasets_from_function(
+        lambda context: dataset_of(kind, lengths[rank], 10 * context.input_pipeline_id)
+    )
+    known = dataset.num_steps
+    spec = [(tuple(leaf.shape), leaf.dtype) for leaf in dataset.element_spec]
+    found = []
+    for x, number in dataset:
+        total = s.run(lambda x, number: keras.ops.sum(x) * keras.ops.cast(number, "float32"), (x, number))
+        locals_ = [s.experimental_local_results(value) for value in (x, number, total)]
+        found += [
+            [keras.ops.convert_to_numpy(leaf).tolist() for leaf in part]
+            for part in zip(*locals_, strict=True)
+        ]
+    again = dataset.reduce(0, lambda steps, _: steps + 1)
+    return known, spec, found, again, dataset.get_state()
+
+
+def check(results, lengths, local, kind):
+    steps = min(length // local for length in lengths)
+    for rank, (known, spec, found, again, state) in enumerate(results):
+        assert known == (steps if kind in ("tf.data", "Grain", "list", "numpy") else None)
+        assert spec == [((3,), "float32"), ((), "int32")]
+        expected = elements(steps * local, 10 * rank)
+        assert found == [[x.tolist(), i, float(i * x.sum())] for x, i in expected]
+        assert again == steps and state == {"epoch": 2, "step": 0}
+
+
+@pytest.mark.parametrize(("backend", "kind"), CASES, scope="module")
+def test_each_replica_gets_an_element(backend, kind):
+    for number in (4, 5):
+        check(run(backend, 1, in_worker, kind, [number]), [number], 2, kind)
+
+
+@each_backend
+def test_the_data_end_with_the_first_worker(backend):
+    check(run(backend, 2, in_worker, "tf.data", [3, 2]), [3, 2], 1, "tf.data")
+    check(run(backend, 2, in_worker, "generator function", [2, 4]), [2, 4], 1, "generator function")
+
+
+def in_worker_compiled():
+    """What compiled functions read, and what `fit` says."""
+    import keras
+
+    s = strategy()
+    dataset = s.distribute_datasets_from_function(lambda context: dataset_of("tf.data", 5))
+
+    @kdist.function
+    def total(batches):
+        sums = keras.ops.zeros(())
+        for x, _ in batches:
+            sums = sums + s.reduce("SUM", s.run(keras.ops.sum, args=(x,)), axis=None)
+        return sums
+
+    @kdist.function
+    def following(iterator):
+        return s.reduce("SUM", next(iterator)[1], axis=None)
+
+    iterator = iter(dataset)
+    numbers = [int(following(iterator)) for _ in range(2)]
+    with pytest.raises(kdist.errors.OutOfRangeError):
+        following(iterator)
+    refused = []
+    for layers in ([keras.layers.Dense(1)], [keras.Input((3,)), keras.layers.Dense(1)]):
+        with s.scope():
+            model = keras.Sequential(layers)
+            model.compile("sgd", "mse")
+        with pytest.raises(kdist.errors.DatasetError) as info:
+            model.fit(dataset, verbose=0)
+        refused.append(str(info.value))
+    return float(total(dataset)), numbers, refused
+
+
+@each_backend
+def test_compiled_functions_read_them_and_fit_refuses(backend):
+    total, numbers, refused = run(backend, 1, in_worker_compiled)[0]
+    assert total == sum(x.sum() for x, _ in elements(4)) and numbers == [0 + 1, 2 + 3]
+    assert all("first dimension counts rows" in text and "Batch it first" in text for text in refused)
