@@ -107,10 +107,16 @@ class DistributedDataset:
             self._note_spec(self.peek_part())
         return self._element_spec
 
-    def peek_part(self) -> Any:
-        """Returns a batch of one replica, the first of the next iterator. All workers must call it."""
+    def peek(self) -> Step | None:
+        """Returns the first step of the next iterator without consuming it; `None` if there is none."""
         if self._peeked is None:
             self._peeked = DistributedIterator(self, self._next)
+        return self._peeked.peek()
+
+    def peek_part(self) -> Any:
+        """Returns a batch of one replica, the first of the next iterator. All workers must call it."""
+        self.peek()
+        assert self._peeked is not None
         return self._peeked.peek_part()
 
     def get_state(self) -> dict[str, Any]:
@@ -142,7 +148,7 @@ class DistributedDataset:
     def _in_epoch(self, position: Mapping[str, int]) -> dict[str, int]:
         """A position after the last step is the beginning of the next epoch."""
         epoch, step = position["epoch"], position["step"]
-        ended = self.num_steps is not None and step >= self.num_steps
+        ended = self.num_steps is not None and 0 < self.num_steps <= step
         return {"epoch": epoch + 1, "step": 0} if ended else {"epoch": epoch, "step": step}
 
     def _open(self, position: Mapping[str, int]) -> Steps:
@@ -192,11 +198,12 @@ class DistributedIterator:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
     """
 
+    _source: Steps | None = None  # `torch.compile` makes objects of the class without calling `__init__`
+
     def __init__(self, dataset: DistributedDataset, position: Mapping[str, int]) -> None:
         self._dataset = dataset
         self._position = dict(position)
         self._generator: Iterator[Step] | None = None
-        self._source: Steps | None = None
         self._ahead: list[Step | None] = []  # at most one: what `peek` has read
         self._is_looped = False
         self.number = next(_numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -50,15 +51,22 @@ def _for_loop(iterable: Any, extra_test: Any, body: Any, *rest: Any) -> None:
     *state, options = rest
     # One after the other: the sums of two steps over the workers would be taken for each other.
     state.append({**options, "parallel_iterations": 1})
-    if isinstance(iterable, DistributedDataset):
-        iterable = _Passes(iterable).iterator()
+    if isinstance(iterable, GraphIterator):
+        control_flow._tf_iterator_for_stmt(iterable, extra_test, body, *state)
     elif isinstance(iterable, DistributedIterator):
-        iterable = traced(iterable)
-    control_flow._tf_iterator_for_stmt(iterable, extra_test, body, *state)
+        if Element.is_there(iterable):
+            control_flow._tf_iterator_for_stmt(traced(iterable), extra_test, body, *state)
+    elif Element.is_there(iterable):
+        passes = _Passes(iterable)
+        iterator = passes.begin(Element.of(iterable))
+        control_flow._tf_iterator_for_stmt(iterator, extra_test, body, *state)
+        passes.end(iterator)
+    else:
+        _Passes(iterable).begin_none()
 
 
 class _Passes:
-    """Starts an iterator each time that the graph gets to a loop.
+    """Starts an iterator each time that the graph gets to a loop, and ends it.
 
     Args:
         dataset: What is looped over.
@@ -66,30 +74,66 @@ class _Passes:
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = weakref.ref(dataset)  # held by whoever calls what is compiled
-        self._element = Element.of(dataset)
-        self._newest: DistributedIterator | None = None  # one that a `break` has left ends with the next
+        self._open: dict[int, DistributedIterator] = {}  # one for each thread that is in the loop
 
-    def iterator(self) -> GraphIterator:
+    def begin(self, element: Element) -> GraphIterator:
         """Returns the iterator of a pass, for the graph that is being built."""
         this = _kept_by_graph(self)
         (number,) = _in_turn(lambda: [this()._begin()], [], [tf.int64])
-        return GraphIterator(self._element, number)
+        return GraphIterator(element, number)
+
+    def end(self, iterator: GraphIterator) -> None:
+        """Ends the pass, also where a `break` has left it."""
+        this = _kept_by_graph(self)
+        _in_turn(lambda number: this()._end(int(number)), [iterator.number], [])
+
+    def begin_none(self) -> None:
+        """Begins a pass that has no batch, as there was none when the function was traced: nobody knows its kind."""
+        this = _kept_by_graph(self)
+        _in_turn(lambda: this()._begin_none(), [], [])
 
     def _begin(self) -> int:
+        while len(self._open) >= _MOST_OPEN:
+            self._end(next(iter(self._open)))
+        iterator = self._iterator()
+        self._open[iterator.number] = iterator
+        return iterator.number
+
+    def _end(self, number: int) -> None:
+        self._open.pop(number).close()
+
+    def _begin_none(self) -> None:
+        if next(self._iterator(), None) is not None:
+            error = DatasetError(
+                "On TensorFlow a loop in a compiled function goes over no batch of a dataset that had no batch when "
+                "the function was compiled.",
+                hint="Call the function for the first time when the dataset has a batch.",
+            )
+            _raised.append(error)
+            raise error
+
+    def _iterator(self) -> DistributedIterator:
         dataset = self._dataset()
         assert dataset is not None
-        self._newest = iter(dataset)
-        return self._newest.number
+        return iter(dataset)
+
+
+# Passes of one loop that are kept: those that an error has left are not ended before.
+_MOST_OPEN = 8
 
 
 def _in_turn(function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
     """Calls a Python function when the graph runs, in the program's order.
 
-    TensorFlow keeps the order of what uses the same resource, loops included: so all of these use one.
+    TensorFlow keeps the order of what uses the same tensor of a resource, loops included: so all of these use one.
     """
+    return tf.py_function(lambda _, *args: function(*args), [_turn(), *inputs], outputs)
+
+
+@functools.cache
+def _turn() -> Any:
     with tf.init_scope(), tf.device("cpu:0"):
-        resource = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=(), shared_name="kdist_reading")
-    return tf.py_function(lambda _, *args: function(*args), [resource, *inputs], outputs)
+        return tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=(), shared_name="kdist_reading")
 
 
 def _kept_by_graph(value: Any) -> Callable[[], Any]:
@@ -127,6 +171,13 @@ class Element:
         if shapes is None or len(shapes) != len(leaves):
             shapes = [None] * len(leaves)
         self.specs = [_spec(leaf, shape, is_single) for leaf, shape in zip(leaves, shapes, strict=True)]
+
+    @staticmethod
+    def is_there(source: DistributedDataset | DistributedIterator) -> bool:
+        """Says whether there is an element to look at, now or before. All workers trace, so all do."""
+        dataset = source if isinstance(source, DistributedDataset) else source._dataset
+        with tf.init_scope():
+            return dataset in _elements or source.peek() is not None
 
     @classmethod
     def of(cls, source: DistributedDataset | DistributedIterator) -> Element:
@@ -212,12 +263,12 @@ class GraphIterator:
 
     def __init__(self, element: Element, number: Any, iterator: DistributedIterator | None = None) -> None:
         self._element = element
-        self._number = number
+        self.number = number
         self._iterator = iterator
 
     # As `DistributedIterator`'s: what enters a `tf.function` may be passed on to another one.
     def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
-        return (self._element,), (self._number,)
+        return (self._element,), (self.number,)
 
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: Sequence[Any]) -> Any:
@@ -243,7 +294,7 @@ class GraphIterator:
         number_local = len(element.runtime.devices)
         specs = element.specs * number_local
         has_value, *leaves = _in_turn(
-            lambda number: this()._next(int(number), ends), [self._number], [tf.bool, *specs]
+            lambda number: this()._next(int(number), ends), [self.number], [tf.bool, *specs]
         )
         has_value.set_shape(())
         for leaf, spec in zip(leaves, specs, strict=True):
