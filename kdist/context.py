@@ -17,6 +17,8 @@ class StrategyLike(Protocol):
 
     new_variables: Any
     """The `NewVariables` of its scope."""
+    own_ops: Any
+    """The `CrossDeviceOps` of the user's own by which gradients and values are reduced; `None` for the engine's."""
 
     @property
     def runtime(self) -> Any:

@@ -62,7 +62,7 @@ HOLDS = {
     )""",
     "kdist.data.distributed_dataset.DistributedDataset.reduce": "number_of_steps == 3",
     "kdist.nn.scale_regularization_loss": "near(loss, 0.01 * np.square(array(model.weights[0])).sum())",
-    "kdist.strategies.cross_device_ops.CrossDeviceOps": """
+    "kdist.communication.cross_device_ops.CrossDeviceOps": """
         near(strategy.reduce("MEAN", kdist.DistributedValues([x, 3 * x]), axis=None), 2 * x) and strategy.own_ops
     """,
     "kdist.strategies.mirrored.MirroredStrategy": "strategy.num_replicas_in_sync == 2 and steps(model) == 3",

@@ -160,7 +160,7 @@ class DistributedDataset:
     def _note_spec(self, part: Any) -> None:
         import keras
 
-        from kdist.data import rows
+        from kdist.arrays import rows
 
         is_single = rows.is_single(part)
 

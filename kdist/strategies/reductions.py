@@ -10,19 +10,18 @@ import keras
 from kdist.arrays.structures import as_float, is_integer
 from kdist.backends import debugging
 from kdist.backends.replica import divide
-from kdist.context import checked_axis, current_replica
+from kdist.context import StrategyLike, checked_axis, current_replica
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.values import DistributedValues, PerReplica, ReduceOp
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
-    from kdist.strategies.strategy import Strategy
 
     ByOwn = Callable[[ReduceOp, Sequence[Any]], Any]
 
 
 def reduce(
-    strategy: Strategy,
+    strategy: StrategyLike,
     reduce_op: ReduceOp | str,
     value: Any,
     axis: int | None,
@@ -46,7 +45,7 @@ def reduce(
 
 
 def batch_reduce(
-    strategy: Strategy, reduce_op: ReduceOp | str, pairs: Iterable[tuple[Any, Any]], options: Any
+    strategy: StrategyLike, reduce_op: ReduceOp | str, pairs: Iterable[tuple[Any, Any]], options: Any
 ) -> list[Any]:
     """Reduces several values over all replicas, each with its destination: a class of the user's gets all at once."""
     require_cross_replica("extended.batch_reduce_to")

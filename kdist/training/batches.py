@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
+from kdist.arrays.rows import num_rows
 from kdist.backends import get_backend
 from kdist.backends.messages import read_on_all
 from kdist.data.distribute import place_of
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_options import InputOptions
 from kdist.data.reading import read_global
-from kdist.data.rows import num_rows
 from kdist.data.sources import is_infinite, py_dataset, torch_loader
 from kdist.data.sources.iterables import IteratorSource
 from kdist.data.steps import as_batch, open_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kdist.data import rows
+from kdist.arrays import rows
 from kdist.data.sources.source import Source, skipped
 
 

@@ -1,0 +1,169 @@
+"""Loops in compiled functions that have no batch, are left early, run in several threads, or in `torch.compile`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kdist
+from tests.loops.clusters import each_cluster, each_cluster_of, on_workers
+from tests.processes import each_backend, run, strategy
+
+
+def in_worker_empty(num_replicas):
+    import keras
+
+    s = strategy(num_replicas)
+    epochs = []
+
+    def later():
+        epochs.append("begun")
+        return iter([np.ones((6, 1), "float32")] * (len(epochs) > 2))
+
+    @kdist.function
+    def total(batches):
+        sums = keras.ops.zeros(())
+        for batch in batches:
+            sums = sums + s.reduce("SUM", s.run(keras.ops.sum, args=(batch,)), axis=None)
+        return sums
+
+    empty = s.experimental_distribute_dataset([])
+    found = [float(total(empty)) for _ in range(2)]
+    assert empty.get_state() == {"epoch": 2, "step": 0}
+    ended = iter(s.experimental_distribute_dataset([np.ones((6, 1), "float32")]))
+    next(ended)
+
+    @kdist.function
+    def of_ended():
+        sums = keras.ops.zeros(())
+        for batch in ended:
+            sums = sums + s.reduce("SUM", s.run(keras.ops.sum, args=(batch,)), axis=None)
+        return sums
+
+    found += [float(of_ended()) for _ in range(2)]
+    changing = s.experimental_distribute_dataset(later)
+    found += [float(total(changing)) for _ in range(2)]
+    try:
+        found.append(float(total(changing)))
+    except kdist.errors.DatasetError as error:
+        found.append(str(error))
+    return found
+
+
+@each_cluster
+def test_a_loop_without_a_batch_does_nothing(backend, num_workers, num_replicas):
+    for found in on_workers(backend, num_workers, num_replicas, in_worker_empty):
+        *nothing, last = found
+        assert nothing == [0] * 6
+        assert "had no batch when" in last if backend == "tensorflow" else last == 6
+
+
+def in_worker_left(num_replicas):
+    import gc
+    import threading
+
+    import keras
+
+    s = strategy(num_replicas)
+    dataset = s.experimental_distribute_dataset(lambda: (np.ones((6, 1), "float32") for _ in range(99)))
+
+    @kdist.function
+    def first(dataset):
+        count = keras.ops.zeros(())
+        for batch in dataset:
+            count = count + s.reduce("SUM", s.run(keras.ops.sum, args=(batch,)), axis=None)
+            if count > 0:
+                break
+        return count
+
+    found = [float(first(dataset)) for _ in range(2)]
+    gc.collect()
+    return found, [t.name for t in threading.enumerate() if "prefetch" in t.name]
+
+
+@each_cluster
+def test_a_loop_that_is_left_leaves_nothing(backend, num_workers, num_replicas):
+    for found in on_workers(backend, num_workers, num_replicas, in_worker_left):
+        assert found == ([6, 6], [])
+
+
+def in_worker_two_threads(num_replicas):
+    import threading
+    from concurrent.futures import ThreadPoolExecutor
+
+    import keras
+
+    s = strategy(num_replicas)
+    meetings = []
+
+    def batches():
+        yield np.ones((6, 1), "float32")
+        for meeting in meetings:
+            meeting.wait(20)  # until the other thread has begun, too
+        yield np.ones((6, 1), "float32")
+
+    dataset = s.experimental_distribute_dataset(batches)
+
+    @kdist.function
+    def total(dataset):
+        sums = keras.ops.zeros(())
+        for batch in dataset:
+            sums = sums + keras.ops.sum(s.reduce("SUM", batch, axis=None))
+        return sums
+
+    alone = float(total(dataset))
+    meetings.append(threading.Barrier(2))
+    with ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(total, dataset) for _ in range(2)]
+        return alone, [float(future.result()) for future in futures]
+
+
+@each_backend
+def test_two_threads_loop_each_for_itself(backend):
+    assert run(backend, 1, in_worker_two_threads, 2)[0] == (12, [12, 12])
+
+
+def in_worker_torch_compile(num_replicas):
+    import sys
+
+    import keras
+    import torch
+
+    s = strategy(num_replicas)
+    dataset = s.experimental_distribute_dataset([np.full((6, 1), n, "float32") for n in (1, 2, 3)])
+    ignored = []
+    sys.unraisablehook, hook = ignored.append, sys.unraisablehook
+
+    def total(batch):
+        return s.reduce("SUM", s.run(keras.ops.sum, args=(batch,)), axis=None)
+
+    def step(iterator):
+        return total(next(iterator))
+
+    def epoch(dataset):
+        sums = keras.ops.zeros(())
+        for batch in dataset:
+            sums = sums + total(batch)
+        return sums
+
+    found = []
+    try:
+        for compiled in (
+            lambda fn: torch.compile(fn, backend="eager"),
+            lambda fn: kdist.function(fn, jit_compile=True, backend="eager"),
+        ):
+            iterator, compiled_step = iter(dataset), compiled(step)
+            found += [float(compiled_step(iterator)) for _ in range(3)]
+            with pytest.raises((StopIteration, kdist.errors.OutOfRangeError)):
+                compiled_step(iterator)
+            found.append(float(compiled(epoch)(dataset)))
+    finally:
+        sys.unraisablehook = hook
+        torch._dynamo.reset()
+    return found, [str(error.exc_value) for error in ignored]
+
+
+@each_cluster_of("torch")
+def test_torch_compile_reads(backend, num_workers, num_replicas):
+    for found in on_workers(backend, num_workers, num_replicas, in_worker_torch_compile):
+        assert found == ([6, 12, 18, 36] * 2, [])
