@@ -79,10 +79,11 @@ class WorkerBatch:
         structure = keras.tree.map_structure(
             lambda leaf: None if leaf is None else rows.dtype_name(leaf), batch
         )
-        inner = 0 if SINGLE in self.counts else 1
+        is_single = SINGLE in self.counts
+        inner = 0 if is_single else 1
         # The rows of sparse and ragged tensors have lengths of their own.
         shapes = [tuple(leaf.shape[inner:]) for leaf in rows.leaves_of(batch) if not rows.is_ragged(leaf)]
-        return [repr(structure), repr(shapes)]
+        return [("one element of " if is_single else "") + repr(structure), repr(shapes)]
 
 
 def read_global(source: Source, place: Place, epoch: int, start: int) -> Iterator[WorkerBatch]:
@@ -184,4 +185,10 @@ def _of_parts(parts: Sequence[Any]) -> WorkerBatch:
     counts = [
         0 if part is None else SINGLE if rows.is_single(part) else rows.num_rows(part) for part in parts
     ]
+    if SINGLE in counts and max(counts) > 0:
+        raise DatasetError(
+            "A dataset gives batches or single elements, not both.",
+            received={"shapes": [[leaf.shape for leaf in rows.leaves_of(p)] for p in parts if p is not None]},
+            hint="Batch it: `dataset.batch(64)`.",
+        )
     return WorkerBatch(counts, parts=[p if n else None for p, n in zip(parts, counts, strict=True)])

@@ -327,7 +327,8 @@ def in_worker_error(what):
     datasets = {
         "raises in the middle": lambda: distribute(failing),
         "raises in the middle, global": lambda: strategy().experimental_distribute_dataset(failing),
-        "not batched": lambda: distribute([np.float32(1)] if index else good),
+        "not batched": lambda: distribute([np.float32(1), np.float32(2)]),
+        "one not batched": lambda: distribute([np.float32(1)] if index else [np.ones(4, "float32")]),
         "parts differ": lambda: distribute([(x[:3], y[:2])] if index else good),
         "returns a number": lambda: distribute(3 if index else good),
         "returns an array": lambda: distribute(x if index else good),
@@ -348,7 +349,8 @@ def in_worker_error(what):
 ERRORS = {
     "raises in the middle": ["worker 1 failed in step 1", "OSError: disk gone"],
     "raises in the middle, global": ["worker 1 failed in step 1", "OSError: disk gone"],
-    "not batched": ["worker 1 failed in step 0", "must give batches", "dataset.batch(64)"],
+    "not batched": ["must give batches", "dataset.batch(64)"],
+    "one not batched": ["in step 0 worker 0 and worker 1 differ", "one element of 'float32'"],
     "parts differ": ["worker 1 failed in step 0", "same number of rows"],
     "returns a number": ["A dataset must be", "a generator function or an iterable"],
     "returns an array": ["A dataset must be", "make_experimental_numpy_dataset"],

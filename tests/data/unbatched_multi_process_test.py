@@ -116,6 +116,9 @@ def in_worker_compiled():
     numbers = [int(following(iterator)) for _ in range(2)]
     with pytest.raises(kdist.errors.OutOfRangeError):
         following(iterator)
+    mixed = s.distribute_datasets_from_function(lambda context: [np.ones(4, "float32"), np.float32(1)])
+    with pytest.raises(kdist.errors.DatasetError, match="not both"):
+        next(iter(mixed))
     refused = []
     for layers in ([keras.layers.Dense(1)], [keras.Input((3,)), keras.layers.Dense(1)]):
         with s.scope():
