@@ -9,7 +9,8 @@ import time
 import pytest
 
 from kdist.backends import mail
-from kdist.backends.mail import Mail, Store
+from kdist.backends.mail import Mail
+from kdist.backends.store import Store
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
 
@@ -26,13 +27,13 @@ class StoreOfService(Store):
     def __init__(self, service):
         self.service = service
 
-    def put(self, key, data):
+    def set(self, key, data):
         with self.service.changed:
             assert key not in self.service.entries
             self.service.entries[key] = data
             self.service.changed.notify_all()
 
-    def get(self, key, seconds):
+    def get(self, key, seconds=0.0):
         with self.service.changed:
             self.service.changed.wait_for(lambda: key in self.service.entries, seconds)
             return self.service.entries.get(key)
@@ -41,10 +42,6 @@ class StoreOfService(Store):
         with self.service.changed:
             del self.service.entries[key]
 
-    def check(self, index):
-        if index in self.service.lost:
-            raise WorkerLostError(f"worker {index} is lost")
-
 
 @pytest.fixture
 def service(monkeypatch):
@@ -52,8 +49,15 @@ def service(monkeypatch):
     return Service()
 
 
-def mail_of(service, index, number=2, timeout=None):
-    return Mail(StoreOfService(service), [f"worker {i}" for i in range(number)], index, timeout)
+def mail_of(service, index, number=2, timeout=None, kind=StoreOfService):
+    def check(awaited):
+        if awaited in service.lost:
+            raise WorkerLostError(f"worker {awaited} is lost")
+
+    def explain(error):
+        return WorkerLostError("the store is gone") if isinstance(error, ConnectionError) else error
+
+    return Mail(kind(service), [f"worker {i}" for i in range(number)], index, timeout, check, explain)
 
 
 def together(functions):
@@ -113,6 +117,16 @@ def test_a_lost_sender_is_named(service):
         received()
 
 
+@pytest.mark.parametrize(("raised", "told"), [(ConnectionError, WorkerLostError), (KeyError, KeyError)])
+def test_an_error_of_the_store_is_explained(service, raised, told):
+    class Failing(StoreOfService):
+        def set(self, key, data):
+            raise raised("no store")
+
+    with pytest.raises(told, match="store"):
+        mail_of(service, 0, kind=Failing).gather(b"hello?")
+
+
 def test_a_sender_that_does_not_answer_is_named(service):
     with pytest.raises(WorkerTimeoutError, match=r"worker 1 must answer within 0\.1 s"):
         mail_of(service, 0, timeout=0.1).gather(b"hello?")
@@ -123,10 +137,10 @@ def test_a_store_that_does_not_answer_is_not_waited_for(service, monkeypatch):
     answers = threading.Event()
 
     class Silent(StoreOfService):
-        def put(self, key, data):
+        def set(self, key, data):
             answers.wait(100)
 
-    received = Mail(Silent(service), ["worker 0", "worker 1"], 1, None).begin(b"hello?")
+    received = mail_of(service, 1, kind=Silent).begin(b"hello?")
     began = time.monotonic()
     with pytest.raises(WorkerLostError, match="worker 0, which does not answer any more"):
         received()
@@ -139,12 +153,12 @@ def test_the_thread_that_gathers_does_not_wait_for_itself(service):
     errors = queue.SimpleQueue()
 
     class Asking(StoreOfService):
-        def put(self, key, data):
+        def set(self, key, data):
             try:
                 received.get(timeout=5)()
             except RuntimeError as error:
                 errors.put(error)
-            super().put(key, data)
+            super().set(key, data)
 
     box._store = Asking(service)
     received = queue.SimpleQueue()

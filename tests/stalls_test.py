@@ -37,7 +37,7 @@ class Board(stalls.Board):
     def waits_in(self, filename):
         return self.pending and filename == __file__
 
-    def lost(self):
+    def died(self):
         return self.dead
 
     def farewell(self, text):

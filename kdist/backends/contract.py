@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kdist.backends import stalls
+from kdist.backends.workers import Workers
 from kdist.errors import KdistError
 
 if TYPE_CHECKING:
@@ -140,12 +141,13 @@ class Backend(ABC):
 
 
 class Runtime(ABC):
-    """The devices and workers of one strategy, as a backend drives them."""
+    """The devices and workers of one strategy, as a backend drives them.
 
-    devices: tuple[str, ...]
-    """The local devices, one a replica."""
-    num_workers: int
-    worker_index: int
+    Args:
+        devices: Short names of the local devices, one a replica.
+        group: The workers of the cluster, joined, or this process alone.
+    """
+
     splits_sparse: bool = True
     """Whether replicas can have rows of a sparse array, or only the whole one."""
 
@@ -154,6 +156,12 @@ class Runtime(ABC):
 
     needs_equal_shapes: bool = False
     """Whether batches of all replicas must have the same inner shapes, as parts of one array."""
+
+    def __init__(self, devices: Sequence[str], group: Workers) -> None:
+        self.devices = tuple(devices)
+        self.group = group
+        self.num_workers = group.num_workers
+        self.worker_index = group.worker_index
 
     @property
     def num_replicas(self) -> int:
@@ -194,23 +202,10 @@ class Runtime(ABC):
         """
         return
 
-    @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker, in the order of their indices. Blocks; all must call it."""
+        return self.group.all_gather_bytes(data)
 
-    @abstractmethod
-    def post(self, key: str, text: str) -> None:
-        """Leaves a text under a key, once, for any worker to look up at any later time. Does not wait for them."""
-
-    @abstractmethod
-    def look_up(self, key: str) -> str | None:
-        """Returns the text that any worker has posted under a key, or `None`. Does not wait for it."""
-
-    @abstractmethod
-    def lost_workers(self) -> frozenset[int]:
-        """Returns the workers that the engine knows to be lost. Does not wait; for any thread."""
-
-    @abstractmethod
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
         """Sends a message to every worker and does not wait; all must call it.
 
@@ -218,6 +213,19 @@ class Runtime(ABC):
             A function that waits and returns what `all_gather_bytes` would. Call it once, and before the next
             message is begun.
         """
+        return self.group.begin_gather_bytes(data)
+
+    def post(self, key: str, text: str) -> None:
+        """Leaves a text under a key, once, for any worker to look up at any later time. Does not wait for them."""
+        self.group.post(key, text)
+
+    def look_up(self, key: str) -> str | None:
+        """Returns the text that any worker has posted under a key, or `None`. Does not wait for it."""
+        return self.group.look_up(key)
+
+    def lost_workers(self) -> frozenset[int]:
+        """Returns the workers that the engine knows to be lost. Does not wait; for any thread."""
+        return self.group.lost()
 
     @abstractmethod
     def place(self, parts: Sequence[Any]) -> list[Any]:
@@ -289,14 +297,10 @@ class Runtime(ABC):
         except KdistError:
             raise
         except Exception as error:
-            explained = self.explain_failure(error)
+            explained = self.group.explain_failure(error)
             if explained is error:
                 raise
             raise explained from error
-
-    def explain_failure(self, error: BaseException) -> BaseException:
-        """Turns an engine's error into one that names the worker, where it comes from a lost worker."""
-        return error
 
 
 class StepFunction(ABC):

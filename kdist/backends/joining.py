@@ -1,17 +1,58 @@
-"""Joining: what the backends share of waiting until all workers of a cluster are there."""
+"""Joining: once a process, within a time; and what the backends share of waiting until all workers are there."""
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import re
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
-from kdist.cluster import check_port_free, complete_addresses, is_loopback, join_address, split_address
-from kdist.errors import WorkerTimeoutError
+from kdist.backends.workers import JoinedWorkers
+from kdist.cluster import (
+    Cluster,
+    check_port_free,
+    complete_addresses,
+    is_loopback,
+    join_address,
+    liveness,
+    split_address,
+)
+from kdist.errors import StrategyScopeError, WorkerMismatchError, WorkerTimeoutError
 
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
+Joined = TypeVar("Joined", bound=JoinedWorkers)
+
+_joined: tuple[Cluster, Any] | None = None
+
+
+def join_once(cluster: Cluster, timeout_seconds: float | None, connect: Callable[[float], Joined]) -> Joined:
+    """Joins the workers of a cluster; another strategy with the same cluster shares the connection.
+
+    Args:
+        cluster: Who takes part.
+        timeout_seconds: How long a message may take; `None` for as long as its sender is there.
+        connect: Does what the engine needs; told how many seconds to wait for the others.
+
+    Raises:
+        StrategyScopeError: This process has joined another cluster.
+        InvalidArgumentError: `KDIST_JOIN_TIMEOUT` is no number of at least 1.
+    """
+    global _joined
+    if _joined is None:
+        joined = connect(liveness.join_timeout())
+        atexit.register(joined.close)
+        _joined = cluster, joined
+        return joined
+    before, workers = _joined
+    facts = ("num_workers", "worker_index", "coordinator", "addresses")
+    if any(getattr(before, fact) != getattr(cluster, fact) for fact in facts):
+        raise StrategyScopeError(
+            "A process can join one cluster only, and this one has already joined another.",
+            received={"joined": before.worker_names, "wanted": cluster.worker_names},
+            hint="Use one cluster in a program; several strategies may share it.",
+        )
+    workers.limit_time(timeout_seconds)
+    return workers
 
 
 def wait_for_all(cluster: Cluster, chief_address: str | None, timeout: float) -> tuple[str, ...]:
@@ -57,3 +98,21 @@ def missing_error(cluster: Cluster, timeout: float, missing: Collection[int]) ->
         received={"this_worker": names[cluster.worker_index]},
         hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600",
     )
+
+
+def check_devices(names: Sequence[str], devices: Sequence[tuple[str, int]]) -> None:
+    """Raises unless all workers have as many devices, of one kind.
+
+    Args:
+        names: What to call the workers.
+        devices: The kind and the number of each worker's.
+    """
+    for name, theirs in zip(names, devices, strict=True):
+        if theirs != devices[0]:
+            raise WorkerMismatchError(
+                "Every worker must have the same number of devices, of the same kind.",
+                received={
+                    who: f"{count} {kind}" for who, (kind, count) in ((names[0], devices[0]), (name, theirs))
+                },
+                hint="Pass `devices` to the strategy, the same number on each worker.",
+            )

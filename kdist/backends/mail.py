@@ -10,38 +10,18 @@ import contextlib
 import queue
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from kdist.backends import stalls, whereabouts
+from kdist.backends.store import Store
 from kdist.backends.threads import Errands
 from kdist.cluster import liveness
 from kdist.errors import WorkerTimeoutError
 
 # How often a worker that waits for a message looks whether its sender is still there, in seconds.
 _GLANCE = 1.0
-
-
-class Store(ABC):
-    """The engine's key-value store, and what it knows of those who write to it."""
-
-    @abstractmethod
-    def put(self, key: str, data: bytes) -> None:
-        """Leaves data under a key, once."""
-
-    @abstractmethod
-    def get(self, key: str, seconds: float) -> bytes | None:
-        """Returns the data under a key; `None` if nobody has left any within so many seconds."""
-
-    @abstractmethod
-    def delete(self, key: str) -> None:
-        """Removes a key."""
-
-    @abstractmethod
-    def check(self, index: int) -> None:
-        """Raises if a worker that is waited for is lost."""
 
 
 class Mail:
@@ -52,12 +32,22 @@ class Mail:
         names: What to call the workers.
         worker_index: Which of them this one is.
         timeout_seconds: How long a message may take; `None` for as long as its sender is there.
+        check: Raises if a worker is lost; told the index of the one that is waited for.
+        explain: Returns, for an error of the store's, the one that names the worker that was lost, or the same.
     """
 
     def __init__(
-        self, store: Store, names: Sequence[str], worker_index: int, timeout_seconds: float | None
+        self,
+        store: Store,
+        names: Sequence[str],
+        worker_index: int,
+        timeout_seconds: float | None,
+        check: Callable[[int], None],
+        explain: Callable[[BaseException], BaseException],
     ) -> None:
         self._store = store
+        self._check = check
+        self._explain = explain
         self._names = names
         self._worker_index = worker_index
         self.timeout_seconds = timeout_seconds
@@ -105,7 +95,7 @@ class Mail:
 
     def _gather(self, data: bytes) -> list[bytes]:
         turn, self._gathered = self._gathered, self._gathered + 1
-        self._ask(self._store.put, _key(turn, self._worker_index), data)
+        self._ask(self._store.set, _key(turn, self._worker_index), data)
         everyone = [
             data if index == self._worker_index else self._receive(turn, index)
             for index in range(len(self._names))
@@ -119,13 +109,19 @@ class Mail:
         self._asked = time.monotonic()
         try:
             return function(*args)
+        except Exception as error:
+            explained = self._explain(error)
+            if explained is error:
+                raise
+            raise explained from error
         finally:
             self._asked = 0.0
 
     def _receive(self, turn: int, index: int) -> bytes:
         began = time.monotonic()
+        data: bytes | None
         while (data := self._ask(self._store.get, _key(turn, index), _GLANCE)) is None:
-            self._store.check(index)
+            self._check(index)
             waited = time.monotonic() - began
             if self.timeout_seconds is not None and waited >= self.timeout_seconds:
                 raise WorkerTimeoutError(
@@ -133,7 +129,7 @@ class Mail:
                     f"{whereabouts.describe_wait()}.",
                     hint="Look at that worker's log, or choose a larger CommunicationOptions(timeout_seconds=…).",
                 )
-        return bytes(data)
+        return data
 
 
 def _key(turn: int, index: int) -> str:

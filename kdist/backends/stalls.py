@@ -60,7 +60,7 @@ class Board(ABC):
         """Tells the others why this worker ends, where the engine has a way to."""
         return
 
-    def lost(self) -> str | None:
+    def died(self) -> str | None:
         """Names a worker that has died, and how, where nobody else ends a worker that has lost it."""
         return None
 
@@ -166,7 +166,7 @@ class StallWatch:
         waiting: dict[int, str] = {}
         with contextlib.suppress(Exception):  # the engine's, if it is gone
             waiting = self._board.read()
-        lost = None if _told else self._board.lost()
+        lost = None if _told else self._board.died()
         if self._closed.is_set() or not (waiting or lost):
             return
         if lost is not None:

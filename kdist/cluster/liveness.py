@@ -10,6 +10,7 @@ from kdist.errors import InvalidArgumentError
 
 HEARTBEAT_VARIABLE = "KDIST_HEARTBEAT_TIMEOUT"
 HANG_VARIABLE = "KDIST_HANG_TIMEOUT"
+JOIN_VARIABLE = "KDIST_JOIN_TIMEOUT"
 RESTART_VARIABLE = "KDIST_RESTART"
 # What sysexits.h calls EX_TEMPFAIL: the worker was preempted, its checkpoint is saved, start it again.
 PREEMPTED = 75
@@ -43,6 +44,21 @@ def hang_timeout(environ: Mapping[str, str] | None = None) -> float:
         InvalidArgumentError: If `KDIST_HANG_TIMEOUT` is no number of at least 1.
     """
     return _read(HANG_VARIABLE, 600.0, environ)
+
+
+def join_timeout(environ: Mapping[str, str] | None = None) -> float:
+    """Returns how many seconds the workers wait for each other at the start.
+
+    Args:
+        environ: The environment to read; by default the process's own.
+
+    Returns:
+        The value of `KDIST_JOIN_TIMEOUT`, else 300.
+
+    Raises:
+        InvalidArgumentError: If it is no number of at least 1.
+    """
+    return _read(JOIN_VARIABLE, 300.0, environ)
 
 
 def parse_seconds(text: object, name: str) -> float:

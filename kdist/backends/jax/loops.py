@@ -70,7 +70,7 @@ class Loops:
             self._programs[key] = program
             self._limit(key)
         self._programs.move_to_end(key)
-        with runtime.workers.working():
+        with runtime.group.working():
             return program(self.placed, call)
 
     def _limit(self, key: Any) -> None:

@@ -31,32 +31,25 @@ if TYPE_CHECKING:
 _SILENCE = 0.4
 
 
-def meet(cluster: Cluster, timeout: float) -> tuple[str, str | None]:
-    """Waits until all workers are there; returns the chief's address and this worker's own host.
+def meet(cluster: Cluster, timeout: float, devices: Sequence[str]) -> None:
+    """Waits until all workers are there, and connects this one with the others.
 
     JAX would wait too, but where a worker does not come it ends the process from C++ instead of raising an
     error that could say who is missing.
-    """
-    chief = None if cluster.coordinator_taken else str(cluster.coordinator)
-    addresses = wait_for_all(cluster, chief, timeout)
-    return chief or addresses[0], split_address(addresses[cluster.worker_index])[0]
-
-
-def initialize(cluster: Cluster, coordinator: str, own_host: str | None, devices: Sequence[str]) -> None:
-    """Connects this worker with the others.
 
     Args:
         cluster: Who takes part.
-        coordinator: The address of the chief.
-        own_host: By which the others reach this worker.
+        timeout: How many seconds to wait.
         devices: Those of this worker, `()` for those that the backend prefers.
     """
+    chief = None if cluster.coordinator_taken else str(cluster.coordinator)
+    addresses = wait_for_all(cluster, chief, timeout)
+    coordinator = chief or addresses[0]
     # A task that fails must not end the others from C++, before they can say why: `Watch` sees to them.
     jax.config.update("jax_enable_recoverability", True)
     # Its handler of SIGTERM would keep a worker alive that is asked to end.
     jax.config.update("jax_enable_preemption_service", False)
-    _use_gloo(own_host)
-    host, _ = split_address(coordinator)
+    _use_gloo(split_address(addresses[cluster.worker_index])[0])
     with without_chatter():
         jax.distributed.initialize(
             coordinator,
@@ -66,18 +59,18 @@ def initialize(cluster: Cluster, coordinator: str, own_host: str | None, devices
             cluster_detection_method="deactivate",
             initialization_timeout=60,  # all workers are there already
             heartbeat_timeout_seconds=max(1, round(liveness.heartbeat_timeout() * _SILENCE)),
-            coordinator_bind_address=coordinator if is_loopback(host) else None,
+            coordinator_bind_address=coordinator if is_loopback(split_address(coordinator)[0]) else None,
         )
 
 
-def _use_gloo(own_host: str | None) -> None:
+def _use_gloo(own_host: str) -> None:
     """Has CPU collectives use gloo, listening at the interface that leads to the other workers.
 
     gloo's own choice is the address of this machine's name, which may be the loopback interface, by which
     nobody else can be reached, or a public one for a job of one machine. JAX has no option for it.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if own_host is None or not _can_listen(own_host):
+    if not _can_listen(own_host):
         return
     try:
         from jax._src.lib import _jax

@@ -16,8 +16,8 @@ from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdist.arrays.rows import is_ragged, is_scipy, is_tf_sparse, to_dense
-from kdist.backends.jax.board import note_dispatched
 from kdist.backends.jax.collectives import BATCH_AXIS, Collectives
+from kdist.backends.jax.dispatched import note_dispatched
 from kdist.backends.replica import Replica, equal_shares
 from kdist.context import cross_replica
 from kdist.errors import DatasetError

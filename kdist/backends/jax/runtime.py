@@ -19,8 +19,9 @@ from kdist.backends.jax.loops import Loops, leave_function
 from kdist.backends.jax.meeting import without_chatter
 from kdist.backends.jax.replicas import Replicas
 from kdist.backends.jax.steps import JaxSteps
-from kdist.backends.jax.workers import Workers
+from kdist.backends.jax.workers import all_devices
 from kdist.backends.replica import divide
+from kdist.backends.workers import Workers
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 
 
@@ -29,7 +30,7 @@ class JaxRuntime(Runtime):
 
     Args:
         devices: Short names of the local devices, one a replica.
-        workers: The workers, joined.
+        workers: The workers of the cluster, joined, or this process alone.
     """
 
     splits_sparse = False  # a sparse array of JAX belongs to one device, or to all alike
@@ -39,12 +40,9 @@ class JaxRuntime(Runtime):
     needs_equal_shapes = True
 
     def __init__(self, devices: Sequence[str], workers: Workers) -> None:
-        self.devices = tuple(devices)
-        self.num_workers = workers.num_workers
-        self.worker_index = workers.worker_index
-        self.workers = workers
+        super().__init__(devices, workers)
         local = find_devices(self.devices)
-        self.replicas = Replicas(workers.all_devices(local), local, self.worker_index)
+        self.replicas = Replicas(all_devices(workers, local), local, self.worker_index)
         self._loops = Loops(self)
         if self.num_workers > 1:
             with without_chatter(), workers.working():
@@ -75,26 +73,6 @@ class JaxRuntime(Runtime):
         """As `traced`."""
         leave_function()
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers a message from every worker, in the order of their indices."""
-        return self.workers.all_gather_bytes(data)
-
-    def post(self, key: str, text: str) -> None:
-        """Leaves a text in the key-value store of the coordination service."""
-        self.workers.post(key, text)
-
-    def look_up(self, key: str) -> str | None:
-        """Returns a text from the key-value store of the coordination service."""
-        return self.workers.look_up(key)
-
-    def lost_workers(self) -> frozenset[int]:
-        """Asks the watch over the coordination service."""
-        return self.workers.lost()
-
-    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Starts to gather a message from every worker."""
-        return self.workers.begin_gather_bytes(data)
-
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""
         return self.replicas.place_parts(parts)
@@ -119,7 +97,7 @@ class JaxRuntime(Runtime):
         leave_function()
         if not self.can_exchange:
             return [_sum_in_program(tensor, len(self.devices)) for tensor in tensors]
-        with self.workers.working():
+        with self.group.working():
             return [self.replicas.sum_over_workers(tensor) for tensor in tensors]
 
     def gather_over_workers(self, tensor: Any) -> Any:
@@ -129,7 +107,7 @@ class JaxRuntime(Runtime):
         leave_function()
         if not self.can_exchange:
             return _gather_in_program(tensor, len(self.devices))
-        rows = gather_rows(self.workers, [np.asarray(tensor)])
+        rows = gather_rows(self.group, [np.asarray(tensor)])
         return jax.device_put(rows, self.replicas.first_device)
 
     def train_function(self, model: Any) -> StepFunction:
@@ -143,15 +121,15 @@ class JaxRuntime(Runtime):
                 received={"cross_device_ops": own},
                 hint="Leave cross_device_ops out, or write the loop with `strategy.run`.",
             )
-        return JaxSteps(model, self.replicas, self.workers, "train")
+        return JaxSteps(model, self.replicas, self.group, "train")
 
     def test_function(self, model: Any) -> StepFunction:
         """Returns the function that runs `model.test_step` on global batches."""
-        return JaxSteps(model, self.replicas, self.workers, "test")
+        return JaxSteps(model, self.replicas, self.group, "test")
 
     def predict_function(self, model: Any) -> StepFunction:
         """Returns the function that runs `model.predict_step` on global batches."""
-        return JaxSteps(model, self.replicas, self.workers, "predict")
+        return JaxSteps(model, self.replicas, self.group, "predict")
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives every worker the values that the chief has."""
@@ -159,10 +137,6 @@ class JaxRuntime(Runtime):
             values = self.replicas.broadcast([variable.value for variable in variables])
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
-
-    def explain_failure(self, error: BaseException) -> BaseException:
-        """Names the worker that was lost, where an error of JAX comes from that."""
-        return self.workers.explain_failure(error)
 
 
 def _sum_in_program(tensor: Any, num_local: int) -> Any:

@@ -19,7 +19,7 @@ from kdist import keras_hooks
 from kdist.arrays.gathering import gather_rows
 from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
 from kdist.backends.jax.replicas import Replicas
-from kdist.backends.jax.workers import Workers
+from kdist.backends.workers import Workers
 
 # What each step's state consists of, in the order of Keras's JAX trainer.
 _STATE = {

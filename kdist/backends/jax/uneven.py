@@ -89,7 +89,7 @@ def run(
         [f"replica {runtime.replica_ids[i]} ({n})" for i, n in enumerate(runtime.devices)]
     )
     try:
-        with runtime.workers.working():
+        with runtime.group.working():
             results = threads.run(one_replica)
     except Exception as error:
         if len(devices) == 1:  # else the threads say it
@@ -153,7 +153,7 @@ class HostCollectives:
                 return local, starts
             sizes = gather(self._runtime, len(local))
             first = sum(sizes[: self._runtime.worker_index])
-            return gather_rows(self._runtime.workers, [local]), [first + start for start in starts]
+            return gather_rows(self._runtime.group, [local]), [first + start for start in starts]
 
         what = ("gathering", (str(mine.dtype), mine.shape[1:]))
         whole, starts = self._meet(what, mine, combine)
@@ -178,7 +178,7 @@ class HostCollectives:
     def _sum_over_workers(self, totals: list[np.ndarray]) -> list[np.ndarray]:
         if self._runtime.num_workers == 1:
             return totals
-        everyone = [gather_rows(self._runtime.workers, [total[None]]) for total in totals]
+        everyone = [gather_rows(self._runtime.group, [total[None]]) for total in totals]
         return [rows.sum(0, dtype=rows.dtype) for rows in everyone]
 
 

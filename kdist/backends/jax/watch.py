@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import signal
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from kdist.backends import stalls
-from kdist.backends.jax.board import ServiceBoard
+from kdist.backends.store import Store
 from kdist.cluster import liveness, split_address
 from kdist.errors import WorkerLostError
 
@@ -77,12 +76,14 @@ class Watch:
     Args:
         cluster: Who takes part; its workers have been joined.
         client: The client of the coordination service.
+        store: Where workers say why they end.
     """
 
-    def __init__(self, cluster: Cluster, client: Any) -> None:
+    def __init__(self, cluster: Cluster, client: Any, store: Store) -> None:
         self._cluster = cluster
         self._timeout = liveness.heartbeat_timeout()
         self._client = client
+        self._store = store
         self._others = [i for i in range(cluster.num_workers) if i != cluster.worker_index]
         self._lost: dict[int, str] = {}  # worker -> what happened to it
         self._gone: set[int] = set()  # these, and those that have ended in good order
@@ -93,11 +94,6 @@ class Watch:
         self._leaving = False
         self._aborted = threading.Event()
         self._changed = threading.Condition()
-        self._stalls = stalls.StallWatch(
-            ServiceBoard(client, cluster.worker_index, self._say_hung),
-            cluster.worker_names,
-            cluster.worker_index,
-        ).start()
         # Registered after JAX's own handler, so called before it.
         atexit.register(self._leave)
         self._catch_abort()
@@ -194,16 +190,16 @@ class Watch:
                 continue
             for index in set(self._others) - set(live) - self._gone:
                 said = self._said(index)
-                if said is None or said["what"].startswith((_FAILED, _HUNG)):
-                    self._note(index, _DIED if said is None else said["what"])
-                elif said["what"] != _LOST_ANOTHER:  # else the one that it has lost is noticed soon
-                    ended[index] = said["what"]
+                if said is None or said.startswith((_FAILED, _HUNG)):
+                    self._note(index, said or _DIED)
+                elif said != _LOST_ANOTHER:  # else the one that it has lost is noticed soon
+                    ended[index] = said
                 self._gone.add(index)
             # A chief that has ended is still alive, for the sake of those who need its service.
             if 0 not in ended and not self._cluster.is_chief and (said := self._said(0)) is not None:
-                ended[0] = said["what"]
-                if said["what"].startswith(_HUNG):
-                    self._note(0, said["what"])
+                ended[0] = said
+                if said.startswith(_HUNG):
+                    self._note(0, said)
                     return
             self._note_unanswered(ended)
             time.sleep(pause)
@@ -214,18 +210,16 @@ class Watch:
             self._say(_LOST_ANOTHER)
             self._end(ended)
 
-    def _said(self, index: int) -> dict[str, str] | None:
+    def _said(self, index: int, seconds: float = 0.0) -> str | None:
         """What a worker said when it left; `None` if it is there, or died without a word."""
-        if 0 in self._lost:
-            return None
-        try:
-            return dict(json.loads(self._client.key_value_try_get(_farewell_key(index))))
-        except jax.errors.JaxRuntimeError:
-            return None
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if 0 not in self._lost and (said := self._store.get(_farewell_key(index), seconds)):
+                return said.decode()
+        return None
 
     def _culprits_among(self, indices: Sequence[int]) -> dict[int, str]:
         """Those who have left and not because of another: who failed, else who ended."""
-        left = {index: said["what"] for index in indices if (said := self._said(index)) is not None}
+        left = {index: said for index in indices if (said := self._said(index)) is not None}
         left = {index: what for index, what in left.items() if what != _LOST_ANOTHER}
         return {index: what for index, what in left.items() if what.startswith((_FAILED, _HUNG))} or left
 
@@ -308,7 +302,6 @@ class Watch:
     def _leave(self) -> None:
         """Says goodbye; the chief waits for the others, since they need the service that it hosts."""
         self._leaving = True
-        self._stalls.close()
         if 0 in self._lost:
             self._aborted.wait(_CLOSING)  # JAX tries to abort once, and is held
         else:
@@ -334,11 +327,11 @@ class Watch:
     def _say(self, what: str) -> None:
         """Leaves word for the others why this worker ends."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            key = _farewell_key(self._cluster.worker_index)
-            self._client.key_value_set(key, json.dumps({"what": what}))
+            self._store.set(_farewell_key(self._cluster.worker_index), what.encode(errors="backslashreplace"))
 
-    def _say_hung(self, text: str) -> None:
-        self._say(text)
+    def say_hung(self, what: str) -> None:
+        """Tells the others why this worker ends; a chief stays until they can have read it."""
+        self._say(what)
         if self._cluster.is_chief:
             time.sleep(_LAST_WORDS)
 
@@ -346,20 +339,13 @@ class Watch:
         began = time.monotonic()
         told = False
         for index in self._others:
-            while index not in self._gone and not self._has_left(index):
+            while index not in self._gone and self._said(index, 0.5) is None:
                 waited = time.monotonic() - began
                 if limit is not None and waited > limit:
                     return
                 if waited > 10 and not told:
                     told = True
                     _log.warning("Waiting for %s to end.", self._cluster.worker_names[index])
-
-    def _has_left(self, index: int) -> bool:
-        try:
-            self._client.blocking_key_value_get(_farewell_key(index), 500)
-            return True
-        except jax.errors.JaxRuntimeError:
-            return False
 
 
 def _farewell_key(index: int) -> str:

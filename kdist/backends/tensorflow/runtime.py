@@ -12,7 +12,8 @@ import tensorflow as tf
 from kdist.backends.contract import Runtime, StepFunction
 from kdist.backends.tensorflow import iteration, loops, steps
 from kdist.backends.tensorflow.components import Components
-from kdist.backends.tensorflow.workers import Workers
+from kdist.backends.tensorflow.workers import JoinedWorkers
+from kdist.backends.workers import Workers
 
 
 class TensorFlowRuntime(Runtime):
@@ -25,13 +26,11 @@ class TensorFlowRuntime(Runtime):
     """
 
     def __init__(
-        self, native: tf.distribute.Strategy, devices: Sequence[str], workers: Workers | None
+        self, native: tf.distribute.Strategy, devices: Sequence[str], workers: JoinedWorkers | None
     ) -> None:
+        super().__init__(devices, workers or Workers())
         self.native = native
-        self.devices = tuple(devices)
         self.workers = workers
-        self.num_workers = workers.num_workers if workers else 1
-        self.worker_index = workers.worker_index if workers else 0
         self.components = Components(self)
 
     @contextlib.contextmanager
@@ -93,35 +92,10 @@ class TensorFlowRuntime(Runtime):
         if not tf.executing_eagerly():
             raise iteration.LoopInGraphError
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers through the collectives of the native strategy."""
-        if self.workers is None:
-            return [data]
-        return self.workers.all_gather_bytes(data)
-
-    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Gathers through the key-value store of the coordination service, while steps run."""
-        if self.workers is None:
-            return lambda: [data]
-        return self.workers.begin_gather_bytes(data)
-
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Sends the chief's values with one collective a dtype."""
         if self.workers is not None and variables:
             self.workers.broadcast(variables)
-
-    def post(self, key: str, text: str) -> None:
-        """Leaves a text in the key-value store of the coordination service."""
-        if self.workers is not None:
-            self.workers.post(key, text)
-
-    def look_up(self, key: str) -> str | None:
-        """Returns a text from the key-value store of the coordination service."""
-        return None if self.workers is None else self.workers.look_up(key)
-
-    def lost_workers(self) -> frozenset[int]:
-        """Asks the coordination service."""
-        return frozenset() if self.workers is None else self.workers.lost()
 
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""
@@ -169,7 +143,3 @@ class TensorFlowRuntime(Runtime):
         """Returns the components of a mirrored variable."""
         value = variable.value
         return value.values if isinstance(value, tf.distribute.DistributedValues) else [value]
-
-    def explain_failure(self, error: BaseException) -> BaseException:
-        """Names the worker that an error of the engine is about."""
-        return self.workers.explain_failure(error) if self.workers else error

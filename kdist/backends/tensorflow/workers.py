@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import base64
 import contextlib
+import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,22 +16,28 @@ import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import context as eager_context
 
-from kdist.backends import stalls, whereabouts
-from kdist.backends.mail import Mail, Store
+from kdist.backends import mail, stalls, whereabouts, workers
+from kdist.backends.joining import join_once
+from kdist.backends.mail import Mail
 from kdist.backends.tensorflow import meeting
-from kdist.backends.tensorflow.board import ServiceBoard, last_words
-from kdist.cluster import environment, liveness
+from kdist.backends.tensorflow.store import ServiceStore
+from kdist.cluster import liveness
 from kdist.errors import (
     DeviceError,
-    StrategyScopeError,
 )
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
     from kdist.communication.options import CommunicationOptions
 
-# How long to wait for a text that may not be there; TensorFlow cannot be asked without waiting.
-_LOOK_UP_MS = 100
+_HUNG = "kdist/hung"
+_ENGINE = (
+    os.path.join(os.path.dirname(tf.__file__), ""),
+    os.path.join(os.path.dirname(__file__), ""),
+    mail.__file__,
+)
+# A pipeline waits for its data.
+_DATA = os.path.join(os.path.dirname(tf.__file__), "python", "data", "")
 _SHORT = 1024
 _SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 
@@ -51,10 +56,8 @@ _OF_CONNECTIONS = (
 _NAMING = 0.2
 _WHY = re.compile(r"aborted by: (.*)")
 
-_joined: tuple[Cluster, Workers] | None = None
 
-
-class Workers:
+class JoinedWorkers(workers.JoinedWorkers):
     """The workers of a cluster, joined by `tf.distribute.MultiWorkerMirroredStrategy`.
 
     Args:
@@ -66,16 +69,22 @@ class Workers:
     def __init__(
         self, cluster: Cluster, native: tf.distribute.Strategy, timeout_seconds: float | None
     ) -> None:
-        self.num_workers = cluster.num_workers
-        self.worker_index = cluster.worker_index
+        super().__init__(cluster, ServiceStore())
         self._others = set(range(self.num_workers)) - {self.worker_index}
-        self._names = cluster.worker_names
         self.native = native
         self._per_worker = len(native.extended.worker_devices)
         self._sums: dict[Any, Any] = {}
         self._sick: dict[int, tuple[float, int]] = {}  # since when, and how often it was seen
         self._patience = liveness.heartbeat_timeout()
-        self.mail = Mail(ServiceStore(self), self._names, self.worker_index, timeout_seconds)
+        self.mail = Mail(
+            self._store,
+            self.names,
+            self.worker_index,
+            timeout_seconds,
+            check=self.check,
+            explain=self.explain_failure,
+        )
+        self._stalls.start()
 
     def all_gather_rows(self, local: Any, sizes: Sequence[int]) -> Any:
         """Concatenates the rows of every worker, which may have different numbers of them.
@@ -115,16 +124,17 @@ class Workers:
         """
         return self.mail.begin(data)
 
-    def post(self, key: str, text: str) -> None:
-        """Leaves a text in the key-value store of the coordination service, which the chief holds."""
-        eager_context.context().set_config_key_value(key, text)
+    def waits_in(self, filename: str) -> bool:
+        """Says whether the main thread is inside TensorFlow."""
+        return filename.startswith(_ENGINE) and not filename.startswith(_DATA)
 
-    def look_up(self, key: str) -> str | None:
-        """Returns a text from the key-value store."""
-        try:
-            return str(eager_context.context().get_config_key_value(key, timeout_in_ms=_LOOK_UP_MS))
-        except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
-            return None
+    def farewell(self, text: str) -> None:
+        """Leaves word in the store."""
+        self._store.set(f"{_HUNG}/{self.worker_index}", text.encode())
+
+    def limit_time(self, seconds: float | None) -> None:
+        """Takes over how long a message may take."""
+        self.mail.timeout_seconds = seconds
 
     def lost(self) -> frozenset[int]:
         """Returns the workers whose heartbeats the coordination service misses."""
@@ -234,14 +244,22 @@ class Workers:
         return lost
 
     def _lost_error(self, indices: Collection[int], said: str) -> BaseException:
-        lost = []
-        for index in sorted(indices):
-            lost.append(f"{self._names[index]}, {last_words(index) or _DIED}")
+        lost = [f"{self.names[index]}, {self._last_words(index) or _DIED}" for index in sorted(indices)]
         named = ", and ".join(lost) or f"another worker, {_DIED}"
-        return stalls.lost_error(named, self._names[self.worker_index], said)
+        return stalls.lost_error(named, self.names[self.worker_index], said)
 
-    def check(self) -> None:
-        """Raises if a worker is lost: if nobody is at its address, or has not answered for too long."""
+    def _last_words(self, index: int) -> str | None:
+        """Returns what a worker has said of itself before it ended, if anything and if the chief is there."""
+        with contextlib.suppress(tf.errors.OpError):
+            return self.look_up(f"{_HUNG}/{index}")
+        return None
+
+    def check(self, awaited: int) -> None:
+        """Raises if a worker is lost: if nobody is at its address, or has not answered for too long.
+
+        Args:
+            awaited: The one that is waited for. It may itself be waiting for another, so all are asked for.
+        """
         now = time.monotonic()
         for index in self._others:
             health = self._health(index)
@@ -254,50 +272,9 @@ class Workers:
                 raise self._lost_error([index], health or "no answer")
 
 
-class ServiceStore(Store):
-    """The key-value store of the coordination service, which the chief holds.
-
-    Args:
-        workers: Those who write to it.
-    """
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-
-    def put(self, key: str, data: bytes) -> None:
-        """Leaves data under a key; the store holds text that ends at a zero."""
-        with self._explained():
-            eager_context.context().set_config_key_value(key, base64.b64encode(data).decode())
-
-    def get(self, key: str, seconds: float) -> bytes | None:
-        """Waits for data."""
-        with self._explained():
-            try:
-                text = eager_context.context().get_config_key_value(key, timeout_in_ms=int(seconds * 1000))
-            except tf.errors.DeadlineExceededError:
-                return None
-        return base64.b64decode(text)
-
-    def delete(self, key: str) -> None:
-        """Removes a key."""
-        with self._explained():
-            eager_context.context().delete_config_key_value(key)
-
-    def check(self, index: int) -> None:
-        """Asks for all workers: the one that is waited for may itself be waiting for another."""
-        self._workers.check()
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except tf.errors.OpError as error:
-            raise self._workers.explain_failure(error) from error
-
-
 def join(
     cluster: Cluster, options: CommunicationOptions, devices: Sequence[str]
-) -> tuple[tf.distribute.Strategy, Workers]:
+) -> tuple[tf.distribute.Strategy, JoinedWorkers]:
     """Waits for all workers of the cluster and returns the native strategy and the workers.
 
     Raises:
@@ -306,23 +283,24 @@ def join(
         StrategyScopeError: It is too late, or this process has joined another cluster.
         DeviceError: Several CPU devices a worker, which `tf.distribute` cannot do.
     """
-    global _joined
     if len(devices) > 1 and devices[0].startswith("cpu:"):
         raise DeviceError(
             "On TensorFlow a worker of MultiWorkerMirroredStrategy has its GPUs or one CPU.",
             received={"devices": tuple(devices)},
             hint="Start one worker a CPU device instead: kdist run --num-workers 2 train.py",
         )
-    if _joined is not None:
-        if (_joined[0].spec, _joined[0].worker_index) != (cluster.spec, cluster.worker_index):
-            raise StrategyScopeError(
-                "A process can join one cluster only, and this one has already joined another.",
-                received={"joined": _joined[0].addresses, "wanted": cluster.addresses},
-            )
-        workers = _joined[1]
-        workers.mail.timeout_seconds = options.timeout_seconds
-        return workers.native, workers
-    timeout = float(environment.get("KDIST_JOIN_TIMEOUT", "300") or 300)
+
+    def connect(timeout: float) -> JoinedWorkers:
+        native = _connect(cluster, options, devices, timeout)
+        return JoinedWorkers(cluster, native, options.timeout_seconds)
+
+    joined = join_once(cluster, options.timeout_seconds, connect)
+    return joined.native, joined
+
+
+def _connect(
+    cluster: Cluster, options: CommunicationOptions, devices: Sequence[str], timeout: float
+) -> tf.distribute.Strategy:
     addresses = meeting.meet(cluster, timeout)
     meeting.configure_heartbeats(len(addresses), timeout)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -343,13 +321,7 @@ def join(
         raise meeting.joining_error(error, cluster, timeout) from error
     _create_variables_alone(native)
     _restore_sigterm()
-    watch = stalls.StallWatch(
-        ServiceBoard(cluster.num_workers, cluster.worker_index), cluster.worker_names, cluster.worker_index
-    ).start()
-    atexit.register(watch.close)
-    workers = Workers(cluster, native, options.timeout_seconds)
-    _joined = (cluster, workers)
-    return native, workers
+    return native
 
 
 def _create_variables_alone(native: tf.distribute.Strategy) -> None:

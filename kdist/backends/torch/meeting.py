@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from kdist.backends.joining import missing_error
+from kdist.backends.joining import check_devices, missing_error
 from kdist.backends.torch import lifeline
 from kdist.cluster import environment, is_loopback, split_address
-from kdist.errors import ClusterConfigError, WorkerMismatchError
+from kdist.errors import ClusterConfigError
 
 if TYPE_CHECKING:
     from kdist.cluster import Cluster
@@ -167,24 +167,14 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def check_devices(cluster: Cluster, devices: Sequence[dict[str, Any]]) -> bool:
+def compare_devices(cluster: Cluster, devices: Sequence[dict[str, Any]]) -> bool:
     """Checks that all workers have as many devices of one kind. Returns whether NCCL can join them.
 
     Args:
         cluster: Who takes part.
         devices: What `describe_devices` said on each worker.
     """
-    for index, theirs in enumerate(devices):
-        mine = devices[0]
-        if (theirs["kind"], theirs["count"]) != (mine["kind"], mine["count"]):
-            raise WorkerMismatchError(
-                "Every worker must have the same number of devices, of the same kind.",
-                received={
-                    cluster.worker_names[0]: f"{mine['count']} {mine['kind']}",
-                    cluster.worker_names[index]: f"{theirs['count']} {theirs['kind']}",
-                },
-                hint="Pass `devices` to the strategy, the same number on each worker.",
-            )
+    check_devices(cluster.worker_names, [(theirs["kind"], theirs["count"]) for theirs in devices])
     # NCCL refuses two processes on one GPU.
     gpus = [gpu for theirs in devices for gpu in theirs["gpus"]]
     return devices[0]["kind"] == "gpu" and len(set(gpus)) == len(gpus)

@@ -20,7 +20,7 @@ from kdist.values import component
 
 if TYPE_CHECKING:
     from kdist.backends.threads import Baton
-    from kdist.backends.torch.workers import Workers
+    from kdist.backends.torch.workers import JoinedWorkers
 
 
 class TorchReplica(Replica):
@@ -44,7 +44,7 @@ class TorchReplica(Replica):
         shares: Sequence[RowShare],
         local_index: int = 0,
         baton: Baton | None = None,
-        workers: Workers | None = None,
+        workers: JoinedWorkers | None = None,
         copies: Sequence[VariableCopies] = (),
         is_model_step: bool = True,
     ) -> None:

@@ -14,7 +14,8 @@ from kdist.backends.torch import loops, steps
 from kdist.backends.torch.components import Components
 from kdist.backends.torch.devices import keras_device, torch_device
 from kdist.backends.torch.replicas import VariableCopies
-from kdist.backends.torch.workers import Workers
+from kdist.backends.torch.workers import JoinedWorkers
+from kdist.backends.workers import Workers
 
 
 class TorchRuntime(Runtime):
@@ -25,12 +26,10 @@ class TorchRuntime(Runtime):
         workers: The joined workers; `None` for one process.
     """
 
-    def __init__(self, devices: Sequence[str], workers: Workers | None) -> None:
-        self.devices = tuple(devices)
+    def __init__(self, devices: Sequence[str], workers: JoinedWorkers | None) -> None:
+        super().__init__(devices, workers or Workers())
         self.torch_devices = tuple(torch_device(name) for name in devices)
         self.workers = workers
-        self.num_workers = workers.num_workers if workers else 1
-        self.worker_index = workers.worker_index if workers else 0
         # The first replica works on the real variables.
         self.copies = [VariableCopies(device) for device in self.torch_devices[1:]]
         self.components = Components(self.torch_devices, self.replica_ids, self.num_replicas)
@@ -40,27 +39,6 @@ class TorchRuntime(Runtime):
     def scope(self) -> AbstractContextManager[Any]:
         """Variables are created on the first device of this worker."""
         return keras.device(keras_device(self.devices[0]))
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers a message from every worker."""
-        return [data] if self.workers is None else self.workers.all_gather_bytes(data)
-
-    def post(self, key: str, text: str) -> None:
-        """Leaves a text in the store of the job."""
-        if self.workers is not None:
-            self.workers.post(key, text)
-
-    def look_up(self, key: str) -> str | None:
-        """Returns a text from the store of the job."""
-        return None if self.workers is None else self.workers.look_up(key)
-
-    def lost_workers(self) -> frozenset[int]:
-        """Asks the lifeline."""
-        return frozenset() if self.workers is None else self.workers.lost()
-
-    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Starts to gather a message from every worker."""
-        return (lambda: [data]) if self.workers is None else self.workers.begin_gather_bytes(data)
 
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""
@@ -113,7 +91,3 @@ class TorchRuntime(Runtime):
     def local_values(self, variable: Any) -> Sequence[Any]:
         """Returns the real value, on the host; the copies of other replicas follow it at every step."""
         return [variable.value.detach().cpu()]
-
-    def explain_failure(self, error: BaseException) -> BaseException:
-        """Names the worker whose loss made a collective fail."""
-        return error if self.workers is None else self.workers.explain_failure(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
@@ -14,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from kdist.backends import stalls, whereabouts
-from kdist.backends.torch.board import StoreBoard
+from kdist.backends import stalls, whereabouts, workers
+from kdist.backends.joining import join_once
 from kdist.backends.torch.devices import torch_device
 from kdist.backends.torch.lifeline import Lifeline
 from kdist.backends.torch.meeting import (
     Meeting,
-    check_devices,
+    compare_devices,
     describe_devices,
     interface_towards,
 )
+from kdist.backends.torch.store import GroupStore
 from kdist.cluster import environment
 from kdist.communication.options import CommunicationImplementation, hint_ignored
 from kdist.errors import KdistError, StrategyScopeError, WorkerLostError, WorkerTimeoutError
@@ -39,10 +39,8 @@ _NOTICE_SECONDS = 5.0
 # Messages up to this size, with their length, take one collective.
 _SHORT = 248
 
-_joined: tuple[Cluster, Workers] | None = None
 
-
-class Workers:
+class JoinedWorkers(workers.JoinedWorkers):
     """The workers of a cluster, joined in a process group.
 
     Args:
@@ -63,11 +61,8 @@ class Workers:
         owns_group: bool = True,
         cpu_group: Any = None,
     ) -> None:
-        self.num_workers = cluster.num_workers
-        self.worker_index = cluster.worker_index
-        self._names = cluster.worker_names
+        super().__init__(cluster, GroupStore(store))
         self._lifeline = lifeline
-        self._store = store
         self._nccl = nccl
         self._owns_group = owns_group
         self._cpu_group = cpu_group
@@ -75,10 +70,7 @@ class Workers:
         self._pending: Any = None  # the collective that is under way
         if nccl:
             lifeline.on_death(_abort_nccl)
-        board = StoreBoard(
-            store, self.num_workers, self.worker_index, self._is_pending, lifeline.say_hung, self._died
-        )
-        self._watch = stalls.StallWatch(board, self._names, self.worker_index).start()
+        self._stalls.start()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums a tensor over the workers, in place."""
@@ -133,17 +125,28 @@ class Workers:
 
         return finish
 
-    def post(self, key: str, text: str) -> None:
-        """Leaves a text in the job's store, which the chief holds."""
-        self._store.set(key, text)
-
-    def look_up(self, key: str) -> str | None:
-        """Returns a text from the job's store."""
-        return str(self._store.get(key), "utf-8") if self._store.check([key]) else None
-
     def lost(self) -> frozenset[int]:
         """Returns the workers whose loss the lifeline has noticed."""
         return self._lifeline.lost
+
+    def waits_in(self, filename: str) -> bool:
+        """Says whether a collective is under way."""
+        return self._pending is not None and not self._pending.is_completed()
+
+    def farewell(self, text: str) -> None:
+        """Tells the others that this worker has hung."""
+        self._lifeline.say_hung()
+
+    def died(self) -> str | None:
+        """Names a worker that has died: outside of collectives, nobody else ends this one."""
+        found = self._lifeline.died()
+        return None if found is None else f"{self.names[found[0]]}, which {found[1]}"
+
+    def limit_time(self, seconds: float | None) -> None:
+        """Warns: PyTorch's collectives have the time limit with which they were joined."""
+        if seconds is not None:
+            said = "the workers have been joined already."
+            hint_ignored(f"timeout_seconds={seconds}", said, self.worker_index)
 
     def gather_rows(self, leaves: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         """Concatenates, for several tensors in one collective, the rows of every worker.
@@ -192,7 +195,7 @@ class Workers:
 
     def close(self) -> None:
         """Leaves the group, in good order for those that go on."""
-        self._watch.close()
+        super().close()
         self._lifeline.close()
         if self._stuck:
             # gloo cannot cancel an operation, and would wait for it in its destructor.
@@ -224,9 +227,6 @@ class Workers:
                 self._stuck = True
                 raise self._lost(*loss)
 
-    def _is_pending(self) -> bool:
-        return self._pending is not None and not self._pending.is_completed()
-
     @contextlib.contextmanager
     def _explained(self, what: str) -> Any:
         with whereabouts.inside(what):
@@ -243,18 +243,14 @@ class Workers:
             return WorkerTimeoutError(
                 "All workers must come to every collective in time, but some are missing from "
                 f"{whereabouts.describe_wait()}.",
-                received={"this_worker": self._names[self.worker_index], "error": str(error)[:200]},
+                received={"this_worker": self.names[self.worker_index], "error": str(error)[:200]},
                 hint="Allow more time: kdist.experimental.CommunicationOptions(timeout_seconds=3600)",
             )
         loss = self._lifeline.wait_for_loss(_NOTICE_SECONDS)
         return error if loss is None else self._lost(*loss)
 
-    def _died(self) -> str | None:
-        found = self._lifeline.died()
-        return None if found is None else f"{self._names[found[0]]}, which {found[1]}"
-
     def _lost(self, index: int, what: str) -> WorkerLostError:
-        return stalls.lost_error(f"{self._names[index]}, which {what}", self._names[self.worker_index])
+        return stalls.lost_error(f"{self.names[index]}, which {what}", self.names[self.worker_index])
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,7 +268,7 @@ def _abort_nccl() -> None:
     group._get_backend(torch.device("cuda")).abort()
 
 
-def join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions) -> Workers:
+def join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions) -> JoinedWorkers:
     """Waits for all workers of the cluster and returns them. A process joins once; later calls get the same.
 
     Raises:
@@ -281,28 +277,20 @@ def join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions
         WorkerMismatchError: The workers have different devices.
         StrategyScopeError: This process has joined another cluster, or the user's process group is another.
     """
-    global _joined
-    if _joined is not None:
-        _check_same_cluster(_joined[0], cluster)
-        if options.timeout_seconds is not None:
-            hint_ignored(
-                f"timeout_seconds={options.timeout_seconds}",
-                "the workers have been joined already.",
-                cluster.worker_index,
-            )
-        return _joined[1]
-    if dist.is_initialized():
-        workers = _adopt(cluster, devices)
-    else:
-        workers = _join(cluster, devices, options)
-    atexit.register(workers.close)
-    _joined = (cluster, workers)
-    return workers
+
+    def connect(timeout: float) -> JoinedWorkers:
+        if dist.is_initialized():
+            return _adopt(cluster, devices, timeout)
+        return _join(cluster, devices, options, timeout)
+
+    return join_once(cluster, options.timeout_seconds, connect)
 
 
-def _join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions) -> Workers:
-    meeting = Meeting(cluster, _join_timeout())
-    nccl = check_devices(cluster, meeting.gather("devices", describe_devices(devices)))
+def _join(
+    cluster: Cluster, devices: Sequence[str], options: CommunicationOptions, timeout: float
+) -> JoinedWorkers:
+    meeting = Meeting(cluster, timeout)
+    nccl = compare_devices(cluster, meeting.gather("devices", describe_devices(devices)))
     if options.implementation is CommunicationImplementation.RING and nccl:
         nccl = False
         hint_ignored(
@@ -326,10 +314,10 @@ def _join(cluster: Cluster, devices: Sequence[str], options: CommunicationOption
             world_size=cluster.num_workers,
             **arguments,
         )
-    return Workers(cluster, lifeline, meeting.store, nccl)
+    return JoinedWorkers(cluster, lifeline, meeting.store, nccl)
 
 
-def _adopt(cluster: Cluster, devices: Sequence[str]) -> Workers:
+def _adopt(cluster: Cluster, devices: Sequence[str], timeout: float) -> JoinedWorkers:
     """Takes the process group that the user has made."""
     if (dist.get_rank(), dist.get_world_size()) != (cluster.worker_index, cluster.num_workers):
         raise StrategyScopeError(
@@ -342,26 +330,11 @@ def _adopt(cluster: Cluster, devices: Sequence[str]) -> Workers:
             },
             hint="Leave `torch.distributed.init_process_group` to kdist.",
         )
-    meeting = Meeting(cluster, _join_timeout(), dist.distributed_c10d._get_default_store())
-    check_devices(cluster, meeting.gather("devices", describe_devices(devices)))
+    meeting = Meeting(cluster, timeout, dist.distributed_c10d._get_default_store())
+    compare_devices(cluster, meeting.gather("devices", describe_devices(devices)))
     lifeline = meeting.open_lifeline()
     backend = dist.get_backend()
     cpu_group = None if "gloo" in backend else dist.new_group(backend="gloo")
-    return Workers(cluster, lifeline, meeting.store, "nccl" in backend, owns_group=False, cpu_group=cpu_group)
-
-
-def _join_timeout() -> float:
-    return float(environment.get("KDIST_JOIN_TIMEOUT") or 300)
-
-
-def _check_same_cluster(joined: Cluster, wanted: Cluster) -> None:
-    if (joined.coordinator, joined.num_workers, joined.worker_index) != (
-        wanted.coordinator,
-        wanted.num_workers,
-        wanted.worker_index,
-    ):
-        raise StrategyScopeError(
-            "A process can join one cluster only, and this one has already joined another.",
-            received={"joined": joined.worker_names, "wanted": wanted.worker_names},
-            hint="Start a process of its own for each cluster.",
-        )
+    return JoinedWorkers(
+        cluster, lifeline, meeting.store, "nccl" in backend, owns_group=False, cpu_group=cpu_group
+    )

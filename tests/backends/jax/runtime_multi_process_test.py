@@ -115,6 +115,6 @@ def test_numbers_are_those_of_one_device(pool: WorkerPool) -> None:
 def test_an_error_of_another_kind_is_left_as_it_is(pool: WorkerPool) -> None:
     def explain() -> bool:
         error = ValueError("shapes do not fit")
-        return _strategy().runtime.explain_failure(error) is error
+        return _strategy().runtime.group.explain_failure(error) is error
 
     assert all(pool.run(explain))

@@ -87,7 +87,7 @@ def explain():
     explained = {name: workers.explain_failure(error) for name, error in errors.items()}
     lost = {name: isinstance(error, WorkerLostError) for name, error in explained.items()}
     same = {name: error is errors[name] for name, error in explained.items()}
-    return lost, same, str(explained["gone"]), str(explained["why"]), workers._names[other]
+    return lost, same, str(explained["gone"]), str(explained["why"]), workers.names[other]
 
 
 def test_errors_that_speak_of_another_worker_name_it():

@@ -1,0 +1,39 @@
+"""The key-value store of JAX's coordination service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from kdist.backends.store import Store
+
+
+class ServiceStore(Store):
+    """The store that the coordination service keeps.
+
+    Args:
+        client: The client of the service.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def set(self, key: str, data: bytes) -> None:
+        """Leaves data under a key."""
+        self._client.key_value_set_bytes(key, data)
+
+    def get(self, key: str, seconds: float = 0.0) -> bytes | None:
+        """Returns the data under a key, or waits for them."""
+        try:
+            if seconds:
+                return bytes(self._client.blocking_key_value_get_bytes(key, int(seconds * 1000)))
+            return bytes(self._client.key_value_try_get_bytes(key))
+        except jax.errors.JaxRuntimeError as error:
+            if ("DEADLINE_EXCEEDED" if seconds else "NOT_FOUND") in str(error):
+                return None
+            raise
+
+    def delete(self, key: str) -> None:
+        """Removes a key."""
+        self._client.key_value_delete(key)
