@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
 from kdist.backends.messages import check_equal
+from kdist.backends.variable_table import VariableTable
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
@@ -30,12 +29,11 @@ class NewVariables:
         self._runtime = runtime
         # Held, since what one worker's garbage collector has taken another one's may have left.
         self._found: list[Any] = []
-        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._seen: VariableTable[bool] = VariableTable()
 
     def add(self, variable: Any) -> None:
         """Notes a variable."""
-        key = id(variable)
-        self._seen[key] = weakref.ref(variable, functools.partial(_forget, self._seen, key))
+        self._seen[variable] = True
         if self._runtime.num_workers > 1:
             self._found.append(variable)
 
@@ -54,8 +52,7 @@ class NewVariables:
 
     def has_seen(self, variable: Any) -> bool:
         """Says whether a variable was created in the scope."""
-        ref = self._seen.get(id(variable))
-        return ref is not None and ref() is variable
+        return self._seen.get(variable) is not None
 
     def share(self) -> None:
         """Gives every worker the chief's values. All workers must call it, having created the same variables.
@@ -78,8 +75,3 @@ class NewVariables:
             "Create the same models, optimisers and metrics on every worker, in the same order.",
         )
         self._runtime.broadcast_variables(variables)
-
-
-def _forget(seen: dict[int, Any], key: int, ref: Any) -> None:
-    if seen.get(key) is ref:
-        del seen[key]

@@ -22,8 +22,10 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends.jax.components import has_components, place_components, place_shares
 from kdist.backends.jax.scopes import Store, initial_value
+from kdist.backends.variable_table import VariableTable
 from kdist.backends.variables import is_on_read
 
+_NOTHING: tuple[Any, Any] = (None, None)
 _FEW = 100  # items of a container that is a constant by its contents
 _all_placed: weakref.WeakSet[Placed] = weakref.WeakSet()
 
@@ -44,7 +46,8 @@ class Placed:
 
     def __init__(self, replicas: Any) -> None:
         self._replicas = replicas
-        self._known: dict[int, tuple[Any, Any, Any]] = {}
+        # What each variable showed last, and its value on all devices.
+        self._known: VariableTable[tuple[Any, Any]] = VariableTable()
         self._holders = 0
         _all_placed.add(self)
 
@@ -59,8 +62,8 @@ class Placed:
         found: list[Any] = [None] * len(variables)
         missing, components = [], {}
         for i, variable in enumerate(variables):
-            ref, shown, placed = self._known.get(id(variable), (None, None, None))
-            known = ref is not None and ref() is variable and variable._value is shown
+            shown, placed = self._known.get(variable) or _NOTHING
+            known = shown is not None and variable._value is shown
             if not known or (donated and sys.getrefcount(shown) > self._holders):
                 missing.append(i)
                 if has_components(self._replicas, variable):
@@ -80,7 +83,7 @@ class Placed:
 
     def forget(self, variable: Any) -> None:
         """Lets the next program take the variable's own value."""
-        self._known.pop(id(variable), None)
+        self._known.pop(variable)
 
     def component(self, variable: Any, index: int) -> Any:
         """Returns what a local replica has of an on-read variable."""
@@ -95,19 +98,9 @@ class Placed:
     def _show(self, variable: Any, placed: Any) -> Any:
         shown = (placed[1] if isinstance(placed, tuple) else placed).addressable_data(0)
         variable._value = shown
-        key = id(variable)
-        if key not in self._known or self._known[key][0]() is not variable:
-            ref = weakref.ref(variable, functools.partial(_forget, self._known, key))
-        else:
-            ref = self._known[key][0]
-        self._known[key] = (ref, shown, placed)
+        self._known[variable] = (shown, placed)
         self._holders = sys.getrefcount(shown)  # the variable, this object and the local name, as in `read`
         return placed
-
-
-def _forget(known: dict[int, Any], key: int, ref: Any) -> None:
-    if key in known and known[key][0] is ref:
-        del known[key]
 
 
 def initialize(variables: Sequence[Any]) -> bool:

@@ -7,7 +7,6 @@ mirrored variable shows what they aggregate to. A variable that was created outs
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from kdist import keras_hooks
+from kdist.backends.variable_table import VariableTable
 from kdist.backends.variables import share_of
 from kdist.errors import StrategyScopeError
 
@@ -35,13 +35,9 @@ class Part:
 
 @dataclass
 class _Known:
-    variable: weakref.ref[Any]
     native: Any
     parts: list[Part]
     is_on_read: bool
-
-    def is_of(self, variable: Any) -> bool:
-        return self.native is variable._value and self.variable() is variable
 
 
 def native_of(variable: Any, index: int, num_local: int) -> Any:
@@ -78,14 +74,14 @@ class Components:
 
     def __init__(self, runtime: TensorFlowRuntime) -> None:
         self._runtime = runtime
-        self._known: dict[int, _Known] = {}
+        self._known: VariableTable[_Known] = VariableTable()
         _all.add(self)
 
     def get(self, variable: Any, index: int, is_on_read: bool) -> Part:
         """Returns what a local replica has; see `enter`."""
-        known = self._known.get(id(variable))
-        if known is None or not known.is_of(variable):
-            known = self._known[id(variable)] = self._make(variable, is_on_read)
+        known = self._known.get(variable)
+        if known is None or known.native is not variable._value:
+            known = self._known[variable] = self._make(variable, is_on_read)
         return known.parts[index]
 
     def enter(self, variable: Any, index: int, is_on_read: bool) -> None:
@@ -108,8 +104,8 @@ class Components:
 
     def reset(self, variable: Any) -> None:
         """Gives all local replicas their shares of the present value, if they have anything of the variable."""
-        known = self._known.get(id(variable))
-        if known is None or not known.is_of(variable):
+        known = self._known.get(variable)
+        if known is None or known.native is not variable._value:
             return
         for index, part in enumerate(known.parts):
             outside = native_of(variable, index, len(known.parts)).read_value()
@@ -137,17 +133,10 @@ class Components:
                             tf.Variable(shown, trainable=False),
                         )
                     )
-        key = id(variable)
-        ref = weakref.ref(variable, functools.partial(_forget, self._known, key))
-        return _Known(ref, variable._value, parts, is_on_read)
+        return _Known(variable._value, parts, is_on_read)
 
 
 def assigned(variable: Any) -> None:
     """Called when a Keras variable was assigned to outside of replicas."""
     for components in _all:
         components.reset(variable)
-
-
-def _forget(known: dict[int, _Known], key: int, ref: Any) -> None:
-    if key in known and known[key].variable is ref:
-        del known[key]

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kdist.backends.variable_table import VariableTable
 from kdist.backends.variables import share_of
 
 
 @dataclass
 class _Known:
-    variable: weakref.ref[Any]
     parts: list[torch.Tensor]
     real: torch.Tensor
     version: int
 
     def is_valid(self, variable: Any) -> bool:
-        real = variable._value
-        return self.variable() is variable and self.real is real and self.version == real._version
+        return self.real is variable._value and self.version == self.real._version
 
 
 class Components:
@@ -43,46 +40,40 @@ class Components:
         self._devices = devices
         self._replica_ids = replica_ids
         self._num_replicas = num_replicas
-        self._known: dict[int, _Known] = {}
-        self._changed: set[int] = set()
+        self._known: VariableTable[_Known] = VariableTable()
+        self._changed: dict[int, Any] = {}
 
     def get(self, variable: Any, index: int) -> torch.Tensor:
         """Returns the component of a local replica."""
-        known = self._known.get(id(variable))
+        known = self._known.get(variable)
         if known is None or not known.is_valid(variable):
-            known = self._known[id(variable)] = self._split(variable)
+            known = self._known[variable] = self._split(variable)
         return known.parts[index]
 
     def write(self, variable: Any, index: int, value: Any) -> None:
         """Changes the component of a local replica."""
-        self._changed.add(id(variable))
+        self._changed[id(variable)] = variable
         self.get(variable, index).copy_(value)
 
     def show(self, variable: Any, total: Any) -> None:
         """Puts into the real variable what the components aggregate to."""
-        known = self._known[id(variable)]
+        known = self._known.get(variable)
+        assert known is not None
         known.real.detach().copy_(total)
         known.version = known.real._version
-        self._changed.discard(id(variable))
+        self._changed.pop(id(variable), None)
 
     def forget_changed(self) -> None:
         """After an exception: forgets the components that were written and never aggregated."""
-        for key in self._changed:
-            self._known.pop(key, None)
+        for variable in self._changed.values():
+            self._known.pop(variable)
         self._changed.clear()
 
     def _split(self, variable: Any) -> _Known:
         real = variable._value
-        key = id(variable)
-        ref = weakref.ref(variable, functools.partial(_forget, self._known, key))
         with torch.no_grad():
             parts = [
                 share_of(variable, real.detach(), replica_id, self._num_replicas).to(device, copy=True)
                 for replica_id, device in zip(self._replica_ids, self._devices, strict=True)
             ]
-        return _Known(ref, parts, real, real._version)
-
-
-def _forget(known: dict[int, _Known], key: int, ref: Any) -> None:
-    if key in known and known[key].variable is ref:
-        del known[key]
+        return _Known(parts, real, real._version)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from kdist.arrays.structures import joined
 from kdist.backends import debugging
 from kdist.backends.replica import Replica, ReplicaScope, RowShare
+from kdist.backends.variable_table import VariableTable
 from kdist.context import cross_replica
 from kdist.values import component
 
@@ -313,7 +313,6 @@ class TorchScope(ReplicaScope):
 
 @dataclass
 class _Copy:
-    variable: weakref.ref[Any]
     real: torch.Tensor
     copy: torch.Tensor
 
@@ -327,28 +326,25 @@ class VariableCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies: dict[int, _Copy] = {}
+        self._copies: VariableTable[_Copy] = VariableTable()
 
     def get(self, variable: Any) -> torch.Tensor:
         """Returns the copy of a Keras variable."""
-        found = self._copies.get(id(variable))
-        if found is None or found.variable() is not variable:
-            found = self._copies[id(variable)] = self._make(variable)
+        found = self._copies.get(variable)
+        if found is None:
+            found = self._copies[variable] = self._make(variable)
         return found.copy
 
     def _make(self, variable: Any) -> _Copy:
         real = variable._value
         copy = real.detach().to(self._device, copy=True).requires_grad_(real.requires_grad)
-        return _Copy(weakref.ref(variable), real, copy)
+        return _Copy(real, copy)
 
     def start_step(self, keep_gradients: bool = False) -> None:
         """Takes over the values of the real variables, and forgets gradients unless told to keep them."""
-        for key, known in list(self._copies.items()):
-            variable = known.variable()
-            if variable is None:
-                del self._copies[key]
-            elif variable._value is not known.real:
-                self._copies[key] = self._make(variable)
+        for variable, known in self._copies.items():
+            if variable._value is not known.real:
+                self._copies[variable] = self._make(variable)
             else:
                 if not keep_gradients:
                     known.copy.grad = None
@@ -357,18 +353,18 @@ class VariableCopies:
 
     def versions(self) -> dict[int, int]:
         """Returns a number for each variable that changes when the variable is written."""
-        return {key: known.real._version for key, known in self._copies.items()}
+        return {id(variable): known.real._version for variable, known in self._copies.items()}
 
     def refresh(self, unless: Mapping[int, int] | None = None) -> None:
         """Takes over the values of the real variables; of changed ones where their `versions` are given."""
-        stale = [c for key, c in self._copies.items() if unless is None or c.real._version != unless.get(key)]
+        stale = [c for v, c in self._copies.items() if unless is None or c.real._version != unless.get(id(v))]
         if stale:
             with torch.no_grad():
                 torch._foreach_copy_([c.copy for c in stale], [c.real.detach() for c in stale])
 
     def forget_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forgets the gradients of the copies of some real parameters."""
-        copies = {id(known.real): known.copy for known in self._copies.values()}
+        copies = {id(known.real): known.copy for _, known in self._copies.items()}
         for parameter in parameters:
             if id(parameter) in copies:
                 copies[id(parameter)].grad = None

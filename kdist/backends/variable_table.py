@@ -1,0 +1,53 @@
+"""`VariableTable`: what is kept of variables for as long as they live."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class VariableTable(Generic[Value]):
+    """A dictionary of Keras variables, which it does not keep alive.
+
+    Variables are compared by value, element by element, so no dictionary can have them as keys. This one goes by
+    identity: an entry goes with its variable, and another variable that is given the same `id` later finds nothing.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], Value]] = {}
+
+    def __setitem__(self, variable: Any, value: Value) -> None:
+        key = id(variable)
+        known = self._entries.get(key)
+        if known is not None and known[0]() is variable:
+            ref = known[0]
+        else:
+            ref = weakref.ref(variable, functools.partial(_forget, self._entries, key))
+        self._entries[key] = ref, value
+
+    def get(self, variable: Any) -> Value | None:
+        """Returns what is kept of a variable, if anything."""
+        ref, value = self._entries.get(id(variable), (None, None))
+        return value if ref is not None and ref() is variable else None
+
+    def pop(self, variable: Any) -> None:
+        """Forgets a variable, if it is known."""
+        self._entries.pop(id(variable), None)
+
+    def items(self) -> Iterator[tuple[Any, Value]]:
+        """Yields the variables that live, with what is kept of them; entries may change meanwhile."""
+        for ref, value in list(self._entries.values()):
+            if (variable := ref()) is not None:
+                yield variable, value
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _forget(entries: dict[int, Any], key: int, ref: Any) -> None:
+    if key in entries and entries[key][0] is ref:
+        del entries[key]
