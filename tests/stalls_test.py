@@ -25,7 +25,7 @@ class Board(stalls.Board):
         self.said = []
         self.waiting = {0: "all_reduce at step 3 of epoch 1"}
         self.pending = False
-        self.dead = None
+        self.dead = {}
         self.farewells = []
 
     def say(self, text):
@@ -165,7 +165,7 @@ def test_a_worker_that_stands_still_warns_before_it_ends(watched, monkeypatch, c
 def test_a_worker_that_has_lost_another_does_not_wait_for_that(watched, monkeypatch):
     monkeypatch.setenv("KDIST_HANG_TIMEOUT", "600")
     board = Board()
-    board.dead = "worker 0, which has died"
+    board.dead = {0: "which has died"}
     code, when = watch(board).ended
     assert code == 1 and 7 < when <= 8
 
@@ -193,7 +193,7 @@ def test_nobody_has_hung_before_somebody_waits(watched):
 
 def test_a_worker_that_has_lost_another_ends_though_nobody_waits(watched, capfd):
     board = Board()
-    board.waiting, board.dead = {}, "worker 0, which has died"
+    board.waiting, board.dead = {}, {0: "which has died"}
     code, when = watch(board).ended
     assert code == 1 and 7 < when <= 8
     said = capfd.readouterr().err
@@ -203,7 +203,7 @@ def test_a_worker_that_has_lost_another_ends_though_nobody_waits(watched, capfd)
 
 def test_one_whose_user_was_told_of_a_lost_worker_may_go_on(watched, monkeypatch):
     board = Board()
-    board.waiting, board.dead = {}, "worker 0, which has died"
+    board.waiting, board.dead = {}, {0: "which has died"}
     monkeypatch.setattr(stalls, "_told", True)
     assert watch(board).ended is None
 

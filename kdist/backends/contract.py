@@ -11,17 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdist.backends import stalls
 from kdist.backends.workers import Workers
+from kdist.cluster import Cluster
+from kdist.communication.cross_device_ops import CrossDeviceOps
+from kdist.communication.options import CommunicationOptions
+from kdist.context import StrategyLike
 from kdist.errors import KdistError
-
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
-    from kdist.communication.cross_device_ops import CrossDeviceOps
-    from kdist.communication.options import CommunicationOptions
-    from kdist.context import StrategyLike
 
 # A step takes the global batches of one execution (one, or `steps_per_execution`) in Keras's data form:
 # `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each a structure of NumPy arrays or backend tensors with the
@@ -269,16 +267,13 @@ class Runtime(ABC):
         """Concatenates the rows of the workers' tensors, in their order. The numbers of rows may differ."""
 
     @abstractmethod
-    def train_function(self, model: Any) -> StepFunction:
-        """Returns the function that runs `model.train_step` on global batches; returns logs."""
+    def step_function(self, model: Any, kind: str) -> StepFunction:
+        """Returns the function that runs the steps of a model on global batches.
 
-    @abstractmethod
-    def test_function(self, model: Any) -> StepFunction:
-        """Returns the function that runs `model.test_step` on global batches; returns logs."""
-
-    @abstractmethod
-    def predict_function(self, model: Any) -> StepFunction:
-        """Returns the function that runs `model.predict_step`; returns all rows, on every worker."""
+        Args:
+            model: Its `train_step`, `test_step` or `predict_step` is run.
+            kind: `"train"` or `"test"`, which return logs; `"predict"`, which returns all rows, on every worker.
+        """
 
     @abstractmethod
     def broadcast_variables(self, variables: Sequence[Any]) -> None:

@@ -11,14 +11,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 from kdist.cluster import environment
 from kdist.errors import WorkerMismatchError, WorkerTimeoutError
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
 
 END = "end of the function"
 _PACKAGE = str(Path(__file__).resolve().parents[1])

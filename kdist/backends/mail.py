@@ -90,8 +90,9 @@ class Mail:
                 return
             if (asked := self._asked) and time.monotonic() - asked > self._patience:
                 # Whoever holds the store was stopped, and the engine waits for its answer without end.
-                chief = f"{self._names[0]}, which does not answer any more"
-                raise stalls.lost_error(chief, self._names[self._worker_index])
+                raise stalls.lost_error(
+                    self._names, self._worker_index, {0: "which does not answer any more"}
+                )
 
     def _gather(self, data: bytes) -> list[bytes]:
         turn, self._gathered = self._gathered, self._gathered + 1

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kdist.backends.contract import Runtime
 from kdist.errors import DatasetError, KdistError, WorkerLostError, WorkerMismatchError, WorkerTimeoutError
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
 
 _NOBODY_ANSWERS = (WorkerLostError, WorkerTimeoutError)
 

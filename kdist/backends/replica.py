@@ -17,18 +17,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from kdist.arrays.rows import even_split
 from kdist.backends import debugging
 from kdist.backends.variables import NotesAdditions, aggregation_of, is_on_read, share_of
-from kdist.context import ReplicaContext
+from kdist.context import ReplicaContext, StrategyLike
 from kdist.values import ReduceOp
-
-if TYPE_CHECKING:
-    from kdist.context import StrategyLike
 
 
 @dataclass(frozen=True)
@@ -154,8 +151,10 @@ class Replica(ReplicaContext):
     ) -> Any:
         """Calls a function once for all replicas of this worker; see `kdist.ReplicaContext.merge_call`."""
 
-    def all_reduce_packed(self, tensors: Sequence[Any]) -> list[Any]:
-        """Sums each tensor over all replicas with one collective a dtype."""
+    def all_reduce_packed(self, tensors: Sequence[Any], weight: Any = None) -> list[Any]:
+        """Sums each tensor, times this replica's weight if it has one, over all replicas: one collective a dtype."""
+        if weight is not None:
+            tensors = [tensor * keras.ops.cast(weight, tensor.dtype) for tensor in tensors]
         return packed(self.all_reduce_sum, tensors)
 
     @abstractmethod
@@ -220,7 +219,7 @@ class Replica(ReplicaContext):
 
     def mean_over_rows(self, tensors: Sequence[Any]) -> list[Any]:
         """Means over all rows, of tensors that are means over the rows of each replica."""
-        return self.all_reduce_packed([t * keras.ops.cast(self.rows.share, t.dtype) for t in tensors])
+        return self.all_reduce_packed(tensors, self.rows.share)
 
 
 def divide(total: Any, number: Any) -> Any:

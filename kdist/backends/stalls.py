@@ -18,7 +18,7 @@ import sysconfig
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -32,6 +32,8 @@ _SAYS_AFTER = 0.2
 _SUSPECTS_AFTER = 0.7
 _LOOKS = 0.05
 _STANDARD_LIBRARY = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
+DIED = "which has died or cannot be reached any more"
+_SOMEBODY = f"another worker, {DIED}"
 _PACKAGES = ("site-packages", "dist-packages")
 # Whoever stands in a debugger thinks.
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy", "IPython/core/interactiveshell.py")
@@ -60,9 +62,9 @@ class Board(ABC):
         """Tells the others why this worker ends, where the engine has a way to."""
         return
 
-    def died(self) -> str | None:
-        """Names a worker that has died, and how, where nobody else ends a worker that has lost it."""
-        return None
+    def died(self) -> Mapping[int, str]:
+        """Returns who has died, and how, where nobody else ends a worker that has lost another; see `lost_error`."""
+        return {}
 
 
 class Machine:
@@ -105,6 +107,7 @@ class StallWatch:
         self._machine = machine or Machine()
         self._board = board
         self._names = names
+        self._index = worker_index
         self._me = names[worker_index]
         self._timeout = liveness.heartbeat_timeout()
         self._suspects_after = self._timeout * _SUSPECTS_AFTER
@@ -166,12 +169,12 @@ class StallWatch:
         waiting: dict[int, str] = {}
         with contextlib.suppress(Exception):  # the engine's, if it is gone
             waiting = self._board.read()
-        lost = None if _told else self._board.died()
+        lost = {} if _told else self._board.died()
         if self._closed.is_set() or not (waiting or lost):
             return
-        if lost is not None:
+        if lost:
             if resting > self._suspects_after:
-                self._end(lost_error(lost, self._me), 1)
+                self._end(lost_error(self._names, self._index, lost), 1)
             return
         others = ", and ".join(f"{self._names[i]} in {where}" for i, where in sorted(waiting.items()))
         rests = (
@@ -273,17 +276,21 @@ def _innermost(stack: list[FrameType]) -> str:
 # What a worker says that has lost another --------------------------------------------------------------------
 
 
-def lost_error(named: str, me: str, error: BaseException | str | None = None) -> WorkerLostError:
+def lost_error(
+    names: Sequence[str], worker_index: int, lost: Mapping[int, str], error: BaseException | str | None = None
+) -> WorkerLostError:
     """Returns the error of a worker that has lost others.
 
     Args:
-        named: The others, each with what has happened to it: "worker 1 (host:5000), which has died".
-        me: The name of this worker.
+        names: What to call the workers.
+        worker_index: Which of them this one is.
+        lost: What has happened to which of them: "which has died"; empty if nobody knows whom.
         error: What the engine said.
     """
     global _told
     _told = True
-    received = {"this_worker": me}
+    named = ", and ".join(f"{names[index]}, {what}" for index, what in sorted(lost.items())) or _SOMEBODY
+    received = {"this_worker": names[worker_index]}
     if error is not None and str(error):
         received["error"] = str(error).splitlines()[0][:200]
     return WorkerLostError(

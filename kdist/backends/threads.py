@@ -64,7 +64,9 @@ class Baton:
         last = index == len(self._turns) - 1
         if last:
             self._check_same()
-            self._result = combine([value for _, value in self._brought])
+            values = [value for _, value in self._brought]
+            self._brought = [None] * len(values)  # not held until the next meeting
+            self._result = combine(values)
         self._hand_to(0 if last else index + 1)
         self._wait(index)
         return self._result
@@ -132,7 +134,7 @@ class ReplicaThreads:
         self._tasks: list[queue.SimpleQueue[Any]] = []
         weakref.finalize(self, _close, self._tasks)
 
-    def run(self, function: Callable[[int, Baton | None], Any]) -> list[Any]:
+    def run(self, function: Callable[[int, Baton], Any]) -> list[Any]:
         """Calls `function(index, baton)` for each replica, one at a time.
 
         Returns:
@@ -141,10 +143,10 @@ class ReplicaThreads:
         Raises:
             BaseException: What the first failing call raised, once all have ended.
         """
-        if len(self._names) == 1:
-            return [function(0, None)]
-        self._start()
         baton = Baton(self._names)
+        if len(self._names) == 1:
+            return [function(0, baton)]
+        self._start()
         results: list[Any] = [None] * len(self._names)
         finished: queue.SimpleQueue[None] = queue.SimpleQueue()
         for index, tasks in enumerate(self._tasks, start=1):

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from kdist.backends import mail
+from kdist.backends.mail import Mail
 from kdist.backends.stalls import Board, StallWatch
 from kdist.backends.store import Store
 from kdist.cluster import Cluster
 
 _WAITS = "kdist/waits"
+
+
+def folders_of_engine(*files: str) -> tuple[str, ...]:
+    """Returns how the names of code begin that waits for a device, or for an answer of the service.
+
+    Args:
+        *files: One of the engine's, and one of the folder of its backend.
+    """
+    return mail.__file__, *(os.path.join(os.path.dirname(file), "") for file in files)
 
 
 class Workers:
@@ -52,44 +63,48 @@ class Workers:
 class JoinedWorkers(Workers, Board):
     """The workers of a cluster. What each engine does its own way is left to its subclass.
 
+    It has a `mail`, unless the engine's own collectives carry all messages.
+
     Args:
         cluster: Who takes part.
         store: The engine's.
     """
 
+    mail: Mail
+
     def __init__(self, cluster: Cluster, store: Store) -> None:
         self.num_workers = cluster.num_workers
         self.worker_index = cluster.worker_index
         self.names = cluster.worker_names
-        self._store = store
+        self.store = store
         self._stalls = StallWatch(self, self.names, self.worker_index)
 
     def post(self, key: str, text: str) -> None:
         """Leaves a text in the store."""
-        self._store.set(key, text.encode())
+        self.store.set(key, text.encode())
 
     def look_up(self, key: str) -> str | None:
         """Returns a text from the store."""
-        data = self._store.get(key)
+        data = self.store.get(key)
         return None if data is None else data.decode()
 
     def say(self, text: str | None) -> None:
         """Says in the store where this worker waits for the others; `None` once it goes on."""
         key = f"{_WAITS}/{self.worker_index}"
         if text is None:
-            self._store.delete(key)
+            self.store.delete(key)
         else:
-            self._store.set(key, text.encode())
+            self.store.set(key, text.encode())
 
     def read(self) -> dict[int, str]:
         """Returns the other workers that wait, and where."""
         others = set(range(self.num_workers)) - {self.worker_index}
-        found = {index: self._store.get(f"{_WAITS}/{index}") for index in others}
+        found = {index: self.store.get(f"{_WAITS}/{index}") for index in others}
         return {index: data.decode() for index, data in found.items() if data is not None}
 
-    @abstractmethod
     def limit_time(self, seconds: float | None) -> None:
         """Takes over how long a message may take, from another strategy that shares the connection."""
+        self.mail.timeout_seconds = seconds
 
     def close(self) -> None:
         """Called at the end of the process."""

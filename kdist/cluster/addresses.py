@@ -163,10 +163,11 @@ def check_port_free(address: str) -> None:
         try:
             probe.bind(where)
         except OSError as error:
-            raise _not_free(address, port, error) from error
+            raise port_error(address, port, error) from error
 
 
-def _not_free(address: str, port: int, error: OSError) -> ClusterConfigError:
+def port_error(address: str, port: int, error: OSError) -> ClusterConfigError:
+    """Returns the error of a worker that cannot listen at an address, for that of the system."""
     if error.errno == errno.EADDRNOTAVAIL:
         return ClusterConfigError(
             "A worker can only listen at an address of its own machine.",

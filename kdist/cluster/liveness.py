@@ -61,8 +61,10 @@ def join_timeout(environ: Mapping[str, str] | None = None) -> float:
     return _read(JOIN_VARIABLE, 300.0, environ)
 
 
-def parse_seconds(text: object, name: str) -> float:
-    """Checks one of these timeouts; `name` is what the user has set.
+def parse_seconds(
+    text: object, name: str, example: str = "kdist run --heartbeat-timeout 60 --hang-timeout 900 train.py"
+) -> float:
+    """Checks one of these timeouts; `name` is what the user has set, and an example how to.
 
     Raises:
         InvalidArgumentError: If it is no number of at least 1.
@@ -75,11 +77,11 @@ def parse_seconds(text: object, name: str) -> float:
         raise InvalidArgumentError(
             "A timeout must be a number of seconds, at least 1.",
             received={name: text},
-            hint="For example: kdist run --heartbeat-timeout 60 --hang-timeout 900 train.py",
+            hint=f"For example: {example}",
         )
     return seconds
 
 
 def _read(name: str, default: float, environ: Mapping[str, str] | None) -> float:
     text = environment.get(name, environ=environ)
-    return default if text in (None, "") else parse_seconds(text, name)
+    return default if text in (None, "") else parse_seconds(text, name, f"export {name}={default:g}")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdist import keras_hooks
+from kdist.backends.contract import Runtime
 from kdist.backends.messages import check_equal
 from kdist.backends.variable_table import VariableTable
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
 
 
 class NewVariables:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from kdist.arrays.structures import as_float, is_integer
 from kdist.backends import debugging
+from kdist.backends.contract import Runtime
 from kdist.backends.replica import divide
 from kdist.context import StrategyLike, checked_axis, current_replica
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.values import DistributedValues, PerReplica, ReduceOp
 
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
-
-    ByOwn = Callable[[ReduceOp, Sequence[Any]], Any]
+ByOwn = Callable[[ReduceOp, Sequence[Any]], Any]
 
 
 def reduce(

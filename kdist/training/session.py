@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdist import keras_hooks
 from kdist.backends import get_backend
+from kdist.backends.contract import StepFunction
 from kdist.backends.messages import call_on_all, check_equal, read_on_all
+from kdist.context import StrategyLike
 from kdist.errors import InvalidArgumentError, StrategyScopeError, WorkerFailedError
 from kdist.training import keras_callbacks, probe
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import StepFunction
-    from kdist.context import StrategyLike
 
 _SAME_CALL = "Call it with the same arguments on every worker; kdist shards the data."
 
@@ -61,11 +59,8 @@ class Session:
         key = keras_hooks.compiled_state(model)
         cached = self._functions.get(kind)
         if cached is None or any(a is not b and a != b for a, b in zip(cached[0], key, strict=True)):
-            make = getattr(self.runtime, f"{kind}_function")
-            cached = self._functions[kind] = (
-                key,
-                probe.at_first_batch(make(model), self.strategy, model, kind),
-            )
+            step = self.runtime.step_function(model, kind)
+            cached = self._functions[kind] = (key, probe.at_first_batch(step, self.strategy, model, kind))
         return cached[1]
 
     def iterator(self, **arguments: Any) -> GlobalBatches:

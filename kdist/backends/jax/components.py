@@ -7,14 +7,12 @@ all devices, as everything is that a program keeps, and are not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
+from kdist.backends.jax.replicas import Replicas
 from kdist.backends.variables import is_on_read, share_of
-
-if TYPE_CHECKING:
-    from kdist.backends.jax.replicas import Replicas
 
 
 def has_components(replicas: Replicas, variable: Any) -> bool:

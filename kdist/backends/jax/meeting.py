@@ -9,23 +9,14 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.extend.backend
 
 from kdist.backends.jax.watch import service_client
 from kdist.backends.joining import wait_for_all
-from kdist.cluster import (
-    environment,
-    is_loopback,
-    liveness,
-    split_address,
-    visible_gpus,
-)
-
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
+from kdist.cluster import Cluster, environment, is_loopback, liveness, split_address, visible_gpus
 
 # A worker that has sent no heartbeat for this share of the timeout counts as lost; JAX's own default is 100 s.
 _SILENCE = 0.4

@@ -110,26 +110,17 @@ class JaxRuntime(Runtime):
         rows = gather_rows(self.group, [np.asarray(tensor)])
         return jax.device_put(rows, self.replicas.first_device)
 
-    def train_function(self, model: Any) -> StepFunction:
-        """Returns the function that runs `model.train_step` on global batches."""
+    def step_function(self, model: Any, kind: str) -> StepFunction:
+        """Returns the program of the step."""
         strategy: Any = keras_hooks.strategy_of(model)
-        own = strategy.own_ops
-        if own is not None:
+        if kind == "train" and strategy.own_ops is not None:
             raise InvalidArgumentError(
                 "On JAX `fit` is one program for all devices, which knows no gradients of single replicas: "
                 "a CrossDeviceOps of one's own is called in loops with `strategy.run` alone.",
-                received={"cross_device_ops": own},
+                received={"cross_device_ops": strategy.own_ops},
                 hint="Leave cross_device_ops out, or write the loop with `strategy.run`.",
             )
-        return JaxSteps(model, self.replicas, self.group, "train")
-
-    def test_function(self, model: Any) -> StepFunction:
-        """Returns the function that runs `model.test_step` on global batches."""
-        return JaxSteps(model, self.replicas, self.group, "test")
-
-    def predict_function(self, model: Any) -> StepFunction:
-        """Returns the function that runs `model.predict_step` on global batches."""
-        return JaxSteps(model, self.replicas, self.group, "predict")
+        return JaxSteps(model, self.replicas, self.group, kind)
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives every worker the values that the chief has."""

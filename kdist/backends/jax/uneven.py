@@ -25,13 +25,12 @@ from kdist.backends.jax.programs import Placed, initialize
 from kdist.backends.jax.replicas import JaxReplica
 from kdist.backends.jax.scopes import JaxScope, Store
 from kdist.backends.messages import gather
-from kdist.backends.threads import ReplicaThreads
+from kdist.backends.threads import Baton, ReplicaThreads
 from kdist.errors import StrategyScopeError
 from kdist.values import component
 
 if TYPE_CHECKING:
     from kdist.backends.jax.runtime import JaxRuntime
-    from kdist.backends.threads import Baton
 
 
 def on_any_worker(runtime: JaxRuntime, values: Sequence[Sequence[Any]], gathers: bool) -> bool:
@@ -69,7 +68,7 @@ def run(
     state = keras_hooks.ThreadState()
     stores: list[Any] = [None] * len(devices)
 
-    def one_replica(index: int, baton: Baton | None) -> Any:
+    def one_replica(index: int, baton: Baton) -> Any:
         device = devices[index]
         collectives = HostCollectives(runtime, index, device, baton)
         replica = JaxReplica(strategy, collectives)
@@ -124,7 +123,7 @@ class HostCollectives:
         baton: Hands the turn to the others.
     """
 
-    def __init__(self, runtime: JaxRuntime, local_index: int, device: Any, baton: Baton | None) -> None:
+    def __init__(self, runtime: JaxRuntime, local_index: int, device: Any, baton: Baton) -> None:
         self._runtime = runtime
         self._device = device
         self._baton = baton
@@ -140,7 +139,10 @@ class HostCollectives:
             return self._sum_over_workers(totals)
 
         what = ("sum", [(str(array.dtype), array.shape) for array in mine])
-        return [jax.device_put(total, self._device) for total in self._meet(what, mine, combine)]
+        return [
+            jax.device_put(total, self._device)
+            for total in self._baton.meet(self.local_index, what, mine, combine)
+        ]
 
     def gather(self, rows: Any) -> tuple[Any, Any]:
         """Returns the rows of all replicas, and the index of this replica's first one."""
@@ -156,7 +158,7 @@ class HostCollectives:
             return gather_rows(self._runtime.group, [local]), [first + start for start in starts]
 
         what = ("gathering", (str(mine.dtype), mine.shape[1:]))
-        whole, starts = self._meet(what, mine, combine)
+        whole, starts = self._baton.meet(self.local_index, what, mine, combine)
         return jax.device_put(whole, self._device), starts[self.local_index]
 
     def merge(self, function: Callable[..., Any], values: Any) -> Any:
@@ -164,16 +166,13 @@ class HostCollectives:
         host = keras.tree.map_structure(
             lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, values
         )
-        result = self._meet(("merge_call", None), host, lambda parts: function(joined(parts)))
+        result = self._baton.meet(
+            self.local_index, ("merge_call", None), host, lambda parts: function(joined(parts))
+        )
         return keras.tree.map_structure(
             lambda leaf: jax.device_put(leaf, self._device) if isinstance(leaf, jax.Array) else leaf,
             component(result, self.local_index, keras.tree.map_structure),
         )
-
-    def _meet(self, what: Any, value: Any, combine: Callable[[Any], Any]) -> Any:
-        if self._baton is None:
-            return combine([value])
-        return self._baton.meet(self.local_index, what, value, combine)
 
     def _sum_over_workers(self, totals: list[np.ndarray]) -> list[np.ndarray]:
         if self._runtime.num_workers == 1:

@@ -18,17 +18,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from kdist.backends import stalls
 from kdist.backends.store import Store
-from kdist.cluster import liveness, split_address
+from kdist.cluster import Cluster, liveness, split_address
 from kdist.errors import WorkerLostError
-
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
 
 _log = logging.getLogger("kdist")
 
@@ -45,7 +42,6 @@ _CLOSING = 2.0
 # A server is C++ and answers at once, whatever its main thread does.
 _ANSWER = 0.1  # a share of the heartbeat timeout
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and no settings
-_DIED = "which has died or cannot be reached any more"
 _FAILED = "which has failed"
 _HUNG = "which has hung"
 # How long a chief that has hung serves the others, so that they can read it.
@@ -152,7 +148,7 @@ class Watch:
         ).start()
         while not (self._lost or ended) and time.monotonic() < deadline:
             if not self._chief_answers():
-                self._note(0, _DIED)
+                self._note(0, stalls.DIED)
             with self._changed:
                 self._changed.wait(0.1)
         culprits = dict(self._lost) or ended
@@ -167,9 +163,7 @@ class Watch:
             time.sleep(0.1)
 
     def _error(self, culprits: dict[int, str], error: BaseException | None) -> WorkerLostError:
-        names = self._cluster.worker_names
-        named = ", and ".join(f"{names[i]}, {what}" for i, what in sorted(culprits.items()))
-        return stalls.lost_error(named, names[self._cluster.worker_index], error)
+        return stalls.lost_error(self._cluster.worker_names, self._cluster.worker_index, culprits, error)
 
     # Noticing --------------------------------------------------------------------------------------------
 
@@ -184,14 +178,14 @@ class Watch:
                 live = self._client.get_live_nodes(everyone)
             except jax.errors.JaxRuntimeError:
                 if self._leaving or not self._chief_answers():
-                    self._note(0, _DIED)
+                    self._note(0, stalls.DIED)
                     return
                 time.sleep(0.2)  # its sockets close one after the other
                 continue
             for index in set(self._others) - set(live) - self._gone:
                 said = self._said(index)
                 if said is None or said.startswith((_FAILED, _HUNG)):
-                    self._note(index, said or _DIED)
+                    self._note(index, said or stalls.DIED)
                 elif said != _LOST_ANOTHER:  # else the one that it has lost is noticed soon
                     ended[index] = said
                 self._gone.add(index)
@@ -286,7 +280,7 @@ class Watch:
             if self._earlier_handler not in (None, 0, 1):
                 _CHandler(self._earlier_handler)(number)
             return
-        self._note(0, _DIED)
+        self._note(0, stalls.DIED)
         self._aborted.set()
         # The main thread gets an error from the collective and raises it. To return means to abort.
         deadline = time.monotonic() + self._timeout * _GRACE

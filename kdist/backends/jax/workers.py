@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
-from kdist.backends import mail, workers
+from kdist.backends import workers
 from kdist.backends.device_names import short_name
 from kdist.backends.jax import meeting
 from kdist.backends.jax.devices import request_cpus
@@ -22,20 +21,11 @@ from kdist.backends.jax.watch import Watch, has_started, service_client
 from kdist.backends.joining import check_devices, join_once
 from kdist.backends.mail import Mail
 from kdist.backends.workers import Workers
-from kdist.cluster import visible_gpus
-from kdist.communication.options import CommunicationImplementation, hint_ignored
+from kdist.cluster import Cluster, visible_gpus
+from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
 from kdist.errors import DeviceError, StrategyScopeError, WorkerLostError
 
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
-    from kdist.communication.options import CommunicationOptions
-
-# Code that waits for a device, or for an answer of the service.
-_ENGINE = (
-    os.path.join(os.path.dirname(jax.__file__), ""),
-    os.path.join(os.path.dirname(__file__), ""),
-    mail.__file__,
-)
+_ENGINE = workers.folders_of_engine(jax.__file__, __file__)
 
 
 class JoinedWorkers(workers.JoinedWorkers):
@@ -49,9 +39,9 @@ class JoinedWorkers(workers.JoinedWorkers):
     def __init__(self, cluster: Cluster, timeout_seconds: float | None) -> None:
         client = service_client()
         super().__init__(cluster, ServiceStore(client))
-        self._watch = Watch(cluster, client, self._store)
+        self._watch = Watch(cluster, client, self.store)
         self.mail = Mail(
-            self._store,
+            self.store,
             self.names,
             self.worker_index,
             timeout_seconds,
@@ -105,10 +95,6 @@ class JoinedWorkers(workers.JoinedWorkers):
         """Leaves word with the watch."""
         self._watch.say_hung(text)
 
-    def limit_time(self, seconds: float | None) -> None:
-        """Takes over how long a message may take."""
-        self.mail.timeout_seconds = seconds
-
     def working(self) -> AbstractContextManager[Any]:
         """Within this, the process is ended if a worker is lost and no error of JAX's reports it."""
         return self._watch.working()
@@ -118,9 +104,12 @@ class JoinedWorkers(workers.JoinedWorkers):
         return self._explained(error, tells=True)
 
     def _explained(self, error: BaseException, tells: bool) -> BaseException:
-        if isinstance(error, WorkerLostError) or not _is_about_connections(error):
-            return error
-        return self._watch.explain(error, tells)
+        is_of_the_engine = isinstance(error, (ValueError, RuntimeError)) and not isinstance(
+            error, WorkerLostError
+        )
+        if is_of_the_engine and _CONNECTION_WORDS.search(str(error)):
+            return self._watch.explain(error, tells)
+        return error
 
 
 # JAX raises ValueError or JaxRuntimeError with the words of XLA, gloo, NCCL or gRPC.
@@ -129,10 +118,6 @@ _CONNECTION_WORDS = re.compile(
     r"|^(UNAVAILABLE|ABORTED)",
     re.IGNORECASE,
 )
-
-
-def _is_about_connections(error: BaseException) -> bool:
-    return isinstance(error, (ValueError, RuntimeError)) and bool(_CONNECTION_WORDS.search(str(error)))
 
 
 def all_devices(group: Workers, local: Sequence[Any]) -> list[Any]:

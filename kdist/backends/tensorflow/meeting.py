@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from tensorflow.python.eager import context as eager_context
 
 from kdist.backends.joining import missing_error, wait_for_all
-from kdist.cluster import liveness
+from kdist.cluster import Cluster, liveness
 from kdist.errors import ClusterConfigError, StrategyScopeError
-
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
 
 TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
 """How TensorFlow names a worker."""

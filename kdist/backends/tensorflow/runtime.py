@@ -125,19 +125,13 @@ class TensorFlowRuntime(Runtime):
         if self.workers is None:
             return tensor
         mine = tf.one_hot(self.worker_index, self.num_workers, dtype=tf.int32) * tf.shape(tensor)[0]
-        return self.workers.gather_uneven(tensor, self.workers.sum(mine))
+        return self.workers.all_gather_rows(tensor, self.workers.sum(mine))
 
-    def train_function(self, model: Any) -> StepFunction:
-        """Runs `model.train_step` in every replica."""
-        return steps.LogsFunction(self, model, "train_step")
-
-    def test_function(self, model: Any) -> StepFunction:
-        """Runs `model.test_step` in every replica."""
-        return steps.LogsFunction(self, model, "test_step")
-
-    def predict_function(self, model: Any) -> StepFunction:
-        """Runs `model.predict_step` in every replica and gathers the rows."""
-        return steps.PredictFunction(self, model)
+    def step_function(self, model: Any, kind: str) -> StepFunction:
+        """Runs the step in every replica."""
+        if kind == "predict":
+            return steps.PredictFunction(self, model)
+        return steps.LogsFunction(self, model, f"{kind}_step")
 
     def local_values(self, variable: Any) -> Sequence[Any]:
         """Returns the components of a mirrored variable."""

@@ -9,33 +9,24 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import context as eager_context
 
-from kdist.backends import mail, stalls, whereabouts, workers
+from kdist.backends import stalls, whereabouts, workers
 from kdist.backends.joining import join_once
 from kdist.backends.mail import Mail
 from kdist.backends.tensorflow import meeting
 from kdist.backends.tensorflow.store import ServiceStore
-from kdist.cluster import liveness
-from kdist.errors import (
-    DeviceError,
-)
-
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
-    from kdist.communication.options import CommunicationOptions
+from kdist.cluster import Cluster, liveness
+from kdist.communication.options import CommunicationOptions
+from kdist.errors import DeviceError
 
 _HUNG = "kdist/hung"
-_ENGINE = (
-    os.path.join(os.path.dirname(tf.__file__), ""),
-    os.path.join(os.path.dirname(__file__), ""),
-    mail.__file__,
-)
+_ENGINE = workers.folders_of_engine(tf.__file__, __file__)
 # A pipeline waits for its data.
 _DATA = os.path.join(os.path.dirname(tf.__file__), "python", "data", "")
 _SHORT = 1024
@@ -43,7 +34,6 @@ _SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64
 
 # How long the server of a worker may take to answer that it is there: Python waits for it.
 _HEALTH_MS = 200
-_DIED = "which has died or cannot be reached any more"
 
 _SERVICE = "CoordinationService"
 _OF_CONNECTIONS = (
@@ -77,7 +67,7 @@ class JoinedWorkers(workers.JoinedWorkers):
         self._sick: dict[int, tuple[float, int]] = {}  # since when, and how often it was seen
         self._patience = liveness.heartbeat_timeout()
         self.mail = Mail(
-            self._store,
+            self.store,
             self.names,
             self.worker_index,
             timeout_seconds,
@@ -86,20 +76,13 @@ class JoinedWorkers(workers.JoinedWorkers):
         )
         self._stalls.start()
 
-    def all_gather_rows(self, local: Any, sizes: Sequence[int]) -> Any:
-        """Concatenates the rows of every worker, which may have different numbers of them.
+    def all_gather_rows(self, local: Any, sizes: Any) -> Any:
+        """Concatenates the rows of every worker, which may have different numbers of them; also in a graph.
 
         Args:
             local: This worker's rows, a tensor.
-            sizes: Number of rows of each worker.
+            sizes: Number of rows of each worker: a list, or a tensor.
         """
-        longest = max(sizes)
-        padding = [[0, longest - sizes[self.worker_index]]] + [[0, 0]] * (len(local.shape) - 1)
-        everyone = self._gather(tf.pad(local, padding))
-        return tf.concat([rows[:size] for rows, size in zip(everyone, sizes, strict=True)], axis=0)
-
-    def gather_uneven(self, local: Any, sizes: Any) -> Any:
-        """Concatenates the rows of every worker, also in a graph: `sizes` may be a tensor."""
         padding = tf.reduce_max(sizes) - sizes[self.worker_index]
         everyone = self._gather(tf.pad(local, [[0, padding]] + [[0, 0]] * (len(local.shape) - 1)))
         return tf.concat([everyone[i][: sizes[i]] for i in range(self.num_workers)], axis=0)
@@ -130,11 +113,7 @@ class JoinedWorkers(workers.JoinedWorkers):
 
     def farewell(self, text: str) -> None:
         """Leaves word in the store."""
-        self._store.set(f"{_HUNG}/{self.worker_index}", text.encode())
-
-    def limit_time(self, seconds: float | None) -> None:
-        """Takes over how long a message may take."""
-        self.mail.timeout_seconds = seconds
+        self.store.set(f"{_HUNG}/{self.worker_index}", text.encode())
 
     def lost(self) -> frozenset[int]:
         """Returns the workers whose heartbeats the coordination service misses."""
@@ -244,9 +223,8 @@ class JoinedWorkers(workers.JoinedWorkers):
         return lost
 
     def _lost_error(self, indices: Collection[int], said: str) -> BaseException:
-        lost = [f"{self.names[index]}, {self._last_words(index) or _DIED}" for index in sorted(indices)]
-        named = ", and ".join(lost) or f"another worker, {_DIED}"
-        return stalls.lost_error(named, self.names[self.worker_index], said)
+        lost = {index: self._last_words(index) or stalls.DIED for index in indices}
+        return stalls.lost_error(self.names, self.worker_index, lost, said)
 
     def _last_words(self, index: int) -> str | None:
         """Returns what a worker has said of itself before it ended, if anything and if the chief is there."""

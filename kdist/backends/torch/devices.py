@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from kdist.backends.device_names import missing_device, short_name
-
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
+from kdist.cluster import Cluster
 
 
 def list_devices(kind: str | None = None) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import selectors
 import socket
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kdist.backends.activity import is_stopped
 from kdist.cluster import liveness
@@ -27,11 +28,11 @@ _MESSAGE = struct.Struct("!4scI")
 _MAGIC = b"kdl1"
 _HELLO, _BEAT, _DIED, _FROZEN, _HUNG, _FAILED, _ENDED = b"H", b"B", b"D", b"Z", b"S", b"F", b"E"
 _WORDS = {
-    _FROZEN: "does not run any more: a signal such as SIGSTOP has stopped it, or its machine stands still",
-    _HUNG: "has hung",
-    _DIED: "has died or cannot be reached any more",
-    _FAILED: "has failed with an error of its own",
-    _ENDED: "has ended before the others",
+    _FROZEN: "which does not run any more: a signal such as SIGSTOP has stopped it, or its machine stands still",
+    _HUNG: "which has hung",
+    _DIED: "which has died or cannot be reached any more",
+    _FAILED: "which has failed with an error of its own",
+    _ENDED: "which has ended before the others",
 }
 _LOST = (_DIED, _FROZEN, _HUNG)
 # Shares of the heartbeat timeout: how often there is a beat, and for how long there may be none. A process may
@@ -66,8 +67,8 @@ class Lifeline:
         self._thread = threading.Thread(target=self._listen, name="kdist lifeline", daemon=True)
         self._thread.start()
 
-    def wait_for_loss(self, timeout: float) -> tuple[int, str] | None:
-        """Waits until a worker is lost and returns its index and what happened to it, in words.
+    def wait_for_loss(self, timeout: float) -> dict[int, str]:
+        """Waits until a worker is lost; returns which and what happened to it, in words, or nothing.
 
         Where several are lost, one that died rather than one that ended in good order, perhaps because of it;
         else the first.
@@ -78,10 +79,7 @@ class Lifeline:
                 self._changed.wait(deadline - time.monotonic())
             if self._losses and not self._culprits():
                 self._changed.wait_for(self._culprits, 0.3)
-            if not self._losses:
-                return None
-            index = next(iter(self._culprits() or self._losses))
-            return index, _WORDS[self._losses[index]]
+            return self._first(self._culprits() or self._losses)
 
     @property
     def lost(self) -> frozenset[int]:
@@ -89,10 +87,13 @@ class Lifeline:
         with self._changed:
             return frozenset(self._losses)
 
-    def died(self) -> tuple[int, str] | None:
-        """Returns a worker that did not end in good order, and what happened to it, in words."""
+    def died(self) -> dict[int, str]:
+        """Returns a worker that did not end in good order, as `wait_for_loss` does, without waiting."""
         with self._changed:
-            return next(((index, _WORDS[self._losses[index]]) for index in self._culprits()), None)
+            return self._first(self._culprits())
+
+    def _first(self, indices: Iterable[int]) -> dict[int, str]:
+        return {index: _WORDS[self._losses[index]] for index in itertools.islice(indices, 1)}
 
     def _culprits(self) -> list[int]:
         return [index for index, kind in self._losses.items() if kind in _LOST]

@@ -13,12 +13,12 @@ from kdist import keras_hooks
 from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import RowShare, equal_shares
+from kdist.backends.threads import Baton
 from kdist.backends.torch.devices import keras_device
 from kdist.backends.torch.replicas import TorchReplica, TorchScope
 from kdist.values import component
 
 if TYPE_CHECKING:
-    from kdist.backends.threads import Baton
     from kdist.backends.torch.runtime import TorchRuntime
 
 
@@ -42,7 +42,7 @@ def in_replicas(
     for copies in runtime.copies:
         copies.start_step(keep_gradients=shares is None)
 
-    def one_replica(index: int, baton: Baton | None) -> Any:
+    def one_replica(index: int, baton: Baton) -> Any:
         replica = TorchReplica(
             strategy,
             runtime.replica_ids[index],

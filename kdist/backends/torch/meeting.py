@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import os
-import queue
 import socket
 import struct
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kdist.backends.joining import check_devices, missing_error
 from kdist.backends.torch import lifeline
-from kdist.cluster import environment, is_loopback, split_address
+from kdist.cluster import Cluster, environment, is_loopback, join_address, split_address
+from kdist.cluster.addresses import port_error
 from kdist.errors import ClusterConfigError
-
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
 
 # Between two looks at the store while waiting for the others.
 _PAUSE = 0.05
@@ -96,43 +94,32 @@ class Meeting:
 
     def _make_store(self) -> dist.Store:
         timeout = timedelta(seconds=self._timeout)
+        make = functools.partial(
+            dist.TCPStore, self.host, self._port, wait_for_workers=False, timeout=timeout
+        )
         if self.cluster.is_chief and not self.cluster.coordinator_taken:
             # PyTorch itself would listen on all interfaces.
-            server = listen(self.host, self._port)
-            return dist.TCPStore(
-                self.host,
-                self._port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timeout,
-                master_listen_fd=server.detach(),
-            )
+            return make(is_master=True, master_listen_fd=listen(self.host, self._port).detach())
         self._wait_for_chief()
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        answer: Future[dist.Store] = Future()
 
         def connect() -> None:
             try:
-                answer.put(
-                    dist.TCPStore(
-                        self.host, self._port, is_master=False, wait_for_workers=False, timeout=timeout
-                    )
-                )
-            except (RuntimeError, ValueError) as error:
-                answer.put(error)
+                answer.set_result(make(is_master=False))
+            except Exception as error:
+                answer.set_exception(error)
 
         # In a thread, since PyTorch waits without end for a server that accepts and does not answer.
         threading.Thread(target=connect, name="kdist meeting", daemon=True).start()
         try:
-            store = answer.get(timeout=_ANSWER)
-        except queue.Empty:
-            store = TimeoutError(f"no answer in {_ANSWER:g} s")
-        if isinstance(store, Exception):
+            return answer.result(_ANSWER)
+        except (RuntimeError, ValueError, TimeoutError) as error:
+            said = str(error) or f"no answer in {_ANSWER:g} s"
             raise ClusterConfigError(
                 "At the chief's address, something that is not this job listens.",
-                received={"address": self.cluster.coordinator, "error": str(store)[:200]},
+                received={"address": self.cluster.coordinator, "error": said[:200]},
                 hint="Choose another port, or end that process.",
-            ) from store
-        return store
+            ) from error
 
     def _wait_for_chief(self) -> None:
         # PyTorch waits too, but Ctrl-C cannot interrupt it, and it writes warnings.
@@ -159,12 +146,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((where, port), family=family, backlog=1024)
     except OSError as error:
-        raise ClusterConfigError(
-            f"Port {port} must be free for the chief to meet the other workers, but it cannot be used "
-            f"({os.strerror(error.errno or 0)}).",
-            received={"address": f"{host}:{port}"},
-            hint=f"See who has it with `ss -ltnp 'sport = :{port}'`, end that process, or take another port.",
-        ) from error
+        raise port_error(join_address(host, port), port, error) from error
 
 
 def compare_devices(cluster: Cluster, devices: Sequence[dict[str, Any]]) -> bool:

@@ -70,17 +70,10 @@ class TorchRuntime(Runtime):
         """Concatenates the rows of the workers' tensors."""
         return tensor if self.workers is None else self.workers.gather_uneven(tensor.detach())[0]
 
-    def train_function(self, model: Any) -> StepFunction:
-        """Runs `model.train_step` in every replica."""
-        return steps.TrainFunction(self, model)
-
-    def test_function(self, model: Any) -> StepFunction:
-        """Runs `model.test_step` in every replica."""
-        return steps.TestFunction(self, model)
-
-    def predict_function(self, model: Any) -> StepFunction:
-        """Runs `model.predict_step` in every replica and gathers the rows."""
-        return steps.PredictFunction(self, model)
+    def step_function(self, model: Any, kind: str) -> StepFunction:
+        """Runs the step in every replica."""
+        kinds = {"train": steps.TrainFunction, "test": steps.TestFunction, "predict": steps.PredictFunction}
+        return kinds[kind](self, model)
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Sends the chief's values in one collective."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +18,11 @@ from kdist.backends import stalls, whereabouts, workers
 from kdist.backends.joining import join_once
 from kdist.backends.torch.devices import torch_device
 from kdist.backends.torch.lifeline import Lifeline
-from kdist.backends.torch.meeting import (
-    Meeting,
-    compare_devices,
-    describe_devices,
-    interface_towards,
-)
+from kdist.backends.torch.meeting import Meeting, compare_devices, describe_devices, interface_towards
 from kdist.backends.torch.store import GroupStore
-from kdist.cluster import environment
-from kdist.communication.options import CommunicationImplementation, hint_ignored
-from kdist.errors import KdistError, StrategyScopeError, WorkerLostError, WorkerTimeoutError
-
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
-    from kdist.communication.options import CommunicationOptions
+from kdist.cluster import Cluster, environment
+from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
+from kdist.errors import KdistError, StrategyScopeError, WorkerTimeoutError
 
 # How often a worker that waits for the others looks whether they are alive.
 _LOOK = timedelta(seconds=1)
@@ -137,10 +129,9 @@ class JoinedWorkers(workers.JoinedWorkers):
         """Tells the others that this worker has hung."""
         self._lifeline.say_hung()
 
-    def died(self) -> str | None:
-        """Names a worker that has died: outside of collectives, nobody else ends this one."""
-        found = self._lifeline.died()
-        return None if found is None else f"{self.names[found[0]]}, which {found[1]}"
+    def died(self) -> dict[int, str]:
+        """Asks the lifeline: outside of collectives, nobody else ends this one."""
+        return self._lifeline.died()
 
     def limit_time(self, seconds: float | None) -> None:
         """Warns: PyTorch's collectives have the time limit with which they were joined."""
@@ -158,13 +149,14 @@ class JoinedWorkers(workers.JoinedWorkers):
         mine, largest = sizes[self.worker_index], max(sizes)
         packets = []
         for leaf in leaves:
-            row_bytes = leaf.numel() // mine * leaf.element_size()
+            entries = len(leaf) // mine if mine else 1
+            row_bytes = entries * math.prod(leaf.shape[1:]) * leaf.element_size()
             packets.append(torch.nn.functional.pad(_bytes_of(leaf), (0, (largest - mine) * row_bytes)))
         everyone = self.all_gather(torch.cat(packets))
         results = []
         start = 0
         for leaf, packet in zip(leaves, packets, strict=True):
-            row_bytes = packet.numel() // largest
+            row_bytes = packet.numel() // max(largest, 1)
             parts = []
             for size, theirs in zip(sizes, everyone, strict=True):
                 rows = theirs[start : start + size * row_bytes].clone().view(leaf.dtype)
@@ -176,13 +168,8 @@ class JoinedWorkers(workers.JoinedWorkers):
     def gather_uneven(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Returns the rows of all workers, of whatever number, and the index of this worker's first one."""
         sizes = [int(data) for data in self.all_gather_bytes(str(len(rows)).encode())]
-        padding = [0, 0] * (rows.ndim - 1) + [0, max(sizes) - len(rows)]
-        packet = _bytes_of(torch.nn.functional.pad(rows, padding))
-        parts = [
-            part.view(rows.dtype).reshape(-1, *rows.shape[1:])[:size]
-            for part, size in zip(self.all_gather(packet), sizes, strict=True)
-        ]
-        return torch.cat(parts), sum(sizes[: self.worker_index])
+        (whole,) = self.gather_rows([rows], sizes)
+        return whole, sum(sizes[: self.worker_index])
 
     def explain_failure(self, error: BaseException) -> BaseException:
         """Returns kdist's own error where one is behind `error`, which Keras may have wrapped."""
@@ -222,10 +209,9 @@ class JoinedWorkers(workers.JoinedWorkers):
                 if work.is_completed():
                     raise
             # The engine notices a process that dies; it does not notice one that stands still.
-            loss = self._lifeline.wait_for_loss(0.0)
-            if loss is not None:
+            if lost := self._lifeline.wait_for_loss(0.0):
                 self._stuck = True
-                raise self._lost(*loss)
+                raise stalls.lost_error(self.names, self.worker_index, lost)
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Any:
@@ -246,11 +232,8 @@ class JoinedWorkers(workers.JoinedWorkers):
                 received={"this_worker": self.names[self.worker_index], "error": str(error)[:200]},
                 hint="Allow more time: kdist.experimental.CommunicationOptions(timeout_seconds=3600)",
             )
-        loss = self._lifeline.wait_for_loss(_NOTICE_SECONDS)
-        return error if loss is None else self._lost(*loss)
-
-    def _lost(self, index: int, what: str) -> WorkerLostError:
-        return stalls.lost_error(f"{self.names[index]}, which {what}", self.names[self.worker_index])
+        lost = self._lifeline.wait_for_loss(_NOTICE_SECONDS)
+        return stalls.lost_error(self.names, self.worker_index, lost) if lost else error
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

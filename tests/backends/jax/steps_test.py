@@ -209,7 +209,7 @@ def test_a_failed_execution_restores_the_values_of_the_last_sync(replicas: int) 
         model = _model()
     model.fit(x, y, batch_size=BATCH, verbose=0)
     before = model.get_weights()
-    function = strategy.runtime.train_function(model)
+    function = strategy.runtime.step_function(model, "train")
     with pytest.raises(RuntimeError, match="out of memory"), function:
         function([(x, y)])
         good = function._step

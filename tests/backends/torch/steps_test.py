@@ -246,7 +246,7 @@ def test_leaves_that_are_not_tensors():
     x, y = data(3)
     from kdist import keras_hooks
 
-    function = keras_hooks.strategy_of(model).runtime.test_function(model)
+    function = keras_hooks.strategy_of(model).runtime.step_function(model, "test")
     function([({"x": x.astype("float64"), "name": np.array(["a", "b", "c"]), "none": None}, y)])
     assert model.seen == [(["a", "b"], None, (2, 5), torch.float64), (["c"], None, (1, 5), torch.float64)]
 
