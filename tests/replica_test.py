@@ -24,24 +24,31 @@ def _splits():
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
-    from kdist.backends.replica import split_rows
+    from kdist.arrays.splitting import split_rows
+    from kdist.backends.replica import shares_of
+
+    def parts(num_rows, num_replicas, equally):
+        split = split_rows(num_rows, num_replicas, equally)
+        return [(slice(*rows), share) for rows, share in zip(split, shares_of(split), strict=True)]
 
     @settings(max_examples=300, deadline=None, database=None)
-    @given(st.integers(1, 10**7), st.integers(1, 600))
-    def holds(num_rows, num_replicas):
-        check_split(num_rows, num_replicas, split_rows(num_rows, num_replicas))
+    @given(st.integers(1, 10**7), st.integers(1, 600), st.booleans())
+    def holds(num_rows, num_replicas, equally):
+        check_split(num_rows, num_replicas, equally, parts(num_rows, num_replicas, equally))
 
     holds()
-    for num_rows, num_replicas in SPLITS:
-        check_split(num_rows, num_replicas, split_rows(num_rows, num_replicas))
-    return [[(rows.start, rows.stop, share.share) for rows, share in split_rows(n, 3)] for n in (32, 2)]
+    for (num_rows, num_replicas), equally in itertools.product(SPLITS, (False, True)):
+        check_split(num_rows, num_replicas, equally, parts(num_rows, num_replicas, equally))
+    return [[(rows.start, rows.stop, share.share) for rows, share in parts(n, 3, False)] for n in (32, 2)]
 
 
-def check_split(num_rows, num_replicas, parts):
+def check_split(num_rows, num_replicas, equally, parts):
     assert len(parts) == num_replicas
     assert math.isclose(sum(share.share for _, share in parts), 1.0, rel_tol=1e-12)
     sizes = [rows.stop - rows.start for rows, _ in parts]
-    if num_rows < num_replicas:  # every replica has all rows; sums count once
+    if num_rows < num_replicas or (
+        equally and num_rows % num_replicas
+    ):  # every replica has all rows; sums count once
         assert all((rows.start, rows.stop) == (0, num_rows) for rows, _ in parts)
         assert [share.counts for _, share in parts] == [1.0] + [0.0] * (num_replicas - 1)
         assert {share.scalar_weight for _, share in parts} == {1.0}

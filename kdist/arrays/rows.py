@@ -6,7 +6,6 @@ arrays, tensors of any framework, TensorFlow's sparse and ragged tensors, SciPy'
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -70,27 +69,41 @@ def _rows_of(leaf: Any) -> int | None:
     return int(shape[0])
 
 
-def take(batch: Any, start: int, stop: int) -> Any:
-    """Returns rows `start` to `stop` of a batch."""
-    return keras.tree.map_structure(lambda leaf: take_leaf(leaf, start, stop), batch)
+def cut(batch: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:
+    """Returns parts of a batch, one for each pair of bounds.
+
+    Args:
+        batch: The batch.
+        bounds: The first row of each part and the one after its last. A part begins where the one before ends.
+    """
+    leaves = [_cut_leaf(leaf, bounds) for leaf in keras.tree.flatten(batch)]
+    return [keras.tree.pack_sequence_as(batch, list(part)) for part in zip(*leaves, strict=True)]
 
 
-def take_leaf(leaf: Any, start: int, stop: int) -> Any:
-    """Returns rows `start` to `stop` of one array."""
-    if leaf is None:
-        return None
-    if is_tf_sparse(leaf):
-        return _tensorflow().sparse.slice(
-            leaf, [start, *[0] * (len(leaf.shape) - 1)], [stop - start, *_inner_shape(leaf)]
-        )
+def _cut_leaf(leaf: Any, bounds: Sequence[tuple[int, int]]) -> Sequence[Any]:
     if is_eager(leaf):
-        # TensorFlow's own slices may be made on a GPU, and keep all other rows as long as they live.
-        return leaf if (start, stop) == (0, leaf.shape[0]) else np.asarray(leaf)[start:stop]
-    return leaf[start:stop]
+        return _cut_tensor(leaf, bounds)
+    return [None if leaf is None else _take(leaf, start, stop) for start, stop in bounds]
 
 
-def _inner_shape(leaf: Any) -> list[int]:
-    return [int(size) for size in leaf.dense_shape[1:]]
+def _cut_tensor(tensor: Any, bounds: Sequence[tuple[int, int]]) -> Sequence[Any]:
+    """Cuts a tensor of TensorFlow's where it is: by themselves, its operations would run on a GPU."""
+    tf = _tensorflow()
+    first, last = bounds[0][0], bounds[-1][1]
+    others = len(tensor.shape) - 1
+    # Eager also where a function is being traced that reads.
+    with tf.init_scope(), tf.device(tensor.device):
+        if (first, last) != (0, tensor.shape[0]):
+            tensor = tf.slice(tensor, [first, *[0] * others], [last - first, *[-1] * others])
+        # Faster than a slice for each part.
+        return [tensor] if len(bounds) == 1 else tf.split(tensor, [stop - start for start, stop in bounds])
+
+
+def _take(leaf: Any, start: int, stop: int) -> Any:
+    if is_tf_sparse(leaf):
+        inner = [int(size) for size in leaf.dense_shape[1:]]
+        return _tensorflow().sparse.slice(leaf, [start, *[0] * len(inner)], [stop - start, *inner])
+    return (leaf.tocsr() if is_scipy(leaf) else leaf)[start:stop]
 
 
 def to_host(batch: Any) -> Any:
@@ -192,7 +205,7 @@ def to_dense(leaf: Any) -> Any:
 
 def empty_like(batch: Any) -> Any:
     """Returns a batch of no rows, with the structure, dtypes and inner shapes of another."""
-    return take(batch, 0, 0)
+    return cut(batch, [(0, 0)])[0]
 
 
 def join(batches: Sequence[Any]) -> Any:
@@ -202,23 +215,3 @@ def join(batches: Sequence[Any]) -> Any:
     return keras.tree.map_structure(
         lambda *leaves: None if leaves[0] is None else np.concatenate(leaves), *batches
     )
-
-
-def even_split(rows: int, replicas: int) -> list[tuple[int, int]]:
-    """Splits the rows of a global batch over the replicas: as even as possible, the larger parts first.
-
-    As TensorFlow rebatches full batches (`experimental_distribute_dataset`): some replicas get
-    ⌈rows / replicas⌉ rows and the others ⌊rows / replicas⌋. Short last batches are split likewise.
-
-    Returns:
-        One pair (start, stop) a replica.
-
-    Example:
-
-    >>> from kdist.arrays.rows import even_split
-    >>> even_split(8, 3)
-    [(0, 3), (3, 6), (6, 8)]
-    """
-    size, larger = divmod(rows, replicas)
-    bounds = [i * size + min(i, larger) for i in range(replicas + 1)]
-    return list(itertools.pairwise(bounds))

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from kdist.arrays.splitting import split_rows
 from kdist.backends import stalls
 from kdist.backends.workers import Workers
 from kdist.cluster import Cluster
@@ -21,28 +22,19 @@ from kdist.communication.options import CommunicationOptions
 from kdist.context import StrategyLike
 from kdist.errors import KdistError
 
-# A step takes the global batches of one execution (one, or `steps_per_execution`) in Keras's data form:
-# `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each a structure of NumPy arrays or backend tensors with the
-# rows of *all* replicas. Every worker passes the same batches; the backend takes its share. Where replicas
-# have batches of their own, a step takes `ReplicaBatches` instead.
-GlobalBatch = Any
-
 
 @dataclass(frozen=True)
 class ReplicaBatches:
-    """What each local replica is to consume in one step, where all replicas have the same number of rows.
-
-    A step function takes it in place of a global batch.
+    """A global batch, as the replicas of one worker consume it in one step.
 
     Args:
-        parts: One batch for each local replica, in Keras's data form.
-        num_rows: Rows of each.
-        are_placed: Whether the parts come from `Runtime.place`, for this step alone.
+        parts: One batch for each local replica, from `Runtime.place` and for this step alone. In Keras's data form:
+            `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+        split: Which rows of the global batch each of all replicas has: `Runtime.split`, or all of them for each.
     """
 
     parts: Sequence[Any]
-    num_rows: int
-    are_placed: bool = False
+    split: Sequence[tuple[int, int]]
 
 
 class Backend(ABC):
@@ -146,14 +138,11 @@ class Runtime(ABC):
         group: The workers of the cluster, joined, or this process alone.
     """
 
-    splits_sparse: bool = True
-    """Whether replicas can have rows of a sparse array, or only the whole one."""
-
     sees_all_rows: bool = False
     """Whether a model's step is one program that sees the rows of all replicas."""
 
     needs_equal_shapes: bool = False
-    """Whether batches of all replicas must have the same inner shapes, as parts of one array."""
+    """Whether batches of all replicas must have the same shapes, as parts of one array; a sparse one has no parts."""
 
     def __init__(self, devices: Sequence[str], group: Workers) -> None:
         self.devices = tuple(devices)
@@ -171,6 +160,10 @@ class Runtime(ABC):
         """The ids, over all workers, of the replicas of this worker."""
         first = self.worker_index * len(self.devices)
         return range(first, first + len(self.devices))
+
+    def split(self, num_rows: int) -> list[tuple[int, int]]:
+        """Says which rows of a global batch each replica has in the step of a model; see `split_rows`."""
+        return split_rows(num_rows, self.num_replicas, self.needs_equal_shapes)
 
     @abstractmethod
     def scope(self) -> AbstractContextManager[Any]:
@@ -227,7 +220,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def place(self, parts: Sequence[Any]) -> list[Any]:
-        """Copies one batch for each local replica to its device. Called ahead of the step, from another thread.
+        """Copies one batch for each local replica to its device. Often called ahead of the step, from another thread.
 
         The arrays may be the user's, who may write to them again as soon as this returns.
 
@@ -268,11 +261,11 @@ class Runtime(ABC):
 
     @abstractmethod
     def step_function(self, model: Any, kind: str) -> StepFunction:
-        """Returns the function that runs the steps of a model on global batches.
+        """Returns the function that runs the steps of a model.
 
         Args:
-            model: Its `train_step`, `test_step` or `predict_step` is run.
-            kind: `"train"` or `"test"`, which return logs; `"predict"`, which returns all rows, on every worker.
+            model: A Keras model.
+            kind: `"train"` or `"test"`: it returns logs. Or `"predict"`: it returns all rows, on every worker.
         """
 
     @abstractmethod
@@ -312,7 +305,7 @@ class StepFunction(ABC):
         self.sync()
 
     @abstractmethod
-    def __call__(self, batches: Sequence[GlobalBatch]) -> Any:
+    def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
         """Runs one step a batch. Returns the logs of the last (train, test) or the rows of all (predict)."""
 
     def sync(self) -> None:

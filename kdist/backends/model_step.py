@@ -1,16 +1,96 @@
-"""One of Keras's own steps in a replica, and the results of metrics for all replicas."""
+"""Keras's own steps in replicas that run one by one, and the results of metrics for all replicas."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
+from kdist.arrays.splitting import have_all_rows
+from kdist.backends.contract import ReplicaBatches, Runtime, StepFunction
 from kdist.backends.replica import Replica
 from kdist.context import current_replica
 from kdist.errors import InvalidArgumentError
+
+
+class ReplicatedSteps(StepFunction):
+    """Runs one of Keras's steps, or the user's, in each of the local replicas, on its rows of a global batch.
+
+    What the engines share that run replicas one by one.
+
+    Args:
+        runtime: The replicas.
+        model: The model, which owns this function and not the other way round.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+
+    def __init__(self, runtime: Runtime, model: Any, kind: str) -> None:
+        self.runtime = runtime
+        self._model = weakref.ref(model)
+        self.kind = kind
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+        return self._model()
+
+    def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
+        """Runs one step a batch. Returns the last logs (train, test) or the rows of all batches (predict)."""
+        if self.kind == "predict":
+            outputs = [self._predict(batch) for batch in batches]
+            return keras.tree.map_structure(lambda *parts: self.concatenate(parts), *outputs)
+        for batch in batches:
+            logs = self.run(batch)[0]
+        return logs
+
+    @abstractmethod
+    def run(self, batch: ReplicaBatches) -> Sequence[Any]:
+        """Calls `in_replica` in each local replica, within `around_replicas`; returns what it returned."""
+
+    def around_replicas(self) -> AbstractContextManager[None]:
+        """Entered once, outside the replicas: results of metrics speak for all of them."""
+        return contextlib.nullcontext() if self.kind == "predict" else global_metric_results(self.model)
+
+    def in_replica(self, replica: Replica, part: Any) -> Any:
+        """Runs the step in one replica's context and scope, on its rows."""
+        if self.kind != "predict":
+            return run_step(replica, self.model, f"{self.kind}_step", part)
+        outputs = self.model.predict_step(part)
+        assert replica.scope is not None
+        replica.scope.aggregate()
+        return outputs
+
+    def _predict(self, batch: ReplicaBatches) -> Any:
+        results = self.run(batch)
+        rows = [stop - start for start, stop in batch.split]
+        for replica_id, result in zip(self.runtime.replica_ids, results, strict=True):
+            check_rows(result, rows[replica_id])
+        if have_all_rows(batch.split):
+            return self.of_chief(results[0])
+        per_worker = len(results)
+        return self.gather(results, [sum(rows[i : i + per_worker]) for i in range(0, len(rows), per_worker)])
+
+    @abstractmethod
+    def concatenate(self, parts: Sequence[Any]) -> Any:
+        """Joins the rows of tensors."""
+
+    @abstractmethod
+    def of_chief(self, outputs: Any) -> Any:
+        """Returns what the first replica predicts for rows that all have: a layer may draw random numbers."""
+
+    @abstractmethod
+    def gather(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """Returns the predictions of all replicas.
+
+        Args:
+            results: Those of the local replicas.
+            sizes: How many rows of the batch each worker has.
+        """
 
 
 def run_step(replica: Replica, model: Any, method: str, data: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 
 import keras
 
-from kdist.arrays.rows import even_split
+from kdist.arrays.splitting import have_all_rows
 from kdist.backends import debugging
 from kdist.backends.variables import NotesAdditions, aggregation_of, is_on_read, share_of
 from kdist.context import ReplicaContext, StrategyLike
@@ -51,31 +51,12 @@ def equal_shares(num_replicas: int) -> list[RowShare]:
     return [RowShare(1.0 / num_replicas, 1.0, 1.0)] * num_replicas
 
 
-def split_rows(num_rows: int, num_replicas: int) -> list[tuple[slice, RowShare]]:
-    """Splits the rows of a global batch over the replicas.
-
-    As even as possible, the larger parts first: 32 rows over 3 replicas are 11, 11 and 10.
-
-    Args:
-        num_rows: Rows of the global batch, at least 1.
-        num_replicas: Number of replicas over all workers.
-
-    Returns:
-        One pair of row slice and share for each replica, in their order.
-
-    Example:
-
-    >>> from kdist.backends.replica import split_rows
-    >>> [(rows.start, rows.stop) for rows, _ in split_rows(32, 3)]
-    [(0, 11), (11, 22), (22, 32)]
-    """
-    if num_rows < num_replicas:
-        whole = slice(0, num_rows)
-        return [(whole, RowShare(1.0 / num_replicas, float(i == 0), 1.0)) for i in range(num_replicas)]
-    return [
-        (slice(start, stop), RowShare(share := (stop - start) / num_rows, 1.0, share))
-        for start, stop in even_split(num_rows, num_replicas)
-    ]
+def shares_of(split: Sequence[tuple[int, int]]) -> list[RowShare]:
+    """The shares of all replicas in a step of a model's, for the rows that `split_rows` gives them."""
+    if have_all_rows(split):
+        return [RowShare(1.0 / len(split), float(i == 0), 1.0) for i in range(len(split))]
+    num_rows = split[-1][1]
+    return [RowShare(share := (stop - start) / num_rows, 1.0, share) for start, stop in split]
 
 
 class Replica(ReplicaContext):

@@ -12,7 +12,7 @@ from kdist.backends.messages import check_equal, gather, read_on_all
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_context import InputContext, ValueContext
 from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
-from kdist.data.reading import Place, read_global, read_per_replica, read_pieces
+from kdist.data.reading import read_global, read_per_replica, read_pieces
 from kdist.data.sources import source_of
 from kdist.data.sources.source import Source
 from kdist.errors import InvalidArgumentError
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) -> DistributedDataset:
     """Distributes a dataset of global batches by its policy. All workers must call it."""
-    place = place_of(runtime)
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise InvalidArgumentError(
             "experimental_distribute_dataset has one pipeline a worker.",
@@ -35,14 +34,14 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
     def prepare() -> tuple[Source, AutoShardPolicy, int | None]:
         source = source_of(dataset)
         policy: AutoShardPolicy = options.auto_shard_policy or source.policy
-        if place.num_workers == 1 and policy is not AutoShardPolicy.HINT:
+        if runtime.num_workers == 1 and policy is not AutoShardPolicy.HINT:
             return source, AutoShardPolicy.DATA, source.num_batches
         if policy is AutoShardPolicy.AUTO:
             policy = AutoShardPolicy.FILE if source.reads_files else AutoShardPolicy.DATA
         if policy is AutoShardPolicy.FILE:
-            source = source.share_of_files(place.num_workers, place.worker_index)
+            source = source.share_of_files(runtime.num_workers, runtime.worker_index)
         elif policy is AutoShardPolicy.HINT:
-            source = source.hinted(place.num_workers, place.worker_index)
+            source = source.hinted(runtime.num_workers, runtime.worker_index)
         return source, policy, source.num_batches if policy is AutoShardPolicy.DATA else None
 
     source, policy, num_batches = read_on_all(runtime, "Distributing the dataset", prepare)
@@ -54,7 +53,7 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
     read = read_global if is_global else read_pieces
     return DistributedDataset(
         runtime,
-        lambda epoch, start: read(source, place, epoch, start),
+        lambda epoch, start: read(source, runtime, epoch, start),
         kind=source.kind,
         num_steps=_longest(runtime, num_batches) if is_global else None,
         is_infinite=source.is_infinite,
@@ -68,26 +67,25 @@ def distribute_from_function(
     runtime: Runtime, dataset_fn: Callable[[InputContext], Any], options: InputOptions
 ) -> DistributedDataset:
     """Distributes each worker's own pipeline of per-replica batches. All workers must call it."""
-    place = place_of(runtime)
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
-    if per_replica and place.num_workers > 1:
+    if per_replica and runtime.num_workers > 1:
         raise InvalidArgumentError(
             "InputReplicationMode.PER_REPLICA is for strategies of one process.",
-            received={"num_workers": place.num_workers},
+            received={"num_workers": runtime.num_workers},
             hint="Use InputReplicationMode.PER_WORKER.",
         )
-    pipelines = place.num_replicas if per_replica else place.num_workers
-    mine = range(place.num_replicas) if per_replica else [place.worker_index]
+    pipelines = runtime.num_replicas if per_replica else runtime.num_workers
+    mine = range(runtime.num_replicas) if per_replica else [runtime.worker_index]
 
     def call() -> tuple[list[Source], int | None]:
-        contexts = [InputContext(pipelines, i, place.num_replicas) for i in mine]
+        contexts = [InputContext(pipelines, i, runtime.num_replicas) for i in mine]
         sources = [source_of(dataset_fn(context)) for context in contexts]
-        return sources, _steps_of(sources, place)
+        return sources, _steps_of(sources, len(runtime.devices))
 
     sources, num_steps = read_on_all(runtime, "The dataset_fn", call)
     return DistributedDataset(
         runtime,
-        lambda epoch, start: read_per_replica(sources, place, epoch, start),
+        lambda epoch, start: read_per_replica(sources, runtime, epoch, start),
         kind=sources[0].kind,
         num_steps=_longest(runtime, num_steps, all(source.is_unbatched for source in sources)),
         is_infinite=any(source.is_infinite for source in sources),
@@ -103,19 +101,14 @@ def distribute_values(runtime: Runtime, value_fn: Callable[[ValueContext], Any])
     return regroup(values, keras.tree.map_structure)
 
 
-def place_of(runtime: Runtime) -> Place:
-    """Returns where this worker stands among the replicas."""
-    return Place(runtime.num_replicas, len(runtime.devices), runtime.replica_ids[0], runtime.splits_sparse)
-
-
-def _steps_of(sources: Sequence[Source], place: Place) -> int | None:
+def _steps_of(sources: Sequence[Source], num_local: int) -> int | None:
     lengths = [source.num_batches for source in sources]
     known = [length for length in lengths if length is not None]
     if len(known) < len(lengths):
         return None
     if len(known) > 1:
         return min(known) if sources[0].is_unbatched else max(known)
-    steps, left = divmod(known[0], place.num_local)
+    steps, left = divmod(known[0], num_local)
     return steps + (left > 0 and not sources[0].is_unbatched)
 
 

@@ -7,51 +7,27 @@ import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from kdist.arrays import rows
+from kdist.arrays.splitting import even_split, have_all_rows
 from kdist.data.sources.source import Source
 from kdist.errors import DatasetError
 
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+
 # In place of a number of rows: a single element, without an axis of rows.
 SINGLE = -1
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a worker stands among the replicas.
-
-    Args:
-        num_replicas: Replicas over all workers.
-        num_local: Replicas of this worker.
-        first: Index of its first one.
-        splits_sparse: Whether replicas can have rows of a sparse array, or only the whole one.
-    """
-
-    num_replicas: int
-    num_local: int
-    first: int
-    splits_sparse: bool = True
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers; every worker has the same number of replicas."""
-        return self.num_replicas // self.num_local
-
-    @property
-    def worker_index(self) -> int:
-        """This worker."""
-        return self.first // self.num_local
 
 
 @dataclass
 class WorkerBatch:
     """What one worker has read for one step.
 
-    Either `parts` or `whole` is there: the latter where a worker has the whole global batch, which its
-    replicas cannot share evenly.
+    Either `parts` or `whole` is there: the latter where replicas may need the whole global batch.
 
     Args:
         counts: Rows of each local part, or `SINGLE`; for global batches, the rows of the whole one alone.
@@ -86,25 +62,28 @@ class WorkerBatch:
         return [("one element of " if is_single else "") + repr(structure), repr(shapes)]
 
 
-def read_global(source: Source, place: Place, epoch: int, start: int) -> Iterator[WorkerBatch]:
+def read_global(source: Source, runtime: Runtime, epoch: int, start: int) -> Iterator[WorkerBatch]:
     """Reads global batches, the same ones on every worker, and keeps the rows of this worker's replicas."""
 
     def choose(count: int) -> tuple[int, int] | None:
-        size, odd = divmod(count, place.num_replicas)
-        return None if odd else (place.first * size, (place.first + place.num_local) * size)
+        split = runtime.split(count)
+        if have_all_rows(split) and runtime.num_replicas > 1:
+            return None
+        return split[runtime.replica_ids[0]][0], split[runtime.replica_ids[-1]][1]
 
     for count, part, whole in source.chosen(epoch, start, choose):
         if count == 0:
             continue
-        bounds = choose(count)
-        if bounds is None or (whole is not None and not place.splits_sparse and rows.has_sparse(whole)):
+        chosen = choose(count)
+        if chosen is None or (whole is not None and runtime.needs_equal_shapes and rows.has_sparse(whole)):
             yield WorkerBatch([count], whole=whole)
             continue
-        mine = rows.take(whole, *bounds) if part is None else part
-        size = count // place.num_replicas
-        _check_chosen(mine, size * place.num_local)
-        parts = [rows.take(mine, i * size, (i + 1) * size) for i in range(place.num_local)]
-        yield WorkerBatch([count], parts=parts)
+        if part is None:
+            (part,) = rows.cut(whole, [chosen])
+        first, last = chosen
+        _check_chosen(part, last - first)
+        split = [runtime.split(count)[i] for i in runtime.replica_ids]
+        yield WorkerBatch([count], parts=rows.cut(part, [(a - first, b - first) for a, b in split]))
 
 
 def _check_chosen(part: Any, expected: int) -> None:
@@ -116,7 +95,7 @@ def _check_chosen(part: Any, expected: int) -> None:
         )
 
 
-def read_pieces(source: Source, place: Place, epoch: int, start: int) -> Iterator[WorkerBatch]:
+def read_pieces(source: Source, runtime: Runtime, epoch: int, start: int) -> Iterator[WorkerBatch]:
     """Reads the batches of this worker's own share of the data, cut into steps.
 
     A dataset of global batches of B rows gives this worker's replicas the rows that they would have of a global batch,
@@ -124,6 +103,7 @@ def read_pieces(source: Source, place: Place, epoch: int, start: int) -> Iterato
     take turns with the larger parts, so that they have B rows together at every step, as in `tf.distribute`.
     """
     sizes: list[int] = []
+    num_local = len(runtime.devices)
     skip = start
     for batch in source.batches(epoch):
         host = rows.to_host(batch)
@@ -132,25 +112,26 @@ def read_pieces(source: Source, place: Place, epoch: int, start: int) -> Iterato
             continue
         if not sizes:
             # A first file may be smaller than a batch: one row for each replica, at least.
-            split = rows.even_split(max(count, place.num_replicas), place.num_replicas)
-            sizes = [stop - first for first, stop in split]
-            sizes = sizes[place.first :] + sizes[: place.first]
-        turns = itertools.cycle(range(0, place.num_replicas, place.num_local))
+            split = even_split(max(count, runtime.num_replicas), runtime.num_replicas)
+            sizes = [stop - begin for begin, stop in split]
+            first = runtime.replica_ids[0]
+            sizes = sizes[first:] + sizes[:first]
+        turns = itertools.cycle(range(0, runtime.num_replicas, num_local))
         end = 0
         while end < count:
             turn = next(turns)
             bounds = [end]
-            for size in sizes[turn : turn + place.num_local]:
+            for size in sizes[turn : turn + num_local]:
                 bounds.append(min(bounds[-1] + size, count))
             end = bounds[-1]
             if skip:
                 skip -= 1
                 continue
-            yield _of_parts([rows.take(host, *pair) for pair in itertools.pairwise(bounds)])
+            yield _of_parts(rows.cut(host, list(itertools.pairwise(bounds))))
 
 
 def read_per_replica(
-    sources: Sequence[Source], place: Place, epoch: int, start: int
+    sources: Sequence[Source], runtime: Runtime, epoch: int, start: int
 ) -> Iterator[WorkerBatch]:
     """Reads one batch for each replica: from one pipeline in turn, or from one pipeline a replica.
 
@@ -158,8 +139,8 @@ def read_per_replica(
     `tf.distribute`, the data end before a step for which they do not suffice.
     """
     if len(sources) == 1:
-        batches = sources[0].batches(epoch, start * place.num_local)
-        pipelines = [batches] * place.num_local
+        batches = sources[0].batches(epoch, start * len(runtime.devices))
+        pipelines = [batches] * len(runtime.devices)
     else:
         pipelines = [source.batches(epoch, start) for source in sources]
     while True:

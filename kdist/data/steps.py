@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.arrays import rows
 from kdist.arrays.gathering import empty_parts, gather_rows
+from kdist.arrays.splitting import even_split, have_all_rows
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.messages import gather
 from kdist.data.prefetch import End, Prefetch, primed
@@ -221,7 +221,7 @@ class Steps:
                 hint="Give every worker the same global batches, in the same order: kdist takes each worker's "
                 "share.",
             )
-        return [stop - first for first, stop in rows.even_split(counts[0], self._runtime.num_replicas)]
+        return [stop - first for first, stop in even_split(counts[0], self._runtime.num_replicas)]
 
 
 def _words(error: BaseException) -> str:
@@ -262,23 +262,38 @@ def _ready(
         yield batch
 
 
-def as_batch(runtime: Runtime, step: Step) -> Any:
-    """Returns what a step function takes: the replicas' parts where they are equal, else the global batch."""
-    if step.batch is not None and step.batch.whole is not None:
-        return step.batch.whole
+def as_batch(runtime: Runtime, step: Step) -> ReplicaBatches:
+    """Returns what a step function takes. Rows travel where the replicas have others than a global batch gives them."""
+    batch = step.batch
+    if batch is not None and batch.whole is not None:
+        return split_batch(runtime, batch.whole)
     parts = _parts(runtime, step)
     if SINGLE in step.counts:
         rows.num_rows(parts[0])  # raises
-    if len(set(step.counts)) == 1:
-        return ReplicaBatches(parts, step.counts[0], step.batch is not None and step.batch.is_placed)
-    return gather_rows(runtime, parts)
+    split = runtime.split(sum(step.counts))
+    if step.counts != [stop - start for start, stop in split]:
+        return split_batch(runtime, gather_rows(runtime, parts))
+    return ReplicaBatches(parts if batch is not None and batch.is_placed else runtime.place(parts), split)
+
+
+def split_batch(runtime: Runtime, batch: Any) -> ReplicaBatches:
+    """Returns what a step function takes of a global batch, which every worker has."""
+    count = rows.num_rows(batch)
+    split = runtime.split(count)
+    if runtime.needs_equal_shapes and rows.has_sparse(batch):
+        split = [(0, count)] * runtime.num_replicas
+    if have_all_rows(split):
+        parts = [batch] * len(runtime.devices)
+    else:
+        parts = rows.cut(batch, [split[i] for i in runtime.replica_ids])
+    return ReplicaBatches(runtime.place(parts), split)
 
 
 def as_parts(runtime: Runtime, step: Step) -> list[Any]:
     """Returns one batch for each local replica, of no rows where a replica has none."""
     if step.batch is not None and step.batch.whole is not None:
-        bounds = list(itertools.accumulate(step.counts, initial=0))
-        return [rows.take(step.batch.whole, bounds[i], bounds[i + 1]) for i in runtime.replica_ids]
+        split = even_split(sum(step.counts), runtime.num_replicas)
+        return rows.cut(step.batch.whole, [split[i] for i in runtime.replica_ids])
     parts = _parts(runtime, step)
     return empty_parts(runtime, parts) if 0 in step.counts else list(parts)
 

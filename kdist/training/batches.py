@@ -7,16 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
-from kdist.arrays.rows import num_rows
+from kdist.arrays import rows
 from kdist.backends import get_backend
 from kdist.backends.messages import read_on_all
-from kdist.data.distribute import place_of
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_options import InputOptions
 from kdist.data.reading import read_global
 from kdist.data.sources import is_infinite, py_dataset, torch_loader
 from kdist.data.sources.iterables import IteratorSource
-from kdist.data.steps import as_batch, open_steps
+from kdist.data.steps import as_batch, open_steps, split_batch
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.training.passes import TAKEN, Passes
 
@@ -106,7 +105,7 @@ class GlobalBatches:
         """Returns one batch, of some number of rows, without consuming it."""
         if self._distributed is not None:
             part = self._distributed.peek_part()
-            num_rows(part)  # raises for single elements
+            rows.num_rows(part)  # raises for single elements
             return part
         return read_on_all(self._session.runtime, "Reading the first batch", self._first)
 
@@ -178,12 +177,17 @@ class GlobalBatches:
                 yield begin, end, present
 
     def _prepared(self, batches: Any) -> Iterator[Any]:
-        """What the steps take, of Keras's iterable of global batches."""
+        """What the steps take, of Keras's iterable of global batches or of the distributed dataset's own."""
         if self._is_array or self._distributed is not None:
             # Not in a generator: PyTorch's loader draws random numbers when its iterator is made.
             started = self._passes.start(batches)
-            return self._passes.counted(started)
+            return self._passes.counted(self._split(started) if self._is_array else started)
         return self._passes.counted(self._agreed(batches))
+
+    def _split(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Of arrays every worker has the same batches: about none is there anything to agree."""
+        for batch in batches:
+            yield split_batch(self._session.runtime, rows.to_host(batch))
 
     def _agreed(self, batches: Any) -> Iterator[Any]:
         runtime = self._session.runtime
@@ -192,9 +196,7 @@ class GlobalBatches:
         rest = self._passes.start(batches)
         limit = None if self._limit is None else max(self._limit - self._passes.taken, 0)
         source = IteratorSource(itertools.islice(rest, limit))
-        steps = open_steps(
-            runtime, read_global(source, place_of(runtime), 0, 0), InputOptions(), is_global=True
-        )
+        steps = open_steps(runtime, read_global(source, runtime, 0, 0), InputOptions(), is_global=True)
         try:
             for step in steps:
                 yield as_batch(runtime, step)

@@ -16,6 +16,7 @@ import numpy as np
 from kdist import faults, keras_hooks
 from kdist.backends import get_backend, whereabouts
 from kdist.checkpoint.checkpoint import wait_for_all
+from kdist.data.steps import split_batch
 from kdist.errors import InvalidArgumentError
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
@@ -236,6 +237,7 @@ def evaluate(
         )
         with session.agree("arguments of evaluate", batches.facts(), callbacks) as callbacks:
             try:
+                session.prepare(batches)
                 logs = _evaluate(session, batches, _one_epoch(session, batches, callbacks, verbose))
             finally:
                 batches.close()
@@ -244,7 +246,6 @@ def evaluate(
 
 def _evaluate(session: Session, batches: GlobalBatches, callbacks: Any) -> dict[str, Any]:
     model = session.model
-    session.prepare(batches)
     batches.reset()
     function = session.function("test")
     model.stop_evaluating = False
@@ -371,7 +372,7 @@ def _on_batch(session: Session, kind: str, data: Any, return_dict: bool) -> Any:
         session.prepare(data_batch=data)
         model.reset_metrics()
         with session.function(kind) as function:
-            logs = function([data])
+            logs = function([split_batch(session.runtime, data)])
     logs = keras_hooks.pythonify_logs(logs)
     return keras_hooks.python_logs(model, logs, return_dict)
 
@@ -384,7 +385,7 @@ def predict_on_batch(strategy: StrategyLike, model: Any, x: Any) -> Any:
         _check_batch(session, "predict", data)
         session.prepare(data_batch=data, layers_only=True)
         with session.function("predict") as function:
-            outputs = function([data])
+            outputs = function([split_batch(session.runtime, data)])
     return get_backend().join_predictions([outputs])
 
 

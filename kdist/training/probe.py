@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist import keras_hooks
-from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
+from kdist.backends.contract import ReplicaBatches, StepFunction
 from kdist.backends.messages import gather
 from kdist.cluster import environment
 from kdist.training import generator_states
@@ -60,7 +60,7 @@ class _Probing(StepFunction):
     def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
         self._function.__exit__(kind, *exc)
 
-    def __call__(self, batches: Sequence[GlobalBatch | ReplicaBatches]) -> Any:
+    def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
         """Runs the steps."""
         if self._is_due:
             self._is_due = False
@@ -72,7 +72,7 @@ class _Probing(StepFunction):
         self._function.sync()
 
 
-def _probe(strategy: Any, model: Any, batch: GlobalBatch | ReplicaBatches, training: bool) -> None:
+def _probe(strategy: Any, model: Any, batch: ReplicaBatches, training: bool) -> None:
     runtime = strategy.runtime
     # The same ones in the same order on all workers.
     owns = owns_of(model) if keras_hooks.is_built(model) else []

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdist.arrays.rows import num_rows, take
-from kdist.backends.contract import GlobalBatch, ReplicaBatches
+from kdist.arrays.rows import num_rows
+from kdist.backends.contract import ReplicaBatches
 from kdist.backends.replica import Replica, RowShare
 from kdist.backends.variables import NotesAdditions
 
@@ -40,7 +40,7 @@ class Sample:
         batch: What its step takes.
     """
 
-    def __init__(self, strategy: Any, model: Any, batch: GlobalBatch | ReplicaBatches) -> None:
+    def __init__(self, strategy: Any, model: Any, batch: ReplicaBatches) -> None:
         self.strategy = strategy
         self.batch = _of_one_replica(strategy.runtime, batch)
         self.num_rows = num_rows(self.batch)
@@ -92,14 +92,9 @@ class Sample:
         return SUM if abs(is_sum) <= margin else COUPLES
 
 
-def _of_one_replica(runtime: Any, batch: GlobalBatch | ReplicaBatches) -> Any:
-    """Returns the rows that one replica has, at least two if there are, in memory of their own."""
-    if isinstance(batch, ReplicaBatches):
-        part = batch.parts[0]
-    else:
-        rows = num_rows(batch)
-        part = take(batch, 0, min(rows, max(2, -(-rows // runtime.num_replicas))))
-    return runtime.place([part] + [None] * (len(runtime.devices) - 1))[0]
+def _of_one_replica(runtime: Any, batch: ReplicaBatches) -> Any:
+    """Returns the rows that one replica has, in memory of their own."""
+    return runtime.place([batch.parts[0]] + [None] * (len(runtime.devices) - 1))[0]
 
 
 def _floats(values: Sequence[Any]) -> list[float]:

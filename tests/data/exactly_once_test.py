@@ -18,29 +18,38 @@ places = st.tuples(st.integers(1, 4), st.integers(1, 3))  # workers, replicas in
 def in_worker_check_readers():
     import numpy as np
 
-    from kdist.arrays.rows import even_split
-    from kdist.data.reading import Place, read_global, read_per_replica, read_pieces
+    from kdist.arrays.splitting import even_split
+    from kdist.backends.contract import Runtime
+    from kdist.data.reading import read_global, read_per_replica, read_pieces
     from kdist.data.sources import source_of
 
     def batches_of(sizes):
         starts = np.cumsum([0, *sizes])
         return [np.arange(a, b) for a, b in itertools.pairwise(starts)]
 
-    def places_of(workers, local):
-        return [Place(workers * local, local, i * local) for i in range(workers)]
+    class Place(Runtime):
+        def __init__(self, workers, local, index, needs_equal_shapes):
+            self.devices = ("cpu:0",) * local
+            self.num_workers, self.worker_index = workers, index
+            self.needs_equal_shapes = needs_equal_shapes
+
+    Place.__abstractmethods__ = frozenset()  # nobody is spoken to
+
+    def places_of(workers, local, needs_equal_shapes=False):
+        return [Place(workers, local, i, needs_equal_shapes) for i in range(workers)]
 
     def rows_of(batch, place):
         """What a worker's replicas get of a step, after the whole batches are split."""
         if batch.whole is None:
             return [[] if part is None else part.tolist() for part in batch.parts]
         split = even_split(len(batch.whole), place.num_replicas)
-        return [batch.whole[slice(*split[place.first + i])].tolist() for i in range(place.num_local)]
+        return [batch.whole[slice(*split[i])].tolist() for i in place.replica_ids]
 
     @settings(max_examples=200, deadline=None)
-    @given(sizes, places)
-    def one_dataset_for_all(sizes, shape):
+    @given(sizes, places, st.booleans())
+    def one_dataset_for_all(sizes, shape, needs_equal_shapes):
         seen = []
-        for place in places_of(*shape):
+        for place in places_of(*shape, needs_equal_shapes):
             steps = list(read_global(source_of(batches_of(sizes)), place, 0, 0))
             seen += [row for step in steps for part in rows_of(step, place) for row in part]
         assert sorted(seen) == list(range(sum(sizes)))
@@ -51,7 +60,7 @@ def in_worker_check_readers():
         for place in places_of(*shape):
             steps = list(read_per_replica([source_of(batches_of(sizes))], place, 0, start))
             seen = [row for step in steps for part in rows_of(step, place) for row in part]
-            skipped = sum(sizes[: start * place.num_local])
+            skipped = sum(sizes[: start * len(place.devices)])
             assert seen == list(range(skipped, sum(sizes)))
 
     @settings(max_examples=200, deadline=None)

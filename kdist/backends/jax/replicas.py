@@ -16,6 +16,8 @@ from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdist.arrays.rows import is_ragged, is_scipy, is_tf_sparse, to_dense
+from kdist.arrays.splitting import have_all_rows
+from kdist.backends.contract import ReplicaBatches
 from kdist.backends.jax.collectives import BATCH_AXIS, Collectives
 from kdist.backends.jax.dispatched import note_dispatched
 from kdist.backends.replica import Replica, equal_shares
@@ -37,15 +39,13 @@ class Replicas:
         self.first_device = local_devices[0]
         self.local_devices = list(local_devices)
         self._num_local = len(local_devices)
-        self._first_local = worker_index * self._num_local
-        self.local_ids = range(self._first_local, self._first_local + self._num_local)
+        first = worker_index * self._num_local
+        self.local_ids = range(first, first + self._num_local)
         self._is_global = len(devices) > len(local_devices)
-        mesh, local_mesh = (Mesh(np.array(list(d)), (BATCH_AXIS,)) for d in (devices, local_devices))
-        self.mesh = mesh
-        self.replicated = NamedSharding(mesh, PartitionSpec())
-        self.split = NamedSharding(mesh, PartitionSpec(BATCH_AXIS))
+        self.mesh, local_mesh = (Mesh(np.array(list(d)), (BATCH_AXIS,)) for d in (devices, local_devices))
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        self.split = NamedSharding(self.mesh, PartitionSpec(BATCH_AXIS))
         self._local_replicated = NamedSharding(local_mesh, PartitionSpec())
-        self._local_split = NamedSharding(local_mesh, PartitionSpec(BATCH_AXIS))
         self._sum = jax.jit(lambda rows: rows.sum(0), out_shardings=self.replicated)
         # Several executions in flight on several CPU devices can exhaust XLA's threads, each waiting for the
         # other's collectives. PJRT_NPROC makes this unlikely, one execution at a time makes it impossible.
@@ -60,34 +60,8 @@ class Replicas:
         Args:
             values: A tree of arrays.
         """
-        leaves, tree = jax.tree.flatten(values)
         # A replicated device_put would share the first device's buffer even with may_alias=False.
-        fresh = jax.device_put(leaves, self.first_device, may_alias=False)
-        return jax.tree.unflatten(tree, self._put(fresh, [self._local_replicated] * len(fresh)))
-
-    def place_batch(self, batch: Any) -> Any:
-        """Puts a global batch on the devices: each takes its rows, where the replicas divide them.
-
-        Else every device gets all rows, and `divide` splits the work inside the program.
-
-        Args:
-            batch: A structure of NumPy arrays or tensors, with `None` where there is nothing.
-        """
-        leaves = [_as_array(leaf) for leaf in keras.tree.flatten(batch)]
-        indices, parts, shardings = [], [], []
-        for i, leaf in enumerate(leaves):
-            if leaf is None:
-                continue
-            if isinstance(leaf, sparse.BCOO):  # its index arrays have no rows to split
-                leaves[i] = jax.tree.map(lambda part: self._put([part], [self._local_replicated])[0], leaf)
-                continue
-            splits = leaf.ndim > 0 and leaf.shape[0] > 0 and leaf.shape[0] % self.num_replicas == 0
-            indices.append(i)
-            parts.append(self._local_rows(leaf) if splits else leaf)
-            shardings.append(self._local_split if splits else self._local_replicated)
-        for i, placed in zip(indices, self._put(parts, shardings), strict=True):
-            leaves[i] = placed
-        return keras.tree.pack_sequence_as(batch, leaves)
+        return self._replicate(jax.device_put(values, self.first_device, may_alias=False))
 
     def place_parts(self, parts: Sequence[Any]) -> list[Any]:
         """Copies one batch for each local replica to its device."""
@@ -107,22 +81,29 @@ class Replicas:
             for part, device in zip(parts, self.local_devices, strict=True)
         ]
 
-    def join_parts(self, parts: Sequence[Any], num_rows: int) -> Any:
-        """Returns the global batch whose rows are those of all replicas, from `place_parts`; nothing is sent."""
+    def join_parts(self, batch: ReplicaBatches) -> Any:
+        """Returns the global batch that is on the devices; nothing is sent.
+
+        Each device has its rows, or all of them: `divide` splits the work inside the program then.
+        """
+        is_whole = have_all_rows(batch.split)
+        sharding = self.replicated if is_whole else self.split
 
         def join(*leaves: Any) -> Any:
             if leaves[0] is None:
                 return None
-            if isinstance(leaves[0], sparse.BCOO):
+            if isinstance(leaves[0], sparse.BCOO):  # its index arrays have no rows to split
+                if is_whole:
+                    return self._replicate(leaves[0])
                 raise DatasetError(
                     "On JAX a sparse array belongs to the whole global batch, not to a replica.",
                     received={"shape": tuple(leaves[0].shape)},
                     hint="Use `experimental_distribute_dataset` with AutoShardPolicy.DATA, or dense arrays.",
                 )
-            shape = (num_rows * self.num_replicas, *leaves[0].shape[1:])
-            return jax.make_array_from_single_device_arrays(shape, self.split, list(leaves))
+            shape = (batch.split[-1][1], *leaves[0].shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, sharding, list(leaves))
 
-        return keras.tree.map_structure(join, *parts)
+        return keras.tree.map_structure(join, *batch.parts)
 
     def join_values(self, values: Sequence[Sequence[Any]]) -> list[Any]:
         """Returns the values of all replicas as arrays over the mesh, concatenated by rows; scalars as rows.
@@ -147,11 +128,6 @@ class Replicas:
         rows = [tensor[None], *[jax.numpy.zeros_like(tensor)[None]] * (self._num_local - 1)]
         (stacked,) = self.join_values([rows])
         return self._sum(stacked).addressable_data(0)
-
-    def place_whole(self, batch: Any) -> Any:
-        """Puts a global batch on the first device of this worker."""
-        leaves = [_as_array(leaf) for leaf in keras.tree.flatten(batch)]
-        return keras.tree.pack_sequence_as(batch, jax.device_put(leaves, self.first_device))
 
     def divide(self, batch: Any) -> Any:
         """Inside the program: has XLA split the rows over the replicas, also where these do not divide them.
@@ -179,8 +155,7 @@ class Replicas:
         hosts = [np.asarray(value) for value in values]
         words = _words(b"".join(host.tobytes() for host in hosts))
         # One row a device; a program that asks for the first one sends it to all.
-        local = jax.device_put(np.stack([words] * self._num_local), self._local_split)
-        rows = self._globalize(local, self._local_split)
+        (rows,) = self.join_values([[words[None]] * self._num_local])
         first = jax.jit(lambda rows: rows[0], out_shardings=self.replicated)(rows)
         data = np.asarray(first.addressable_data(0)).tobytes()
         chief, start = [], 0
@@ -201,24 +176,15 @@ class Replicas:
         if self._one_at_a_time:
             jax.block_until_ready(values)
 
-    def _local_rows(self, leaf: Any) -> Any:
-        if not self._is_global:
-            return leaf
-        rows = leaf.shape[0] // self.num_replicas
-        return leaf[self._first_local * rows : (self._first_local + self._num_local) * rows]
+    def _replicate(self, values: Any) -> Any:
+        """Copies a tree of process-local arrays, equal on all workers, to all devices."""
 
-    def _put(self, parts: list[Any], shardings: list[Any]) -> list[Any]:
-        local = jax.device_put(parts, shardings)
-        if not self._is_global:
-            return local
-        return [self._globalize(a, s) for a, s in zip(local, shardings, strict=True)]
-
-    def _globalize(self, local: Any, sharding: Any) -> Any:
-        shards = [shard.data for shard in local.addressable_shards]
-        if sharding is self._local_replicated:
+        def over_workers(local: Any) -> Any:
+            shards = [shard.data for shard in local.addressable_shards]
             return jax.make_array_from_single_device_arrays(local.shape, self.replicated, shards)
-        rows = shards[0].shape[0] * self.num_replicas
-        return jax.make_array_from_single_device_arrays((rows, *local.shape[1:]), self.split, shards)
+
+        copies = jax.device_put(values, self._local_replicated)
+        return jax.tree.map(over_workers, copies) if self._is_global else copies
 
 
 class JaxReplica(Replica):

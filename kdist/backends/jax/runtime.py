@@ -33,8 +33,6 @@ class JaxRuntime(Runtime):
         workers: The workers of the cluster, joined, or this process alone.
     """
 
-    splits_sparse = False  # a sparse array of JAX belongs to one device, or to all alike
-
     sees_all_rows = True
 
     needs_equal_shapes = True

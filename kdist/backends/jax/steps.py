@@ -17,7 +17,8 @@ import numpy as np
 
 from kdist import keras_hooks
 from kdist.arrays.gathering import gather_rows
-from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
+from kdist.arrays.splitting import have_all_rows
+from kdist.backends.contract import ReplicaBatches, StepFunction
 from kdist.backends.jax.replicas import Replicas
 from kdist.backends.workers import Workers
 
@@ -79,7 +80,7 @@ class JaxSteps(StepFunction):
         self._working.__exit__(None, None, None)
         self.sync()
 
-    def __call__(self, batches: Sequence[GlobalBatch | ReplicaBatches]) -> Any:
+    def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
         """Runs one step a batch. Returns the last logs (train, test) or the rows of all batches (predict)."""
         outputs = []
         for batch in batches:
@@ -90,22 +91,18 @@ class JaxSteps(StepFunction):
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
 
-    def _run(self, batch: GlobalBatch | ReplicaBatches) -> Any:
+    def _run(self, batch: ReplicaBatches) -> Any:
         if self._state is None:
             # A callback may have changed anything since the last sync: the variables are the truth.
             self._state = self._read()
             keras_hooks.show_state(self._model(), self.sync)
         if self._eager:
-            if isinstance(batch, ReplicaBatches):
-                batch = gather_rows(self._workers, batch.parts)
-            data = self._replicas.place_whole(batch)
+            data = batch.parts[0]
+            if not have_all_rows(batch.split):
+                data = jax.device_put(gather_rows(self._workers, batch.parts), self._replicas.first_device)
             outputs, self._state = self._step(self._state, data)
             return outputs
-        if isinstance(batch, ReplicaBatches):
-            parts = batch.parts if batch.are_placed else self._replicas.place_parts(batch.parts)
-            data = self._replicas.join_parts(parts, batch.num_rows)
-        else:
-            data = self._replicas.place_batch(batch)
+        data = self._replicas.join_parts(batch)
         try:
             outputs, self._state = self._step(self._state, data)
         except BaseException:

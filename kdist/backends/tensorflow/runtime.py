@@ -128,10 +128,8 @@ class TensorFlowRuntime(Runtime):
         return self.workers.all_gather_rows(tensor, self.workers.sum(mine))
 
     def step_function(self, model: Any, kind: str) -> StepFunction:
-        """Runs the step in every replica."""
-        if kind == "predict":
-            return steps.PredictFunction(self, model)
-        return steps.LogsFunction(self, model, f"{kind}_step")
+        """Runs a step of the model in every replica; of predictions, gathers the rows."""
+        return steps.TensorFlowSteps(self, model, kind)
 
     def local_values(self, variable: Any) -> Sequence[Any]:
         """Returns the components of a mirrored variable."""

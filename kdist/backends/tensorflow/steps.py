@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +13,10 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 from kdist import keras_hooks
-from kdist.arrays.rows import is_scipy, num_rows, take
-from kdist.backends.contract import GlobalBatch, ReplicaBatches, StepFunction
-from kdist.backends.model_step import check_rows, global_metric_results, run_step
-from kdist.backends.replica import RowShare, split_rows
+from kdist.arrays.rows import is_scipy, leaves_of
+from kdist.backends.contract import ReplicaBatches
+from kdist.backends.model_step import ReplicatedSteps
+from kdist.backends.replica import RowShare, shares_of
 from kdist.backends.tensorflow.loops import local_index
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
 
@@ -29,57 +26,40 @@ if TYPE_CHECKING:
 _ALIGNMENT = 64  # bytes: of the widest vectors that Eigen uses
 
 
-class _ReplicatedFunction(StepFunction):
-    """Splits a global batch over the replicas and runs a function in each of the local ones."""
+class TensorFlowSteps(ReplicatedSteps):
+    """Runs the steps of one model in the replicas of a native strategy, compiled."""
 
-    def __init__(self, runtime: TensorFlowRuntime, model: Any) -> None:
-        self.runtime = runtime
-        self._model = weakref.ref(model)
+    runtime: TensorFlowRuntime
+
+    def __init__(self, runtime: TensorFlowRuntime, model: Any, kind: str) -> None:
+        super().__init__(runtime, model, kind)
         self._eager = bool(model.run_eagerly)
         self._compiled: dict[Any, Any] = {}
 
-    @property
-    def model(self) -> Any:
-        """The model, which owns this function and not the other way round."""
-        return self._model()
+    def run(self, batch: ReplicaBatches) -> tuple[Any, ...]:
+        """Returns what each local replica returned."""
+        shares = shares_of(batch.split)
+        leaves = [leaves_of(part) for part in batch.parts]
+        # One argument each: TensorFlow would wrap lists among the arguments of a function.
+        tensors = [leaf for part in leaves for leaf in part]
+        for share in (shares[i] for i in self.runtime.replica_ids):
+            tensors.append(tf.constant([share.share, share.counts, share.scalar_weight], tf.float64))
+        return self._function(batch.parts[0], leaves[0])(*tensors)
 
-    def run(self, batch: GlobalBatch | ReplicaBatches) -> tuple[tuple[Any, ...], list[slice]]:
-        """Returns what each local replica returned, and which rows each of all replicas had."""
-        parts, split = self._split(batch)
-        local = [split[i][1] for i in self.runtime.replica_ids]
-        # Tuples, not lists: TensorFlow would wrap lists among the arguments of a function.
-        leaves = [
-            [None if leaf is None else as_tensor(leaf) for leaf in keras.tree.flatten(p)] for p in parts
-        ]
-        tensors = [leaf for part in leaves for leaf in part if leaf is not None]
-        tensors += [tf.constant([s.share, s.counts, s.scalar_weight], tf.float64) for s in local]
-        return self._function(parts[0], leaves[0])(*tensors), [rows for rows, _ in split]
-
-    def _split(self, batch: GlobalBatch | ReplicaBatches) -> tuple[Sequence[Any], list[Any]]:
-        """Returns the batches of the local replicas, and the rows and shares of all."""
-        replicas = self.runtime.num_replicas
-        if isinstance(batch, ReplicaBatches):
-            return batch.parts, split_rows(batch.num_rows * replicas, replicas)
-        split = split_rows(num_rows(batch), replicas)
-        tensors = keras.tree.map_structure(lambda leaf: None if leaf is None else as_tensor(leaf), batch)
-        bounds = [split[i][0] for i in self.runtime.replica_ids]
-        return [take(tensors, rows.start, rows.stop) for rows in bounds], split
-
-    def _function(self, batch: GlobalBatch, leaves: list[Any]) -> Callable[..., Any]:
+    def _function(self, part: Any, leaves: list[Any]) -> Callable[..., Any]:
         """Returns the function for batches of this structure: one trace for any number of rows.
 
         Rows are unknown in the trace, as in Keras's own loop on TensorFlow: some of its numbers depend on it.
         """
-        present = [leaf for leaf in leaves if leaf is not None]
-        structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, batch)
-        key = (repr(structure), tuple((type(leaf), leaf.dtype, tuple(leaf.shape[1:])) for leaf in present))
+        structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, part)
+        key = (repr(structure), tuple((type(leaf), leaf.dtype, tuple(leaf.shape[1:])) for leaf in leaves))
         if key not in self._compiled or self._eager:
             # For the replicas' threads. Not while tracing: it may create a variable.
             self._thread_state = keras_hooks.ThreadState()
         if key not in self._compiled:
             run = tf.autograph.experimental.do_not_convert(functools.partial(self._run_flat, structure))
             if not self._eager:
-                rows = [_spec_of_any_rows(leaf) for leaf in present]
+                rows = [_spec_of_any_rows(leaf) for leaf in leaves]
                 replicas = len(self.runtime.devices)
                 signature = rows * replicas + [tf.TensorSpec([3], tf.float64)] * replicas
                 run = tf.function(run, input_signature=signature)
@@ -106,7 +86,8 @@ class _ReplicatedFunction(StepFunction):
             replica_id = self.runtime.replica_ids[index]
             strategy: Any = keras_hooks.strategy_of(self.model)
             replica = TensorFlowReplica(strategy, replica_id, self.runtime.num_replicas, rows, index)
-            with self._thread_state, replica:
+            variables = self.model.non_trainable_variables
+            with self._thread_state, replica, TensorFlowScope(replica, variables) as self.scopes[index]:
                 return self.in_replica(replica, parts[index])
 
         self.scopes: dict[int, TensorFlowScope] = {}
@@ -116,79 +97,30 @@ class _ReplicatedFunction(StepFunction):
         self.scopes = {}
         return results
 
-    def around_replicas(self) -> contextlib.AbstractContextManager[None]:
-        """Entered once, outside the replicas."""
-        return contextlib.nullcontext()
+    def concatenate(self, parts: Sequence[Any]) -> Any:
+        """Joins the rows of tensors, ragged ones too."""
+        return tf.concat(parts, axis=0)
 
-    @abstractmethod
-    def in_replica(self, replica: TensorFlowReplica, data: Any) -> Any:
-        """What one replica does with its rows."""
-
-
-class LogsFunction(_ReplicatedFunction):
-    """Runs `model.train_step` or `model.test_step`."""
-
-    def __init__(self, runtime: TensorFlowRuntime, model: Any, method: str) -> None:
-        super().__init__(runtime, model)
-        self._method = method
-
-    def __call__(self, batches: Sequence[GlobalBatch | ReplicaBatches]) -> Any:
-        """Returns the logs of the last batch."""
-        for batch in batches:
-            results, _ = self.run(batch)
-        return results[0]
-
-    def around_replicas(self) -> contextlib.AbstractContextManager[None]:
-        """Results of metrics speak for all replicas."""
-        return global_metric_results(self.model)
-
-    def in_replica(self, replica: TensorFlowReplica, data: Any) -> Any:
-        """Runs the step with the replica's own variables."""
-        with TensorFlowScope(replica, self.model.non_trainable_variables) as self.scopes[replica.local_index]:
-            return run_step(replica, self.model, self._method, data)
-
-
-class PredictFunction(_ReplicatedFunction):
-    """Runs `model.predict_step` and gathers the rows of all replicas."""
-
-    def __call__(self, batches: Sequence[GlobalBatch | ReplicaBatches]) -> Any:
-        """Returns the predictions for all rows of all batches, in order, as tensors."""
-        outputs = [self._predict(batch) for batch in batches]
-        return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *outputs)
-
-    def _predict(self, batch: GlobalBatch | ReplicaBatches) -> Any:
-        results, split = self.run(batch)
-        rows = [part.stop - part.start for part in split]
-        for replica_id, result in zip(self.runtime.replica_ids, results, strict=True):
-            check_rows(result, rows[replica_id])
-        have_the_same = split[0] == split[-1] and len(split) > 1
-        gather = self._of_chief if have_the_same else self._gather
-        return keras.tree.map_structure(lambda *parts: gather(parts, rows), *results)
-
-    def _of_chief(self, parts: Sequence[Any], rows: list[int]) -> Any:
-        """All have the same rows, but a layer may draw random numbers."""
+    def of_chief(self, outputs: Any) -> Any:
+        """Sends the chief's to all workers."""
         workers = self.runtime.workers
-        return parts[0] if workers is None else in_components(workers.of_chief, parts[0])
+        if workers is None:
+            return outputs
+        return keras.tree.map_structure(lambda leaf: in_components(workers.of_chief, leaf), outputs)
 
-    def _gather(self, parts: Sequence[Any], rows: list[int]) -> Any:
+    def gather(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """Gathers one output after the other."""
+        return keras.tree.map_structure(lambda *parts: self._gather(parts, sizes), *results)
+
+    def _gather(self, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         local = tf.concat(parts, axis=0)
         workers = self.runtime.workers
         if workers is None:
             return local
         if isinstance(local, tf.RaggedTensor):
             return in_components(self.runtime.gather_over_workers, local)
-        per_worker = len(parts)
-        sizes = [sum(rows[i : i + per_worker]) for i in range(0, len(rows), per_worker)]
         times = local.shape[0] // sizes[workers.worker_index]  # as many rows as its input has
         return workers.all_gather_rows(local, [times * size for size in sizes])
-
-    def in_replica(self, replica: TensorFlowReplica, data: Any) -> Any:
-        """Predicts the replica's rows."""
-        with TensorFlowScope(replica, self.model.non_trainable_variables) as scope:
-            self.scopes[replica.local_index] = scope
-            outputs = self.model.predict_step(data)
-            scope.aggregate()
-            return outputs
 
 
 def in_components(function: Callable[[Any], Any], tensor: Any) -> Any:

@@ -71,9 +71,8 @@ class TorchRuntime(Runtime):
         return tensor if self.workers is None else self.workers.gather_uneven(tensor.detach())[0]
 
     def step_function(self, model: Any, kind: str) -> StepFunction:
-        """Runs the step in every replica."""
-        kinds = {"train": steps.TrainFunction, "test": steps.TestFunction, "predict": steps.PredictFunction}
-        return kinds[kind](self, model)
+        """Runs a step of the model in every replica; of predictions, gathers the rows."""
+        return steps.TorchSteps(self, model, kind)
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Sends the chief's values in one collective."""

@@ -18,6 +18,8 @@ if in_worker:
     import jax
     import keras
 
+    from kdist.data.steps import split_batch
+
 # Numbers of devices, each of which is a replica.
 REPLICAS = pytest.mark.parametrize("replicas", [2, 3])
 
@@ -126,7 +128,7 @@ def test_each_batch_is_divided_over_the_devices() -> None:
     weights = replicas.place_state([jax.numpy.ones((64, 64))])[0]
 
     def flops(rows: int) -> float:
-        batch = replicas.place_batch((np.ones((rows, 64), "float32"),))
+        batch = replicas.join_parts(split_batch(strategy.runtime, (np.ones((rows, 64), "float32"),)))
         step = jax.jit(
             lambda w, data: (replicas.divide(data)[0] @ w).sum(), out_shardings=replicas.replicated
         )
@@ -211,7 +213,7 @@ def test_a_failed_execution_restores_the_values_of_the_last_sync(replicas: int) 
     before = model.get_weights()
     function = strategy.runtime.step_function(model, "train")
     with pytest.raises(RuntimeError, match="out of memory"), function:
-        function([(x, y)])
+        function([split_batch(strategy.runtime, (x, y))])
         good = function._step
 
         def step(state: Any, data: Any) -> Any:
@@ -219,7 +221,7 @@ def test_a_failed_execution_restores_the_values_of_the_last_sync(replicas: int) 
             raise RuntimeError("out of memory")
 
         function._step = step
-        function([(x, y)])
+        function([split_batch(strategy.runtime, (x, y))])
     _assert_equal(before, model.get_weights())
 
 

@@ -10,7 +10,8 @@ if in_worker:
     import keras
     import torch
 
-    from kdist.backends.replica import split_rows
+    from kdist.arrays.splitting import split_rows
+    from kdist.backends.replica import shares_of
     from kdist.backends.threads import ReplicaThreads
     from kdist.backends.torch.replicas import TorchReplica, VariableCopies
 
@@ -18,11 +19,11 @@ if in_worker:
 def in_replicas(rows, replicas, body):
     """Runs `body(replica, its rows)` in each replica."""
     split = split_rows(rows, replicas)
-    shares = [share for _, share in split]
+    shares = shares_of(split)
     threads = ReplicaThreads([f"replica {i}" for i in range(replicas)])
 
     def one(index, baton):
-        return body(TorchReplica(None, index, shares, index, baton), split[index][0])
+        return body(TorchReplica(None, index, shares, index, baton), slice(*split[index]))
 
     return threads.run(one)
 

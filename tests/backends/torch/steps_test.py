@@ -12,6 +12,7 @@ if in_worker:
     import keras
     import torch
 
+    from kdist.data.steps import split_batch
     from tests.backends.torch.models import (
         ATOL,
         RTOL,
@@ -246,8 +247,9 @@ def test_leaves_that_are_not_tensors():
     x, y = data(3)
     from kdist import keras_hooks
 
-    function = keras_hooks.strategy_of(model).runtime.step_function(model, "test")
-    function([({"x": x.astype("float64"), "name": np.array(["a", "b", "c"]), "none": None}, y)])
+    runtime = keras_hooks.strategy_of(model).runtime
+    batch = ({"x": x.astype("float64"), "name": np.array(["a", "b", "c"]), "none": None}, y)
+    runtime.step_function(model, "test")([split_batch(runtime, batch)])
     assert model.seen == [(["a", "b"], None, (2, 5), torch.float64), (["c"], None, (1, 5), torch.float64)]
 
 
