@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,8 +43,20 @@ def own_layers(model: Any) -> list[Any]:
     return [
         layer
         for layer in model._flatten_layers()
-        if is_own(layer) or is_own(getattr(layer, "activity_regularizer", None))
+        if _names_add_loss(type(layer)) or is_own(getattr(layer, "activity_regularizer", None))
     ]
+
+
+def _names_add_loss(kind: type) -> bool:
+    """Says whether the user's methods of a class speak of `add_loss`: others are not called once more, for nothing."""
+    methods = (method for base in kind.__mro__ if is_own(base) for method in vars(base).values())
+    codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
+    while codes:
+        code = codes.pop()
+        if "add_loss" in code.co_names:
+            return True
+        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+    return False
 
 
 def own_metrics(model: Any) -> list[Any]:

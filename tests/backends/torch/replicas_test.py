@@ -1,5 +1,6 @@
 import gc
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ def in_replicas(rows, replicas, body):
     threads = ReplicaThreads([f"replica {i}" for i in range(replicas)])
 
     def one(index, baton):
-        return body(TorchReplica(None, index, shares, index, baton), slice(*split[index]))
+        strategy = SimpleNamespace(own_ops=None)
+        return body(TorchReplica(strategy, index, shares, index, baton), slice(*split[index]))
 
     return threads.run(one)
 
@@ -52,7 +54,7 @@ def test_synchronised_moments_and_their_gradients_are_those_of_all_rows(rows, re
         local = weight.clone().requires_grad_()
         loss, *moments = loss_of(x[own], local, factor[own], lambda h: replica.moments(h, [0, 1]))
         loss.backward()
-        (gradient,) = replica.sum_gradients([local.grad])
+        (gradient,) = replica.sum_gradients([local.grad], [None])
         return replica.mean_over_rows([loss.detach()])[0], gradient, *moments
 
     for loss, gradient, its_mean, its_variance in in_replicas(rows, replicas, body):
