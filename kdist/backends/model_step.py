@@ -61,7 +61,6 @@ class ReplicatedSteps(StepFunction):
         if self.kind != "predict":
             return run_step(replica, self.model, f"{self.kind}_step", part)
         outputs = self.model.predict_step(part)
-        assert replica.scope is not None
         replica.scope.aggregate()
         return outputs
 
@@ -107,7 +106,6 @@ def run_step(replica: Replica, model: Any, method: str, data: Any) -> Any:
     Returns:
         The logs of the global batch. Results of metrics are exact; other scalars are means weighted by rows.
     """
-    assert replica.scope is not None
     logs = getattr(model, method)(data)
     replica.scope.aggregate()
     leaves = keras.tree.flatten(logs)

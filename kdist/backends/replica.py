@@ -5,7 +5,7 @@ the one that a single device would give on all rows:
 
 - a `RowShare` says how much a replica's rows count, and
 - a `ReplicaScope` notes which variables the step writes, and aggregates them over the replicas in one packed
-  collective.
+  collective; see `aggregation.py`.
 
 The convention: a replica's loss is what the loss would be if its rows were all there are, and the global loss
 is the mean of these, weighted by `share`. A custom loss that returns a scalar mean, a regulariser and a
@@ -23,7 +23,6 @@ import keras
 
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends import debugging
-from kdist.backends.variables import NotesAdditions, aggregation_of, is_on_read, share_of
 from kdist.context import ReplicaContext, StrategyLike
 from kdist.values import ReduceOp
 
@@ -85,7 +84,7 @@ class Replica(ReplicaContext):
         self.is_model_step = is_model_step
         self.rows = rows
         self.local_index = local_index
-        self.scope: ReplicaScope | None = None
+        self.scope: Any = None  # its `ReplicaScope`
         self.global_values: dict[int, Any] = {}
         self.loss_is_weighted = False
         self.log: list[tuple[str, Any, str]] = []
@@ -234,138 +233,3 @@ def packed(reduce: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any])
             results[i] = ops.reshape(flat[start : start + size], shape)
             start += size
     return results
-
-
-@dataclass
-class _Write:
-    """A variable that a replica has written, since when, and whether it was set or only added to."""
-
-    variable: Any
-    old: Any
-    is_set: bool = False
-
-
-class ReplicaScope(NotesAdditions, keras.StatelessScope):
-    """Shows each replica its own copy of every Keras variable, and notes what a step writes.
-
-    A public `keras.StatelessScope` intercepts all reads and writes of Keras variables in a thread; this one
-    lets them through to the replica's native variable. At the end of a step (or when a metric's result is
-    asked for), `aggregate` makes the written variables equal on all replicas again. Of an on-read variable each
-    replica of `run` keeps its component instead, and `show` takes what they aggregate to.
-    """
-
-    def __init__(self, replica: Replica) -> None:
-        # Losses that layers add are kept by the scope, since the layers' own lists are shared by the replicas.
-        super().__init__(collect_losses=True, initialize_variables=False)
-        self._replica = replica
-        self._has_components = not replica.is_model_step and replica.num_replicas_in_sync > 1
-        self._written: dict[int, _Write] = {}
-        self._untracked = 0
-        replica.scope = self
-
-    @abstractmethod
-    def local(self, variable: Any) -> Any:
-        """Returns the replica's native variable or tensor for a Keras variable."""
-
-    @abstractmethod
-    def write(self, variable: Any, value: Any) -> None:
-        """Assigns to the replica's native variable, in place."""
-
-    @abstractmethod
-    def snapshot(self, variable: Any) -> Any:
-        """Returns the present value as a tensor that later writes do not change."""
-
-    @abstractmethod
-    def show(self, variable: Any, total: Any) -> None:
-        """Takes what an on-read variable is outside of replicas; the components stay."""
-
-    def get_current_value(self, variable: Any) -> Any:
-        """Overrides the lookup of `keras.StatelessScope`."""
-        return self.local(variable)
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        """Overrides the recording of `keras.StatelessScope`: writes through, and remembers the old value."""
-        variable, value = update
-        if not self._untracked:
-            self._note(variable)
-        self.write(variable, value)
-
-    def has_component(self, variable: Any) -> bool:
-        """Says whether this replica has a component of a variable that is aggregated when it is read."""
-        return self._has_components and is_on_read(variable)
-
-    def share_of(self, variable: Any, value: Any) -> Any:
-        """This replica's component of what is assigned to an on-read variable outside of replicas."""
-        replica = self._replica
-        return share_of(variable, value, replica.replica_id_in_sync_group, replica.num_replicas_in_sync)
-
-    def old_value(self, variable: Any) -> Any:
-        """Returns the value from which a first write is counted; called just before that write."""
-        return self.snapshot(variable)
-
-    def untracked(self) -> _Untracked:
-        """Within this, writes are known to be equal on all replicas and need no aggregation."""
-        return _Untracked(self)
-
-    @property
-    def is_untracked(self) -> bool:
-        """Whether what is written now needs no aggregation."""
-        return self._untracked > 0
-
-    def aggregate(self, only_on_read: bool = False) -> None:
-        """Makes all variables written since the last call equal on all replicas: one collective a dtype."""
-        written = [w for w in self._written.values() if not only_on_read or self.has_component(w.variable)]
-        for write in written:
-            del self._written[id(write.variable)]
-        if not written:
-            return
-        totals = self._replica.all_reduce_packed([self._contribution(write) for write in written])
-        for write, total in zip(written, totals, strict=True):
-            if self.has_component(write.variable):
-                self.show(write.variable, total)
-            else:
-                self.aggregated(write.variable, write.old + total if self._is_difference(write) else total)
-
-    def aggregated(self, variable: Any, value: Any) -> None:
-        """Takes the value that all replicas share now."""
-        self.write(variable, value)
-
-    def _note(self, variable: Any) -> None:
-        key = id(variable)
-        if key not in self._written:
-            old = None if self.has_component(variable) else self.old_value(variable)
-            self._written[key] = _Write(variable, old)
-        # A model's step gives what one device would, whose `v.assign(v + x)` is an addition too.
-        if not (self.is_adding or self._replica.is_model_step or self.has_component(variable)):
-            self._written[key].is_set = True
-
-    def _is_difference(self, write: _Write) -> bool:
-        """Whether a sum is counted from its old value: what is set on all replicas does not contain that."""
-        is_sum = aggregation_of(write.variable) == "sum"
-        return is_sum and not write.is_set and not self.has_component(write.variable)
-
-    def _contribution(self, write: _Write) -> Any:
-        rows = self._replica.rows
-        value = self.snapshot(write.variable)
-        if self._is_difference(write):
-            value = value - write.old
-        how = aggregation_of(write.variable)
-        if how == "sum":
-            return value * keras.ops.cast(rows.counts, value.dtype) if self._replica.is_model_step else value
-        if how == "mean":
-            return value * keras.ops.cast(rows.share, value.dtype)
-        first = self._replica.replica_id_in_sync_group == 0
-        if isinstance(first, bool):
-            return value if first else keras.ops.zeros_like(value)
-        return value * keras.ops.cast(first, value.dtype)
-
-
-class _Untracked:
-    def __init__(self, scope: ReplicaScope) -> None:
-        self._scope = scope
-
-    def __enter__(self) -> None:
-        self._scope._untracked += 1
-
-    def __exit__(self, *exc: object) -> None:
-        self._scope._untracked -= 1

@@ -15,9 +15,9 @@ from kdist.values import regroup
 # What needs Keras is imported when a dataset is read: the class alone is light.
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
+    from kdist.data.agreement import Step, Steps
     from kdist.data.input_options import InputOptions
     from kdist.data.reading import WorkerBatch
-    from kdist.data.steps import Step, Steps
 
     Reader = Callable[[int, int], Iterator[WorkerBatch]]
 
@@ -152,7 +152,7 @@ class DistributedDataset:
         return {"epoch": epoch + 1, "step": 0} if ended else {"epoch": epoch, "step": step}
 
     def _open(self, position: Mapping[str, int]) -> Steps:
-        from kdist.data.steps import open_steps
+        from kdist.data.agreement import open_steps
 
         epoch, start = position["epoch"], position["step"]
         return open_steps(self._runtime, self._reader(epoch, start), self._options, self._is_global, start)
@@ -229,7 +229,7 @@ class DistributedIterator:
     def peek_part(self) -> Any:
         """Returns the batch of one replica, of the next step."""
         from kdist.arrays import rows
-        from kdist.data.steps import as_parts
+        from kdist.data.agreement import as_parts
 
         step = self.peek()
         if step is None:
@@ -242,7 +242,7 @@ class DistributedIterator:
 
     def batches(self) -> Iterator[Any]:
         """What step functions take, for the training loop. The epoch ends with the iterator, however it ends."""
-        from kdist.data.steps import as_batch
+        from kdist.data.agreement import as_batch
 
         return (as_batch(self._dataset._runtime, step) for step in self.steps)
 
@@ -272,7 +272,7 @@ class DistributedIterator:
     def _next(self) -> Any:
         import keras
 
-        from kdist.data.steps import as_parts
+        from kdist.data.agreement import as_parts
 
         runtime = self._dataset._runtime
         step = next(self.steps)

@@ -10,12 +10,12 @@ from kdist import keras_hooks
 from kdist.arrays import rows
 from kdist.backends import get_backend
 from kdist.backends.messages import read_on_all
+from kdist.data.agreement import as_batch, open_steps, split_batch
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_options import InputOptions
 from kdist.data.reading import read_global
 from kdist.data.sources import is_infinite, py_dataset, torch_loader
 from kdist.data.sources.iterables import IteratorSource
-from kdist.data.steps import as_batch, open_steps, split_batch
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.training.passes import TAKEN, Passes
 

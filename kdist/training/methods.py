@@ -16,7 +16,7 @@ import numpy as np
 from kdist import faults, keras_hooks
 from kdist.backends import get_backend, whereabouts
 from kdist.checkpoint.checkpoint import wait_for_all
-from kdist.data.steps import split_batch
+from kdist.data.agreement import split_batch
 from kdist.errors import InvalidArgumentError
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress

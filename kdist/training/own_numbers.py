@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.backends.variables import aggregation_of
+from kdist.backends.aggregation import aggregation_of
 from kdist.training.verdicts import COUPLES, MEAN, SUM, Call, Part, Sample, Unwritten, Verdict, agreed
 
 

@@ -10,9 +10,9 @@ import keras
 import numpy as np
 
 from kdist.arrays.rows import num_rows
+from kdist.backends.aggregation import NotesAdditions
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.replica import Replica, RowShare
-from kdist.backends.variables import NotesAdditions
 
 # Of the size of the numbers. What is neither mean nor sum is off by far more; GPUs multiply with 10 bits.
 _TOLERANCE = 2e-3

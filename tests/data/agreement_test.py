@@ -55,8 +55,8 @@ class Runtime:
 
 
 def work(runtime, read, step_seconds, buffer, results):
+    from kdist.data.agreement import open_steps
     from kdist.data.input_options import InputOptions
-    from kdist.data.steps import open_steps
 
     options = InputOptions(experimental_per_replica_buffer_size=buffer)
     steps = open_steps(runtime, read(), options, is_global=False)
@@ -144,7 +144,7 @@ class Ready:
 
 
 def in_worker_count_messages():
-    from kdist.data.steps import Steps
+    from kdist.data.agreement import Steps
 
     post, results = Post(2), {}
 

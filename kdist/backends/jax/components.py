@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from kdist.backends.aggregation import is_on_read, share_of
 from kdist.backends.jax.replicas import Replicas
-from kdist.backends.variables import is_on_read, share_of
 
 
 def has_components(replicas: Replicas, variable: Any) -> bool:

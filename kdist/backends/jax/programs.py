@@ -20,10 +20,10 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
+from kdist.backends.aggregation import is_on_read
 from kdist.backends.jax.components import has_components, place_components, place_shares
 from kdist.backends.jax.scopes import Store, initial_value
 from kdist.backends.variable_table import VariableTable
-from kdist.backends.variables import is_on_read
 
 _NOTHING: tuple[Any, Any] = (None, None)
 _FEW = 100  # items of a container that is a constant by its contents

@@ -10,8 +10,7 @@ import jax
 import keras
 
 from kdist import keras_hooks
-from kdist.backends.replica import ReplicaScope
-from kdist.backends.variables import NotesAdditions, check_branch
+from kdist.backends.aggregation import NotesAdditions, ReplicaScope, check_branch
 from kdist.context import current_replica
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from kdist import keras_hooks
+from kdist.backends.aggregation import share_of
 from kdist.backends.variable_table import VariableTable
-from kdist.backends.variables import share_of
 from kdist.errors import StrategyScopeError
 
 if TYPE_CHECKING:

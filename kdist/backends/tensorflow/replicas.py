@@ -12,9 +12,9 @@ import tensorflow as tf
 from kdist import keras_hooks
 from kdist.arrays.structures import joined
 from kdist.backends import debugging
-from kdist.backends.replica import Replica, ReplicaScope
+from kdist.backends.aggregation import ReplicaScope, check_branch
+from kdist.backends.replica import Replica
 from kdist.backends.tensorflow.components import is_shared, native_of
-from kdist.backends.variables import check_branch
 from kdist.context import cross_replica
 from kdist.values import component
 

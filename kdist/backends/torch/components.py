@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from kdist.backends.aggregation import share_of
 from kdist.backends.variable_table import VariableTable
-from kdist.backends.variables import share_of
 
 
 @dataclass

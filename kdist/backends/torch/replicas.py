@@ -13,7 +13,8 @@ import torch
 
 from kdist.arrays.structures import joined
 from kdist.backends import debugging
-from kdist.backends.replica import Replica, ReplicaScope, RowShare
+from kdist.backends.aggregation import ReplicaScope
+from kdist.backends.replica import Replica, RowShare
 from kdist.backends.threads import Baton
 from kdist.backends.torch.workers import JoinedWorkers
 from kdist.backends.variable_table import VariableTable

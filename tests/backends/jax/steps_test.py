@@ -18,7 +18,7 @@ if in_worker:
     import jax
     import keras
 
-    from kdist.data.steps import split_batch
+    from kdist.data.agreement import split_batch
 
 # Numbers of devices, each of which is a replica.
 REPLICAS = pytest.mark.parametrize("replicas", [2, 3])

@@ -12,7 +12,7 @@ if in_worker:
     import keras
     import torch
 
-    from kdist.data.steps import split_batch
+    from kdist.data.agreement import split_batch
     from tests.backends.torch.models import (
         ATOL,
         RTOL,

@@ -1,4 +1,4 @@
-"""`Steps`: the workers agree, step by step, on who still has data and how much."""
+"""The workers agree, step by step, on who still has data and how much; what each step is then given."""
 
 from __future__ import annotations
 
