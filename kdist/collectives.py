@@ -5,15 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kdist.backends.messages import check_equal
-from kdist.context import current_strategy, joined_strategy
+from kdist.backends.contract import Runtime
+from kdist.backends.messages import call_on_all, check_equal
+from kdist.context import StrategyLike, current_strategy, joined_strategy
 from kdist.errors import DatasetError, InvalidArgumentError, WorkerTimeoutError
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
-    from kdist.context import StrategyLike
 
 
 def broadcast(value: Any, source: int = 0, strategy: StrategyLike | None = None) -> Any:
@@ -142,20 +139,13 @@ def _exchange(runtime: Runtime, value: Any) -> list[Any]:
     """Gathers a value from every worker; where one cannot be sent, all raise."""
     from kdist.arrays.gathering import decode
 
-    error: Exception | None = None
-    message = b""
-    try:
-        message = _encoded(value)
-    except InvalidArgumentError as raised:
-        error = raised
+    def failed(index: int, text: str) -> Exception:
+        hint = "Look at that worker's traceback."
+        return InvalidArgumentError(f"The value of worker {index} cannot be sent.", hint=hint)
+
     with runtime.engine_errors():
-        everyone = runtime.all_gather_bytes(message)
-    for index, data in enumerate(everyone):
-        if not data:
-            raise error or InvalidArgumentError(
-                f"The value of worker {index} cannot be sent.", hint="Look at that worker's traceback."
-            )
-    return [decode(data) for data in everyone]
+        message, _ = call_on_all(runtime, lambda: _encoded(value), failed)
+        return [decode(data) for data in runtime.group.all_gather_bytes(message)]
 
 
 def _encoded(value: Any) -> bytes:

@@ -17,11 +17,12 @@ class TwoWorkers:
 
     def __init__(self, theirs=None, lost=()):
         self.theirs = theirs
-        self.lost = frozenset(lost)
+        self.group = self
+        self._lost = frozenset(lost)
         self.said = []
 
-    def lost_workers(self):
-        return self.lost
+    def lost(self):
+        return self._lost
 
     def explain_failure(self, error):
         raise AssertionError("to the engine, a refused connection of the user's looks like a lost worker")
@@ -69,7 +70,7 @@ def test_the_own_failure_is_told(error, told):
 
 @pytest.mark.parametrize("runtime", [TwoWorkers(), TwoWorkers(lost=[1])])
 def test_whoever_has_lost_a_worker_tells_nobody(runtime):
-    error = OSError("gone") if runtime.lost else WorkerLostError("gone")
+    error = OSError("gone") if runtime.lost() else WorkerLostError("gone")
     with pytest.raises(type(error)):
         call_on_all(runtime, fail_with(error), failed)
     assert runtime.said == []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -19,12 +19,11 @@ from kdist.errors import DatasetError
 
 _FAILED = b"!"  # what starts no JSON
 
-if TYPE_CHECKING:
 
-    class Messenger(Protocol):
-        """Whoever connects the workers: a runtime, or what it holds of them."""
+class Messenger(Protocol):
+    """The workers, who gather messages."""
 
-        def all_gather_bytes(self, data: bytes) -> list[bytes]: ...
+    def all_gather_bytes(self, data: bytes) -> list[bytes]: ...
 
 
 def gather_rows(messenger: Messenger, parts: Sequence[Any]) -> Any:

@@ -193,31 +193,6 @@ class Runtime(ABC):
         """
         return
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers a message from every worker, in the order of their indices. Blocks; all must call it."""
-        return self.group.all_gather_bytes(data)
-
-    def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Sends a message to every worker and does not wait; all must call it.
-
-        Returns:
-            A function that waits and returns what `all_gather_bytes` would. Call it once, and before the next
-            message is begun.
-        """
-        return self.group.begin_gather_bytes(data)
-
-    def post(self, key: str, text: str) -> None:
-        """Leaves a text under a key, once, for any worker to look up at any later time. Does not wait for them."""
-        self.group.post(key, text)
-
-    def look_up(self, key: str) -> str | None:
-        """Returns the text that any worker has posted under a key, or `None`. Does not wait for it."""
-        return self.group.look_up(key)
-
-    def lost_workers(self) -> frozenset[int]:
-        """Returns the workers that the engine knows to be lost. Does not wait; for any thread."""
-        return self.group.lost()
-
     @abstractmethod
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Copies one batch for each local replica to its device. Often called ahead of the step, from another thread.

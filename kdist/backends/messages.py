@@ -24,7 +24,7 @@ def gather(runtime: Runtime, value: Any) -> list[Any]:
     """
     if runtime.num_workers == 1:
         return [value]
-    return [json.loads(data) for data in runtime.all_gather_bytes(json.dumps(value).encode())]
+    return [json.loads(data) for data in runtime.group.all_gather_bytes(json.dumps(value).encode())]
 
 
 def check_equal(
@@ -102,7 +102,7 @@ def call_on_all(
     except Exception as raised:
         # Whoever has lost a worker can tell nobody. The engine is not asked what the error means: a database
         # that refuses a connection looks to it like a worker that does.
-        if runtime is not None and (isinstance(raised, _NOBODY_ANSWERS) or runtime.lost_workers()):
+        if runtime is not None and (isinstance(raised, _NOBODY_ANSWERS) or runtime.group.lost()):
             raise
         error = raised
     text = None

@@ -33,18 +33,23 @@ class Workers:
     worker_index = 0
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers a message from every worker; see `Runtime.all_gather_bytes`."""
+        """Gathers a message from every worker, in the order of their indices. Blocks; all must call it."""
         return [data]
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Starts to gather a message from every worker; see `Runtime.begin_gather_bytes`."""
+        """Sends a message to every worker and does not wait; all must call it.
+
+        Returns:
+            A function that waits and returns what `all_gather_bytes` would. Call it once, and before the next
+            message is begun.
+        """
         return lambda: [data]
 
     def post(self, key: str, text: str) -> None:
-        """Leaves a text for the other workers."""
+        """Leaves a text under a key, once, for any worker to look up at any later time. Does not wait for them."""
 
     def look_up(self, key: str) -> str | None:
-        """Returns the text that a worker has left under a key."""
+        """Returns the text that any worker has posted under a key, or `None`. Does not wait for it."""
         return None
 
     def lost(self) -> frozenset[int]:

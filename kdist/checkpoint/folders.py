@@ -82,7 +82,7 @@ def prepare(runtime: Runtime | None, wish: Wish) -> tuple[Folder, str, int | Non
     everyone = gather_from(
         runtime, {"token": token, "problem": problem, "facts": wish.facts, "number": number}
     )
-    folder = Folder(mine, "", [index], 0, token, lock, runtime.lost_workers if runtime else frozenset)
+    folder = Folder(mine, "", [index], 0, token, lock, runtime.group.lost if runtime else frozenset)
     try:
         _check(everyone, wish.directory)
         number = everyone[0]["number"]

@@ -6,21 +6,17 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdist.arrays import rows
 from kdist.arrays.gathering import empty_parts, gather_rows
 from kdist.arrays.splitting import even_split, have_all_rows
-from kdist.backends.contract import ReplicaBatches
+from kdist.backends.contract import ReplicaBatches, Runtime
 from kdist.backends.messages import gather
+from kdist.data.input_options import InputOptions
 from kdist.data.prefetch import End, Prefetch, primed
 from kdist.data.reading import SINGLE, WorkerBatch, is_cut_short
 from kdist.errors import DatasetError, KdistError, WorkerMismatchError
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
-    from kdist.data.input_options import InputOptions
-
 
 # Steps that one message can be about: what a fast pipeline may have waiting while another worker is slow.
 _MOST = 3
@@ -43,6 +39,32 @@ class Step:
 
     batch: WorkerBatch | None
     counts: list[int]
+
+    def as_batch(self, runtime: Runtime) -> ReplicaBatches:
+        """Returns what a step function takes. Rows travel where the replicas have others than of a global batch."""
+        batch = self.batch
+        if batch is not None and batch.whole is not None:
+            return split_batch(runtime, batch.whole)
+        parts = self._parts(runtime)
+        if SINGLE in self.counts:
+            rows.num_rows(parts[0])  # raises
+        split = runtime.split(sum(self.counts))
+        if self.counts != [stop - start for start, stop in split]:
+            return split_batch(runtime, gather_rows(runtime.group, parts))
+        return ReplicaBatches(parts if batch is not None and batch.is_placed else runtime.place(parts), split)
+
+    def as_parts(self, runtime: Runtime) -> list[Any]:
+        """Returns one batch for each local replica, of no rows where a replica has none."""
+        if self.batch is not None and self.batch.whole is not None:
+            split = even_split(sum(self.counts), runtime.num_replicas)
+            return rows.cut(self.batch.whole, [split[i] for i in runtime.replica_ids])
+        parts = self._parts(runtime)
+        return empty_parts(runtime.group, parts) if 0 in self.counts else list(parts)
+
+    def _parts(self, runtime: Runtime) -> Sequence[Any]:
+        if self.batch is None or self.batch.parts is None:
+            return [None] * len(runtime.devices)
+        return self.batch.parts
 
 
 class Steps:
@@ -163,7 +185,7 @@ class Steps:
             "waits": waits,
             "error": None if error is None else _words(error),
         }
-        self._on_its_way = self._runtime.begin_gather_bytes(json.dumps(message).encode())
+        self._on_its_way = self._runtime.group.begin_gather_bytes(json.dumps(message).encode())
 
     def _number_agreed(self, everyone: list[dict[str, Any]]) -> int:
         """How many steps can be run before the workers must speak again."""
@@ -231,15 +253,7 @@ def _words(error: BaseException) -> str:
 def open_steps(
     runtime: Runtime, reader: Iterator[WorkerBatch], options: InputOptions, is_global: bool, start: int = 0
 ) -> Steps:
-    """Starts to read ahead, and to put on the devices, what a worker reads.
-
-    Args:
-        runtime: The runtime whose workers take part.
-        reader: What this worker reads.
-        options: How much to read ahead, and where to.
-        is_global: Whether the workers read the same global batches, or each its own part.
-        start: Index of the first step, for messages.
-    """
+    """Starts to read ahead, and to put on the devices, what a worker reads; see `Steps`."""
     buffer = options.experimental_per_replica_buffer_size
     reader = _ready(runtime, reader, options.experimental_fetch_to_device is not False, buffer > 0)
     if not buffer:
@@ -262,20 +276,6 @@ def _ready(
         yield batch
 
 
-def as_batch(runtime: Runtime, step: Step) -> ReplicaBatches:
-    """Returns what a step function takes. Rows travel where the replicas have others than a global batch gives them."""
-    batch = step.batch
-    if batch is not None and batch.whole is not None:
-        return split_batch(runtime, batch.whole)
-    parts = _parts(runtime, step)
-    if SINGLE in step.counts:
-        rows.num_rows(parts[0])  # raises
-    split = runtime.split(sum(step.counts))
-    if step.counts != [stop - start for start, stop in split]:
-        return split_batch(runtime, gather_rows(runtime, parts))
-    return ReplicaBatches(parts if batch is not None and batch.is_placed else runtime.place(parts), split)
-
-
 def split_batch(runtime: Runtime, batch: Any) -> ReplicaBatches:
     """Returns what a step function takes of a global batch, which every worker has."""
     count = rows.num_rows(batch)
@@ -287,18 +287,3 @@ def split_batch(runtime: Runtime, batch: Any) -> ReplicaBatches:
     else:
         parts = rows.cut(batch, [split[i] for i in runtime.replica_ids])
     return ReplicaBatches(runtime.place(parts), split)
-
-
-def as_parts(runtime: Runtime, step: Step) -> list[Any]:
-    """Returns one batch for each local replica, of no rows where a replica has none."""
-    if step.batch is not None and step.batch.whole is not None:
-        split = even_split(sum(step.counts), runtime.num_replicas)
-        return rows.cut(step.batch.whole, [split[i] for i in runtime.replica_ids])
-    parts = _parts(runtime, step)
-    return empty_parts(runtime, parts) if 0 in step.counts else list(parts)
-
-
-def _parts(runtime: Runtime, step: Step) -> Sequence[Any]:
-    if step.batch is None or step.batch.parts is None:
-        return [None] * len(runtime.devices)
-    return step.batch.parts

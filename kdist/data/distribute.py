@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
+from kdist.backends.contract import Runtime
 from kdist.backends.messages import check_equal, gather, read_on_all
+from kdist.data.agreement import open_steps
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_context import InputContext, ValueContext
 from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
@@ -17,9 +19,6 @@ from kdist.data.sources import source_of
 from kdist.data.sources.source import Source
 from kdist.errors import InvalidArgumentError
 from kdist.values import regroup
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
 
 
 def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) -> DistributedDataset:
@@ -51,14 +50,15 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
     if is_global:
         _share_seed(runtime, source)
     read = read_global if is_global else read_pieces
+    ahead = _options_for([source], options)
     return DistributedDataset(
         runtime,
-        lambda epoch, start: read(source, runtime, epoch, start),
+        lambda epoch, start: open_steps(
+            runtime, read(source, runtime, epoch, start), ahead, is_global, start
+        ),
         kind=source.kind,
         num_steps=_longest(runtime, num_batches) if is_global else None,
         is_infinite=source.is_infinite,
-        is_global=is_global,
-        options=_options_for([source], options),
         inner_shapes=source.inner_shapes,
     )
 
@@ -83,14 +83,15 @@ def distribute_from_function(
         return sources, _steps_of(sources, len(runtime.devices))
 
     sources, num_steps = read_on_all(runtime, "The dataset_fn", call)
+    ahead = _options_for(sources, options)
     return DistributedDataset(
         runtime,
-        lambda epoch, start: read_per_replica(sources, runtime, epoch, start),
+        lambda epoch, start: open_steps(
+            runtime, read_per_replica(sources, runtime, epoch, start), ahead, False, start
+        ),
         kind=sources[0].kind,
         num_steps=_longest(runtime, num_steps, all(source.is_unbatched for source in sources)),
         is_infinite=any(source.is_infinite for source in sources),
-        is_global=False,
-        options=_options_for(sources, options),
         inner_shapes=sources[0].inner_shapes,
     )
 

@@ -8,18 +8,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kdist.backends.contract import Runtime
 from kdist.context import current_replica, in_function
 from kdist.errors import DatasetError, InvalidArgumentError, OutOfRangeError, StrategyScopeError
 from kdist.values import regroup
 
 # What needs Keras is imported when a dataset is read: the class alone is light.
 if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
     from kdist.data.agreement import Step, Steps
-    from kdist.data.input_options import InputOptions
-    from kdist.data.reading import WorkerBatch
-
-    Reader = Callable[[int, int], Iterator[WorkerBatch]]
 
 
 class DistributedDataset:
@@ -35,19 +31,15 @@ class DistributedDataset:
     def __init__(
         self,
         runtime: Runtime,
-        reader: Reader,
+        open_at: Callable[[int, int], Steps],
         *,
         kind: str,
         num_steps: int | None,
         is_infinite: bool,
-        is_global: bool,
-        options: InputOptions,
         inner_shapes: list[Any] | None = None,
     ) -> None:
         self._runtime = runtime
-        self._reader = reader
-        self._options = options
-        self._is_global = is_global
+        self._open_at = open_at  # an epoch and a step
         self._element_spec: Any = None
         self._next = {"epoch": 0, "step": 0}  # where the next iterator begins
         self._newest: dict[str, int] | None = None  # the position of the newest iterator
@@ -151,12 +143,6 @@ class DistributedDataset:
         ended = self.num_steps is not None and 0 < self.num_steps <= step
         return {"epoch": epoch + 1, "step": 0} if ended else {"epoch": epoch, "step": step}
 
-    def _open(self, position: Mapping[str, int]) -> Steps:
-        from kdist.data.agreement import open_steps
-
-        epoch, start = position["epoch"], position["step"]
-        return open_steps(self._runtime, self._reader(epoch, start), self._options, self._is_global, start)
-
     def _note_spec(self, part: Any) -> None:
         import keras
 
@@ -214,7 +200,7 @@ class DistributedIterator:
     def steps(self) -> Iterator[Step]:
         """The steps themselves, for the training loop; they are read once."""
         if self._generator is None:
-            self._source = self._dataset._open(self._position)
+            self._source = self._dataset._open_at(self._position["epoch"], self._position["step"])
             self._generator = _counted(self._source, self._ahead, self._position)
         return self._generator
 
@@ -229,22 +215,19 @@ class DistributedIterator:
     def peek_part(self) -> Any:
         """Returns the batch of one replica, of the next step."""
         from kdist.arrays import rows
-        from kdist.data.agreement import as_parts
 
         step = self.peek()
         if step is None:
             kind = self._dataset.kind
             raise DatasetError("A dataset must have at least one batch.", received={"dataset": kind})
-        parts = as_parts(self._dataset._runtime, step)
+        parts = step.as_parts(self._dataset._runtime)
         if rows.is_single(parts[0]):
             return parts[0]
         return next((part for part in parts if rows.num_rows(part)), parts[0])
 
     def batches(self) -> Iterator[Any]:
         """What step functions take, for the training loop. The epoch ends with the iterator, however it ends."""
-        from kdist.data.agreement import as_batch
-
-        return (as_batch(self._dataset._runtime, step) for step in self.steps)
+        return (step.as_batch(self._dataset._runtime) for step in self.steps)
 
     def __iter__(self) -> DistributedIterator:
         self._dataset._runtime.begin_loop()
@@ -272,11 +255,9 @@ class DistributedIterator:
     def _next(self) -> Any:
         import keras
 
-        from kdist.data.agreement import as_parts
-
         runtime = self._dataset._runtime
         step = next(self.steps)
-        parts = as_parts(runtime, step)
+        parts = step.as_parts(runtime)
         if step.batch is None or not step.batch.is_placed or 0 in step.counts:
             parts = runtime.place(parts)
         self._dataset._note_spec(parts[0])

@@ -7,17 +7,15 @@ import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from kdist.arrays import rows
 from kdist.arrays.splitting import even_split, have_all_rows
+from kdist.backends.contract import Runtime
 from kdist.data.sources.source import Source
 from kdist.errors import DatasetError
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
 
 # In place of a number of rows: a single element, without an axis of rows.
 SINGLE = -1

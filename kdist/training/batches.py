@@ -10,7 +10,7 @@ from kdist import keras_hooks
 from kdist.arrays import rows
 from kdist.backends import get_backend
 from kdist.backends.messages import read_on_all
-from kdist.data.agreement import as_batch, open_steps, split_batch
+from kdist.data.agreement import open_steps, split_batch
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_options import InputOptions
 from kdist.data.reading import read_global
@@ -126,7 +126,7 @@ class GlobalBatches:
         runtime = self._session.runtime
         if runtime.num_workers > 1 and keras_hooks.shuffles_arrays(self.iterator):
             backend = get_backend()
-            backend.set_random_state(runtime.all_gather_bytes(backend.random_state())[0])
+            backend.set_random_state(runtime.group.all_gather_bytes(backend.random_state())[0])
 
     def reset(self) -> None:
         """Starts again from the first batch."""
@@ -199,7 +199,7 @@ class GlobalBatches:
         steps = open_steps(runtime, read_global(source, runtime, 0, 0), InputOptions(), is_global=True)
         try:
             for step in steps:
-                yield as_batch(runtime, step)
+                yield step.as_batch(runtime)
         finally:
             steps.close()
 

@@ -184,7 +184,7 @@ class _Log:
     def _wait_for_end(self, runtime: Runtime, post: _Post) -> bool:
         deadline = time.monotonic() + _WRITING_SECONDS
         while post.end is None:
-            text = runtime.look_up(_end_key(post.number))
+            text = runtime.group.look_up(_end_key(post.number))
             post.end = json.loads(text) if text is not None else None
             if post.end is None:
                 if time.monotonic() > deadline:
@@ -205,7 +205,7 @@ class _Log:
         return newer and _stat(written) is not None
 
     def _read_next(self, runtime: Runtime) -> bool:
-        text = runtime.look_up(_begin_key(len(self._posts)))
+        text = runtime.group.look_up(_begin_key(len(self._posts)))
         if text is not None:
             path, state = json.loads(text)
             self._posts.append(_Post(len(self._posts), (path, state)))
@@ -230,7 +230,7 @@ def _end_key(number: int) -> str:
 
 def _post(runtime: Runtime, key: str, value: Any) -> None:
     try:
-        runtime.post(key, json.dumps(value))
+        runtime.group.post(key, json.dumps(value))
     except Exception as error:  # a file can be saved when nobody is left to be told
         _logger.warning("kdist: the other workers cannot be told of a save: %s", str(error)[:200])
 

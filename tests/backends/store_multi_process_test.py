@@ -15,25 +15,30 @@ DATA = b"\0\xff" + bytes(range(256)) * 3
 def in_worker_share() -> Any:
     """The chief leaves data, the other one reads them; returns what each has read."""
     runtime = strategy().runtime
-    store, number = runtime.group.store, int(runtime.all_gather_bytes(str(time.time_ns()).encode())[0])
+    store, number = runtime.group.store, int(runtime.group.all_gather_bytes(str(time.time_ns()).encode())[0])
     names = [f"test/{number}/{name}" for name in ("bytes", "late", "nothing")]
     if runtime.worker_index == 0:
         store.set(names[0], DATA)
-        runtime.post(f"{names[0]}/text", "ünïcode")
-    runtime.all_gather_bytes(b"")
-    found = [store.get(names[0]) == DATA, runtime.look_up(f"{names[0]}/text")]
-    runtime.all_gather_bytes(b"")
+        runtime.group.post(f"{names[0]}/text", "ünïcode")
+    runtime.group.all_gather_bytes(b"")
+    found = [store.get(names[0]) == DATA, runtime.group.look_up(f"{names[0]}/text")]
+    runtime.group.all_gather_bytes(b"")
     if runtime.worker_index == 0:
         time.sleep(0.5)
         store.set(names[1], b"")
         store.delete(names[0])
-        runtime.all_gather_bytes(b"")
+        runtime.group.all_gather_bytes(b"")
         began = time.monotonic()
     else:
         began = time.monotonic()
         found.append(store.get(names[1], 60.0))
-        runtime.all_gather_bytes(b"")
-    found += [store.get(names[0]), store.get(names[2]), runtime.look_up(names[2]), store.get(names[2], 1.0)]
+        runtime.group.all_gather_bytes(b"")
+    found += [
+        store.get(names[0]),
+        store.get(names[2]),
+        runtime.group.look_up(names[2]),
+        store.get(names[2], 1.0),
+    ]
     return found, time.monotonic() - began < 30
 
 

@@ -41,6 +41,7 @@ class Runtime:
 
     def __init__(self, post, index):
         self.post = post
+        self.group = self
         self.worker_index = index
         self.num_workers = self.num_replicas = post.number
         self.sent = 0

@@ -96,19 +96,19 @@ def in_worker_unseeded_shuffle(kind):
         rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
         return torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
 
-    from kdist.training import batches
+    from kdist.data.agreement import Step
 
-    as_batch = batches.as_batch
+    as_batch = Step.as_batch
 
-    def note(runtime, step):
+    def note(step, runtime):
         seen.append(keras.ops.convert_to_numpy(step.batch.parts[0][0])[:, 0].tolist())
-        return as_batch(runtime, step)
+        return as_batch(step, runtime)
 
-    batches.as_batch = note
+    Step.as_batch = note
     try:
         new_model_without_seed().fit({"PyDataset": Batches, "DataLoader": loader}[kind](), verbose=0)
     finally:
-        batches.as_batch = as_batch
+        Step.as_batch = as_batch
     return seen
 
 

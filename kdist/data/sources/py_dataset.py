@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from kdist import keras_hooks
+from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 from kdist.data.sources.source import Source
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
 
 
 def share_random_state(runtime: Runtime) -> None:

@@ -12,16 +12,14 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kdist.arrays import rows
+from kdist.backends.contract import Runtime
 from kdist.data.sources.source import Choice, Source, with_share_of_files
 from kdist.errors import DatasetError
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
 
 
 def random_state() -> bytes:
@@ -41,7 +39,7 @@ def set_random_state(state: bytes) -> None:
 def share_random_state(runtime: Runtime) -> None:
     """Gives all workers the chief's global generator."""
     if runtime.num_workers > 1:
-        set_random_state(runtime.all_gather_bytes(random_state())[0])
+        set_random_state(runtime.group.all_gather_bytes(random_state())[0])
 
 
 @contextlib.contextmanager

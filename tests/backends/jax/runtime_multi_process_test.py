@@ -40,7 +40,9 @@ def test_messages_come_in_the_order_of_the_workers(pool: WorkerPool) -> None:
     def gather() -> list[list[bytes]]:
         runtime = _strategy().runtime
         me = runtime.worker_index
-        return [runtime.all_gather_bytes(data) for data in (b"", bytes([me]) * (me + 1), b"x" * 100_000)]
+        return [
+            runtime.group.all_gather_bytes(data) for data in (b"", bytes([me]) * (me + 1), b"x" * 100_000)
+        ]
 
     count = pool.num_workers
     for empty, different, large in pool.run(gather):

@@ -45,7 +45,7 @@ if WHAT == "too-late":
 strategy = kdist.MultiWorkerMirroredStrategy()
 me = strategy.runtime.worker_index
 if WHAT == "twice":
-    assert kdist.MultiWorkerMirroredStrategy().runtime.all_gather_bytes(b"%d" % me) == [b"0", b"1"]
+    assert kdist.MultiWorkerMirroredStrategy().runtime.group.all_gather_bytes(b"%d" % me) == [b"0", b"1"]
     other = kdist.cluster_resolver.SimpleClusterResolver(
         kdist.cluster_resolver.ClusterSpec({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}),
         task_type="worker",

@@ -24,7 +24,7 @@ def test_messages_of_any_length_are_gathered_in_order():
         found = []
         for size in sizes:
             mine = bytes([runtime.worker_index]) * (size * (runtime.worker_index + 1))
-            found.append([(len(part), set(part)) for part in runtime.all_gather_bytes(mine)])
+            found.append([(len(part), set(part)) for part in runtime.group.all_gather_bytes(mine)])
         return found
 
     expected = [
