@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 
 from kdist.backends.contract import Backend
+from kdist.cluster.environment import keras_backend_name
 from kdist.errors import BackendError
 
 # Keras's name of a backend -> the module to import to see whether it is installed.
@@ -36,8 +37,6 @@ def get_backend() -> Backend:
     Raises:
         BackendError: The backend is unknown to kdist or not installed.
     """
-    from kdist.cluster.environment import keras_backend_name
-
     check_installed(keras_backend_name())
     import keras
 

@@ -29,14 +29,14 @@ def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
 def check_loss(loss: Any) -> None:
     """Raises unless a loss is a scalar of floating point."""
     shape = getattr(loss, "shape", None)
-    if shape is not None and len(shape) == 0 and keras.backend.is_float_dtype(_dtype(loss)):
+    if (
+        shape is not None
+        and len(shape) == 0
+        and keras.backend.is_float_dtype(keras.backend.standardize_dtype(loss.dtype))
+    ):
         return
     raise InvalidArgumentError(
         "value_and_grad differentiates a function that returns one number, a scalar of floating point.",
         received={"shape": None if shape is None else tuple(shape), "type": type(loss).__name__},
         hint="Reduce the loss: keras.ops.mean(losses). For more results, pass has_aux=True.",
     )
-
-
-def _dtype(loss: Any) -> str:
-    return keras.backend.standardize_dtype(loss.dtype)

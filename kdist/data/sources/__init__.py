@@ -8,13 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kdist.data.sources.iterables import (
+    GeneratorFunctionSource,
+    GrainSource,
+    IterableSource,
+    IteratorSource,
+    NumpySource,
+)
+from kdist.data.sources.py_dataset import PyDatasetSource
 from kdist.data.sources.source import Source
+from kdist.data.sources.tf_data import TFDataSource
+from kdist.data.sources.torch_loader import TorchLoaderSource
 from kdist.errors import DatasetError
 
-KINDS = (
-    "a tf.data.Dataset, a PyTorch DataLoader, a keras.utils.PyDataset, a Grain dataset, a generator function "
-    "or an iterable of batches"
-)
+_TF_DATA = ("DatasetV2", "tensorflow.")
+# The name of a class, and how that of its module begins.
+_CLASSES: dict[tuple[str, str], type[Source]] = {
+    _TF_DATA: TFDataSource,
+    ("DataLoader", "torch.utils.data"): TorchLoaderSource,
+    ("PyDataset", "keras."): PyDatasetSource,
+    ("MapDataset", "grain"): GrainSource,
+    ("IterDataset", "grain"): GrainSource,
+    ("DataLoader", "grain"): GrainSource,
+    ("NumpyDataset", "kdist."): NumpySource,
+}
 
 
 def source_of(dataset: Any) -> Source:
@@ -25,19 +42,24 @@ def source_of(dataset: Any) -> Source:
     """
     if isinstance(dataset, Source):
         return dataset
-    if is_tf_data(dataset):
-        from kdist.data.sources.tf_data import TFDataSource
-
-        return TFDataSource(dataset)
-    if _is(dataset, "DataLoader", "torch.utils.data"):
-        from kdist.data.sources.torch_loader import TorchLoaderSource
-
-        return TorchLoaderSource(dataset)
-    if _is(dataset, "PyDataset", "keras."):
-        from kdist.data.sources.py_dataset import PyDatasetSource
-
-        return PyDatasetSource(dataset)
-    return _iterable(dataset)
+    for (name, package), kind in _CLASSES.items():
+        if _is(dataset, name, package):
+            return kind(dataset)
+    if isinstance(dataset, Iterator):
+        return IteratorSource(dataset)
+    is_array = hasattr(dataset, "shape") or isinstance(dataset, (str, bytes, dict, tuple))
+    if hasattr(dataset, "__iter__") and not is_array:
+        return IterableSource(dataset)
+    if callable(dataset) and not isinstance(dataset, type):
+        return GeneratorFunctionSource(dataset)
+    raise DatasetError(
+        "A dataset must be a tf.data.Dataset, a PyTorch DataLoader, a keras.utils.PyDataset, a Grain dataset, a "
+        "generator function or an iterable of batches.",
+        received={"type": type(dataset).__name__},
+        hint="Make arrays a dataset with `strategy.make_experimental_numpy_dataset(arrays).batch(64)`."
+        if is_array
+        else "",
+    )
 
 
 def is_infinite(dataset: Any) -> bool:
@@ -47,30 +69,7 @@ def is_infinite(dataset: Any) -> bool:
 
 def is_tf_data(dataset: Any) -> bool:
     """Says whether a dataset is a `tf.data.Dataset`."""
-    return _is(dataset, "DatasetV2", "tensorflow.")
-
-
-def _iterable(dataset: Any) -> Source:
-    from kdist.data.sources import iterables
-
-    if any(_is(dataset, name, "grain") for name in ("MapDataset", "IterDataset", "DataLoader")):
-        return iterables.GrainSource(dataset)
-    if _is(dataset, "NumpyDataset", "kdist."):
-        return iterables.NumpySource(dataset)
-    if isinstance(dataset, Iterator):
-        return iterables.IteratorSource(dataset)
-    is_array = hasattr(dataset, "shape") or isinstance(dataset, (str, bytes, dict, tuple))
-    if hasattr(dataset, "__iter__") and not is_array:
-        return iterables.IterableSource(dataset)
-    if callable(dataset) and not isinstance(dataset, type):
-        return iterables.GeneratorFunctionSource(dataset)
-    raise DatasetError(
-        f"A dataset must be {KINDS}.",
-        received={"type": type(dataset).__name__},
-        hint="Make arrays a dataset with `strategy.make_experimental_numpy_dataset(arrays).batch(64)`."
-        if is_array
-        else "",
-    )
+    return _is(dataset, *_TF_DATA)
 
 
 def _is(dataset: Any, name: str, package: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,10 +29,6 @@ class IterableSource(Source):
         """Whether the first item of a list is a single element."""
         return isinstance(self.dataset, (list, tuple)) and _begins_single(self.dataset)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yields what the iterable yields."""
-        return skipped(iter(self.dataset), start)
-
 
 class GeneratorFunctionSource(Source):
     """Reads a function without arguments that returns an iterator, called once an epoch."""
@@ -49,10 +46,6 @@ class IteratorSource(Source):
     kind = "a generator"
     can_read_ahead = False
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yields what is left."""
-        return skipped(self.dataset, start)
-
 
 class GrainSource(Source):
     """Reads a `grain.MapDataset`, `grain.IterDataset` or `grain.DataLoader`."""
@@ -62,8 +55,6 @@ class GrainSource(Source):
     @property
     def num_batches(self) -> int | None:
         """The length of a map dataset that ends."""
-        import sys
-
         length = len(self.dataset) if hasattr(self.dataset, "__len__") else sys.maxsize
         return length if length < sys.maxsize else None
 
@@ -81,7 +72,7 @@ class GrainSource(Source):
         """Yields NumPy arrays. A map dataset goes to its start at once."""
         if start and hasattr(self.dataset, "__getitem__"):
             return iter(self.dataset[start:])
-        return skipped(iter(self.dataset), start)
+        return super().batches(epoch, start)
 
 
 class NumpySource(Source):

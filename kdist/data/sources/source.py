@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from kdist.errors import DatasetError
 Choice = Callable[[int], tuple[int, int] | None]
 
 
-class Source(ABC):
+class Source:
     """A dataset that somebody gave to kdist. One subclass a kind.
 
     Args:
@@ -24,6 +23,8 @@ class Source(ABC):
 
     kind: str
     """What users call it, for messages."""
+    can_read_ahead = True
+    """Whether batches that are read and not used can be read again."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -38,7 +39,6 @@ class Source(ABC):
         """Whether an epoch is known to have no end."""
         return False
 
-    @abstractmethod
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yields the batches of an epoch, as the dataset gives them.
 
@@ -46,16 +46,12 @@ class Source(ABC):
             epoch: Which epoch, from 0; epochs may be asked for out of order, as when a job is resumed.
             start: How many batches to leave out, as cheaply as the kind allows.
         """
+        return skipped(iter(self.dataset), start)
 
     def chosen(self, epoch: int, start: int, choose: Choice) -> Iterator[tuple[int, Any, Any]]:
         """Yields for each global batch: its number of rows, and either this worker's rows or the whole batch.
 
         Kinds that can load single rows override this and load no others.
-
-        Args:
-            epoch: As in `batches`.
-            start: As in `batches`.
-            choose: From the rows of a global batch to the part that this worker needs.
         """
         for batch in self.batches(epoch, start):
             whole = rows.to_host(batch)
@@ -71,11 +67,6 @@ class Source(ABC):
     def inner_shapes(self) -> list[Any] | None:
         """The shape of a row of each array, with `None` for what differs; `None` where the dataset cannot say."""
         return None
-
-    @property
-    def can_read_ahead(self) -> bool:
-        """Whether batches that are read and not used can be read again."""
-        return True
 
     @property
     def policy(self) -> AutoShardPolicy:

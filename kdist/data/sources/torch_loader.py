@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,7 @@ class TorchLoaderSource(Source):
         # What the generator's state is before each epoch, as far as is known.
         self._states = {0: self._generator.get_state()} if self._generator is not None else {}
         self._kept: Any = None  # the loader whose worker processes are kept from epoch to epoch
-        self._kept_batches = _Batches()
+        self._kept_batches: list[list[int]] = []
         self._kept_is_free = threading.Lock()
 
     @property
@@ -182,7 +182,7 @@ class TorchLoaderSource(Source):
             yield from self._new_loader(given.dataset, batch_sampler=indices)
             return
         try:
-            self._kept_batches.indices = indices
+            self._kept_batches[:] = indices
             if self._kept is None:
                 self._kept = self._new_loader(
                     given.dataset, batch_sampler=self._kept_batches, persistent_workers=True
@@ -204,15 +204,3 @@ class TorchLoaderSource(Source):
             options["multiprocessing_context"] = given.multiprocessing_context
             options["prefetch_factor"] = given.prefetch_factor
         return DataLoader(dataset, **own, **options)
-
-
-class _Batches:
-    """A batch sampler that gives other batches in each epoch."""
-
-    indices: Sequence[list[int]] = ()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
