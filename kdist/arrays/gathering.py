@@ -27,15 +27,7 @@ class Messenger(Protocol):
 
 
 def gather_rows(messenger: Messenger, parts: Sequence[Any]) -> Any:
-    """Returns the rows of all replicas, in the order of the replicas. All workers must call it.
-
-    Args:
-        messenger: Connects the workers.
-        parts: One batch for each local replica; `None` for a replica without rows.
-
-    Raises:
-        DatasetError: The parts have arrays that cannot travel, or different structures.
-    """
+    """Returns the rows of all replicas, in their order, of one batch or `None` for each local one. All must call it."""
     local = [rows.to_host(part) for part in parts if part is not None]
     received = _gather(messenger, lambda: encode(rows.join(local)) if local else b"")
     batches = [decode(data) for data in received if data]
@@ -146,13 +138,7 @@ def _from_text(item: list[str]) -> bytes | str:
 
 
 def empty_parts(messenger: Messenger, parts: Sequence[Any]) -> list[Any]:
-    """Fills in batches of no rows for replicas without any. All workers must call it.
-
-    Args:
-        messenger: Connects the workers.
-        parts: One batch for each local replica; `None` for a replica without rows. At least one replica of
-            one worker has rows.
-    """
+    """Puts batches of no rows in place of `None`. All workers must call it; one of them has rows."""
     like = next((rows.empty_like(rows.to_host(part)) for part in parts if part is not None), None)
     messages = _gather(messenger, lambda: b"" if like is None else encode(like))
     if like is None:

@@ -70,12 +70,7 @@ def _rows_of(leaf: Any) -> int | None:
 
 
 def cut(batch: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:
-    """Returns parts of a batch, one for each pair of bounds.
-
-    Args:
-        batch: The batch.
-        bounds: The first row of each part and the one after its last. A part begins where the one before ends.
-    """
+    """Returns parts of a batch: of the first row of each and the one after its last, which is the next one's first."""
     leaves = [_cut_leaf(leaf, bounds) for leaf in keras.tree.flatten(batch)]
     return [keras.tree.pack_sequence_as(batch, list(part)) for part in zip(*leaves, strict=True)]
 

@@ -12,9 +12,6 @@ def even_split(rows: int, replicas: int) -> list[tuple[int, int]]:
     As TensorFlow rebatches full batches (`experimental_distribute_dataset`): some replicas get
     ⌈rows / replicas⌉ rows and the others ⌊rows / replicas⌋. Short last batches are split likewise.
 
-    Returns:
-        One pair (start, stop) a replica.
-
     Example:
 
     >>> from kdist.arrays.splitting import even_split
@@ -27,16 +24,10 @@ def even_split(rows: int, replicas: int) -> list[tuple[int, int]]:
 
 
 def split_rows(num_rows: int, num_replicas: int, equally: bool = False) -> list[tuple[int, int]]:
-    """Says which rows of a global batch each replica has in the step of a model.
+    """Says which rows of a global batch each replica has in the step of a model: a pair (start, stop) for each.
 
-    Args:
-        num_rows: Rows of the global batch, at least 1.
-        num_replicas: Number of replicas over all workers.
-        equally: Whether all replicas need the same number of rows.
-
-    Returns:
-        One pair (start, stop) a replica: those of `even_split`; all rows for each replica where there are too few
-        for all, or where they cannot be split equally. See `have_all_rows`.
+    Those of `even_split`; all rows for each replica where there are too few for all, or where all replicas need the
+    same number and they cannot be split equally. See `have_all_rows`.
 
     Example:
 

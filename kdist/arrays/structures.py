@@ -12,16 +12,7 @@ from kdist.values import DistributedValues, regroup
 
 
 def map_tensors(method: str, function: Callable[[Any], Any], value: Any) -> Any:
-    """Calls a function for each tensor of a structure.
-
-    Args:
-        method: Of the replica's context, for the message.
-        function: Called with a tensor.
-        value: A structure of tensors, arrays and numbers, with `None` where there is nothing.
-
-    Raises:
-        InvalidArgumentError: The structure has distributed values.
-    """
+    """Calls a function for each tensor of a structure of tensors, arrays and numbers; the method is for the error."""
 
     def apply(leaf: Any) -> Any:
         if isinstance(leaf, DistributedValues):

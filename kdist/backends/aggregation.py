@@ -45,13 +45,7 @@ def share_of(variable: Any, value: Any, replica_id: Any, num_replicas: int) -> A
     """Returns the component of an on-read variable that a replica gets of a value assigned outside of replicas.
 
     The components of all replicas aggregate to the value: of a sum each has its part, whole numbers with the rest
-    on the first replicas; else each has the value.
-
-    Args:
-        variable: The Keras variable.
-        value: A tensor.
-        replica_id: Of the replica, over all workers; a number or a backend scalar.
-        num_replicas: Number of replicas over all workers.
+    on the first replicas; else each has the value. The replica's id is a number or a backend scalar.
     """
     if aggregation_of(variable) != "sum":
         return value

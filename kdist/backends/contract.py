@@ -65,8 +65,7 @@ class Backend(ABC):
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
         """Returns the devices of this process, e.g. `("cpu:0",)` or `("gpu:0", "gpu:1")`.
 
-        Args:
-            kind: `"cpu"`, `"gpu"` or `"tpu"`; `None` for the accelerators, or the CPU where there are none.
+        Those of a kind, `"cpu"`, `"gpu"` or `"tpu"`; of `None` the accelerators, or the CPU where there are none.
         """
 
     @abstractmethod
@@ -131,12 +130,7 @@ class Backend(ABC):
 
 
 class Runtime(ABC):
-    """The devices and workers of one strategy, as a backend drives them.
-
-    Args:
-        devices: Short names of the local devices, one a replica.
-        group: The workers of the cluster, joined, or this process alone.
-    """
+    """The devices and workers of one strategy, as a backend drives them; a replica for each local device."""
 
     sees_all_rows: bool = False
     """Whether a model's step is one program that sees the rows of all replicas."""
@@ -197,29 +191,18 @@ class Runtime(ABC):
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Copies one batch for each local replica to its device. Often called ahead of the step, from another thread.
 
-        The arrays may be the user's, who may write to them again as soon as this returns.
-
-        Args:
-            parts: One batch a replica, of NumPy arrays or any framework's tensors; `None` for none.
-
-        Returns:
-            The same structures of the backend's tensors. What it has no type for (strings) stays as it is.
+        The arrays are NumPy's or any framework's, with `None` for none. They may be the user's, who may write to them
+        again as soon as this returns. What the backend has no type for (strings) stays as it is.
         """
 
     @abstractmethod
     def run(
         self, strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Sequence[Any]:
-        """Calls a function of the user's in every local replica.
+        """Calls a function of the user's in every local replica; returns what it returned in each.
 
-        Args:
-            strategy: The strategy whose runtime this is.
-            fn: Runs in replica context. What it writes to Keras variables is aggregated at its end.
-            args: Structures; of a `DistributedValues` each replica gets its component.
-            kwargs: As `args`.
-
-        Returns:
-            What the function returned, for each local replica.
+        What it writes to Keras variables is aggregated at its end. Of a `DistributedValues` in the arguments each
+        replica gets its component.
         """
 
     @abstractmethod
@@ -236,11 +219,9 @@ class Runtime(ABC):
 
     @abstractmethod
     def step_function(self, model: Any, kind: str) -> StepFunction:
-        """Returns the function that runs the steps of a model.
+        """Returns the function that runs the steps of a model, of a kind.
 
-        Args:
-            model: A Keras model.
-            kind: `"train"` or `"test"`: it returns logs. Or `"predict"`: it returns all rows, on every worker.
+        `"train"` and `"test"` return logs, `"predict"` all rows, on every worker.
         """
 
     @abstractmethod

@@ -31,15 +31,8 @@ def is_on() -> bool:
 def check(runtime: Runtime, what: str, details: Any = None, site: str | None = None) -> None:
     """Raises on all workers unless all are about to do the same. Does nothing unless the user has asked for it.
 
-    Args:
-        runtime: The runtime whose workers take part; all must call.
-        what: The collective: "Strategy.reduce".
-        details: JSON values that must be equal too, such as shapes.
-        site: The line of the user's code; `None` for the one that is running.
-
-    Raises:
-        WorkerMismatchError: Names two workers that differ, and the lines of code that they are at.
-        WorkerTimeoutError: A worker has not come in time.
+    `what` is the collective, "Strategy.reduce"; `details` are JSON values that must be equal too, such as shapes;
+    `site` is the line of the user's code, by default the one that is running. The error names two workers that differ.
     """
     if runtime.num_workers == 1 or not is_on():
         return
@@ -57,14 +50,7 @@ def check(runtime: Runtime, what: str, details: Any = None, site: str | None = N
 
 
 def check_all(runtime: Runtime, collectives: Sequence[tuple[str, Any, str]]) -> None:
-    """Compares what a function will do, once it was traced.
-
-    Args:
-        runtime: The runtime whose workers take part; all must call.
-        collectives: What, details and site of each; see `check`.
-    """
-    if runtime.num_workers == 1 or not is_on():
-        return
+    """Compares what a function will do, once it was traced; see `check`."""
     for what, details, site in collectives:
         check(runtime, what, details, site)
     check(runtime, END)

@@ -13,16 +13,7 @@ _NAME = re.compile(
 
 
 def short_name(name: str) -> str:
-    """Returns the short form of a device name.
-
-    Args:
-        name: For example `"cpu:0"`, `"/gpu:1"`, `"cuda:0"`, `"GPU"` or `"/job:localhost/device:CPU:0"`.
-
-    Returns:
-        `"cpu:0"`, `"gpu:1"` or `"tpu:0"`.
-
-    Raises:
-        DeviceError: The name is none of these.
+    """Returns the short form of a device name such as `"/gpu:1"`, `"cuda:0"`, `"GPU"` or one of TensorFlow's.
 
     Example:
 

@@ -23,11 +23,7 @@ os.register_at_fork(
 
 
 def frames_of_thread(ident: int) -> list[FrameType]:
-    """Returns the frames of a thread, the innermost first; none if there is no such thread.
-
-    Args:
-        ident: What `threading.get_ident` says in that thread.
-    """
+    """Returns the frames of a thread of some `threading.get_ident`, the innermost first; none if it is not there."""
     with _without_garbage_collection():
         return list(_outwards(sys._current_frames().get(ident)))
 

@@ -10,11 +10,7 @@ from kdist.errors import InvalidArgumentError
 
 
 def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Returns the loss and what else a function has returned.
-
-    Raises:
-        InvalidArgumentError: With `has_aux`, the function must return a pair.
-    """
+    """Returns the loss and what else a function has returned."""
     if not has_aux:
         return result, None
     if isinstance(result, (tuple, list)) and len(result) == 2:

@@ -26,12 +26,9 @@ _joined: tuple[Cluster, Any] | None = None
 
 
 def join_once(cluster: Cluster, timeout_seconds: float | None, connect: Callable[[float], Joined]) -> Joined:
-    """Joins the workers of a cluster; another strategy with the same cluster shares the connection.
+    """Joins the workers of a cluster by `connect`, which is told how many seconds to wait for the others.
 
-    Args:
-        cluster: Who takes part.
-        timeout_seconds: How long a message may take; `None` for as long as its sender is there.
-        connect: Does what the engine needs; told how many seconds to wait for the others.
+    Another strategy with the same cluster shares the connection; messages may take `timeout_seconds` from then on.
 
     Raises:
         StrategyScopeError: This process has joined another cluster.
@@ -58,10 +55,7 @@ def join_once(cluster: Cluster, timeout_seconds: float | None, connect: Callable
 def wait_for_all(cluster: Cluster, chief_address: str | None, timeout: float) -> tuple[str, ...]:
     """Waits until all workers are there; returns their addresses.
 
-    Args:
-        cluster: Who takes part.
-        chief_address: Where the engine will listen, at the chief; `None` if that is not known yet.
-        timeout: How many seconds to wait.
+    The engine will listen at `chief_address`, if that is known yet.
 
     Raises:
         WorkerTimeoutError: Not all have come in time; names the missing.
@@ -84,13 +78,7 @@ def wait_for_all(cluster: Cluster, chief_address: str | None, timeout: float) ->
 
 
 def missing_error(cluster: Cluster, timeout: float, missing: Collection[int]) -> WorkerTimeoutError:
-    """Returns the error of a worker that has waited for others in vain.
-
-    Args:
-        cluster: Who takes part.
-        timeout: How many seconds it has waited.
-        missing: The indices of those who did not come, where known.
-    """
+    """Returns the error of a worker that has waited for others in vain; `missing` are those that are known."""
     names = cluster.worker_names
     named = ", ".join(names[index] for index in sorted(missing) if index < len(names)) or "some worker"
     return WorkerTimeoutError(
@@ -101,12 +89,7 @@ def missing_error(cluster: Cluster, timeout: float, missing: Collection[int]) ->
 
 
 def check_devices(names: Sequence[str], devices: Sequence[tuple[str, int]]) -> None:
-    """Raises unless all workers have as many devices, of one kind.
-
-    Args:
-        names: What to call the workers.
-        devices: The kind and the number of each worker's.
-    """
+    """Raises unless all workers have as many devices, of one kind; each has said its kind and number."""
     for name, theirs in zip(names, devices, strict=True):
         if theirs != devices[0]:
             raise WorkerMismatchError(

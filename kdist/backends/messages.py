@@ -13,15 +13,7 @@ _NOBODY_ANSWERS = (WorkerLostError, WorkerTimeoutError)
 
 
 def gather(runtime: Runtime, value: Any) -> list[Any]:
-    """Gathers a JSON value from every worker, in the order of their indices.
-
-    Args:
-        runtime: The runtime whose workers take part; all must call.
-        value: Anything that JSON can hold.
-
-    Returns:
-        One value a worker.
-    """
+    """Gathers a JSON value from every worker, in the order of their indices. All must call it."""
     if runtime.num_workers == 1:
         return [value]
     return [json.loads(data) for data in runtime.group.all_gather_bytes(json.dumps(value).encode())]
@@ -33,7 +25,7 @@ def check_equal(
     """Raises on all workers, with the same words, unless all have the same facts.
 
     Args:
-        runtime: The runtime whose workers are compared.
+        runtime: The runtime whose workers are compared; all must call.
         what: What is compared, for the message: "model", "arguments of fit".
         facts: Names and JSON values; lists are compared item by item, to name the first that differs.
         hint: What to do.
@@ -50,10 +42,9 @@ def check_equal(
     # JSON turns tuples into lists: compare what travelled.
     messages = gather(runtime, {"facts": dict(facts), "note": note})
     everyone = [message["facts"] for message in messages]
-    names = dict.fromkeys(
+    for name in dict.fromkeys(
         name for worker in everyone for name in worker
-    )  # some may have facts that others lack
-    for name in names:
+    ):  # some may lack facts of others
         value = everyone[0].get(name)
         for index, other in enumerate(everyone[1:], start=1):
             if other.get(name) != value:
@@ -84,16 +75,11 @@ def call_on_all(
 ) -> tuple[Any, list[Any]]:
     """Calls a function on every worker, waits for all, and raises on all if it fails on one.
 
-    On the worker where it failed, the error comes out as it is; on the others, what `failed` returns.
-
-    Args:
-        runtime: The runtime whose workers take part, all of which must call; `None` for this process alone.
-        function: Called without arguments.
-        failed: Makes the error for the others, of the index of the worker where it failed and what it said.
-        note: Gives, after the function, a JSON value to exchange.
+    On the worker where it failed, the error comes out as it is; on the others, what `failed` makes of the index of
+    that worker and of what it said. Without a runtime, this process is alone.
 
     Returns:
-        What the function returned on this worker, and the note of each worker.
+        What the function returned on this worker; and of each worker the `note`, a JSON value made after the function.
     """
     error: Exception | None = None
     result = None
@@ -124,18 +110,9 @@ def call_on_all(
 
 
 def read_on_all(runtime: Runtime, what: str, function: Callable[[], Any]) -> Any:
-    """Calls what reads the user's data on every worker, and raises on all if it fails on one.
+    """Calls what reads the user's data on every worker, and raises on all if it fails on one; see `call_on_all`.
 
-    Args:
-        runtime: The runtime whose workers take part; all must call.
-        what: What failed, for the message: "The dataset_fn".
-        function: Called without arguments.
-
-    Returns:
-        What the function returned on this worker.
-
-    Raises:
-        DatasetError: It failed on another worker; names the worker. On the worker itself, the error as it is.
+    `what` is what failed, for the message: "The dataset_fn".
     """
 
     def failed(index: int, text: str) -> Exception:

@@ -22,16 +22,11 @@ class ReplicatedSteps(StepFunction):
     """Runs one of Keras's steps, or the user's, in each of the local replicas, on its rows of a global batch.
 
     What the engines share that run replicas one by one.
-
-    Args:
-        runtime: The replicas.
-        model: The model, which owns this function and not the other way round.
-        kind: `"train"`, `"test"` or `"predict"`.
     """
 
     def __init__(self, runtime: Runtime, model: Any, kind: str) -> None:
         self.runtime = runtime
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(model)  # which owns this function, and not the other way round
         self.kind = kind
 
     @property
@@ -84,27 +79,14 @@ class ReplicatedSteps(StepFunction):
 
     @abstractmethod
     def gather(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Returns the predictions of all replicas.
-
-        Args:
-            results: Those of the local replicas.
-            sizes: How many rows of the batch each worker has.
-        """
+        """Returns the predictions of all replicas, of those of the local ones and the number of rows of each worker."""
 
 
 def run_step(replica: Replica, model: Any, method: str, data: Any) -> Any:
     """Runs `model.train_step` or `model.test_step` in a replica and returns logs that are equal on all replicas.
 
-    Call it inside the replica's context and scope, within `global_metric_results(model)`.
-
-    Args:
-        replica: The replica that runs.
-        model: A compiled Keras model.
-        method: `"train_step"` or `"test_step"`.
-        data: This replica's rows.
-
-    Returns:
-        The logs of the global batch. Results of metrics are exact; other scalars are means weighted by rows.
+    Call it inside the replica's context and scope, within `global_metric_results(model)`. Results of metrics are
+    exact; other scalars are means weighted by rows.
     """
     logs = getattr(model, method)(data)
     replica.scope.aggregate()

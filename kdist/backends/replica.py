@@ -62,11 +62,7 @@ class Replica(ReplicaContext):
     """A replica while it runs one step: its share, its variables, and the sum over all replicas.
 
     Args:
-        strategy: The strategy that runs it.
         replica_id: Its index over all workers; a backend scalar where one program runs on all devices.
-        num_replicas: Number of replicas over all workers.
-        rows: How much its rows count.
-        local_index: Its index among the replicas of this process.
         is_model_step: Whether it runs a step of a model's, whose loss is to be that of all rows. In a function
             of the user's, losses and gradients are what the function makes of them, and gradients are summed.
     """

@@ -52,11 +52,7 @@ class Board(ABC):
 
     @abstractmethod
     def waits_in(self, filename: str) -> bool:
-        """Says whether the main thread may be waiting for others.
-
-        Args:
-            filename: The innermost file on its stack that does not belong to Python itself.
-        """
+        """Says whether the main thread may be waiting for others, by the innermost file that is not Python's own."""
 
     def farewell(self, text: str) -> None:
         """Tells the others why this worker ends, where the engine has a way to."""
@@ -92,14 +88,7 @@ class Machine:
 
 
 class StallWatch:
-    """Watches the main thread of this worker, from a thread of its own once it is started.
-
-    Args:
-        board: The engine's.
-        names: What to call the workers.
-        worker_index: Which of them this one is.
-        machine: What time it is, and whether this process works.
-    """
+    """Watches the main thread of this worker, from a thread of its own once it is started."""
 
     def __init__(
         self, board: Board, names: Sequence[str], worker_index: int, machine: Machine | None = None
@@ -234,11 +223,7 @@ def entered() -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting_for_thread(waits: Callable[[], bool]) -> Iterator[None]:
-    """Entered by the main thread while it waits for another thread.
-
-    Args:
-        waits: Says whether that one waits for other workers; else it is this worker that does not go on.
-    """
+    """Entered by the main thread while it waits for another one, of which `waits` says whether it waits for workers."""
     _elsewhere.append(waits)
     try:
         yield
@@ -281,11 +266,7 @@ def lost_error(
 ) -> WorkerLostError:
     """Returns the error of a worker that has lost others.
 
-    Args:
-        names: What to call the workers.
-        worker_index: Which of them this one is.
-        lost: What has happened to which of them: "which has died"; empty if nobody knows whom.
-        error: What the engine said.
+    `lost` says what has happened to whom, {3: "which has died"}, and is empty if nobody knows; `error` is the engine's.
     """
     global _told
     _told = True

@@ -24,11 +24,7 @@ class _Stopped(BaseException):
 
 
 class Baton:
-    """Whose turn it is among the replicas of one step.
-
-    Args:
-        names: The replicas' names, for messages.
-    """
+    """Whose turn it is among the replicas of one step; their names are for messages."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -47,13 +43,7 @@ class Baton:
             self._wait(index)
 
     def meet(self, index: int, what: tuple[Any, ...], value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Brings a value, waits until all replicas have, and returns what `combine` makes of them.
-
-        Args:
-            index: Of the replica that calls.
-            what: What this meeting is for; must be equal on all replicas.
-            value: What this replica brings.
-            combine: Called once, by the last replica to come.
+        """Brings a value, waits until all replicas have, and returns what `combine` makes of them, called once.
 
         Raises:
             WorkerMismatchError: The replicas came for different things.
@@ -124,9 +114,6 @@ class ReplicaThreads:
 
     The threads are kept from step to step, since a new thread costs PyTorch a new pool of helpers; they end
     with this object, or with the program.
-
-    Args:
-        names: The replicas' names, for messages.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -135,13 +122,9 @@ class ReplicaThreads:
         weakref.finalize(self, _close, self._tasks)
 
     def run(self, function: Callable[[int, Baton], Any]) -> list[Any]:
-        """Calls `function(index, baton)` for each replica, one at a time.
+        """Calls `function(index, baton)` for each replica, one at a time; returns what each call returned.
 
-        Returns:
-            What each call returned, in order.
-
-        Raises:
-            BaseException: What the first failing call raised, once all have ended.
+        Raises what the first failing call raised, once all have ended.
         """
         baton = Baton(self._names)
         if len(self._names) == 1:
@@ -167,24 +150,15 @@ class ReplicaThreads:
 
 
 class Errands:
-    """Makes calls in a thread of its own, one after the other. The thread does not keep the program from ending.
-
-    Args:
-        name: Of the thread.
-    """
+    """Makes calls in a thread of its own, one after the other. The thread does not keep the program from ending."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._calls: queue.SimpleQueue[Any] | None = None
-        self._thread: threading.Thread | None = None
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run_errands, args=(self._calls,), name=name, daemon=True)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Calls a function soon; returns its future."""
-        if self._calls is None:
-            self._calls = queue.SimpleQueue()
-            self._thread = threading.Thread(
-                target=_run_errands, args=(self._calls,), name=self._name, daemon=True
-            )
+        if not self._thread.ident:
             self._thread.start()
         future: Future[Any] = Future()
         self._calls.put((future, function, args))

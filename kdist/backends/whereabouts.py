@@ -22,15 +22,7 @@ first_unfinished: Callable[[], str | None] | None = None
 
 
 def enter(new_phase: str, new_epoch: int | None = None, new_step: int | None = None) -> None:
-    """Notes what begins: a phase such as "validation", and its epoch and step, counted from 1.
-
-    What is not given stays as it was.
-
-    Args:
-        new_phase: In words; empty outside of kdist.
-        new_epoch: The epoch.
-        new_step: The step in the epoch.
-    """
+    """Notes what begins: a phase such as "validation", and its epoch and step, counted from 1; else they stay."""
     global phase, epoch, step
     phase = new_phase
     if new_epoch is not None:
@@ -51,10 +43,7 @@ def inside(name: str) -> Iterator[None]:
 
 
 def describe() -> str:
-    """Returns where this process is.
-
-    Returns:
-        For example "step 30 of epoch 2", or "a place outside of fit" where kdist does not know.
+    """Returns where this process is; "a place outside of fit" where kdist does not know.
 
     Example:
 
@@ -74,11 +63,7 @@ def describe() -> str:
 
 
 def describe_wait() -> str:
-    """Returns which collective this process waits in, and where in its training.
-
-    Returns:
-        For example "all_reduce at step 30 of epoch 2".
-    """
+    """Returns which collective this process waits in, and where: "all_reduce at step 30 of epoch 2"."""
     what = collective or ("the collectives of the step" if phase else "a collective")
     where = (first_unfinished and first_unfinished()) or describe()
     return f"{what} at {where}" if phase else f"{what} outside of fit"

@@ -18,11 +18,7 @@ _WAITS = "kdist/waits"
 
 
 def folders_of_engine(*files: str) -> tuple[str, ...]:
-    """Returns how the names of code begin that waits for a device, or for an answer of the service.
-
-    Args:
-        *files: One of the engine's, and one of the folder of its backend.
-    """
+    """Returns how the paths of code begin that waits for a device or the service, from one file of each folder."""
     return mail.__file__, *(os.path.join(os.path.dirname(file), "") for file in files)
 
 
@@ -69,10 +65,6 @@ class JoinedWorkers(Workers, Board):
     """The workers of a cluster. What each engine does its own way is left to its subclass.
 
     It has a `mail`, unless the engine's own collectives carry all messages.
-
-    Args:
-        cluster: Who takes part.
-        store: The engine's.
     """
 
     mail: Mail

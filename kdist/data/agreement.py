@@ -78,7 +78,7 @@ class Steps:
         runtime: The runtime whose workers take part.
         pipeline: What this worker reads.
         is_global: Whether the workers read the same global batches, or each its own part.
-        start: Index of the first step, for messages.
+        start: Index of the first step, for errors.
     """
 
     def __init__(self, runtime: Runtime, pipeline: Prefetch, is_global: bool, start: int = 0) -> None:

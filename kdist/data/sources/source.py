@@ -15,11 +15,7 @@ Choice = Callable[[int], tuple[int, int] | None]
 
 
 class Source:
-    """A dataset that somebody gave to kdist. One subclass a kind.
-
-    Args:
-        dataset: The user's object.
-    """
+    """A dataset that somebody gave to kdist. One subclass a kind."""
 
     kind: str
     """What users call it, for messages."""

@@ -163,9 +163,6 @@ class Iterated:
     One of TensorFlow's own waits for the thread that tunes its pipeline, which sleeps for up to a minute if it misses
     the call to end: TensorFlow calls before it notes that the iterator is cancelled. The other workers would wait for
     this one meanwhile. So that is left to a thread.
-
-    Args:
-        dataset: The dataset.
     """
 
     def __init__(self, dataset: Any) -> None:
