@@ -5,18 +5,12 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import time
 
 # Idle threads (heartbeats, pollers) use less than this share of a core, work uses more.
 _SHARE = 0.03
 _LEAST_SECONDS = 1.0
 
 _children_used = 0.0
-
-
-def cpu_seconds() -> float:
-    """Returns the processor time that this process has used, in all of its threads."""
-    return time.process_time()
 
 
 def is_busy(used: float, elapsed: float) -> bool:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from kdist.backends.contract import Runtime
@@ -65,13 +66,11 @@ def signature(tensors: Sequence[Any]) -> list[list[Any]]:
 
 def call_site() -> str:
     """Returns the line of the user's code that is running: the innermost outside of kdist and of libraries."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        if frame.f_back is None:
-            break
         frame = frame.f_back
     return "outside of the user's code"
 
@@ -83,9 +82,8 @@ def _describe(said: dict[str, Any]) -> str:
 
 def _gather_in_time(runtime: Runtime, mine: dict[str, Any]) -> list[Any]:
     seconds = float(environment.get("KDIST_DEBUG_TIMEOUT") or 60)
-    came = threading.Event()
     # Messages of TensorFlow and PyTorch cannot be given up; so this says where the worker waits, and goes on.
-    late = threading.Timer(seconds, _report, (mine, seconds, came))
+    late = threading.Timer(seconds, _report, (mine, seconds))
     late.daemon = True
     late.start()
     try:
@@ -96,14 +94,12 @@ def _gather_in_time(runtime: Runtime, mine: dict[str, Any]) -> list[Any]:
             received={"this_worker": runtime.worker_index, "waits_at": mine["site"]},
         ) from error
     finally:
-        came.set()
         late.cancel()
 
 
-def _report(mine: dict[str, Any], seconds: float, came: threading.Event) -> None:
-    if not came.is_set():
-        sys.stderr.write(
-            f"kdist: for {seconds:g} s this worker has waited for the others at {_describe(mine)}. Another worker "
-            "is at another place, or has ended.\n"
-        )
-        sys.stderr.flush()
+def _report(mine: dict[str, Any], seconds: float) -> None:
+    sys.stderr.write(
+        f"kdist: for {seconds:g} s this worker has waited for the others at {_describe(mine)}. Another worker "
+        "is at another place, or has ended.\n"
+    )
+    sys.stderr.flush()

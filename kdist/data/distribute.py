@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +15,7 @@ from kdist.data.agreement import open_steps
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_context import InputContext, ValueContext
 from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
-from kdist.data.reading import read_global, read_per_replica, read_pieces
+from kdist.data.reading import WorkerBatch, read_global, read_per_replica, read_pieces
 from kdist.data.sources import source_of
 from kdist.data.sources.source import Source
 from kdist.errors import InvalidArgumentError
@@ -50,17 +51,8 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
     if is_global:
         _share_seed(runtime, source)
     read = read_global if is_global else read_pieces
-    ahead = _options_for([source], options)
-    return DistributedDataset(
-        runtime,
-        lambda epoch, start: open_steps(
-            runtime, read(source, runtime, epoch, start), ahead, is_global, start
-        ),
-        kind=source.kind,
-        num_steps=_longest(runtime, num_batches) if is_global else None,
-        is_infinite=source.is_infinite,
-        inner_shapes=source.inner_shapes,
-    )
+    num_steps = _longest(runtime, num_batches) if is_global else None
+    return _dataset(runtime, [source], functools.partial(read, source), num_steps, options, is_global)
 
 
 def distribute_from_function(
@@ -83,14 +75,25 @@ def distribute_from_function(
         return sources, _steps_of(sources, len(runtime.devices))
 
     sources, num_steps = read_on_all(runtime, "The dataset_fn", call)
-    ahead = _options_for(sources, options)
+    num_steps = _longest(runtime, num_steps, all(source.is_unbatched for source in sources))
+    return _dataset(runtime, sources, functools.partial(read_per_replica, sources), num_steps, options)
+
+
+def _dataset(
+    runtime: Runtime,
+    sources: Sequence[Source],
+    read: Callable[[Runtime, int, int], Iterator[WorkerBatch]],
+    num_steps: int | None,
+    options: InputOptions,
+    is_global: bool = False,
+) -> DistributedDataset:
+    if not all(source.can_read_ahead for source in sources):  # somebody may go on with a generator
+        options = dataclasses.replace(options, experimental_per_replica_buffer_size=0)
     return DistributedDataset(
         runtime,
-        lambda epoch, start: open_steps(
-            runtime, read_per_replica(sources, runtime, epoch, start), ahead, False, start
-        ),
+        lambda epoch, start: open_steps(runtime, read(runtime, epoch, start), options, is_global, start),
         kind=sources[0].kind,
-        num_steps=_longest(runtime, num_steps, all(source.is_unbatched for source in sources)),
+        num_steps=num_steps,
         is_infinite=any(source.is_infinite for source in sources),
         inner_shapes=sources[0].inner_shapes,
     )
@@ -111,13 +114,6 @@ def _steps_of(sources: Sequence[Source], num_local: int) -> int | None:
         return min(known) if sources[0].is_unbatched else max(known)
     steps, left = divmod(known[0], num_local)
     return steps + (left > 0 and not sources[0].is_unbatched)
-
-
-def _options_for(sources: Sequence[Source], options: InputOptions) -> InputOptions:
-    """Nothing is read ahead of a generator that somebody may go on with."""
-    if all(source.can_read_ahead for source in sources):
-        return options
-    return dataclasses.replace(options, experimental_per_replica_buffer_size=0)
 
 
 def _longest(runtime: Runtime, num_steps: int | None, is_unbatched: bool = False) -> int | None:
