@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,14 +41,9 @@ class NumpyDataset:
         self._items: Callable[[int], Iterator[Any]] = lambda epoch: iter(range(len(self)))
         self._iterated = 0
 
-    def _derived(
-        self, items: Callable[[int], Iterator[Any]], count: Callable[[int], int | None]
-    ) -> NumpyDataset:
-        derived = object.__new__(NumpyDataset)
-        derived._arrays = self._arrays
-        derived._num_items = None if self._num_items is None else count(self._num_items)
-        derived._items = items
-        derived._iterated = 0
+    def _derived(self, items: Callable[[int], Iterator[Any]], num_items: int | None) -> NumpyDataset:
+        derived = copy.copy(self)
+        derived._items, derived._num_items, derived._iterated = items, num_items, 0
         return derived
 
     def shuffle(
@@ -73,7 +69,7 @@ class NumpyDataset:
                 buffer[drawn] = item
             yield from (buffer[i] for i in random.permutation(len(buffer)))
 
-        return self._derived(items, lambda count: count)
+        return self._derived(items, self._num_items)
 
     def repeat(self, count: int | None = None) -> NumpyDataset:
         """Repeats the dataset `count` times, or without end."""
@@ -85,23 +81,20 @@ class NumpyDataset:
             # Each round is shuffled anew, and no round of another epoch has the same number.
             return itertools.chain.from_iterable(outer(epoch * max(times, 1_000_003) + i) for i in rounds)
 
-        return self._derived(items, lambda length: None if times < 0 else length * times)
+        num_items = None if times < 0 or self._num_items is None else self._num_items * times
+        return self._derived(items, num_items)
 
     def take(self, count: int) -> NumpyDataset:
         """Keeps the first `count` elements."""
         outer = self._items
-        derived = self._derived(
-            lambda epoch: itertools.islice(outer(epoch), count), lambda length: min(length, count)
-        )
-        derived._num_items = count if self._num_items is None else derived._num_items
-        return derived
+        num_items = count if self._num_items is None else min(self._num_items, count)
+        return self._derived(lambda epoch: itertools.islice(outer(epoch), count), num_items)
 
     def skip(self, count: int) -> NumpyDataset:
         """Leaves out the first `count` elements."""
         outer = self._items
-        return self._derived(
-            lambda epoch: itertools.islice(outer(epoch), count, None), lambda length: max(length - count, 0)
-        )
+        num_items = None if self._num_items is None else max(self._num_items - count, 0)
+        return self._derived(lambda epoch: itertools.islice(outer(epoch), count, None), num_items)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> NumpyDataset:
         """Joins rows to batches.
@@ -120,10 +113,10 @@ class NumpyDataset:
                 if len(indices) == batch_size or not drop_remainder:
                     yield np.array(indices)
 
-        def count(length: int) -> int:
-            return length // batch_size if drop_remainder else -(-length // batch_size)
-
-        return self._derived(items, count)
+        num_items = self._num_items
+        if num_items is not None:
+            num_items = (num_items if drop_remainder else num_items + batch_size - 1) // batch_size
+        return self._derived(items, num_items)
 
     def prefetch(self, buffer_size: int) -> NumpyDataset:
         """Does nothing: distributed datasets prepare batches ahead by themselves."""
