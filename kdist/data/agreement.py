@@ -94,8 +94,7 @@ class Steps:
         self._on_its_way: Callable[[], list[bytes]] | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        while (step := self.next()) is not None:
-            yield step
+        return iter(self.next, None)
 
     def next(self) -> Step | None:
         """Returns the next step; `None` at the end."""

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,30 +21,21 @@ class End:
     error: BaseException | None = None
 
 
-def primed(items: Iterable[Any]) -> Iterator[Any]:
+def primed(items: Iterator[Any]) -> Iterator[Any]:
     """Reads the first item at once, in the thread that calls.
 
     What shuffles draws its seed then, from global generators, and not at some time in another thread. An error
     waits for its turn: all workers learn of it in the first step.
     """
-    error: Exception | None = None
-    iterator: Iterator[Any] = iter(())
-    first: list[Any] = []
     try:
-        iterator = iter(items)
-        first = list(itertools.islice(iterator, 1))
-    except Exception as raised:
-        error = raised
+        return itertools.chain(list(itertools.islice(items, 1)), items)
+    except Exception as error:
+        return _failing(error)
 
-    def rest() -> Iterator[Any]:
-        if error is not None:
-            raise error
-        yield from first
-        # No `yield from`: it would close the user's generator.
-        for item in iterator:  # noqa: UP028
-            yield item
 
-    return rest()
+def _failing(error: Exception) -> Iterator[Any]:
+    raise error
+    yield
 
 
 class Prefetch:

@@ -141,14 +141,8 @@ def read_per_replica(
         pipelines = [batches] * len(runtime.devices)
     else:
         pipelines = [source.batches(epoch, start) for source in sources]
-    while True:
-        parts = []
-        for pipeline in pipelines:
-            batch = next(pipeline, None)
-            parts.append(None if batch is None else rows.to_host(batch))
-        if all(part is None for part in parts):
-            return
-        batch = _of_parts(parts)
+    for parts in itertools.zip_longest(*pipelines):
+        batch = _of_parts([None if part is None else rows.to_host(part) for part in parts])
         if is_cut_short(batch.counts):
             return
         if any(batch.counts):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from kdist.arrays import rows
-from kdist.data.sources.source import Source, skipped
+from kdist.data.sources.source import Source
 
 
 def _begins_single(items: Any) -> bool:
@@ -37,7 +38,7 @@ class GeneratorFunctionSource(Source):
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Calls the function and yields what its iterator yields."""
-        return skipped(iter(self.dataset()), start)
+        return itertools.islice(self.dataset(), start, None)
 
 
 class IteratorSource(Source):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,7 +43,8 @@ class Source:
             epoch: Which epoch, from 0; epochs may be asked for out of order, as when a job is resumed.
             start: How many batches to leave out, as cheaply as the kind allows.
         """
-        return skipped(iter(self.dataset), start)
+        # Those left out are read and forgotten. No generator, which would close the user's as it ends.
+        return itertools.islice(self.dataset, start, None)
 
     def chosen(self, epoch: int, start: int, choose: Choice) -> Iterator[tuple[int, Any, Any]]:
         """Yields for each global batch: its number of rows, and either this worker's rows or the whole batch.
@@ -106,13 +108,3 @@ def with_share_of_files(dataset: Any, kind: str, num_workers: int, worker_index:
     share = copy.copy(dataset)
     share.files = files[worker_index::num_workers]
     return share
-
-
-def skipped(batches: Iterator[Any], start: int) -> Iterator[Any]:
-    """Reads and forgets the first batches: for kinds that know no other way."""
-    for _ in range(start):
-        if next(batches, None) is None:
-            return
-    # No `yield from`: it would close the user's generator, which the next epoch goes on with.
-    for batch in batches:  # noqa: UP028
-        yield batch

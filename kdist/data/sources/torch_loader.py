@@ -106,9 +106,7 @@ class TorchLoaderSource(Source):
         with _seeded(self.seed + epoch):
             batches = iter(self.dataset)
             first = list(itertools.islice(batches, 1))
-        for position, batch in enumerate(itertools.chain(first, batches)):
-            if position >= start:
-                yield batch
+        yield from itertools.islice(itertools.chain(first, batches), start, None)
 
     def chosen(self, epoch: int, start: int, choose: Choice) -> Iterator[tuple[int, Any, Any]]:
         """Loads only the chosen samples."""
