@@ -6,7 +6,7 @@ import collections
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec
 from kdist import keras_hooks
 from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
-from kdist.backends.jax import uneven
+from kdist.backends.jax import uneven_run
 from kdist.backends.jax.collectives import BATCH_AXIS, MeshCollectives, UnknownShapes
 from kdist.backends.jax.components import has_components
+from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.programs import (
     Outputs,
     Placed,
@@ -28,14 +29,11 @@ from kdist.backends.jax.programs import (
     is_array,
 )
 from kdist.backends.jax.replicas import JaxReplica
-from kdist.backends.jax.scopes import GradientScope, JaxScope, PlainScope, Store, initial_value
+from kdist.backends.jax.scopes import GradientScope, JaxScope, PlainScope, Values, initial_value
 from kdist.communication.options import hint_ignored
 from kdist.context import current_replica
 from kdist.errors import InvalidArgumentError, KdistError
 from kdist.values import DistributedValues
-
-if TYPE_CHECKING:
-    from kdist.backends.jax.runtime import JaxRuntime
 
 _MOST_PROGRAMS = 128
 _MANY_PROGRAMS = 16
@@ -44,7 +42,7 @@ _MANY_PROGRAMS = 16
 class Loops:
     """What a runtime keeps for functions of the user's: compiled programs, and variables on all devices."""
 
-    def __init__(self, runtime: JaxRuntime) -> None:
+    def __init__(self, runtime: JaxCore) -> None:
         self._runtime = runtime
         self.placed = Placed(runtime.replicas)
         self._programs: collections.OrderedDict[Any, _Program] = collections.OrderedDict()
@@ -58,8 +56,8 @@ class Loops:
         call = _Call(args, kwargs, len(runtime.devices))
         key = (function_key(fn), call.key())
         gathers = key[0][1] in self._gathering
-        if uneven.on_any_worker(runtime, call.parts, gathers):
-            return uneven.run(runtime, strategy, fn, call, self.placed)
+        if uneven_run.on_any_worker(runtime, call.parts, gathers):
+            return uneven_run.run(runtime, strategy, fn, call, self.placed)
         program = self._programs.get(key)
         if program is None:
             try:
@@ -184,7 +182,7 @@ class _Program:
     """
 
     def __init__(
-        self, runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], call: _Call, equal_shapes: bool
+        self, runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: _Call, equal_shapes: bool
     ) -> None:
         self._runtime = runtime
         self._equal_shapes = equal_shapes
@@ -215,20 +213,20 @@ class _Program:
             jax.ShapeDtypeStruct(_global_shape(parts[0].shape, self._num_replicas), parts[0].dtype)
             for parts in call.parts
         ]
-        store = discover(
-            lambda store: self._over_mesh(lambda data: self._replica(store, data)[1]),
+        values = discover(
+            lambda values: self._over_mesh(lambda data: self._replica(values, data)[1]),
             sizes,
             self._runtime.broadcast_variables,
             self._initial_value,
         )
-        self._written = list(store.written.values())
-        self._only_read = [v for v in store.variables if id(v) not in store.written]
+        self._written = list(values.written.values())
+        self._only_read = [v for v in values.variables if id(v) not in values.written]
         return [*self._written, *self._only_read]
 
     def _whole(self, written: Any, read: Any, inputs: Any) -> Any:
         def body(written: Any, read: Any, inputs: Any) -> Any:
-            store = Store(self._variables, [*written, *read], self._initial_value)
-            return self._replica(store, inputs)
+            values = Values(self._variables, [*written, *read], self._initial_value)
+            return self._replica(values, inputs)
 
         return self._over_mesh(body)(written, read, inputs)
 
@@ -250,13 +248,13 @@ class _Program:
 
         return mapped
 
-    def _replica(self, store: Store, inputs: Sequence[Any]) -> Any:
+    def _replica(self, values: Values, inputs: Sequence[Any]) -> Any:
         """What every device does: returns the variables that were written, and the arrays of the result."""
         if self._num_replicas > 1:
             inputs = [part[0] if scalar else part for part, scalar in zip(inputs, self._scalar, strict=True)]
         replica = JaxReplica(self._strategy, MeshCollectives(self._runtime, self._equal_shapes))
         try:
-            with replica, JaxScope(replica, store) as scope:
+            with replica, JaxScope(replica, values) as scope:
                 args, kwargs = self._call.arguments(inputs)
                 result = self._fn(*args, **kwargs)
                 scope.aggregate()
@@ -267,7 +265,7 @@ class _Program:
             error.add_note("Raised in the function of all replicas, which JAX traces once.")
             raise
         self._outputs = Outputs(result)
-        return store.results(list(store.written.values())), self._outputs.take()
+        return values.results(list(values.written.values())), self._outputs.take()
 
 
 def _global_shape(shape: tuple[int, ...], num_replicas: int) -> tuple[int, ...]:
@@ -336,13 +334,13 @@ class _PlainProgram:
     def __init__(self, fn: Callable[..., Any], call: _Call) -> None:
         self._fn = fn
         self._call = call
-        store = discover(
-            lambda store: lambda data: self._trace(store, data)[1], [parts[0] for parts in call.parts]
+        values = discover(
+            lambda values: lambda data: self._trace(values, data)[1], [parts[0] for parts in call.parts]
         )
-        self._variables = store.variables
-        self._written = list(store.written.values())
+        self._variables = values.variables
+        self._written = list(values.written.values())
         self._compiled = jax.jit(
-            lambda values, data: self._trace(Store(self._variables, values, initial_value), data)
+            lambda values, data: self._trace(Values(self._variables, values, initial_value), data)
         )
 
     def __call__(self, call: _Call) -> Any:
@@ -352,16 +350,16 @@ class _PlainProgram:
             variable.assign(value)
         return self._outputs.fill(arrays)
 
-    def _trace(self, store: Store, data: Sequence[Any]) -> Any:
+    def _trace(self, values: Values, data: Sequence[Any]) -> Any:
         _running.traces += 1
         try:
-            with PlainScope(store):
+            with PlainScope(values):
                 args, kwargs = self._call.arguments(data)
                 result = self._fn(*args, **kwargs)
         finally:
             _running.traces -= 1
         self._outputs = Outputs(result)
-        return store.results(list(store.written.values())), self._outputs.take()
+        return values.results(list(values.written.values())), self._outputs.take()
 
 
 def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends.aggregation import is_on_read
 from kdist.backends.jax.components import has_components, place_components, place_shares
-from kdist.backends.jax.scopes import Store, initial_value
+from kdist.backends.jax.scopes import Values, initial_value
 from kdist.backends.variable_table import VariableTable
 
 _NOTHING: tuple[Any, Any] = (None, None)
@@ -113,25 +113,25 @@ def initialize(variables: Sequence[Any]) -> bool:
 
 
 def discover(
-    function: Callable[[Store], Callable[[Any], Any]],
+    function: Callable[[Values], Callable[[Any], Any]],
     arguments: Any,
     created: Callable[[Sequence[Any]], None] = lambda variables: None,
     value: Callable[[Any], Any] = initial_value,
-) -> Store:
-    """Traces a function without compiling it, and returns a store that knows all variables it reads and writes.
+) -> Values:
+    """Traces a function without compiling it, and returns a values that knows all variables it reads and writes.
 
     Args:
-        function: Returns, for a store, the function to trace over it.
+        function: Returns, for a values, the function to trace over it.
         arguments: Shapes and dtypes of its arguments.
         created: Called with all variables once the function has created some, which have values by then.
         value: Returns the value of a variable as the trace sees it.
     """
     while True:
-        store = Store((), (), value)
-        jax.eval_shape(function(store), arguments)
-        if not initialize(store.variables):
-            return store
-        created(store.variables)  # and once more: a layer that is built may use other variables
+        values = Values((), (), value)
+        jax.eval_shape(function(values), arguments)
+        if not initialize(values.variables):
+            return values
+        created(values.variables)  # and once more: a layer that is built may use other variables
 
 
 def is_array(leaf: Any) -> bool:

@@ -1,10 +1,8 @@
-"""`JaxRuntime`: the devices and workers of one strategy."""
+"""`JaxRuntime`: what a strategy holds of JAX; its devices and workers, with what runs on them."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -12,51 +10,22 @@ import numpy as np
 
 from kdist import keras_hooks
 from kdist.arrays.gathering import gather_rows
-from kdist.backends.contract import Runtime, StepFunction
+from kdist.backends.contract import StepFunction
 from kdist.backends.jax.collectives import BATCH_AXIS
-from kdist.backends.jax.devices import find_devices
+from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.loops import Loops, leave_function
-from kdist.backends.jax.meeting import without_chatter
-from kdist.backends.jax.replicas import Replicas
 from kdist.backends.jax.steps import JaxSteps
-from kdist.backends.jax.workers import all_devices
 from kdist.backends.replica import divide
 from kdist.backends.workers import Workers
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 
 
-class JaxRuntime(Runtime):
-    """Runs steps over a mesh of all devices of all workers.
+class JaxRuntime(JaxCore):
+    """Runs functions and steps over the mesh."""
 
-    Args:
-        devices: Short names of the local devices, one a replica.
-        workers: The workers of the cluster, joined, or this process alone.
-    """
-
-    sees_all_rows = True
-
-    needs_equal_shapes = True
-
-    def __init__(self, devices: Sequence[str], workers: Workers) -> None:
-        super().__init__(devices, workers)
-        local = find_devices(self.devices)
-        self.replicas = Replicas(all_devices(workers, local), local, self.worker_index)
+    def __init__(self, devices: Sequence[str], group: Workers) -> None:
+        super().__init__(devices, group)
         self._loops = Loops(self)
-        if self.num_workers > 1:
-            with without_chatter(), workers.working():
-                self.replicas.connect()
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """Creates variables on the strategy's first device."""
-        first = self.replicas.first_device
-        if first == jax.local_devices()[0]:
-            return contextlib.nullcontext()  # JAX's default anyway; setting it would trace functions anew
-        return jax.default_device(first)
-
-    @property
-    def can_exchange(self) -> bool:
-        """Not in a program, which runs later."""
-        return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
     def traced(self, iterator: Any) -> None:
         """A function that reads speaks for all replicas: it is not compiled as one."""
@@ -71,22 +40,11 @@ class JaxRuntime(Runtime):
         """As `traced`."""
         leave_function()
 
-    def place(self, parts: Sequence[Any]) -> list[Any]:
-        """Puts one batch for each local replica on its device."""
-        return self.replicas.place_parts(parts)
-
     def run(
         self, strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Sequence[Any]:
         """Calls a function in every replica, as one compiled program."""
         return self._loops.run(strategy, fn, args, kwargs)
-
-    def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns tensors on the first device of this worker."""
-        return [
-            part if isinstance(part, jax.core.Tracer) else jax.device_put(part, self.replicas.first_device)
-            for part in parts
-        ]
 
     def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums tensors over the workers."""
@@ -119,13 +77,6 @@ class JaxRuntime(Runtime):
                 hint="Leave cross_device_ops out, or write the loop with `strategy.run`.",
             )
         return JaxSteps(model, self.replicas, self.group, kind)
-
-    def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Gives every worker the values that the chief has."""
-        if self.num_workers > 1:
-            values = self.replicas.broadcast([variable.value for variable in variables])
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
 
 
 def _sum_in_program(tensor: Any, num_local: int) -> Any:

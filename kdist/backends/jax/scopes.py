@@ -14,7 +14,7 @@ from kdist.backends.aggregation import NotesAdditions, ReplicaScope, check_branc
 from kdist.context import current_replica
 
 
-class Store:
+class Values:
     """The values of variables while a function is traced or runs.
 
     Args:
@@ -57,18 +57,18 @@ def initial_value(variable: Any) -> Any:
 
 
 class JaxScope(ReplicaScope):
-    """Shows a replica the values in a `Store`: of on-read variables, pairs of component and aggregate."""
+    """Shows a replica its `Values`: of on-read variables, pairs of component and aggregate."""
 
     _crossing: dict[int, Any] | None = None
 
-    def __init__(self, replica: Any, store: Store) -> None:
+    def __init__(self, replica: Any, values: Values) -> None:
         super().__init__(replica)
         self._replica: Any = replica
-        self._store = store
+        self._values = values
 
     def local(self, variable: Any) -> Any:
         """Returns the present value."""
-        value = self._store.get(variable)
+        value = self._values.get(variable)
         crossing = self._crossing is not None
         if self.has_component(variable):
             value = value[crossing]
@@ -82,12 +82,12 @@ class JaxScope(ReplicaScope):
             is_shared = self._crossing is not None
             value = (self.share_of(variable, value) if is_shared else value, value)
             if not is_shared:
-                value = (value[0], self._store.get(variable)[1])
-        self._store.set(variable, value)
+                value = (value[0], self._values.get(variable)[1])
+        self._values.set(variable, value)
 
     def show(self, variable: Any, total: Any) -> None:
         """Keeps what the components aggregate to."""
-        self._store.set(variable, (self._store.get(variable)[0], total))
+        self._values.set(variable, (self._values.get(variable)[0], total))
 
     def snapshot(self, variable: Any) -> Any:
         """Returns the present value; arrays do not change."""
@@ -111,19 +111,19 @@ class JaxScope(ReplicaScope):
 
 
 class PlainScope(NotesAdditions, keras.StatelessScope):
-    """Shows a function that runs in no replica the values in a `Store`."""
+    """Shows a function that runs in no replica the `Values`."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, values: Values) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
-        self._store = store
+        self._values = values
 
     def get_current_value(self, variable: Any) -> Any:
         """Overrides the lookup of `keras.StatelessScope`."""
-        return self._store.get(variable)
+        return self._values.get(variable)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         """Overrides the recording of `keras.StatelessScope`."""
-        self._store.set(*update)
+        self._values.set(*update)
 
 
 class GradientScope(NotesAdditions, keras.StatelessScope):

@@ -10,17 +10,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from kdist import keras_hooks
 from kdist.backends.aggregation import share_of
+from kdist.backends.contract import Runtime
 from kdist.backends.variable_table import VariableTable
 from kdist.errors import StrategyScopeError
-
-if TYPE_CHECKING:
-    from kdist.backends.tensorflow.runtime import TensorFlowRuntime
 
 _all: weakref.WeakSet[Components] = weakref.WeakSet()
 
@@ -72,7 +70,7 @@ class Components:
         runtime: The devices.
     """
 
-    def __init__(self, runtime: TensorFlowRuntime) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._known: VariableTable[_Known] = VariableTable()
         _all.add(self)

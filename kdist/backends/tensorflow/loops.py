@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -16,16 +16,14 @@ from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import equal_shares
 from kdist.backends.tensorflow import iteration
+from kdist.backends.tensorflow.core import TensorFlowCore
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
 from kdist.context import current_replica, joined_strategy
 from kdist.values import component
 
-if TYPE_CHECKING:
-    from kdist.backends.tensorflow.runtime import TensorFlowRuntime
-
 
 def run(
-    runtime: TensorFlowRuntime, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any
+    runtime: TensorFlowCore, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any
 ) -> Sequence[Any]:
     """Calls the user's function in every local replica, eagerly or in the `tf.function` that is being traced."""
     if isinstance(fn, tf.types.experimental.PolymorphicFunction) or hasattr(fn, _LIFTED):
@@ -104,7 +102,7 @@ def converted(fn: Callable[..., Any]) -> Callable[..., Any]:
     return tf.__internal__.autograph.tf_convert(fn, context, convert_by_default=False)
 
 
-def local_index(runtime: TensorFlowRuntime) -> int:
+def local_index(runtime: TensorFlowCore) -> int:
     """The index, among this worker's replicas, of the one that runs in this thread, as a Python number."""
     if len(runtime.devices) == 1:
         return 0

@@ -1,83 +1,20 @@
-"""What a strategy holds of TensorFlow: a native `tf.distribute` strategy and its workers."""
+"""`TensorFlowRuntime`: what a strategy holds of TensorFlow; its replicas and workers, with what runs in them."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kdist.backends.contract import Runtime, StepFunction
+from kdist.backends.contract import StepFunction
 from kdist.backends.tensorflow import iteration, loops, steps
-from kdist.backends.tensorflow.components import Components
-from kdist.backends.tensorflow.workers import JoinedWorkers
-from kdist.backends.workers import Workers
+from kdist.backends.tensorflow.core import TensorFlowCore
 
 
-class TensorFlowRuntime(Runtime):
-    """Replicas and workers of one native strategy.
-
-    Args:
-        native: The `tf.distribute` strategy that holds variables and runs replicas.
-        devices: Short names of the local devices.
-        workers: The joined workers; `None` for one process.
-    """
-
-    def __init__(
-        self, native: tf.distribute.Strategy, devices: Sequence[str], workers: JoinedWorkers | None
-    ) -> None:
-        super().__init__(devices, workers or Workers())
-        self.native = native
-        self.workers = workers
-        self.components = Components(self)
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Mirrors new variables over the devices.
-
-        The native scope is entered for the creation alone: within it TensorFlow refuses to turn a variable into a
-        number and to apply an optimiser, and Keras divides losses by the number of replicas.
-        """
-        with tf.variable_creator_scope(self._mirrored):
-            yield
-
-    def _mirrored(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        from tensorflow.python.framework import ops
-
-        if tf.distribute.has_strategy():  # of the replica that runs, or the user's own
-            return next_creator(**kwargs)
-        # Keras's metrics ask for ON_READ variables, each of which would cost a collective every time it is read.
-        # A ReplicaScope makes what a step writes equal on all replicas with one collective, so that plain mirrored
-        # variables show it; `Components` has what each replica of `run` reads.
-        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
-            kwargs["synchronization"] = tf.VariableSynchronization.AUTO
-        with self.native.scope():
-            # The one that this scope has put on top. `tf.Variable` would ask those of the user's scopes again.
-            *_, (_, create) = ops.get_default_graph()._variable_creator_stack
-            return create(next_creator, **kwargs)
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Hides the scope's creator of variables, and the native replica that runs; there is no public way to."""
-        from tensorflow.python.distribute import distribute_lib
-        from tensorflow.python.framework import ops
-
-        local = ops.get_default_graph()._thread_local
-        creators = getattr(local, "_variable_creator_stack", [])
-        local._variable_creator_stack = []
-        distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
-        try:
-            yield
-        finally:
-            distribute_lib._pop_per_thread_mode()
-            local._variable_creator_stack = creators
-
-    @property
-    def can_exchange(self) -> bool:
-        """Not in a graph, which runs later."""
-        return bool(tf.executing_eagerly())
+class TensorFlowRuntime(TensorFlowCore):
+    """Runs functions and steps in the replicas of the native strategy."""
 
     def traced(self, iterator: Any) -> Any:
         """In a graph, something that reads when the graph runs."""
@@ -91,11 +28,6 @@ class TensorFlowRuntime(Runtime):
         """AutoGraph replaces the loops that it sees."""
         if not tf.executing_eagerly():
             raise iteration.LoopInGraphError
-
-    def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Sends the chief's values with one collective a dtype."""
-        if self.workers is not None and variables:
-            self.workers.broadcast(variables)
 
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""
@@ -111,27 +43,6 @@ class TensorFlowRuntime(Runtime):
         """Calls a function in every local replica."""
         return loops.run(self, strategy, fn, args, kwargs)
 
-    def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns tensors on the first device of this worker."""
-        with tf.device(self.devices[0]):
-            return [tf.identity(part) for part in parts]
-
-    def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
-        """Sums tensors over the workers."""
-        return list(tensors) if self.workers is None else [self.workers.sum(tensor) for tensor in tensors]
-
-    def gather_over_workers(self, tensor: Any) -> Any:
-        """Concatenates the rows of the workers' tensors."""
-        if self.workers is None:
-            return tensor
-        mine = tf.one_hot(self.worker_index, self.num_workers, dtype=tf.int32) * tf.shape(tensor)[0]
-        return self.workers.all_gather_rows(tensor, self.workers.sum(mine))
-
     def step_function(self, model: Any, kind: str) -> StepFunction:
         """Runs a step of the model in every replica; of predictions, gathers the rows."""
         return steps.TensorFlowSteps(self, model, kind)
-
-    def local_values(self, variable: Any) -> Sequence[Any]:
-        """Returns the components of a mirrored variable."""
-        value = variable.value
-        return value.values if isinstance(value, tf.distribute.DistributedValues) else [value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -17,11 +17,9 @@ from kdist.arrays.rows import is_scipy, leaves_of
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.model_step import ReplicatedSteps
 from kdist.backends.replica import RowShare, shares_of
+from kdist.backends.tensorflow.core import TensorFlowCore
 from kdist.backends.tensorflow.loops import local_index
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
-
-if TYPE_CHECKING:
-    from kdist.backends.tensorflow.runtime import TensorFlowRuntime
 
 _ALIGNMENT = 64  # bytes: of the widest vectors that Eigen uses
 
@@ -29,9 +27,9 @@ _ALIGNMENT = 64  # bytes: of the widest vectors that Eigen uses
 class TensorFlowSteps(ReplicatedSteps):
     """Runs the steps of one model in the replicas of a native strategy, compiled."""
 
-    runtime: TensorFlowRuntime
+    runtime: TensorFlowCore
 
-    def __init__(self, runtime: TensorFlowRuntime, model: Any, kind: str) -> None:
+    def __init__(self, runtime: TensorFlowCore, model: Any, kind: str) -> None:
         super().__init__(runtime, model, kind)
         self._eager = bool(model.run_eagerly)
         self._compiled: dict[Any, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import torch
@@ -14,16 +14,14 @@ from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import RowShare, equal_shares
 from kdist.backends.threads import Baton
+from kdist.backends.torch.core import TorchCore
 from kdist.backends.torch.devices import keras_device
 from kdist.backends.torch.replicas import TorchReplica, TorchScope
 from kdist.values import component
 
-if TYPE_CHECKING:
-    from kdist.backends.torch.runtime import TorchRuntime
-
 
 def in_replicas(
-    runtime: TorchRuntime,
+    runtime: TorchCore,
     strategy: Any,
     body: Callable[[TorchReplica, int], Any],
     shares: Sequence[RowShare] | None = None,
@@ -65,9 +63,7 @@ def in_replicas(
     return runtime.threads.run(one_replica)
 
 
-def run(
-    runtime: TorchRuntime, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any
-) -> Sequence[Any]:
+def run(runtime: TorchCore, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Sequence[Any]:
     """Calls the user's function in every local replica; what it writes to variables is aggregated at its end."""
 
     def body(replica: TorchReplica, index: int) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,20 +14,18 @@ from kdist.arrays.rows import to_dense
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.model_step import ReplicatedSteps
 from kdist.backends.replica import shares_of
+from kdist.backends.torch.core import TorchCore
 from kdist.backends.torch.loops import in_replicas
 from kdist.backends.torch.replicas import TorchReplica
 from kdist.communication.options import hint_ignored
-
-if TYPE_CHECKING:
-    from kdist.backends.torch.runtime import TorchRuntime
 
 
 class TorchSteps(ReplicatedSteps):
     """Runs the steps of one model in a thread for each local replica."""
 
-    runtime: TorchRuntime
+    runtime: TorchCore
 
-    def __init__(self, runtime: TorchRuntime, model: Any, kind: str) -> None:
+    def __init__(self, runtime: TorchCore, model: Any, kind: str) -> None:
         super().__init__(runtime, model, kind)
         if getattr(model, "jit_compile", False):
             hint_ignored(

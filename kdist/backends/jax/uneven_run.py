@@ -1,8 +1,9 @@
-"""Replicas whose arguments differ in shape: one after the other, uncompiled.
+"""`strategy.run` on arguments that differ in shape: replica after replica, uncompiled.
 
 One program for all devices needs equal shapes. A batch that the replicas do not divide is the exception (the
 last one of an epoch), so here simplicity counts: each replica runs in a thread, as on PyTorch, and collectives
-meet on the host.
+meet on the host. `fit` has no such batches: `Runtime.split` gives a short one whole to every replica, and its step
+divides the rows by itself (`Replicas.divide`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
@@ -20,20 +21,17 @@ from kdist import keras_hooks
 from kdist.arrays.gathering import gather_rows
 from kdist.arrays.structures import joined
 from kdist.backends.jax.components import has_components
-from kdist.backends.jax.devices import find_devices
+from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.programs import Placed, initialize
 from kdist.backends.jax.replicas import JaxReplica
-from kdist.backends.jax.scopes import JaxScope, Store
+from kdist.backends.jax.scopes import JaxScope, Values
 from kdist.backends.messages import gather
 from kdist.backends.threads import Baton, ReplicaThreads
 from kdist.errors import StrategyScopeError
 from kdist.values import component
 
-if TYPE_CHECKING:
-    from kdist.backends.jax.runtime import JaxRuntime
 
-
-def on_any_worker(runtime: JaxRuntime, values: Sequence[Sequence[Any]], gathers: bool) -> bool:
+def on_any_worker(runtime: JaxCore, values: Sequence[Sequence[Any]], gathers: bool) -> bool:
     """Says whether replicas have arguments of different shapes; all workers hear the same.
 
     The program of a worker may have shapes of its own, as long as it gathers nothing: sums have equal shapes
@@ -52,9 +50,7 @@ def on_any_worker(runtime: JaxRuntime, values: Sequence[Sequence[Any]], gathers:
     return any(other is None or other != everyone[0] for other in everyone)
 
 
-def run(
-    runtime: JaxRuntime, strategy: Any, fn: Callable[..., Any], call: Any, placed: Placed
-) -> Sequence[Any]:
+def run(runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: Any, placed: Placed) -> Sequence[Any]:
     """Calls the user's function in every local replica, one at a time.
 
     Args:
@@ -64,9 +60,9 @@ def run(
         call: Its arguments, split into arrays of the replicas and constants.
         placed: The values of the variables.
     """
-    devices = find_devices(runtime.devices)
+    devices = runtime.replicas.local_devices
     state = keras_hooks.ThreadState()
-    stores: list[Any] = [None] * len(devices)
+    seen: list[Any] = [None] * len(devices)
 
     def one_replica(index: int, baton: Baton) -> Any:
         device = devices[index]
@@ -77,8 +73,8 @@ def run(
                 stack.enter_context(state)
             stack.enter_context(jax.default_device(device))
             stack.enter_context(replica)
-            store = stores[index] = Store((), (), lambda v: _value_on(runtime, v, index, placed))
-            scope = stack.enter_context(JaxScope(replica, store))
+            values = seen[index] = Values((), (), lambda v: _value_on(runtime, v, index, placed))
+            scope = stack.enter_context(JaxScope(replica, values))
             own_args, own_kwargs = call.arguments([jax.device_put(p[index], device) for p in call.parts])
             result = fn(*own_args, **own_kwargs)
             scope.aggregate()
@@ -89,24 +85,24 @@ def run(
     )
     try:
         with runtime.group.working():
-            results = threads.run(one_replica)
+            returned = threads.run(one_replica)
     except Exception as error:
         if len(devices) == 1:  # else the threads say it
             error.add_note(f"Raised in replica {runtime.replica_ids[0]} ({runtime.devices[0]}).")
         raise
-    for variable in stores[0].written.values():
-        values = [store.results([variable])[0] for store in stores]
+    for variable in seen[0].written.values():
+        results = [values.results([variable])[0] for values in seen]
         if has_components(runtime.replicas, variable):
-            placed.write_components(variable, [component for component, _ in values], values[0][1])
+            placed.write_components(variable, [component for component, _ in results], results[0][1])
         else:
-            variable.assign(values[0])
-    return results
+            variable.assign(results[0])
+    return returned
 
 
-def _value_on(runtime: JaxRuntime, variable: Any, index: int, placed: Placed) -> Any:
+def _value_on(runtime: JaxCore, variable: Any, index: int, placed: Placed) -> Any:
     if initialize([variable]):
         runtime.broadcast_variables([variable])
-    device = find_devices(runtime.devices)[index]
+    device = runtime.replicas.local_devices[index]
     if has_components(runtime.replicas, variable):
         component = placed.component(variable, index)
         return jax.device_put(component, device), jax.device_put(variable._value, device)
@@ -123,7 +119,7 @@ class HostCollectives:
         baton: Hands the turn to the others.
     """
 
-    def __init__(self, runtime: JaxRuntime, local_index: int, device: Any, baton: Baton) -> None:
+    def __init__(self, runtime: JaxCore, local_index: int, device: Any, baton: Baton) -> None:
         self._runtime = runtime
         self._device = device
         self._baton = baton

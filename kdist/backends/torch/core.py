@@ -1,0 +1,67 @@
+"""`TorchCore`: devices, workers, and the threads of replicas, as loops and steps see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+
+from kdist.backends.contract import Runtime
+from kdist.backends.threads import ReplicaThreads
+from kdist.backends.torch.components import Components
+from kdist.backends.torch.devices import keras_device, torch_device
+from kdist.backends.torch.replicas import VariableCopies
+from kdist.backends.torch.workers import JoinedWorkers
+from kdist.backends.workers import Workers
+
+
+class TorchCore(Runtime):
+    """Replicas on the devices of this worker.
+
+    Args:
+        devices: Short names of the local devices, one a replica.
+        workers: The joined workers; `None` for one process.
+    """
+
+    def __init__(self, devices: Sequence[str], workers: JoinedWorkers | None) -> None:
+        super().__init__(devices, workers or Workers())
+        self.torch_devices = tuple(torch_device(name) for name in devices)
+        self.workers = workers
+        # The first replica works on the real variables.
+        self.copies = [VariableCopies(device) for device in self.torch_devices[1:]]
+        self.components = Components(self.torch_devices, self.replica_ids, self.num_replicas)
+        first = self.replica_ids[0]
+        self.threads = ReplicaThreads([f"replica {first + i} ({name})" for i, name in enumerate(devices)])
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Variables are created on the first device of this worker."""
+        return keras.device(keras_device(self.devices[0]))
+
+    def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns tensors on the first device of this worker."""
+        return [keras.ops.convert_to_tensor(part).to(self.torch_devices[0]) for part in parts]
+
+    def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sums tensors over the workers."""
+        if self.workers is None:
+            return list(tensors)
+        totals = [tensor.detach().clone() for tensor in tensors]
+        for total in totals:
+            self.workers.all_reduce(total)
+        return totals
+
+    def gather_over_workers(self, tensor: Any) -> Any:
+        """Concatenates the rows of the workers' tensors."""
+        return tensor if self.workers is None else self.workers.gather_uneven(tensor.detach())[0]
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        """Sends the chief's values in one collective."""
+        if self.workers is None or not variables:
+            return
+        self.workers.broadcast([variable.value.detach() for variable in variables], self.torch_devices[0])
+
+    def local_values(self, variable: Any) -> Sequence[Any]:
+        """Returns the real value, on the host; the copies of other replicas follow it at every step."""
+        return [variable.value.detach().cpu()]
