@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from kdist.backends.aggregation import is_on_read, share_of
+from kdist import keras_hooks
 from kdist.backends.jax.replicas import Replicas
 
 
@@ -22,7 +23,7 @@ def has_components(replicas: Replicas, variable: Any) -> bool:
 
 def place_shares(replicas: Replicas, variable: Any) -> Any:
     """Returns the components that a variable's present value gives the local replicas."""
-    value, number = variable._value, replicas.num_replicas
+    value, number = keras_hooks.native_value(variable), replicas.num_replicas
     return place_components(replicas, [share_of(variable, value, i, number) for i in replicas.local_ids])
 
 

@@ -63,7 +63,7 @@ class Placed:
         missing, components = [], {}
         for i, variable in enumerate(variables):
             shown, placed = self._known.get(variable) or _NOTHING
-            known = shown is not None and variable._value is shown
+            known = shown is not None and keras_hooks.native_value(variable) is shown
             if not known or (donated and sys.getrefcount(shown) > self._holders):
                 missing.append(i)
                 if has_components(self._replicas, variable):
@@ -71,7 +71,7 @@ class Placed:
             else:
                 found[i] = placed
         if missing:
-            values = self._replicas.place_state([variables[i]._value for i in missing])
+            values = self._replicas.place_state([keras_hooks.native_value(variables[i]) for i in missing])
             for i, placed in zip(missing, values, strict=True):
                 found[i] = self._show(variables[i], (components[i], placed) if i in components else placed)
         return found
@@ -105,7 +105,7 @@ class Placed:
 
 def initialize(variables: Sequence[Any]) -> bool:
     """Gives values to variables that a traced function has created; says whether there were any."""
-    if all(variable._value is not None for variable in variables):
+    if all(keras_hooks.native_value(variable) is not None for variable in variables):
         return False
     with keras_hooks.without_scope(), keras.StatelessScope():
         pass  # Keras does it when a scope is left

@@ -51,9 +51,8 @@ class Values:
 
 def initial_value(variable: Any) -> Any:
     """The value of a variable as the first trace sees it; one that the function creates has none yet."""
-    if variable._value is not None:
-        return variable._value
-    return variable._initializer(variable.shape, dtype=variable.dtype)
+    value = keras_hooks.native_value(variable)
+    return variable._initializer(variable.shape, dtype=variable.dtype) if value is None else value
 
 
 class JaxScope(ReplicaScope):
@@ -148,7 +147,7 @@ class GradientScope(NotesAdditions, keras.StatelessScope):
         if id(variable) in self._values:
             return self._values[id(variable)]
         if self._outer is None:
-            return None if variable._value is not None else initial_value(variable)
+            return None if keras_hooks.native_value(variable) is not None else initial_value(variable)
         return self._outer.get_current_value(variable)
 
     def add_update(self, update: tuple[Any, Any]) -> None:

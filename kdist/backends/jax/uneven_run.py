@@ -105,8 +105,8 @@ def _value_on(runtime: JaxCore, variable: Any, index: int, placed: Placed) -> An
     device = runtime.replicas.local_devices[index]
     if has_components(runtime.replicas, variable):
         component = placed.component(variable, index)
-        return jax.device_put(component, device), jax.device_put(variable._value, device)
-    return jax.device_put(variable._value, device)
+        return jax.device_put(component, device), jax.device_put(keras_hooks.native_value(variable), device)
+    return jax.device_put(keras_hooks.native_value(variable), device)
 
 
 class HostCollectives:

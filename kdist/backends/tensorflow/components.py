@@ -44,7 +44,7 @@ def native_of(variable: Any, index: int, num_local: int) -> Any:
     Raises:
         StrategyScopeError: The variable belongs to the replicas of another strategy.
     """
-    value = variable._value
+    value = keras_hooks.native_value(variable)
     if not isinstance(value, tf.distribute.DistributedValues):
         return value
     if len(value.values) != num_local:
@@ -58,7 +58,9 @@ def native_of(variable: Any, index: int, num_local: int) -> Any:
 
 def is_shared(variable: Any, num_local: int) -> bool:
     """Says whether the local replicas have one `tf.Variable` for all."""
-    return num_local > 1 and not isinstance(variable._value, tf.distribute.DistributedValues)
+    return num_local > 1 and not isinstance(
+        keras_hooks.native_value(variable), tf.distribute.DistributedValues
+    )
 
 
 class Components:
@@ -78,7 +80,7 @@ class Components:
     def get(self, variable: Any, index: int, is_on_read: bool) -> Part:
         """Returns what a local replica has; see `enter`."""
         known = self._known.get(variable)
-        if known is None or known.native is not variable._value:
+        if known is None or known.native is not keras_hooks.native_value(variable):
             known = self._known[variable] = self._make(variable, is_on_read)
         return known.parts[index]
 
@@ -98,12 +100,12 @@ class Components:
     def commit(self, variables: Sequence[Any]) -> None:
         """Writes the first replica's copies of shared variables back, after all replicas have ended."""
         for variable in variables:
-            variable._value.assign(self.get(variable, 0, False).value)
+            keras_hooks.native_value(variable).assign(self.get(variable, 0, False).value)
 
     def reset(self, variable: Any) -> None:
         """Gives all local replicas their shares of the present value, if they have anything of the variable."""
         known = self._known.get(variable)
-        if known is None or known.native is not variable._value:
+        if known is None or known.native is not keras_hooks.native_value(variable):
             return
         for index, part in enumerate(known.parts):
             outside = native_of(variable, index, len(known.parts)).read_value()
@@ -131,7 +133,7 @@ class Components:
                             tf.Variable(shown, trainable=False),
                         )
                     )
-        return _Known(variable._value, parts, is_on_read)
+        return _Known(keras_hooks.native_value(variable), parts, is_on_read)
 
 
 def assigned(variable: Any) -> None:

@@ -125,7 +125,7 @@ class TensorFlowScope(ReplicaScope):
 
     def local(self, variable: Any) -> Any:
         """Returns the `tf.Variable` on this replica's device."""
-        if variable._value is None:
+        if keras_hooks.native_value(variable) is None:
             self._initialize(variable)
         if self.is_untracked:  # optimisers write to what they read
             self.touched[id(variable)] = variable

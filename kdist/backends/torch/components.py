@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kdist.backends.aggregation import share_of
+from kdist import keras_hooks
 from kdist.backends.variable_table import VariableTable
 
 
@@ -19,7 +20,7 @@ class _Known:
     version: int
 
     def is_valid(self, variable: Any) -> bool:
-        return self.real is variable._value and self.version == self.real._version
+        return self.real is keras_hooks.native_value(variable) and self.version == self.real._version
 
 
 class Components:
@@ -70,7 +71,7 @@ class Components:
         self._changed.clear()
 
     def _split(self, variable: Any) -> _Known:
-        real = variable._value
+        real = keras_hooks.native_value(variable)
         with torch.no_grad():
             parts = [
                 share_of(variable, real.detach(), replica_id, self._num_replicas).to(device, copy=True)

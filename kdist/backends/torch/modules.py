@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kdist import keras_hooks
 from kdist.backends.torch.replicas import TorchScope, VariableCopies
 from kdist.context import current_replica
 
@@ -56,7 +57,7 @@ class _ModuleOfReplica:
 
     def __init__(self, wrapper: Any) -> None:
         self._module = wrapper.module
-        self._variables = {id(variable._value): variable for variable in wrapper.variables}
+        self._variables = {id(keras_hooks.native_value(variable)): variable for variable in wrapper.variables}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

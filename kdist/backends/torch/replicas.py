@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import torch
 
+from kdist import keras_hooks
 from kdist.arrays.structures import joined
 from kdist.backends import debugging
 from kdist.backends.aggregation import ReplicaScope
@@ -241,11 +242,11 @@ class TorchScope(ReplicaScope):
 
     def local(self, variable: Any) -> torch.Tensor:
         """Returns the tensor that this replica reads, writes and differentiates for."""
-        if variable._value is None:
+        if keras_hooks.native_value(variable) is None:
             self._initialize(variable)
         if self.has_component(variable):
             return self._components.get(variable, self.replica.local_index)
-        return variable._value if self.copies is None else self.copies.get(variable)
+        return keras_hooks.native_value(variable) if self.copies is None else self.copies.get(variable)
 
     def write(self, variable: Any, value: Any) -> None:
         """Copies a value into the replica's tensor."""
@@ -292,7 +293,7 @@ class TorchScope(ReplicaScope):
         # Keras defers the value of a variable created in a scope until a scope is left that initialises.
         with self.suspended(), keras.StatelessScope():
             pass
-        self.replica.broadcast(variable._value)
+        self.replica.broadcast(keras_hooks.native_value(variable))
 
 
 @dataclass
@@ -320,14 +321,14 @@ class VariableCopies:
         return found.copy
 
     def _make(self, variable: Any) -> _Copy:
-        real = variable._value
+        real = keras_hooks.native_value(variable)
         copy = real.detach().to(self._device, copy=True).requires_grad_(real.requires_grad)
         return _Copy(real, copy)
 
     def start_step(self, keep_gradients: bool = False) -> None:
         """Takes over the values of the real variables, and forgets gradients unless told to keep them."""
         for variable, known in self._copies.items():
-            if variable._value is not known.real:
+            if keras_hooks.native_value(variable) is not known.real:
                 self._copies[variable] = self._make(variable)
             else:
                 if not keep_gradients:
