@@ -77,7 +77,7 @@ class TensorFlowBackend(Backend):
                 hint="Use CommunicationImplementation.AUTO or RING.",
             )
         if cluster is None:
-            return TensorFlowRuntime(_mirrored(names, ops), names, None)
+            return TensorFlowRuntime(_mirrored(names, ops), names, workers.Workers())
         native, joined = workers.join(cluster, options, names)
         return TensorFlowRuntime(native, names, joined)
 

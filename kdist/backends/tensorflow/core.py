@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from kdist.backends.contract import Runtime
 from kdist.backends.tensorflow.components import Components
-from kdist.backends.tensorflow.workers import JoinedWorkers
-from kdist.backends.workers import Workers
+from kdist.backends.tensorflow.workers import Workers
 
 
 class TensorFlowCore(Runtime):
@@ -20,15 +19,14 @@ class TensorFlowCore(Runtime):
     Args:
         native: The `tf.distribute` strategy that holds variables and runs replicas.
         devices: Short names of the local devices.
-        workers: The joined workers; `None` for one process.
+        group: The workers of the cluster, joined, or this process alone.
     """
 
-    def __init__(
-        self, native: tf.distribute.Strategy, devices: Sequence[str], workers: JoinedWorkers | None
-    ) -> None:
-        super().__init__(devices, workers or Workers())
+    group: Workers
+
+    def __init__(self, native: tf.distribute.Strategy, devices: Sequence[str], group: Workers) -> None:
+        super().__init__(devices, group)
         self.native = native
-        self.workers = workers
         self.components = Components(self)
 
     @contextlib.contextmanager
@@ -79,8 +77,7 @@ class TensorFlowCore(Runtime):
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Sends the chief's values with one collective a dtype."""
-        if self.workers is not None and variables:
-            self.workers.broadcast(variables)
+        self.group.broadcast(variables)
 
     def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
         """Returns tensors on the first device of this worker."""
@@ -89,14 +86,14 @@ class TensorFlowCore(Runtime):
 
     def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums tensors over the workers."""
-        return list(tensors) if self.workers is None else [self.workers.sum(tensor) for tensor in tensors]
+        return [self.group.sum(tensor) for tensor in tensors]
 
     def gather_over_workers(self, tensor: Any) -> Any:
         """Concatenates the rows of the workers' tensors."""
-        if self.workers is None:
+        if self.num_workers == 1:
             return tensor
         mine = tf.one_hot(self.worker_index, self.num_workers, dtype=tf.int32) * tf.shape(tensor)[0]
-        return self.workers.all_gather_rows(tensor, self.workers.sum(mine))
+        return self.group.all_gather_rows(tensor, self.group.sum(mine))
 
     def local_values(self, variable: Any) -> Sequence[Any]:
         """Returns the components of a mirrored variable."""

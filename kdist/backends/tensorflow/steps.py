@@ -101,10 +101,8 @@ class TensorFlowSteps(ReplicatedSteps):
 
     def of_chief(self, outputs: Any) -> Any:
         """Sends the chief's to all workers."""
-        workers = self.runtime.workers
-        if workers is None:
-            return outputs
-        return keras.tree.map_structure(lambda leaf: in_components(workers.of_chief, leaf), outputs)
+        of_chief = self.runtime.group.of_chief
+        return keras.tree.map_structure(lambda leaf: in_components(of_chief, leaf), outputs)
 
     def gather(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
         """Gathers one output after the other."""
@@ -112,13 +110,10 @@ class TensorFlowSteps(ReplicatedSteps):
 
     def _gather(self, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         local = tf.concat(parts, axis=0)
-        workers = self.runtime.workers
-        if workers is None:
-            return local
         if isinstance(local, tf.RaggedTensor):
             return in_components(self.runtime.gather_over_workers, local)
-        times = local.shape[0] // sizes[workers.worker_index]  # as many rows as its input has
-        return workers.all_gather_rows(local, [times * size for size in sizes])
+        times = local.shape[0] // sizes[self.runtime.worker_index]  # as many rows as its input has
+        return self.runtime.group.all_gather_rows(local, [times * size for size in sizes])
 
 
 def in_components(function: Callable[[Any], Any], tensor: Any) -> Any:

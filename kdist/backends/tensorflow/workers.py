@@ -47,7 +47,26 @@ _NAMING = 0.2
 _WHY = re.compile(r"aborted by: (.*)")
 
 
-class JoinedWorkers(workers.JoinedWorkers):
+class Workers(workers.Workers):
+    """This process alone."""
+
+    def all_gather_rows(self, local: Any, sizes: Any) -> Any:
+        """Concatenates the rows of every worker; see `JoinedWorkers.all_gather_rows`."""
+        return local
+
+    def sum(self, value: Any) -> Any:
+        """Sums a tensor over the workers."""
+        return value
+
+    def of_chief(self, tensor: Any) -> Any:
+        """Returns the chief's value of an eager tensor, whose shape may be another than this worker's."""
+        return tensor
+
+    def broadcast(self, variables: Sequence[Any]) -> None:
+        """Gives every worker the chief's values of Keras variables."""
+
+
+class JoinedWorkers(workers.JoinedWorkers, Workers):
     """The workers of a cluster, joined by `tf.distribute.MultiWorkerMirroredStrategy`.
 
     Args:

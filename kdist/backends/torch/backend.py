@@ -13,7 +13,7 @@ from kdist.backends.contract import Backend
 from kdist.backends.torch import devices as torch_devices
 from kdist.backends.torch import loops, modules
 from kdist.backends.torch.runtime import TorchRuntime
-from kdist.backends.torch.workers import join
+from kdist.backends.torch.workers import Workers, join
 from kdist.communication.options import CommunicationImplementation, hint_ignored
 from kdist.errors import DeviceError
 
@@ -68,7 +68,7 @@ class TorchBackend(Backend):
                 "all gradients of a dtype are one pack.",
                 0 if cluster is None else cluster.worker_index,
             )
-        return TorchRuntime(names, join(cluster, names, options) if cluster is not None else None)
+        return TorchRuntime(names, join(cluster, names, options) if cluster is not None else Workers())
 
     def function(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Returns the function; compiled by `torch.compile` with `jit_compile=True`."""

@@ -13,8 +13,7 @@ from kdist.backends.threads import ReplicaThreads
 from kdist.backends.torch.components import Components
 from kdist.backends.torch.devices import keras_device, torch_device
 from kdist.backends.torch.replicas import VariableCopies
-from kdist.backends.torch.workers import JoinedWorkers
-from kdist.backends.workers import Workers
+from kdist.backends.torch.workers import Workers
 
 
 class TorchCore(Runtime):
@@ -22,13 +21,14 @@ class TorchCore(Runtime):
 
     Args:
         devices: Short names of the local devices, one a replica.
-        workers: The joined workers; `None` for one process.
+        group: The workers of the cluster, joined, or this process alone.
     """
 
-    def __init__(self, devices: Sequence[str], workers: JoinedWorkers | None) -> None:
-        super().__init__(devices, workers or Workers())
+    group: Workers
+
+    def __init__(self, devices: Sequence[str], group: Workers) -> None:
+        super().__init__(devices, group)
         self.torch_devices = tuple(torch_device(name) for name in devices)
-        self.workers = workers
         # The first replica works on the real variables.
         self.copies = [VariableCopies(device) for device in self.torch_devices[1:]]
         self.components = Components(self.torch_devices, self.replica_ids, self.num_replicas)
@@ -45,22 +45,21 @@ class TorchCore(Runtime):
 
     def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums tensors over the workers."""
-        if self.workers is None:
+        if self.num_workers == 1:
             return list(tensors)
         totals = [tensor.detach().clone() for tensor in tensors]
         for total in totals:
-            self.workers.all_reduce(total)
+            self.group.all_reduce(total)
         return totals
 
     def gather_over_workers(self, tensor: Any) -> Any:
         """Concatenates the rows of the workers' tensors."""
-        return tensor if self.workers is None else self.workers.gather_uneven(tensor.detach())[0]
+        return tensor if self.num_workers == 1 else self.group.gather_uneven(tensor.detach())[0]
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Sends the chief's values in one collective."""
-        if self.workers is None or not variables:
-            return
-        self.workers.broadcast([variable.value.detach() for variable in variables], self.torch_devices[0])
+        if variables:
+            self.group.broadcast([variable.value.detach() for variable in variables], self.torch_devices[0])
 
     def local_values(self, variable: Any) -> Sequence[Any]:
         """Returns the real value, on the host; the copies of other replicas follow it at every step."""

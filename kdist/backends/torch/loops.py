@@ -47,7 +47,7 @@ def in_replicas(
             shares or equal_shares(runtime.num_replicas),
             index,
             baton,
-            runtime.workers,
+            runtime.group,
             copies=runtime.copies,
             is_model_step=shares is not None,
         )

@@ -17,7 +17,7 @@ from kdist.backends import debugging
 from kdist.backends.aggregation import ReplicaScope
 from kdist.backends.replica import Replica, RowShare
 from kdist.backends.threads import Baton
-from kdist.backends.torch.workers import JoinedWorkers
+from kdist.backends.torch.workers import Workers
 from kdist.backends.variable_table import VariableTable
 from kdist.context import cross_replica
 from kdist.values import component
@@ -32,7 +32,7 @@ class TorchReplica(Replica):
         shares: The row shares of all replicas, over all workers.
         local_index: Its index among the replicas of this process.
         baton: Hands the turn to the other replicas of this process.
-        workers: The other processes; `None` where there are none.
+        workers: The workers of the cluster, or this process alone.
         copies: The variables of the other local replicas, all but the first.
         is_model_step: Whether it runs a step of a model's.
     """
@@ -44,7 +44,7 @@ class TorchReplica(Replica):
         shares: Sequence[RowShare],
         local_index: int,
         baton: Baton,
-        workers: JoinedWorkers | None = None,
+        workers: Workers,
         copies: Sequence[VariableCopies] = (),
         is_model_step: bool = True,
     ) -> None:
@@ -56,7 +56,7 @@ class TorchReplica(Replica):
 
     def note(self, collective: str, tensors: Sequence[Any]) -> None:
         """Under `KDIST_DEBUG=1`, compares with the other workers which collective comes next."""
-        if self._workers is not None and self.local_index == 0 and debugging.is_on():
+        if self._workers.num_workers > 1 and self.local_index == 0 and debugging.is_on():
             debugging.check(self.strategy.runtime, collective, debugging.signature(tensors))
 
     def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
@@ -138,8 +138,6 @@ class TorchReplica(Replica):
         def combine(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
             local = torch.cat([value.to(values[0].device) for value in values])
             starts = list(itertools.accumulate((len(value) for value in values), initial=0))
-            if self._workers is None:
-                return local, starts
             whole, first = self._workers.gather_uneven(local)
             return whole, [first + start for start in starts]
 
@@ -150,8 +148,7 @@ class TorchReplica(Replica):
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Gives the replicas of all workers the chief's values, in place."""
-        if self._workers is not None:
-            self._workers.broadcast([tensor.detach()], tensor.device)
+        self._workers.broadcast([tensor.detach()], tensor.device)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -184,13 +181,9 @@ class TorchReplica(Replica):
             for others in values[1:]:
                 for total, other in zip(totals, others, strict=True):
                     total += other.to(total.device)
-            return self._sum_over_workers(totals)
-
-    def _sum_over_workers(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self._workers is not None:
-            for tensor in tensors:
-                self._workers.all_reduce(tensor)
-        return tensors
+            for total in totals:
+                self._workers.all_reduce(total)
+        return totals
 
 
 class _SumWithGradient(torch.autograd.Function):

@@ -58,8 +58,7 @@ class TorchSteps(ReplicatedSteps):
     def of_chief(self, outputs: Any) -> Any:
         """Sends the chief's to all workers."""
         leaves = [leaf.clone() for leaf in keras.tree.flatten(outputs)]
-        if self.runtime.workers is not None:
-            self.runtime.workers.broadcast(leaves, self.runtime.torch_devices[0])
+        self.runtime.group.broadcast(leaves, self.runtime.torch_devices[0])
         return keras.tree.pack_sequence_as(outputs, leaves)
 
     def gather(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -67,9 +66,7 @@ class TorchSteps(ReplicatedSteps):
         device = self.runtime.torch_devices[0]
         local = [keras.tree.flatten(result) for result in results]
         leaves = [torch.cat([part.to(device) for part in parts]) for parts in zip(*local, strict=True)]
-        if self.runtime.workers is not None:
-            leaves = self.runtime.workers.gather_rows(leaves, sizes)
-        return keras.tree.pack_sequence_as(results[0], leaves)
+        return keras.tree.pack_sequence_as(results[0], self.runtime.group.gather_rows(leaves, sizes))
 
 
 _SAME_DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")

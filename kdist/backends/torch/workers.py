@@ -32,7 +32,25 @@ _NOTICE_SECONDS = 5.0
 _SHORT = 248
 
 
-class JoinedWorkers(workers.JoinedWorkers):
+class Workers(workers.Workers):
+    """This process alone."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sums a tensor over the workers, in place."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Gives every worker the chief's values, in place; see `JoinedWorkers.broadcast`."""
+
+    def gather_rows(self, leaves: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Concatenates, for several tensors, the rows of every worker; see `JoinedWorkers.gather_rows`."""
+        return list(leaves)
+
+    def gather_uneven(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Returns the rows of all workers, of whatever number, and the index of this worker's first one."""
+        return rows, 0
+
+
+class JoinedWorkers(workers.JoinedWorkers, Workers):
     """The workers of a cluster, joined in a process group.
 
     Args:

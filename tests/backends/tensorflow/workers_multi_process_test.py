@@ -13,7 +13,7 @@ pytestmark = pytest.mark.xdist_group("pool-tensorflow")
 def exchange():
     import tensorflow as tf
 
-    workers = strategy().runtime.workers
+    workers = strategy().runtime.group
     me = workers.worker_index
     sizes = (0, 1, 57, 60, 61, 5000)
     messages = [
@@ -72,7 +72,7 @@ def explain():
 
     from kdist.errors import WorkerLostError
 
-    workers = strategy().runtime.workers
+    workers = strategy().runtime.group
     other = 1 - workers.worker_index
     errors = {
         "gone": tf.errors.UnavailableError(None, None, f"/job:worker/replica:0/task:{other} is gone"),
@@ -106,7 +106,7 @@ def join_otherwise():
     for devices in (["cpu:0", "cpu:1"], None):
         try:
             other = kdist.MultiWorkerMirroredStrategy(devices=devices)
-            raised.append(other.runtime.workers is strategy().runtime.workers)
+            raised.append(other.runtime.group is strategy().runtime.group)
         except kdist.errors.KdistError as error:
             raised.append(str(error))
     return raised

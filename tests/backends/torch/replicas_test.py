@@ -15,6 +15,7 @@ if in_worker:
     from kdist.backends.replica import shares_of
     from kdist.backends.threads import ReplicaThreads
     from kdist.backends.torch.replicas import TorchReplica, VariableCopies
+    from kdist.backends.torch.workers import Workers
 
 
 def in_replicas(rows, replicas, body):
@@ -25,7 +26,7 @@ def in_replicas(rows, replicas, body):
 
     def one(index, baton):
         strategy = SimpleNamespace(own_ops=None)
-        return body(TorchReplica(strategy, index, shares, index, baton), slice(*split[index]))
+        return body(TorchReplica(strategy, index, shares, index, baton, Workers()), slice(*split[index]))
 
     return threads.run(one)
 
