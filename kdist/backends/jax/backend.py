@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +13,9 @@ from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
 from kdist.backends.jax import loops, programs, scopes, workers
 from kdist.backends.jax.runtime import JaxRuntime
-from kdist.communication.options import hint_ignored
-
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
-    from kdist.communication.cross_device_ops import CrossDeviceOps
-    from kdist.communication.options import CommunicationOptions
+from kdist.cluster import Cluster
+from kdist.communication.cross_device_ops import CrossDeviceOps
+from kdist.communication.options import CommunicationOptions, hint_ignored
 
 # NumPy's Mersenne Twister: position, whether a second Gaussian is waiting, and that Gaussian; then the words.
 _GENERATOR = struct.Struct("<qqd")
@@ -29,6 +26,11 @@ class JaxBackend(Backend):
 
     name = "jax"
 
+    list_devices = staticmethod(jax_devices.list_devices)
+    require_devices = staticmethod(jax_devices.require_devices)
+    function = staticmethod(loops.function)
+    value_and_grad = staticmethod(loops.value_and_grad)
+
     def __init__(self) -> None:
         keras_hooks.hook_cond(scopes.cond)
         keras_hooks.hook_assignments(programs.assigned)
@@ -36,14 +38,6 @@ class JaxBackend(Backend):
     def native_batches(self, adapter: Any) -> Any:
         """Returns an iterator of NumPy arrays."""
         return adapter.get_jax_iterator()
-
-    def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
-        """Returns the devices of this process; starts JAX's backends."""
-        return jax_devices.list_devices(kind)
-
-    def require_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
-        """Makes sure that the devices exist, creating logical CPU devices where needed."""
-        return jax_devices.require_devices(devices)
 
     def create_runtime(
         self,
@@ -60,16 +54,6 @@ class JaxBackend(Backend):
         if not devices and names[0].startswith("cpu"):
             names = names[:1]
         return JaxRuntime(names, group)
-
-    def function(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Compiles a function with `jax.jit`, unless it calls `strategy.run`."""
-        return loops.function(fn, **options)
-
-    def value_and_grad(
-        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
-    ) -> Callable[..., Any]:
-        """Differentiates with `jax.value_and_grad`."""
-        return loops.value_and_grad(fn, variables, has_aux)
 
     def random_state(self) -> bytes:
         """Returns the state of NumPy's global generator, which Keras's array adapter shuffles with on JAX."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,14 +16,11 @@ from kdist.backends.contract import Backend
 from kdist.backends.tensorflow import components, iteration, loops, workers
 from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
+from kdist.cluster import Cluster
 from kdist.communication.cross_device_ops import CrossDeviceOps
-from kdist.communication.options import CommunicationImplementation
+from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.data.sources.tf_data import Iterated
 from kdist.errors import DeviceError
-
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
-    from kdist.communication.options import CommunicationOptions
 
 
 class TensorFlowBackend(Backend):
@@ -34,6 +31,11 @@ class TensorFlowBackend(Backend):
     steps_build = True
     # Building a dataset takes longer than a step, and its shuffles follow from how often it was iterated.
     keeps_batches = True
+
+    list_devices = staticmethod(tensorflow_devices.list_devices)
+    require_devices = staticmethod(tensorflow_devices.require_devices)
+    function = staticmethod(loops.function)
+    value_and_grad = staticmethod(loops.value_and_grad)
 
     def __init__(self) -> None:
         _keep_from_autograph()
@@ -50,14 +52,6 @@ class TensorFlowBackend(Backend):
     def join_predictions(self, batches: Sequence[Any]) -> Any:
         """Returns arrays, and ragged tensors where the model gives them or where batches differ in more than rows."""
         return keras.tree.map_structure(_joined, *batches)
-
-    def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
-        """Returns the devices of this process."""
-        return tensorflow_devices.list_devices(kind)
-
-    def require_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
-        """Makes sure that the devices exist."""
-        return tensorflow_devices.require_devices(devices)
 
     def create_runtime(
         self,
@@ -80,16 +74,6 @@ class TensorFlowBackend(Backend):
             return TensorFlowRuntime(_mirrored(names, ops), names, workers.Workers())
         native, joined = workers.join(cluster, options, names)
         return TensorFlowRuntime(native, names, joined)
-
-    def function(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Returns a `tf.function`."""
-        return loops.function(fn, **options)
-
-    def value_and_grad(
-        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
-    ) -> Callable[..., Any]:
-        """Differentiates with `tf.GradientTape`."""
-        return loops.value_and_grad(fn, variables, has_aux)
 
     def random_state(self) -> bytes:
         """Returns TensorFlow's global seed, setting one where the user has not: array shuffles derive from it."""

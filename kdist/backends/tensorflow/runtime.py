@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -15,6 +15,8 @@ from kdist.backends.tensorflow.core import TensorFlowCore
 
 class TensorFlowRuntime(TensorFlowCore):
     """Runs functions and steps in the replicas of the native strategy."""
+
+    run = loops.run
 
     def traced(self, iterator: Any) -> Any:
         """In a graph, something that reads when the graph runs."""
@@ -36,12 +38,6 @@ class TensorFlowRuntime(TensorFlowCore):
             with tf.device(name):
                 placed.append(None if part is None else keras.tree.map_structure(steps.on_device, part))
         return placed
-
-    def run(
-        self, strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Sequence[Any]:
-        """Calls a function in every local replica."""
-        return loops.run(self, strategy, fn, args, kwargs)
 
     def step_function(self, model: Any, kind: str) -> StepFunction:
         """Runs a step of the model in every replica; of predictions, gathers the rows."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,19 +14,21 @@ from kdist.backends.torch import devices as torch_devices
 from kdist.backends.torch import loops, modules
 from kdist.backends.torch.runtime import TorchRuntime
 from kdist.backends.torch.workers import Workers, join
-from kdist.communication.options import CommunicationImplementation, hint_ignored
+from kdist.cluster import Cluster
+from kdist.communication.cross_device_ops import CrossDeviceOps
+from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
 from kdist.errors import DeviceError
-
-if TYPE_CHECKING:
-    from kdist.cluster import Cluster
-    from kdist.communication.cross_device_ops import CrossDeviceOps
-    from kdist.communication.options import CommunicationOptions
 
 
 class TorchBackend(Backend):
     """Keras on PyTorch."""
 
     name = "torch"
+
+    list_devices = staticmethod(torch_devices.list_devices)
+    require_devices = staticmethod(torch_devices.require_devices)
+    function = staticmethod(loops.function)
+    value_and_grad = staticmethod(loops.value_and_grad)
 
     def __init__(self) -> None:
         keras_hooks.hook_torch_modules(modules.zero_grad, modules.call_module)
@@ -35,14 +37,6 @@ class TorchBackend(Backend):
     def native_batches(self, adapter: Any) -> Any:
         """Returns a `DataLoader`."""
         return adapter.get_torch_dataloader()
-
-    def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
-        """Returns the devices of this process."""
-        return torch_devices.list_devices(kind)
-
-    def require_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
-        """Returns the short names of the devices; all CPU devices are the one CPU."""
-        return torch_devices.require_devices(devices)
 
     def create_runtime(
         self,
@@ -69,16 +63,6 @@ class TorchBackend(Backend):
                 0 if cluster is None else cluster.worker_index,
             )
         return TorchRuntime(names, join(cluster, names, options) if cluster is not None else Workers())
-
-    def function(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Returns the function; compiled by `torch.compile` with `jit_compile=True`."""
-        return loops.function(fn, **options)
-
-    def value_and_grad(
-        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
-    ) -> Callable[..., Any]:
-        """Differentiates with autograd."""
-        return loops.value_and_grad(fn, variables, has_aux)
 
     def random_state(self) -> bytes:
         """Returns the state of PyTorch's generator, from which Keras's data loaders shuffle."""
