@@ -37,9 +37,7 @@ class UnknownShapes(BaseException):
 class MeshCollectives:
     """The collectives of a program that all devices run.
 
-    Args:
-        runtime: The devices.
-        equal_shapes: Whether the replicas of all workers are known to have tensors of equal shapes.
+    They gather where the replicas of all workers are known to have tensors of equal shapes.
     """
 
     def __init__(self, runtime: Any, equal_shapes: bool) -> None:

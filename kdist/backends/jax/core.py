@@ -18,12 +18,7 @@ from kdist.backends.workers import Workers
 
 
 class JaxCore(Runtime):
-    """A mesh of all devices of all workers.
-
-    Args:
-        devices: Short names of the local devices, one a replica.
-        group: The workers of the cluster, joined, or this process alone.
-    """
+    """A mesh of all devices of all workers."""
 
     sees_all_rows = True
 

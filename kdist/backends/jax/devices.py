@@ -19,11 +19,7 @@ _THREADS_PER_DEVICE = 4
 
 
 def local_devices(kind: str) -> list[Any]:
-    """Returns JAX's device objects of a kind in this process; starts JAX's backends.
-
-    Args:
-        kind: `"cpu"`, `"gpu"` or `"tpu"`.
-    """
+    """Returns JAX's device objects of a kind (`"cpu"`, `"gpu"`, `"tpu"`) in this process; starts JAX's backends."""
     try:
         return list(jax.local_devices(backend=kind))
     except RuntimeError:  # JAX's way to say that it knows no such platform here
@@ -76,11 +72,7 @@ def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_devices(names: Sequence[str]) -> list[Any]:
-    """Returns JAX's device objects for short names.
-
-    Raises:
-        DeviceError: A device is not there.
-    """
+    """Returns JAX's device objects for short names, or raises a `DeviceError`."""
     found = []
     for name in names:
         kind, index = name.split(":")

@@ -168,17 +168,10 @@ def _same_constant(leaf: DistributedValues) -> Any:
 
 
 class _Program:
-    """A function of the user's, compiled for arguments of one kind.
-
-    Args:
-        runtime: The devices.
-        strategy: What the replicas belong to.
-        fn: The function.
-        call: The first call.
-        equal_shapes: Whether the workers have compared the shapes of the arguments.
+    """A function of the user's, compiled for arguments of one kind: those of its first call.
 
     Raises:
-        UnknownShapes: They have not, and the function gathers.
+        UnknownShapes: The workers have not compared the shapes of the arguments, and the function gathers.
     """
 
     def __init__(

@@ -23,15 +23,10 @@ _SILENCE = 0.4
 
 
 def meet(cluster: Cluster, timeout: float, devices: Sequence[str]) -> None:
-    """Waits until all workers are there, and connects this one with the others.
+    """Waits until all workers are there, and connects this one, with its devices (`()`: as the backend prefers).
 
     JAX would wait too, but where a worker does not come it ends the process from C++ instead of raising an
     error that could say who is missing.
-
-    Args:
-        cluster: Who takes part.
-        timeout: How many seconds to wait.
-        devices: Those of this worker, `()` for those that the backend prefers.
     """
     chief = None if cluster.coordinator_taken else str(cluster.coordinator)
     addresses = wait_for_all(cluster, chief, timeout)

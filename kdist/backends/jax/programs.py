@@ -54,10 +54,8 @@ class Placed:
     def read(self, variables: Sequence[Any], donated: bool = False) -> list[Any]:
         """Returns the values on all devices; of on-read variables, pairs of the components and what they make.
 
-        Args:
-            variables: Keras variables.
-            donated: Whether the buffers are going to be used for something else. Then a value that somebody else
-                holds too (`old = variable.value`, `target.assign(variable)`) is copied.
+        Where the buffers are donated, to be used for something else, a value that somebody else holds too
+        (`old = variable.value`, `target.assign(variable)`) is copied.
         """
         found: list[Any] = [None] * len(variables)
         missing, components = [], {}
@@ -118,10 +116,10 @@ def discover(
     created: Callable[[Sequence[Any]], None] = lambda variables: None,
     value: Callable[[Any], Any] = initial_value,
 ) -> Values:
-    """Traces a function without compiling it, and returns a values that knows all variables it reads and writes.
+    """Traces a function without compiling it, and returns the `Values` of all variables it reads and writes.
 
     Args:
-        function: Returns, for a values, the function to trace over it.
+        function: Returns the function to trace over some `Values`.
         arguments: Shapes and dtypes of its arguments.
         created: Called with all variables once the function has created some, which have values by then.
         value: Returns the value of a variable as the trace sees it.
@@ -140,11 +138,7 @@ def is_array(leaf: Any) -> bool:
 
 
 class Outputs:
-    """What a traced function returns: arrays, which its program computes, among constants.
-
-    Args:
-        result: The structure that the function has returned.
-    """
+    """What a traced function returns: arrays, which its program computes, among constants."""
 
     def __init__(self, result: Any) -> None:
         leaves = keras.tree.flatten(result)
@@ -165,14 +159,11 @@ class Outputs:
 
 
 def function_key(fn: Any) -> Any:
-    """What must be equal for two functions to be the same program.
+    """What must be equal for two functions to be the same program: a tuple, which holds what it identifies.
 
     A step function is often defined anew each time that a training step is called: the same code over the same
     objects. Or it stays, and its global names come to mean others, as where one cell of a notebook runs again. What it
     closes over and its global names are compared by identity, small constants by value.
-
-    Returns:
-        A tuple to compare; it holds what it identifies.
     """
     return _function_key(fn, {})
 

@@ -26,13 +26,7 @@ from kdist.errors import DatasetError
 
 
 class Replicas:
-    """The devices of all workers as one axis, in the order of the workers.
-
-    Args:
-        devices: JAX's devices of all workers, those of worker 0 first.
-        local_devices: Those of this worker, in the same order.
-        worker_index: This worker.
-    """
+    """The devices of all workers as one axis, those of worker 0 first."""
 
     def __init__(self, devices: Sequence[Any], local_devices: Sequence[Any], worker_index: int) -> None:
         self.num_replicas = len(devices)
@@ -56,9 +50,6 @@ class Replicas:
 
         Every worker passes equal values; nothing is sent between workers. The result shares no memory with
         `values`, so it may be donated while variables still show them.
-
-        Args:
-            values: A tree of arrays.
         """
         # A replicated device_put would share the first device's buffer even with may_alias=False.
         return self._replicate(jax.device_put(values, self.first_device, may_alias=False))
@@ -108,8 +99,7 @@ class Replicas:
     def join_values(self, values: Sequence[Sequence[Any]]) -> list[Any]:
         """Returns the values of all replicas as arrays over the mesh, concatenated by rows; scalars as rows.
 
-        Args:
-            values: For each value one array a local replica, of equal shapes.
+        There is one array a local replica for each value, of equal shapes.
         """
         placed = []
         for parts in values:
@@ -147,11 +137,7 @@ class Replicas:
         return jax.tree.map(lambda value: value.addressable_data(0), values)
 
     def broadcast(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the values that worker 0 has, on this worker's first device. All workers must call it.
-
-        Args:
-            values: Arrays, of equal shapes and dtypes on all workers.
-        """
+        """Returns the arrays that worker 0 has, on this worker's first device. All workers must call it."""
         hosts = [np.asarray(value) for value in values]
         words = _words(b"".join(host.tobytes() for host in hosts))
         # One row a device; a program that asks for the first one sends it to all.
@@ -188,12 +174,7 @@ class Replicas:
 
 
 class JaxReplica(Replica):
-    """A replica that runs a function of the user's.
-
-    Args:
-        strategy: What it belongs to.
-        collectives: What connects it with the others.
-    """
+    """A replica that runs a function of the user's."""
 
     def __init__(self, strategy: Any, collectives: Collectives) -> None:
         number = strategy.num_replicas_in_sync

@@ -15,13 +15,7 @@ from kdist.context import current_replica
 
 
 class Values:
-    """The values of variables while a function is traced or runs.
-
-    Args:
-        variables: Those that are known to be used.
-        values: Their values.
-        unknown: Called for a variable that is not known; returns its value.
-    """
+    """The values of variables while a function is traced or runs; `unknown` gives that of one that is not known yet."""
 
     def __init__(
         self, variables: Sequence[Any], values: Sequence[Any], unknown: Callable[[Any], Any]
@@ -128,10 +122,7 @@ class PlainScope(NotesAdditions, keras.StatelessScope):
 class GradientScope(NotesAdditions, keras.StatelessScope):
     """Shows a function the values that it is differentiated for, and keeps what it writes.
 
-    Args:
-        outer: The scope around it, to which all other variables belong; `None` for the variables themselves.
-        variables: What to differentiate for.
-        values: Their values.
+    All other variables belong to the scope around it, or are themselves.
     """
 
     def __init__(self, outer: Any, variables: Sequence[Any], values: Sequence[Any]) -> None:
@@ -166,11 +157,7 @@ class GradientScope(NotesAdditions, keras.StatelessScope):
         return bool(getattr(self._outer, "is_untracked", False))
 
     def write_outside(self, values: Sequence[Any]) -> None:
-        """Writes the variables in the scope around this one, as they were written here.
-
-        Args:
-            values: Of `results`.
-        """
+        """Writes `results` in the scope around this one, as they were written here."""
         for (key, variable), value in zip(self.written.items(), values, strict=True):
             with contextlib.ExitStack() as stack:
                 if key in self._quiet:

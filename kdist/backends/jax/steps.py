@@ -42,11 +42,7 @@ class JaxSteps(StepFunction):
 
     Predictions are gathered: each device holds the outputs for all rows of the batch while they are read.
 
-    Args:
-        model: The model; held weakly, since step functions are kept in a table of models.
-        replicas: The devices.
-        workers: Who takes part.
-        kind: `"train"`, `"test"` or `"predict"`.
+    The model is held weakly, since step functions are kept in a table of models.
     """
 
     def __init__(self, model: Any, replicas: Replicas, workers: Workers, kind: str) -> None:

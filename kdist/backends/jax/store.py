@@ -10,11 +10,7 @@ from kdist.backends.store import Store
 
 
 class ServiceStore(Store):
-    """The store that the coordination service keeps.
-
-    Args:
-        client: The client of the service.
-    """
+    """The store that the coordination service keeps."""
 
     def __init__(self, client: Any) -> None:
         self._client = client

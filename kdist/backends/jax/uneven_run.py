@@ -36,11 +36,6 @@ def on_any_worker(runtime: JaxCore, values: Sequence[Sequence[Any]], gathers: bo
 
     The program of a worker may have shapes of its own, as long as it gathers nothing: sums have equal shapes
     anyway.
-
-    Args:
-        runtime: The devices.
-        values: The parts of each argument, one a local replica.
-        gathers: Whether the function concatenates what replicas have.
     """
     mine = any(part.shape != parts[0].shape for parts in values for part in parts[1:])
     if runtime.num_workers == 1 or (len(runtime.devices) == 1 and not gathers):
@@ -51,15 +46,7 @@ def on_any_worker(runtime: JaxCore, values: Sequence[Sequence[Any]], gathers: bo
 
 
 def run(runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: Any, placed: Placed) -> Sequence[Any]:
-    """Calls the user's function in every local replica, one at a time.
-
-    Args:
-        runtime: The devices.
-        strategy: What the replicas belong to.
-        fn: The function.
-        call: Its arguments, split into arrays of the replicas and constants.
-        placed: The values of the variables.
-    """
+    """Calls the user's function in every local replica, one at a time."""
     devices = runtime.replicas.local_devices
     state = keras_hooks.ThreadState()
     seen: list[Any] = [None] * len(devices)
@@ -110,14 +97,7 @@ def _value_on(runtime: JaxCore, variable: Any, index: int, placed: Placed) -> An
 
 
 class HostCollectives:
-    """The collectives of replicas that run one at a time, outside of any program.
-
-    Args:
-        runtime: Whose replicas.
-        local_index: Of this one.
-        device: On which it computes.
-        baton: Hands the turn to the others.
-    """
+    """The collectives of replicas that run one at a time, outside of any program."""
 
     def __init__(self, runtime: JaxCore, local_index: int, device: Any, baton: Baton) -> None:
         self._runtime = runtime

@@ -69,10 +69,7 @@ def service_client() -> Any:
 class Watch:
     """Watches over the other workers of a cluster, from a thread of its own and at the end of the process.
 
-    Args:
-        cluster: Who takes part; its workers have been joined.
-        client: The client of the coordination service.
-        store: Where workers say why they end.
+    They have been joined, and say in the store why they end.
     """
 
     def __init__(self, cluster: Cluster, client: Any, store: Store) -> None:
@@ -119,10 +116,8 @@ class Watch:
     def check(self, index: int | None = None, tells: bool = True) -> None:
         """Raises if a worker is lost, or if the one that is waited for has ended.
 
-        Args:
-            index: The one that is waited for.
-            tells: Whether the error goes to the user. One of a thread that gathers messages does so later or
-                never: the main thread may be in a collective that does not end.
+        The error `tells` the user, unless it is of a thread that gathers messages. That does so later or never: the
+        main thread may be in a collective that does not end.
         """
         culprits = dict(self._lost)
         if not culprits and index not in (None, self._cluster.worker_index):

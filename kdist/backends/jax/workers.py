@@ -31,9 +31,7 @@ _ENGINE = workers.folders_of_engine(jax.__file__, __file__)
 class JoinedWorkers(workers.JoinedWorkers):
     """The workers of a cluster, joined through JAX's coordination service, which lives in worker 0.
 
-    Args:
-        cluster: Who takes part.
-        timeout_seconds: How long a message may take; `None` for as long as its sender is there.
+    A message may take `timeout_seconds`; `None` for as long as its sender is there.
     """
 
     def __init__(self, cluster: Cluster, timeout_seconds: float | None) -> None:
@@ -134,14 +132,9 @@ def all_devices(group: Workers, local: Sequence[Any]) -> list[Any]:
 
 
 def join(devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions) -> Workers:
-    """Waits for all workers of the cluster and connects them.
+    """Waits for all workers of the cluster and connects them; `None` for this process alone.
 
     A process joins once: another strategy with the same cluster shares the connection.
-
-    Args:
-        devices: The devices of this worker, `()` for those that the backend prefers.
-        cluster: Who takes part; `None` for this process alone.
-        options: What the user wishes of the collectives.
 
     Raises:
         WorkerTimeoutError: A worker did not come in time; names it.

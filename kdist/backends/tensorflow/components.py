@@ -67,9 +67,6 @@ class Components:
     """The replicas' own variables, made when a replica first meets the Keras variable.
 
     They are found to be out of date by their value: in a graph there is no other trace of what was assigned.
-
-    Args:
-        runtime: The devices.
     """
 
     def __init__(self, runtime: Runtime) -> None:

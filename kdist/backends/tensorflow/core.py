@@ -14,13 +14,7 @@ from kdist.backends.tensorflow.workers import Workers
 
 
 class TensorFlowCore(Runtime):
-    """Replicas and workers of one native strategy.
-
-    Args:
-        native: The `tf.distribute` strategy that holds variables and runs replicas.
-        devices: Short names of the local devices.
-        group: The workers of the cluster, joined, or this process alone.
-    """
+    """The replicas of one native strategy, which holds variables and runs them, and the workers of the cluster."""
 
     group: Workers
 

@@ -66,11 +66,7 @@ def _for_loop(iterable: Any, extra_test: Any, body: Any, *rest: Any) -> None:
 
 
 class _Passes:
-    """Starts an iterator each time that the graph gets to a loop, and ends it.
-
-    Args:
-        dataset: What is looped over.
-    """
+    """Starts an iterator over a dataset each time that the graph gets to a loop, and ends it."""
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = weakref.ref(dataset)  # held by whoever calls what is compiled
@@ -253,13 +249,7 @@ def traced(iterator: DistributedIterator) -> GraphIterator:
 
 
 class GraphIterator:
-    """A distributed iterator in a graph.
-
-    Args:
-        element: The kind of its elements.
-        number: A tensor: which iterator.
-        iterator: The iterator, where it is known.
-    """
+    """A distributed iterator in a graph: a tensor that is its number, and the iterator itself where it is known."""
 
     def __init__(self, element: Element, number: Any, iterator: DistributedIterator | None = None) -> None:
         self._element = element
@@ -322,12 +312,7 @@ class GraphIterator:
 
 
 class GraphOptional(Optional):
-    """An element that may be missing when the graph runs.
-
-    Args:
-        is_there: A tensor.
-        parts: A batch for each local replica; of no rows where it is missing.
-    """
+    """An element that may be missing when the graph runs; its parts have no rows then."""
 
     def __init__(self, is_there: Any, parts: list[Any]) -> None:
         super().__init__(parts)

@@ -104,10 +104,8 @@ class _Boxed:
 class TensorFlowScope(ReplicaScope):
     """Shows a replica its component of each mirrored variable.
 
-    Args:
-        replica: The replica.
-        variables: Keras variables that the step may write. They are read at once: a write may happen in a
-            branch of `tf.cond`, whose tensors cannot be used outside of it.
+    The variables that the step may write are read at once: a write may happen in a branch of `tf.cond`, whose
+    tensors cannot be used outside of it.
     """
 
     def __init__(self, replica: TensorFlowReplica, variables: Iterable[Any]) -> None:

@@ -69,10 +69,8 @@ class Workers(workers.Workers):
 class JoinedWorkers(workers.JoinedWorkers, Workers):
     """The workers of a cluster, joined by `tf.distribute.MultiWorkerMirroredStrategy`.
 
-    Args:
-        cluster: Who takes part.
-        native: The native strategy, whose collectives carry what is waited for at once.
-        timeout_seconds: How long a message may take that is begun; `None` for as long as its sender is there.
+    The native strategy's collectives carry what is waited for at once. A message that is begun may take
+    `timeout_seconds`; `None` for as long as its sender is there.
     """
 
     def __init__(
@@ -96,12 +94,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self._stalls.start()
 
     def all_gather_rows(self, local: Any, sizes: Any) -> Any:
-        """Concatenates the rows of every worker, which may have different numbers of them; also in a graph.
-
-        Args:
-            local: This worker's rows, a tensor.
-            sizes: Number of rows of each worker: a list, or a tensor.
-        """
+        """Concatenates the rows of every worker, of given numbers (a list, or a tensor); also in a graph."""
         padding = tf.reduce_max(sizes) - sizes[self.worker_index]
         everyone = self._gather(tf.pad(local, [[0, padding]] + [[0, 0]] * (len(local.shape) - 1)))
         return tf.concat([everyone[i][: sizes[i]] for i in range(self.num_workers)], axis=0)

@@ -28,11 +28,6 @@ class Components:
 
     The real variable shows what the components aggregate to. If it was written since (`assign`, `fit`,
     `load_weights`), each replica starts with its share of that.
-
-    Args:
-        devices: Of the local replicas.
-        replica_ids: Of the local replicas, over all workers.
-        num_replicas: Number of replicas over all workers.
     """
 
     def __init__(

@@ -17,12 +17,7 @@ from kdist.backends.torch.workers import Workers
 
 
 class TorchCore(Runtime):
-    """Replicas on the devices of this worker.
-
-    Args:
-        devices: Short names of the local devices, one a replica.
-        group: The workers of the cluster, joined, or this process alone.
-    """
+    """Replicas on the devices of this worker, and the workers of the cluster."""
 
     group: Workers
 

@@ -41,12 +41,7 @@ _BEATS, _SILENCE, _SILENCE_ELSEWHERE = 0.1, 0.6, 4.0
 
 
 class Lifeline:
-    """The connections of one worker: to all others for the chief, to the chief for the others.
-
-    Args:
-        worker_index: Of this worker.
-        connections: Connected sockets, by the index of the worker at the other end.
-    """
+    """The sockets of one worker, by who is at the other end: all others for the chief, the chief for the others."""
 
     def __init__(self, worker_index: int, connections: Mapping[int, socket.socket]) -> None:
         self._index = worker_index

@@ -29,12 +29,7 @@ def in_replicas(
 ) -> list[Any]:
     """Calls `body(replica, local_index)` in each local replica, in its context and scope.
 
-    Args:
-        runtime: Whose replicas.
-        strategy: What the replicas belong to.
-        body: What a replica does.
-        shares: How much the rows of each replica count in a step of a model's; `None` for the user's function.
-        gradients: Whether autograd records.
+    In a step of a model's the shares say how much the rows of each replica count; `None` for the user's function.
     """
     state = keras_hooks.ThreadState() if runtime.copies else None
     for copies in runtime.copies:

@@ -33,12 +33,8 @@ _SIOCGIFADDR = 0x8915  # of Linux: the address of a network interface
 
 
 class Meeting:
-    """The store of a cluster, for as long as its workers come together.
-
-    Args:
-        cluster: Who takes part.
-        timeout: How many seconds to wait for all.
-        store: A store that exists already (the user's process group has one); else it is made.
+    """The store of a cluster, for as long as its workers come together: one that exists already (of the user's process
+    group), or its own.
     """
 
     def __init__(self, cluster: Cluster, timeout: float, store: dist.Store | None = None) -> None:
@@ -137,9 +133,6 @@ def listen(host: str, port: int) -> socket.socket:
     """Listens on the loopback interface for a job of one machine, else on all interfaces.
 
     Of several machines, the others may reach the chief under a name that means something else here.
-
-    Raises:
-        ClusterConfigError: The port is in use.
     """
     where = host if is_loopback(host) else ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -150,12 +143,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def compare_devices(cluster: Cluster, devices: Sequence[dict[str, Any]]) -> bool:
-    """Checks that all workers have as many devices of one kind. Returns whether NCCL can join them.
-
-    Args:
-        cluster: Who takes part.
-        devices: What `describe_devices` said on each worker.
-    """
+    """Checks that all workers described as many devices, of one kind. Returns whether NCCL can join them."""
     check_devices(cluster.worker_names, [(theirs["kind"], theirs["count"]) for theirs in devices])
     # NCCL refuses two processes on one GPU.
     gpus = [gpu for theirs in devices for gpu in theirs["gpus"]]

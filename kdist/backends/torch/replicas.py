@@ -27,14 +27,9 @@ class TorchReplica(Replica):
     """A replica that runs in a thread of this process.
 
     Args:
-        strategy: The strategy that runs it.
-        replica_id: Its index over all workers.
         shares: The row shares of all replicas, over all workers.
-        local_index: Its index among the replicas of this process.
         baton: Hands the turn to the other replicas of this process.
-        workers: The workers of the cluster, or this process alone.
         copies: The variables of the other local replicas, all but the first.
-        is_model_step: Whether it runs a step of a model's.
     """
 
     def __init__(
@@ -217,12 +212,7 @@ class _GatherWithGradient(torch.autograd.Function):
 
 
 class TorchScope(ReplicaScope):
-    """Shows the first local replica the real variables, and each other one its copies.
-
-    Args:
-        replica: The replica.
-        copies: Its copies; `None` for the first local replica.
-    """
+    """Shows the first local replica the real variables, and each other one its copies."""
 
     def __init__(self, replica: TorchReplica, copies: VariableCopies | None = None) -> None:
         super().__init__(replica)

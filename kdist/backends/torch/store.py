@@ -10,11 +10,7 @@ from kdist.backends.store import Store
 
 
 class GroupStore(Store):
-    """The store of the job.
-
-    Args:
-        store: PyTorch's.
-    """
+    """The store of the job."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store

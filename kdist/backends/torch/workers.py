@@ -54,9 +54,6 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     """The workers of a cluster, joined in a process group.
 
     Args:
-        cluster: Who takes part.
-        lifeline: Tells who has died.
-        store: The store in which the workers have met.
         nccl: Whether NCCL joins the GPUs; otherwise gloo does everything.
         owns_group: Whether the process group is kdist's, to be destroyed at the end, or the user's.
         cpu_group: The group for tensors on the CPU, where the default one has none.
@@ -88,12 +85,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             self._finish(dist.all_reduce(tensor, group=self._group(tensor), async_op=True), tensor)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Gives every worker the chief's values, in place, in one collective for all shapes and dtypes.
-
-        Args:
-            tensors: Contiguous tensors, of equal shapes and dtypes on all workers.
-            device: On which the collective runs.
-        """
+        """Gives every worker the chief's values, in place, in one collective for all shapes and dtypes."""
         packet = torch.cat([_bytes_of(tensor).to(device) for tensor in tensors])
         with self._explained("broadcast"):
             self._finish(dist.broadcast(packet, 0, group=self._group(packet), async_op=True), packet)
@@ -158,11 +150,9 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             hint_ignored(f"timeout_seconds={seconds}", said, self.worker_index)
 
     def gather_rows(self, leaves: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Concatenates, for several tensors in one collective, the rows of every worker.
+        """Concatenates, for several tensors in one collective, the rows of every worker, of given numbers.
 
-        Args:
-            leaves: This worker's rows of each tensor.
-            sizes: Number of rows of each worker. A tensor may have several entries a row.
+        A tensor may have several entries a row.
         """
         mine, largest = sizes[self.worker_index], max(sizes)
         packets = []
