@@ -72,10 +72,10 @@ class JaxScope(ReplicaScope):
         if self._crossing is not None:
             self._crossing[id(variable)] = variable
         if self.has_component(variable):
-            is_shared = self._crossing is not None
-            value = (self.share_of(variable, value) if is_shared else value, value)
-            if not is_shared:
-                value = (value[0], self._values.get(variable)[1])
+            if self._crossing is not None:
+                value = (self.share_of(variable, value), value)
+            else:
+                value = (value, self._values.get(variable)[1])
         self._values.set(variable, value)
 
     def show(self, variable: Any, total: Any) -> None:

@@ -8,7 +8,6 @@ mirrored variable shows what they aggregate to. A variable that was created outs
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,11 +92,6 @@ class Components:
         """Takes what the components of an on-read variable aggregate to."""
         native_of(variable, index, len(self._runtime.devices)).assign(total)
         self.get(variable, index, True).shown.assign(total)
-
-    def commit(self, variables: Sequence[Any]) -> None:
-        """Writes the first replica's copies of shared variables back, after all replicas have ended."""
-        for variable in variables:
-            keras_hooks.native_value(variable).assign(self.get(variable, 0, False).value)
 
     def reset(self, variable: Any) -> None:
         """Gives all local replicas their shares of the present value, if they have anything of the variable."""

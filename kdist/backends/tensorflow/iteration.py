@@ -166,7 +166,9 @@ class Element:
         leaves = rows.leaves_of(part)
         if shapes is None or len(shapes) != len(leaves):
             shapes = [None] * len(leaves)
-        self.specs = [_spec(leaf, shape, is_single) for leaf, shape in zip(leaves, shapes, strict=True)]
+        self.specs = [
+            spec_of_any_rows(leaf, shape, is_single) for leaf, shape in zip(leaves, shapes, strict=True)
+        ]
 
     @staticmethod
     def is_there(source: DistributedDataset | DistributedIterator) -> bool:
@@ -231,7 +233,8 @@ def _marks(part: Any) -> Any:
     return keras.tree.map_structure(lambda leaf: None if leaf is None else True, part)
 
 
-def _spec(leaf: Any, inner: Any, is_single: bool) -> Any:
+def spec_of_any_rows(leaf: Any, inner: Any = None, is_single: bool = False) -> Any:
+    """Returns the type of arrays like this one, of any number of rows, and of other inner shapes if told so."""
     spec = tf.type_spec_from_value(leaf)
     dims = [] if is_single else [None]
     shape = tf.TensorShape([*dims, *(leaf.shape[len(dims) :] if inner is None else inner)])

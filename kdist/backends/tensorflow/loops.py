@@ -14,12 +14,51 @@ import tensorflow as tf
 from kdist import keras_hooks
 from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
-from kdist.backends.replica import equal_shares
+from kdist.backends.replica import RowShare, equal_shares
 from kdist.backends.tensorflow import iteration
 from kdist.backends.tensorflow.core import TensorFlowCore
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
 from kdist.context import current_replica, joined_strategy
 from kdist.values import component
+
+
+def in_replicas(
+    runtime: TensorFlowCore,
+    strategy: Any,
+    body: Callable[[TensorFlowReplica, int], Any],
+    thread_state: keras_hooks.ThreadState,
+    shares: Sequence[Any] | None = None,
+    variables: Sequence[Any] = (),
+) -> list[Any]:
+    """Calls `body(replica, local_index)` in each local replica, in its context and scope.
+
+    In a step of a model's, the shares say how much the rows of each local replica count, and the variables are those
+    that it may write; `None` for the user's function.
+    """
+    # By a list, not by what is returned: TensorFlow would regroup it.
+    results: list[Any] = [None] * len(runtime.devices)
+    scopes: dict[int, TensorFlowScope] = {}
+
+    @tf.autograph.experimental.do_not_convert
+    def one_replica() -> None:
+        index = local_index(runtime)
+        number = runtime.num_replicas
+        share = equal_shares(number)[0] if shares is None else RowShare(*tf.unstack(shares[index]))
+        replica_id = runtime.replica_ids[index]
+        replica = TensorFlowReplica(
+            strategy, replica_id, number, share, index, is_model_step=shares is not None
+        )
+        with thread_state, replica, TensorFlowScope(replica, variables) as scopes[index]:
+            results[index] = body(replica, index)
+
+    try:
+        runtime.native.run(one_replica)
+    except BaseException:
+        if tf.executing_eagerly() and 0 in scopes:
+            scopes[0].equalize(scopes.values())
+        raise
+    scopes[0].commit()
+    return results
 
 
 def run(
@@ -33,37 +72,21 @@ def run(
     called = converted(fn)
     with tf.init_scope():  # it may create a variable
         thread_state = keras_hooks.ThreadState()
-    # By a list, not by what is returned: TensorFlow would regroup it.
-    results: list[Any] = [None] * len(runtime.devices)
     logs: list[Any] = [()] * len(runtime.devices)
-    scopes: dict[int, TensorFlowScope] = {}
 
-    @tf.autograph.experimental.do_not_convert
-    def one_replica() -> None:
-        index = local_index(runtime)
-        replica_id = runtime.replica_ids[index]
-        number = runtime.num_replicas
-        replica = TensorFlowReplica(
-            strategy, replica_id, number, equal_shares(number)[0], index, is_model_step=False
-        )
+    def body(replica: TensorFlowReplica, index: int) -> Any:
+        logs[index] = replica.log
         try:
-            with thread_state, replica, TensorFlowScope(replica, ()) as scope:
-                scopes[index] = scope
-                own_args, own_kwargs = component((args, kwargs), index, keras.tree.map_structure)
-                results[index] = called(*own_args, **own_kwargs)
-                scope.aggregate()
-            logs[index] = replica.log
+            own_args, own_kwargs = component((args, kwargs), index, keras.tree.map_structure)
+            result = called(*own_args, **own_kwargs)
+            assert replica.scope is not None
+            replica.scope.aggregate()
+            return result
         except Exception as error:
-            error.add_note(f"Raised in replica {replica_id} ({runtime.devices[index]}).")
+            error.add_note(f"Raised in replica {runtime.replica_ids[index]} ({runtime.devices[index]}).")
             raise
 
-    try:
-        runtime.native.run(one_replica)
-    except BaseException:
-        if tf.executing_eagerly() and 0 in scopes:
-            scopes[0].equalize(scopes.values())
-        raise
-    scopes[0].commit()
+    results = in_replicas(runtime, strategy, body, thread_state)
     if debugging.is_on():
         with tf.init_scope():
             if runtime.can_exchange:

@@ -174,8 +174,9 @@ class TensorFlowScope(ReplicaScope):
 
     def commit(self) -> None:
         """After all replicas have ended: writes back what they have one `tf.Variable` of."""
-        touched = [v for v in self.touched.values() if not self.has_component(v)]
-        self._components.commit([v for v in touched if is_shared(v, self._num_local)])
+        for variable in self.touched.values():
+            if is_shared(variable, self._num_local) and not self.has_component(variable):
+                keras_hooks.native_value(variable).assign(self._components.get(variable, 0, False).value)
 
     def equalize(self, scopes: Iterable[TensorFlowScope]) -> None:
         """After an exception: all local replicas get what the first one has."""

@@ -16,10 +16,11 @@ from kdist import keras_hooks
 from kdist.arrays.rows import is_scipy, leaves_of
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.model_step import ReplicatedSteps
-from kdist.backends.replica import RowShare, shares_of
+from kdist.backends.replica import shares_of
 from kdist.backends.tensorflow.core import TensorFlowCore
-from kdist.backends.tensorflow.loops import local_index
-from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
+from kdist.backends.tensorflow.iteration import spec_of_any_rows
+from kdist.backends.tensorflow.loops import in_replicas
+from kdist.backends.tensorflow.replicas import TensorFlowReplica
 
 _ALIGNMENT = 64  # bytes: of the widest vectors that Eigen uses
 
@@ -57,7 +58,7 @@ class TensorFlowSteps(ReplicatedSteps):
         if key not in self._compiled:
             run = tf.autograph.experimental.do_not_convert(functools.partial(self._run_flat, structure))
             if not self._eager:
-                rows = [_spec_of_any_rows(leaf) for leaf in leaves]
+                rows = [spec_of_any_rows(leaf) for leaf in leaves]
                 replicas = len(self.runtime.devices)
                 signature = rows * replicas + [tf.TensorSpec([3], tf.float64)] * replicas
                 run = tf.function(run, input_signature=signature)
@@ -72,28 +73,14 @@ class TensorFlowSteps(ReplicatedSteps):
             present = iter(tensors[start : start + size])
             leaves = [None if leaf is None else next(present) for leaf in keras.tree.flatten(structure)]
             parts.append(keras.tree.pack_sequence_as(structure, leaves))
-        return self._run_all(parts, tensors[size * replicas :])
 
-    def _run_all(self, parts: Sequence[Any], shares: Sequence[Any]) -> tuple[Any, ...]:
-        native = self.runtime.native
+        def body(replica: TensorFlowReplica, index: int) -> Any:
+            return self.in_replica(replica, parts[index])
 
-        @tf.autograph.experimental.do_not_convert
-        def one_replica() -> Any:
-            index = local_index(self.runtime)
-            rows = RowShare(*tf.unstack(shares[index]))
-            replica_id = self.runtime.replica_ids[index]
-            strategy: Any = keras_hooks.strategy_of(self.model)
-            replica = TensorFlowReplica(strategy, replica_id, self.runtime.num_replicas, rows, index)
-            variables = self.model.non_trainable_variables
-            with self._thread_state, replica, TensorFlowScope(replica, variables) as self.scopes[index]:
-                return self.in_replica(replica, parts[index])
-
-        self.scopes: dict[int, TensorFlowScope] = {}
+        strategy: Any = keras_hooks.strategy_of(self.model)
+        shares, variables = tensors[size * replicas :], self.model.non_trainable_variables
         with self.around_replicas():
-            results = native.experimental_local_results(native.run(one_replica))
-        self.scopes[0].commit()
-        self.scopes = {}
-        return results
+            return tuple(in_replicas(self.runtime, strategy, body, self._thread_state, shares, variables))
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
         """Joins the rows of tensors, ragged ones too."""
@@ -158,12 +145,3 @@ def _copied(array: np.ndarray) -> Any:
     copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     np.copyto(copy, array)
     return ops.EagerTensor(copy, context.context().device_name, None)
-
-
-def _spec_of_any_rows(leaf: Any) -> Any:
-    shape = [None, *leaf.shape[1:]]
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.SparseTensorSpec(shape, leaf.dtype)
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-    return tf.TensorSpec(shape, leaf.dtype)

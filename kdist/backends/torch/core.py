@@ -11,7 +11,7 @@ import keras
 from kdist.backends.contract import Runtime
 from kdist.backends.threads import ReplicaThreads
 from kdist.backends.torch.components import Components
-from kdist.backends.torch.devices import keras_device, torch_device
+from kdist.backends.torch.devices import torch_device
 from kdist.backends.torch.replicas import VariableCopies
 from kdist.backends.torch.workers import Workers
 
@@ -32,7 +32,7 @@ class TorchCore(Runtime):
 
     def scope(self) -> AbstractContextManager[Any]:
         """Variables are created on the first device of this worker."""
-        return keras.device(keras_device(self.devices[0]))
+        return keras.device(str(self.torch_devices[0]))
 
     def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
         """Returns tensors on the first device of this worker."""

@@ -52,8 +52,3 @@ def torch_device(name: str) -> torch.device:
     """Returns PyTorch's device for a short name: `"gpu:1"` is `cuda:1`, and every CPU is `cpu`."""
     kind, index = name.split(":")
     return torch.device("cuda", int(index)) if kind == "gpu" else torch.device("cpu")
-
-
-def keras_device(name: str) -> str:
-    """Returns what `keras.device` takes for a short name."""
-    return str(torch_device(name))

@@ -15,7 +15,6 @@ from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import RowShare, equal_shares
 from kdist.backends.threads import Baton
 from kdist.backends.torch.core import TorchCore
-from kdist.backends.torch.devices import keras_device
 from kdist.backends.torch.replicas import TorchReplica, TorchScope
 from kdist.values import component
 
@@ -49,7 +48,7 @@ def in_replicas(
         with contextlib.ExitStack() as stack:
             if index > 0 and state is not None:
                 stack.enter_context(state)
-            stack.enter_context(keras.device(keras_device(runtime.devices[index])))
+            stack.enter_context(keras.device(str(runtime.torch_devices[index])))
             stack.enter_context(replica)
             stack.enter_context(torch.set_grad_enabled(gradients))
             stack.enter_context(TorchScope(replica, runtime.copies[index - 1] if index > 0 else None))

@@ -87,12 +87,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
             # Keras gives other dtypes their places: uint16 becomes int32, as in `fit` on arrays.
             if array.dtype.name not in _SAME_DTYPES:
                 return np.array(array)
-            if array is not leaf:
-                leaf = torch.from_numpy(_writable(array))
-            elif device.type == "cpu":
-                return torch.from_numpy(array.copy())
-            else:
-                leaf = torch.from_numpy(_writable(array))
+            own = array.copy() if device.type == "cpu" else _writable(array)
+            return torch.from_numpy(own).to(device)
         return leaf.to(device, copy=leaf.device == device)
 
     return keras.tree.map_structure(put, batch)

@@ -26,7 +26,6 @@ def test_every_cpu_is_the_one_cpu():
     assert devices.require_devices(["/device:CPU:3", "cpu:0"]) == ("cpu:3", "cpu:0")
     assert devices.torch_device("cpu:3") == torch.device("cpu")
     assert devices.torch_device("gpu:1") == torch.device("cuda:1")
-    assert devices.keras_device("gpu:1") == "cuda:1"
 
 
 def test_a_gpu_that_is_not_there_is_an_error_that_says_what_is():
