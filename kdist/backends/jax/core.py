@@ -1,4 +1,8 @@
-"""`JaxCore`: the devices and workers of one strategy, as loops and steps see them."""
+"""`JaxCore`: the mesh over all devices, and the placing of state and batches on it.
+
+Nothing is computed per replica: the step is one global program, and XLA divides its rows. So "placing" is all there
+is: state is replicated, batches are split by rows.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,25 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import keras
+import numpy as np
+from jax.experimental import sparse
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kdist.backends.contract import Runtime
+from kdist.arrays.rows import is_ragged, is_scipy, is_tf_sparse, to_dense
+from kdist.arrays.splitting import have_all_rows
+from kdist.backends.contract import ReplicaBatches, Runtime
+from kdist.backends.jax.collectives import BATCH_AXIS
 from kdist.backends.jax.devices import find_devices
+from kdist.backends.jax.dispatched import note_dispatched
 from kdist.backends.jax.meeting import without_chatter
-from kdist.backends.jax.replicas import Replicas
 from kdist.backends.jax.workers import all_devices
 from kdist.backends.workers import Workers
+from kdist.errors import DatasetError
 
 
 class JaxCore(Runtime):
-    """A mesh of all devices of all workers."""
+    """The devices of all workers as one axis, those of worker 0 first. A replica is a device of this mesh."""
 
     sees_all_rows = True
 
@@ -26,15 +38,24 @@ class JaxCore(Runtime):
 
     def __init__(self, devices: Sequence[str], group: Workers) -> None:
         super().__init__(devices, group)
-        local = find_devices(self.devices)
-        self.replicas = Replicas(all_devices(group, local), local, self.worker_index)
+        self.local_devices = find_devices(self.devices)
+        self.first_device = self.local_devices[0]
+        everyone = all_devices(group, self.local_devices)
+        self.mesh, local_mesh = (Mesh(np.array(d), (BATCH_AXIS,)) for d in (everyone, self.local_devices))
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        self.by_rows = NamedSharding(self.mesh, PartitionSpec(BATCH_AXIS))
+        self._local_replicated = NamedSharding(local_mesh, PartitionSpec())
+        self._sum = jax.jit(lambda rows: rows.sum(0), out_shardings=self.replicated)
+        # Several executions in flight on several CPU devices can exhaust XLA's threads, each waiting for the
+        # other's collectives. PJRT_NPROC makes this unlikely, one execution at a time makes it impossible.
+        self._one_at_a_time = len(self.devices) > 1 and self.first_device.platform == "cpu"
         if self.num_workers > 1:
             with without_chatter(), group.working():
-                self.replicas.connect()
+                self.broadcast([np.zeros(1, np.float32)])  # a broken connection shows here
 
     def scope(self) -> AbstractContextManager[Any]:
         """Creates variables on the strategy's first device."""
-        first = self.replicas.first_device
+        first = self.first_device
         if first == jax.local_devices()[0]:
             return contextlib.nullcontext()  # JAX's default anyway; setting it would trace functions anew
         return jax.default_device(first)
@@ -44,20 +65,154 @@ class JaxCore(Runtime):
         """Not in a program, which runs later."""
         return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
-    def place(self, parts: Sequence[Any]) -> list[Any]:
-        """Puts one batch for each local replica on its device."""
-        return self.replicas.place_parts(parts)
-
     def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
         """Returns tensors on the first device of this worker."""
         return [
-            part if isinstance(part, jax.core.Tracer) else jax.device_put(part, self.replicas.first_device)
+            part if isinstance(part, jax.core.Tracer) else jax.device_put(part, self.first_device)
             for part in parts
         ]
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives every worker the values that the chief has."""
         if self.num_workers > 1:
-            values = self.replicas.broadcast([variable.value for variable in variables])
+            values = self.broadcast([variable.value for variable in variables])
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
+
+    def place_state(self, values: Any) -> Any:
+        """Copies process-local arrays to all devices.
+
+        Every worker passes equal values; nothing is sent between workers. The result shares no memory with
+        `values`, so it may be donated while variables still show them.
+        """
+        # A replicated device_put would share the first device's buffer even with may_alias=False.
+        return self._replicate(jax.device_put(values, self.first_device, may_alias=False))
+
+    def place(self, parts: Sequence[Any]) -> list[Any]:
+        """Copies one batch for each local replica to its device."""
+
+        def put(leaf: Any, device: Any) -> Any:
+            array = _as_array(leaf)
+            if array is None or isinstance(array, sparse.BCOO):
+                return array
+            is_number = isinstance(array, jax.Array) or array.dtype.kind in "biufcV"
+            if isinstance(array, np.ndarray):
+                # Whatever may_alias says, JAX shows memory that is aligned as it wants; a pipeline may fill it again.
+                array = np.array(array)
+            return jax.device_put(array, device, may_alias=False) if is_number else array
+
+        return [
+            None if part is None else keras.tree.map_structure(lambda leaf, d=device: put(leaf, d), part)
+            for part, device in zip(parts, self.local_devices, strict=True)
+        ]
+
+    def join_parts(self, batch: ReplicaBatches) -> Any:
+        """Returns the global batch that is on the devices; nothing is sent.
+
+        Each device has its rows, or all of them: `divide` splits the work inside the program then.
+        """
+        is_whole = have_all_rows(batch.split)
+        sharding = self.replicated if is_whole else self.by_rows
+
+        def join(*leaves: Any) -> Any:
+            if leaves[0] is None:
+                return None
+            if isinstance(leaves[0], sparse.BCOO):  # its index arrays have no rows to split
+                if is_whole:
+                    return self._replicate(leaves[0])
+                raise DatasetError(
+                    "On JAX a sparse array belongs to the whole global batch, not to a replica.",
+                    received={"shape": tuple(leaves[0].shape)},
+                    hint="Use `experimental_distribute_dataset` with AutoShardPolicy.DATA, or dense arrays.",
+                )
+            shape = (batch.split[-1][1], *leaves[0].shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, sharding, list(leaves))
+
+        return keras.tree.map_structure(join, *batch.parts)
+
+    def join_values(self, values: Sequence[Sequence[Any]]) -> list[Any]:
+        """Returns the values of all replicas as arrays over the mesh, concatenated by rows; scalars as rows.
+
+        There is one array a local replica for each value, of equal shapes.
+        """
+        placed = []
+        for parts in values:
+            shape = parts[0].shape
+            if self.num_replicas == 1:
+                placed.append(jax.device_put(parts[0], self.replicated))
+                continue
+            rows = parts if shape else [part.reshape(1) for part in parts]
+            local = [jax.device_put(p, d) for p, d in zip(rows, self.local_devices, strict=True)]
+            whole = (local[0].shape[0] * self.num_replicas, *shape[1:])
+            placed.append(jax.make_array_from_single_device_arrays(whole, self.by_rows, local))
+        return placed
+
+    def sum_one_over_workers(self, tensor: Any) -> Any:
+        """Sums tensors of the workers, of equal shapes; on this worker's first device."""
+        rows = [tensor[None], *[jax.numpy.zeros_like(tensor)[None]] * (len(self.devices) - 1)]
+        (stacked,) = self.join_values([rows])
+        return self._sum(stacked).addressable_data(0)
+
+    def divide(self, batch: Any) -> Any:
+        """Inside the program: has XLA split the rows over the replicas, also where these do not divide them.
+
+        XLA pads the last part and masks the padding in every reduction, so numbers do not change.
+        """
+
+        def constrain(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array) or leaf.ndim == 0 or leaf.shape[0] < self.num_replicas:
+                return leaf
+            return jax.lax.with_sharding_constraint(leaf, self.by_rows)
+
+        return keras.tree.map_structure(constrain, batch)
+
+    def show(self, values: Any) -> Any:
+        """Returns this worker's view of replicated arrays, without a copy: plain arrays of one device."""
+        return jax.tree.map(lambda value: value.addressable_data(0), values)
+
+    def broadcast(self, values: Sequence[Any]) -> list[Any]:
+        """Returns the arrays that worker 0 has, on this worker's first device. All workers must call it."""
+        hosts = [np.asarray(value) for value in values]
+        words = _words(b"".join(host.tobytes() for host in hosts))
+        # One row a device; a program that asks for the first one sends it to all.
+        (rows,) = self.join_values([[words[None]] * len(self.devices)])
+        first = jax.jit(lambda rows: rows[0], out_shardings=self.replicated)(rows)
+        data = np.asarray(first.addressable_data(0)).tobytes()
+        chief, start = [], 0
+        for host in hosts:
+            part = np.frombuffer(data, host.dtype, host.size, start).reshape(host.shape)
+            chief.append(jax.device_put(part, self.first_device, may_alias=False))
+            start += host.nbytes
+        return chief
+
+    def throttle(self, values: Any) -> None:
+        """Called after each step with its results: waits where a second step could get in the way."""
+        note_dispatched(values)
+        if self._one_at_a_time:
+            jax.block_until_ready(values)
+
+    def _replicate(self, values: Any) -> Any:
+        """Copies a tree of process-local arrays, equal on all workers, to all devices."""
+
+        def over_workers(local: Any) -> Any:
+            shards = [shard.data for shard in local.addressable_shards]
+            return jax.make_array_from_single_device_arrays(local.shape, self.replicated, shards)
+
+        copies = jax.device_put(values, self._local_replicated)
+        return jax.tree.map(over_workers, copies) if self.num_workers > 1 else copies
+
+
+def _words(data: bytes) -> Any:
+    return np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
+
+
+def _as_array(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, (np.ndarray, jax.Array, sparse.BCOO)):
+        return leaf
+    if is_tf_sparse(leaf):
+        return sparse.BCOO((leaf.values.numpy(), leaf.indices.numpy()), shape=tuple(leaf.shape))
+    if is_scipy(leaf):
+        return sparse.BCOO.from_scipy_sparse(leaf)
+    if hasattr(leaf, "detach"):  # a PyTorch tensor, possibly on a GPU
+        leaf = leaf.detach().cpu()
+    return np.asarray(to_dense(leaf) if is_ragged(leaf) else leaf)

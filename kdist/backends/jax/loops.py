@@ -44,7 +44,7 @@ class Loops:
 
     def __init__(self, runtime: JaxCore) -> None:
         self._runtime = runtime
-        self.placed = Placed(runtime.replicas)
+        self.placed = Placed(runtime)
         self._programs: collections.OrderedDict[Any, _Program] = collections.OrderedDict()
         self._counts: collections.Counter[Any] = collections.Counter()
         self._gathering: set[Any] = set()
@@ -189,12 +189,12 @@ class _Program:
 
     def __call__(self, placed: Placed, call: _Call) -> Sequence[Any]:
         debugging.check_all(self._runtime, self._collectives)
-        inputs = self._runtime.replicas.join_values(call.parts)
+        inputs = self._runtime.join_values(call.parts)
         written = placed.read(self._written, donated=True)
         read = placed.read(self._only_read)
         state, outputs = self._compiled(written, read, inputs)
         placed.write(self._written, state)
-        self._runtime.replicas.throttle((state, outputs))
+        self._runtime.throttle((state, outputs))
         # Not `addressable_data`, which takes any shard of an array that is said to be equal on all devices.
         shards = [out.addressable_shards for out in outputs]
         number = len(self._runtime.devices)
@@ -225,7 +225,7 @@ class _Program:
 
     def _initial_value(self, variable: Any) -> Any:
         value = initial_value(variable)
-        return (value, value) if has_components(self._runtime.replicas, variable) else value
+        return (value, value) if has_components(self._runtime, variable) else value
 
     def _over_mesh(self, body: Callable[..., Any]) -> Callable[..., Any]:
         if self._num_replicas == 1:
@@ -236,7 +236,7 @@ class _Program:
             specs = (*[whole] * (len(args) - 1), split)
             # Unchecked: each device keeps what it computed, which its shards show.
             return jax.shard_map(
-                body, mesh=self._runtime.replicas.mesh, in_specs=specs, out_specs=whole, check_vma=False
+                body, mesh=self._runtime.mesh, in_specs=specs, out_specs=whole, check_vma=False
             )(*args)
 
         return mapped

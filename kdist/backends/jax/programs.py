@@ -22,6 +22,7 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends.aggregation import is_on_read
 from kdist.backends.jax.components import has_components, place_components, place_shares
+from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.scopes import Values, initial_value
 from kdist.backends.variable_table import VariableTable
 
@@ -44,8 +45,8 @@ class Placed:
     when it is what the last call has left.
     """
 
-    def __init__(self, replicas: Any) -> None:
-        self._replicas = replicas
+    def __init__(self, runtime: JaxCore) -> None:
+        self._runtime = runtime
         # What each variable showed last, and its value on all devices.
         self._known: VariableTable[tuple[Any, Any]] = VariableTable()
         self._holders = 0
@@ -64,12 +65,12 @@ class Placed:
             known = shown is not None and keras_hooks.native_value(variable) is shown
             if not known or (donated and sys.getrefcount(shown) > self._holders):
                 missing.append(i)
-                if has_components(self._replicas, variable):
-                    components[i] = placed[0] if known else place_shares(self._replicas, variable)
+                if has_components(self._runtime, variable):
+                    components[i] = placed[0] if known else place_shares(self._runtime, variable)
             else:
                 found[i] = placed
         if missing:
-            values = self._replicas.place_state([keras_hooks.native_value(variables[i]) for i in missing])
+            values = self._runtime.place_state([keras_hooks.native_value(variables[i]) for i in missing])
             for i, placed in zip(missing, values, strict=True):
                 found[i] = self._show(variables[i], (components[i], placed) if i in components else placed)
         return found
@@ -90,8 +91,8 @@ class Placed:
 
     def write_components(self, variable: Any, parts: Sequence[Any], total: Any) -> None:
         """Keeps what the local replicas have of an on-read variable, and shows what all replicas' make."""
-        (whole,) = self._replicas.place_state([total])
-        self._show(variable, (place_components(self._replicas, parts), whole))
+        (whole,) = self._runtime.place_state([total])
+        self._show(variable, (place_components(self._runtime, parts), whole))
 
     def _show(self, variable: Any, placed: Any) -> Any:
         shown = (placed[1] if isinstance(placed, tuple) else placed).addressable_data(0)

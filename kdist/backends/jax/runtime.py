@@ -54,7 +54,7 @@ class JaxRuntime(JaxCore):
         if not self.can_exchange:
             return [_sum_in_program(tensor, len(self.devices)) for tensor in tensors]
         with self.group.working():
-            return [self.replicas.sum_over_workers(tensor) for tensor in tensors]
+            return [self.sum_one_over_workers(tensor) for tensor in tensors]
 
     def gather_over_workers(self, tensor: Any) -> Any:
         """Concatenates the rows of the workers' tensors."""
@@ -64,7 +64,7 @@ class JaxRuntime(JaxCore):
         if not self.can_exchange:
             return _gather_in_program(tensor, len(self.devices))
         rows = gather_rows(self.group, [np.asarray(tensor)])
-        return jax.device_put(rows, self.replicas.first_device)
+        return jax.device_put(rows, self.first_device)
 
     def step_function(self, model: Any, kind: str) -> StepFunction:
         """Returns the program of the step."""
@@ -76,7 +76,7 @@ class JaxRuntime(JaxCore):
                 received={"cross_device_ops": strategy.own_ops},
                 hint="Leave cross_device_ops out, or write the loop with `strategy.run`.",
             )
-        return JaxSteps(model, self.replicas, self.group, kind)
+        return JaxSteps(self, model, kind)
 
 
 def _sum_in_program(tensor: Any, num_local: int) -> Any:

@@ -19,8 +19,7 @@ from kdist import keras_hooks
 from kdist.arrays.gathering import gather_rows
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, StepFunction
-from kdist.backends.jax.replicas import Replicas
-from kdist.backends.workers import Workers
+from kdist.backends.jax.core import JaxCore
 
 # What each step's state consists of, in the order of Keras's JAX trainer.
 _STATE = {
@@ -45,10 +44,9 @@ class JaxSteps(StepFunction):
     The model is held weakly, since step functions are kept in a table of models.
     """
 
-    def __init__(self, model: Any, replicas: Replicas, workers: Workers, kind: str) -> None:
+    def __init__(self, runtime: JaxCore, model: Any, kind: str) -> None:
         self._model: Callable[[], Any] = weakref.ref(model)
-        self._replicas = replicas
-        self._workers = workers
+        self._runtime = runtime
         self._kind = kind
         self._state: Any = None
         self._eager = bool(model.run_eagerly) or not model.jit_compile
@@ -57,15 +55,15 @@ class JaxSteps(StepFunction):
             self._step = step
         else:
             self._step = jax.jit(
-                lambda state, data: step(state, replicas.divide(data)),
+                lambda state, data: step(state, runtime.divide(data)),
                 donate_argnums=0,
-                out_shardings=replicas.replicated,
+                out_shardings=runtime.replicated,
             )
 
     def __enter__(self) -> JaxSteps:
         """Ends what other steps of the model have under way, such as the `fit` whose callback evaluates."""
         self._model().jax_state_sync()
-        self._working = self._workers.working()
+        self._working = self._runtime.group.working()
         self._working.__enter__()
         return self
 
@@ -95,17 +93,19 @@ class JaxSteps(StepFunction):
         if self._eager:
             data = batch.parts[0]
             if not have_all_rows(batch.split):
-                data = jax.device_put(gather_rows(self._workers, batch.parts), self._replicas.first_device)
+                data = jax.device_put(
+                    gather_rows(self._runtime.group, batch.parts), self._runtime.first_device
+                )
             outputs, self._state = self._step(self._state, data)
             return outputs
-        data = self._replicas.join_parts(batch)
+        data = self._runtime.join_parts(batch)
         try:
             outputs, self._state = self._step(self._state, data)
         except BaseException:
             self._forget_failed()
             raise
-        self._replicas.throttle((outputs, self._state))
-        return self._replicas.show(outputs)
+        self._runtime.throttle((outputs, self._state))
+        return self._runtime.show(outputs)
 
     def sync(self) -> None:
         """Shows the state in the model's variables, without copying; the next step reads them again."""
@@ -116,7 +116,7 @@ class JaxSteps(StepFunction):
         # An execution that failed after it was started raises here, and not where its values are used.
         jax.block_until_ready(state)
         if not self._eager:
-            state = self._replicas.show(state)
+            state = self._runtime.show(state)
         for variables, values in zip(_state_variables(self._model(), self._kind), state, strict=True):
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
@@ -124,7 +124,7 @@ class JaxSteps(StepFunction):
     def _read(self) -> Any:
         groups = _state_variables(self._model(), self._kind)
         state = tuple([variable.value for variable in variables] for variables in groups)
-        return state if self._eager else self._replicas.place_state(state)
+        return state if self._eager else self._runtime.place_state(state)
 
     def _forget_failed(self) -> None:
         """Drops a state that a failed execution has taken or left without values.

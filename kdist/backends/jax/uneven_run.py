@@ -3,7 +3,7 @@
 One program for all devices needs equal shapes. A batch that the replicas do not divide is the exception (the
 last one of an epoch), so here simplicity counts: each replica runs in a thread, as on PyTorch, and collectives
 meet on the host. `fit` has no such batches: `Runtime.split` gives a short one whole to every replica, and its step
-divides the rows by itself (`Replicas.divide`).
+divides the rows by itself (`JaxCore.divide`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def on_any_worker(runtime: JaxCore, values: Sequence[Sequence[Any]], gathers: bo
 
 def run(runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: Any, placed: Placed) -> Sequence[Any]:
     """Calls the user's function in every local replica, one at a time."""
-    devices = runtime.replicas.local_devices
+    devices = runtime.local_devices
     state = keras_hooks.ThreadState()
     seen: list[Any] = [None] * len(devices)
 
@@ -79,7 +79,7 @@ def run(runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: Any, plac
         raise
     for variable in seen[0].written.values():
         results = [values.results([variable])[0] for values in seen]
-        if has_components(runtime.replicas, variable):
+        if has_components(runtime, variable):
             placed.write_components(variable, [component for component, _ in results], results[0][1])
         else:
             variable.assign(results[0])
@@ -89,8 +89,8 @@ def run(runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: Any, plac
 def _value_on(runtime: JaxCore, variable: Any, index: int, placed: Placed) -> Any:
     if initialize([variable]):
         runtime.broadcast_variables([variable])
-    device = runtime.replicas.local_devices[index]
-    if has_components(runtime.replicas, variable):
+    device = runtime.local_devices[index]
+    if has_components(runtime, variable):
         component = placed.component(variable, index)
         return jax.device_put(component, device), jax.device_put(keras_hooks.native_value(variable), device)
     return jax.device_put(keras_hooks.native_value(variable), device)

@@ -124,14 +124,12 @@ def test_dropout_is_that_of_one_device(replicas: int) -> None:
 def test_each_batch_is_divided_over_the_devices() -> None:
     """Counts the multiplications that a device does: a third of those for all rows."""
     strategy = _mirrored(3)
-    replicas = strategy.runtime.replicas
-    weights = replicas.place_state([jax.numpy.ones((64, 64))])[0]
+    runtime = strategy.runtime
+    weights = runtime.place_state([jax.numpy.ones((64, 64))])[0]
 
     def flops(rows: int) -> float:
-        batch = replicas.join_parts(split_batch(strategy.runtime, (np.ones((rows, 64), "float32"),)))
-        step = jax.jit(
-            lambda w, data: (replicas.divide(data)[0] @ w).sum(), out_shardings=replicas.replicated
-        )
+        batch = runtime.join_parts(split_batch(runtime, (np.ones((rows, 64), "float32"),)))
+        step = jax.jit(lambda w, data: (runtime.divide(data)[0] @ w).sum(), out_shardings=runtime.replicated)
         return step.lower(weights, batch).compile().cost_analysis()["flops"]
 
     even, odd = flops(300), flops(301)
