@@ -193,6 +193,12 @@ class Replica(ReplicaContext):
 
         return self.merge_call(merge, args=(weighted,))
 
+    def apply_gradients(self, apply: Callable[[], Any]) -> Any:
+        """Runs Keras's `optimizer.apply` on what is this replica's own; all replicas do the same sums."""
+        assert self.scope is not None
+        with self.scope.untracked():
+            return apply()
+
     def mean_over_rows(self, tensors: Sequence[Any]) -> list[Any]:
         """Means over all rows, of tensors that are means over the rows of each replica."""
         return self.all_reduce_packed(tensors, self.rows.share)

@@ -45,7 +45,6 @@ class JaxCore(Runtime):
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self.by_rows = NamedSharding(self.mesh, PartitionSpec(BATCH_AXIS))
         self._local_replicated = NamedSharding(local_mesh, PartitionSpec())
-        self._sum = jax.jit(lambda rows: rows.sum(0), out_shardings=self.replicated)
         # Several executions in flight on several CPU devices can exhaust XLA's threads, each waiting for the
         # other's collectives. PJRT_NPROC makes this unlikely, one execution at a time makes it impossible.
         self._one_at_a_time = len(self.devices) > 1 and self.first_device.platform == "cpu"
@@ -146,12 +145,6 @@ class JaxCore(Runtime):
             whole = (local[0].shape[0] * self.num_replicas, *shape[1:])
             placed.append(jax.make_array_from_single_device_arrays(whole, self.by_rows, local))
         return placed
-
-    def sum_one_over_workers(self, tensor: Any) -> Any:
-        """Sums tensors of the workers, of equal shapes; on this worker's first device."""
-        rows = [tensor[None], *[jax.numpy.zeros_like(tensor)[None]] * (len(self.devices) - 1)]
-        (stacked,) = self.join_values([rows])
-        return self._sum(stacked).addressable_data(0)
 
     def divide(self, batch: Any) -> Any:
         """Inside the program: has XLA split the rows over the replicas, also where these do not divide them.

@@ -90,9 +90,3 @@ class JaxReplica(Replica):
         runtime: Any = self.strategy.runtime
         first = runtime.first_device
         return value if isinstance(value, jax.core.Tracer) else jax.device_put(value, first)
-
-    def apply_gradients(self, apply: Callable[[], Any]) -> Any:
-        """Runs Keras's `optimizer.apply`; all replicas do the same sums."""
-        assert self.scope is not None
-        with self.scope.untracked():
-            return apply()

@@ -26,6 +26,7 @@ class JaxRuntime(JaxCore):
     def __init__(self, devices: Sequence[str], group: Workers) -> None:
         super().__init__(devices, group)
         self._loops = Loops(self)
+        self._sum = jax.jit(lambda rows: rows.sum(0), out_shardings=self.replicated)
 
     def traced(self, iterator: Any) -> None:
         """A function that reads speaks for all replicas: it is not compiled as one."""
@@ -54,7 +55,9 @@ class JaxRuntime(JaxCore):
         if not self.can_exchange:
             return [_sum_in_program(tensor, len(self.devices)) for tensor in tensors]
         with self.group.working():
-            return [self.sum_one_over_workers(tensor) for tensor in tensors]
+            others = len(self.devices) - 1  # of this worker, whose first device has the tensor
+            parts = [[tensor[None], *[jax.numpy.zeros_like(tensor)[None]] * others] for tensor in tensors]
+            return [self._sum(rows).addressable_data(0) for rows in self.join_values(parts)]
 
     def gather_over_workers(self, tensor: Any) -> Any:
         """Concatenates the rows of the workers' tensors."""

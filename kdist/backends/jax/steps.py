@@ -76,9 +76,7 @@ class JaxSteps(StepFunction):
 
     def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
         """Runs one step a batch. Returns the last logs (train, test) or the rows of all batches (predict)."""
-        outputs = []
-        for batch in batches:
-            outputs.append(self._run(batch))
+        outputs = [self._run(batch) for batch in batches]
         if self._kind != "predict":
             return outputs[-1]
         if len(outputs) == 1:
@@ -149,11 +147,10 @@ def _state_variables(model: Any, kind: str) -> list[Sequence[Any]]:
 def _stateless_step(model_ref: Callable[[], Any], kind: str) -> Callable[[Any, Any], tuple[Any, Any]]:
     def step(state: Any, data: Any) -> tuple[Any, Any]:
         model = model_ref()
+        if kind == "predict":
+            outputs, non_trainable_variables = model.predict_step(state, data)
+            return outputs, (state[0], non_trainable_variables)
         keras_hooks.forget_layer_losses(model)
         return getattr(model, f"{kind}_step")(state, data)
 
-    def predict_step(state: Any, data: Any) -> tuple[Any, Any]:
-        outputs, non_trainable_variables = model_ref().predict_step(state, data)
-        return outputs, (state[0], non_trainable_variables)
-
-    return predict_step if kind == "predict" else step
+    return step

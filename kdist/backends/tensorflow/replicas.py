@@ -86,12 +86,6 @@ class TensorFlowReplica(Replica):
         tf.distribute.get_replica_context().merge_call(merge, args=(mine,))
         return component(mine.result, self.local_index, keras.tree.map_structure)
 
-    def apply_gradients(self, apply: Callable[[], Any]) -> Any:
-        """Runs Keras's `optimizer.apply` on this replica's own components; all replicas do the same sums."""
-        assert self.scope is not None
-        with self.scope.untracked():
-            return apply()
-
 
 class _Boxed:
     """Something that TensorFlow does not look into."""
