@@ -202,13 +202,9 @@ class _Program:
 
     def _discover(self, call: _Call) -> list[Any]:
         """Traces the function, without compiling it, until all its variables are known."""
-        sizes = [
-            jax.ShapeDtypeStruct(_global_shape(parts[0].shape, self._num_replicas), parts[0].dtype)
-            for parts in call.parts
-        ]
         values = discover(
             lambda values: self._over_mesh(lambda data: self._replica(values, data)[1]),
-            sizes,
+            self._runtime.join_values(call.parts),
             self._runtime.broadcast_variables,
             self._initial_value,
         )
@@ -259,12 +255,6 @@ class _Program:
             raise
         self._outputs = Outputs(result)
         return values.results(list(values.written.values())), self._outputs.take()
-
-
-def _global_shape(shape: tuple[int, ...], num_replicas: int) -> tuple[int, ...]:
-    if num_replicas == 1:
-        return shape
-    return (num_replicas * shape[0], *shape[1:]) if shape else (num_replicas,)
 
 
 def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
