@@ -23,6 +23,7 @@ from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.programs import (
     Outputs,
     Placed,
+    Template,
     constant_key,
     discover,
     function_key,
@@ -56,7 +57,7 @@ class Loops:
         call = _Call(args, kwargs, len(runtime.devices))
         key = (function_key(fn), call.key())
         gathers = key[0][1] in self._gathering
-        if uneven_run.on_any_worker(runtime, call.parts, gathers):
+        if uneven_run.on_any_worker(runtime, call.data, gathers):
             return uneven_run.run(runtime, strategy, fn, call, self.placed)
         program = self._programs.get(key)
         if program is None:
@@ -107,41 +108,17 @@ def leave_function() -> None:
         raise SpeaksForAll
 
 
-class _Call:
-    """The arguments of one call: arrays of the replicas, and constants."""
+class _Call(Template):
+    """The arguments of one call: arrays, one for each local replica, and constants."""
 
     def __init__(self, args: Any, kwargs: Any, num_local: int) -> None:
-        self.structure = (args, kwargs)
-        leaves = keras.tree.flatten(self.structure)
-        self.parts: list[list[Any]] = []
-        self.constants: list[Any] = []
-        self.is_data: list[bool] = []
-        for leaf in leaves:
-            parts = _parts(leaf, num_local)
-            self.is_data.append(parts is not None)
-            if parts is not None:
-                self.parts.append(parts)
-                leaf = None
-            elif isinstance(leaf, DistributedValues):
-                leaf = _same_constant(leaf)
-            self.constants.append(leaf)
+        super().__init__((args, kwargs), lambda leaf: _parts(leaf, num_local))
+        self.constants = list(map(_same_constant, self.constants))
 
     def key(self) -> Any:
         """What another call must have in common to run the same program."""
-        shapes = tuple((tuple(parts[0].shape), str(parts[0].dtype)) for parts in self.parts)
-        return repr(_skeleton(self.structure)), constant_key(tuple(self.constants)), shapes
-
-    def arguments(self, values: Sequence[Any]) -> Any:
-        """Returns args and kwargs with values in place of the arrays."""
-        data = iter(values)
-        leaves = [
-            next(data) if d else constant for d, constant in zip(self.is_data, self.constants, strict=True)
-        ]
-        return keras.tree.pack_sequence_as(self.structure, leaves)
-
-
-def _skeleton(structure: Any) -> Any:
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else 0, structure)
+        shapes = tuple((tuple(parts[0].shape), str(parts[0].dtype)) for parts in self.data)
+        return repr(self._structure), constant_key(tuple(self.constants)), shapes
 
 
 def _parts(leaf: Any, num_local: int) -> list[Any] | None:
@@ -156,7 +133,9 @@ def _parts(leaf: Any, num_local: int) -> list[Any] | None:
     return [leaf] * num_local if is_array(leaf) else None
 
 
-def _same_constant(leaf: DistributedValues) -> Any:
+def _same_constant(leaf: Any) -> Any:
+    if not isinstance(leaf, DistributedValues):
+        return leaf
     first = leaf.values[0]
     if all(constant_key(value) == constant_key(first) for value in leaf.values):
         return first
@@ -183,13 +162,13 @@ class _Program:
         self._fn = fn
         self._num_replicas = runtime.num_replicas
         self._call = call
-        self._scalar = [not parts[0].shape for parts in call.parts]
+        self._scalar = [not parts[0].shape for parts in call.data]
         self._variables = self._discover(call)
         self._compiled = jax.jit(self._whole, donate_argnums=0)
 
     def __call__(self, placed: Placed, call: _Call) -> Sequence[Any]:
         debugging.check_all(self._runtime, self._collectives)
-        inputs = self._runtime.join_values(call.parts)
+        inputs = self._runtime.join_values(call.data)
         written = placed.read(self._written, donated=True)
         read = placed.read(self._only_read)
         state, outputs = self._compiled(written, read, inputs)
@@ -204,7 +183,7 @@ class _Program:
         """Traces the function, without compiling it, until all its variables are known."""
         values = discover(
             lambda values: self._over_mesh(lambda data: self._replica(values, data)[1]),
-            self._runtime.join_values(call.parts),
+            self._runtime.join_values(call.data),
             self._runtime.broadcast_variables,
             self._initial_value,
         )
@@ -244,7 +223,7 @@ class _Program:
         replica = JaxReplica(self._strategy, MeshCollectives(self._runtime, self._equal_shapes))
         try:
             with replica, JaxScope(replica, values) as scope:
-                args, kwargs = self._call.arguments(inputs)
+                args, kwargs = self._call.fill(inputs)
                 result = self._fn(*args, **kwargs)
                 scope.aggregate()
             self._collectives = replica.log
@@ -318,7 +297,7 @@ class _PlainProgram:
         self._fn = fn
         self._call = call
         values = discover(
-            lambda values: lambda data: self._trace(values, data)[1], [parts[0] for parts in call.parts]
+            lambda values: lambda data: self._trace(values, data)[1], [parts[0] for parts in call.data]
         )
         self._variables = values.variables
         self._written = list(values.written.values())
@@ -328,7 +307,7 @@ class _PlainProgram:
 
     def __call__(self, call: _Call) -> Any:
         values = [variable.value for variable in self._variables]
-        state, arrays = self._compiled(values, [parts[0] for parts in call.parts])
+        state, arrays = self._compiled(values, [parts[0] for parts in call.data])
         for variable, value in zip(self._written, state, strict=True):
             variable.assign(value)
         return self._outputs.fill(arrays)
@@ -337,7 +316,7 @@ class _PlainProgram:
         _running.traces += 1
         try:
             with PlainScope(values):
-                args, kwargs = self._call.arguments(data)
+                args, kwargs = self._call.fill(data)
                 result = self._fn(*args, **kwargs)
         finally:
             _running.traces -= 1

@@ -138,25 +138,38 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
-class Outputs:
+class Template:
+    """A structure of data, which goes into a program or comes out of it, among constants.
+
+    Args:
+        structure: It is not kept, but for the constants.
+        data: Returns the data of a leaf; `None` for a constant.
+    """
+
+    def __init__(self, structure: Any, data: Callable[[Any], Any]) -> None:
+        leaves = [(leaf, data(leaf)) for leaf in keras.tree.flatten(structure)]
+        self.data = [found for _, found in leaves if found is not None]
+        self.constants = [leaf if found is None else None for leaf, found in leaves]
+        self._is_data = [found is not None for _, found in leaves]
+        self._structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, structure)
+
+    def fill(self, data: Sequence[Any]) -> Any:
+        """Returns the structure with other data."""
+        left = iter(data)
+        pairs = zip(self._is_data, self.constants, strict=True)
+        return keras.tree.pack_sequence_as(self._structure, [next(left) if d else c for d, c in pairs])
+
+
+class Outputs(Template):
     """What a traced function returns: arrays, which its program computes, among constants."""
 
     def __init__(self, result: Any) -> None:
-        leaves = keras.tree.flatten(result)
-        self._arrays: list[Any] = [leaf for leaf in leaves if is_array(leaf)]
-        self._constants = [(is_array(leaf), None if is_array(leaf) else leaf) for leaf in leaves]
-        self._structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, result)
+        super().__init__(result, lambda leaf: leaf if is_array(leaf) else None)
 
     def take(self) -> list[Any]:
         """Returns the arrays of the trace, once: they must not outlive it."""
-        arrays, self._arrays = self._arrays, []
+        arrays, self.data = self.data, []
         return arrays
-
-    def fill(self, arrays: Sequence[Any]) -> Any:
-        """Returns the structure with the computed arrays."""
-        data = iter(arrays)
-        leaves = [next(data) if is_data else constant for is_data, constant in self._constants]
-        return keras.tree.pack_sequence_as(self._structure, leaves)
 
 
 def function_key(fn: Any) -> Any:

@@ -62,7 +62,7 @@ def run(runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: Any, plac
             stack.enter_context(replica)
             values = seen[index] = Values((), (), lambda v: _value_on(runtime, v, index, placed))
             scope = stack.enter_context(JaxScope(replica, values))
-            own_args, own_kwargs = call.arguments([jax.device_put(p[index], device) for p in call.parts])
+            own_args, own_kwargs = call.fill([jax.device_put(p[index], device) for p in call.data])
             result = fn(*own_args, **own_kwargs)
             scope.aggregate()
             return result
