@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from kdist.backends.aggregation import is_on_read, share_of
 from kdist import keras_hooks
+from kdist.backends.aggregation import is_on_read, share_of
 from kdist.backends.jax.core import JaxCore
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kdist.backends.aggregation import share_of
 from kdist import keras_hooks
+from kdist.backends.aggregation import share_of
 from kdist.backends.variable_table import VariableTable
 
 
