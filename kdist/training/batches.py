@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdist import keras_hooks
 from kdist.arrays import rows
 from kdist.backends import get_backend
+from kdist.backends.contract import Runtime
 from kdist.backends.messages import read_on_all
 from kdist.data.agreement import open_steps, split_batch
 from kdist.data.distributed_dataset import DistributedDataset
@@ -19,10 +20,6 @@ from kdist.data.sources.iterables import IteratorSource
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.training.passes import TAKEN, Passes
 
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
-    from kdist.training.session import Session
-
 
 class GlobalBatches:
     """The batches of an epoch: Keras's own iterator, with the workers' agreement on top.
@@ -31,14 +28,15 @@ class GlobalBatches:
     are put on the devices, and the workers agree on each step.
 
     Args:
-        session: The model and its strategy.
+        runtime: The workers that read them.
+        model: The name of the model, for messages.
         x: What the user passes as `x`; the other arguments are Keras's, too.
         epochs: How often it is iterated, to read no more of a generator than is needed.
         **arguments: Those of Keras's `EpochIterator`.
     """
 
-    def __init__(self, session: Session, x: Any, epochs: int = 1, **arguments: Any) -> None:
-        self._session = session
+    def __init__(self, runtime: Runtime, model: str, x: Any, epochs: int = 1, **arguments: Any) -> None:
+        self.runtime = runtime
         self._distributed = x if isinstance(x, DistributedDataset) else None
         endless = self._distributed.is_infinite if self._distributed is not None else is_infinite(x)
         if endless and not arguments.get("steps_per_epoch"):
@@ -48,7 +46,7 @@ class GlobalBatches:
                 hint="Pass steps_per_epoch=100, or leave out `.repeat()`.",
             )
         if self._distributed is not None:
-            x = self._adapter(self._distributed, arguments)
+            x = self._adapter(self._distributed, model, arguments)
         backend = get_backend()
         self.iterator = keras_hooks.epoch_iterator(
             backend.native_batches, backend.keeps_batches, x=x, **arguments
@@ -59,11 +57,11 @@ class GlobalBatches:
         self._limit = steps * epochs if steps else None
         self._passes = Passes(self.iterator, continues=bool(steps))
 
-    def _adapter(self, dataset: DistributedDataset, arguments: dict[str, Any]) -> Any:
-        if dataset._runtime is not self._session.runtime:
+    def _adapter(self, dataset: DistributedDataset, model: str, arguments: dict[str, Any]) -> Any:
+        if dataset._runtime is not self.runtime:
             raise StrategyScopeError(
                 "A distributed dataset and the model must belong to the same strategy.",
-                received={"dataset": dataset, "model": self._session.model.name},
+                received={"dataset": dataset, "model": model},
                 hint="Create both with the same strategy object.",
             )
         for name in ("y", "sample_weight", "class_weight"):
@@ -107,7 +105,7 @@ class GlobalBatches:
             part = self._distributed.peek_part()
             rows.num_rows(part)  # raises for single elements
             return part
-        return read_on_all(self._session.runtime, "Reading the first batch", self._first)
+        return read_on_all(self.runtime, "Reading the first batch", self._first)
 
     def _first(self) -> Any:
         if (batch := keras_hooks.first_of_py_dataset(self.iterator)) is not None:
@@ -123,7 +121,7 @@ class GlobalBatches:
         Once the workers agree on their data, and at the beginning of each epoch, since workers may have drawn
         different numbers in the one before: in a callback, or in a layer that draws as many as it has rows.
         """
-        runtime = self._session.runtime
+        runtime = self.runtime
         if runtime.num_workers > 1 and keras_hooks.shuffles_arrays(self.iterator):
             backend = get_backend()
             backend.set_random_state(runtime.group.all_gather_bytes(backend.random_state())[0])
@@ -135,11 +133,6 @@ class GlobalBatches:
     def close(self) -> None:
         """Ends what reads ahead, with its thread."""
         keras_hooks.release(self.iterator)
-
-    @property
-    def runtime(self) -> Runtime:
-        """The workers that read them."""
-        return self._session.runtime
 
     def record(self) -> None:
         """From now on, notes what `position` needs; to be called before the first epoch."""
@@ -171,7 +164,7 @@ class GlobalBatches:
         self._passes.before_epoch()
         self.share_random_state()
         if keras_hooks.shuffles_py_dataset(self.iterator):
-            py_dataset.share_random_state(self._session.runtime)
+            py_dataset.share_random_state(self.runtime)
         for begin, end, batches in self.iterator:
             if present := [batch for batch in batches if batch is not TAKEN]:
                 yield begin, end, present
@@ -187,10 +180,10 @@ class GlobalBatches:
     def _split(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Of arrays every worker has the same batches: about none is there anything to agree."""
         for batch in batches:
-            yield split_batch(self._session.runtime, rows.to_host(batch))
+            yield split_batch(self.runtime, rows.to_host(batch))
 
     def _agreed(self, batches: Any) -> Iterator[Any]:
-        runtime = self._session.runtime
+        runtime = self.runtime
         if keras_hooks.is_torch_loader(self.iterator):
             torch_loader.share_random_state(runtime)
         rest = self._passes.start(batches)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from kdist.backends.messages import gather
-
-if TYPE_CHECKING:
-    from kdist.training.batches import GlobalBatches
+from kdist.training.batches import GlobalBatches
 
 # What Keras's own callbacks remember from epoch to epoch, in numbers.
 _REMEMBERED = {

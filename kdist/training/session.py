@@ -76,7 +76,7 @@ class Session:
                 received={"batch_size": batch_size},
                 hint="model.fit(x, y, batch_size=32)",
             )
-        return GlobalBatches(self, **arguments)
+        return GlobalBatches(self.runtime, self.model.name, **arguments)
 
     def open_data(self, function: Callable[[], Any]) -> Any:
         """Calls what makes iterators: Keras looks at the first batches of a generator, which may fail on one worker."""
