@@ -65,10 +65,9 @@ from kdist.keras_hooks.own import (
     own_layers,
     own_losses,
     own_metrics,
-    replace_losses,
 )
 from kdist.keras_hooks.saving import without_tensorflow
-from kdist.keras_hooks.scalars import SummedLoss, add_up
+from kdist.keras_hooks.scalars import OwnLoss, add_up, handed, of_all_rows
 from kdist.keras_hooks.seeds import global_seed_generator, hook_torch_dropout
 from kdist.keras_hooks.threads import ThreadState
 from kdist.keras_hooks.trainer import (

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Mapping
 from typing import Any
 
-from kdist.keras_hooks.scalars import SummedLoss
+from kdist.keras_hooks.scalars import OwnLoss
 
 
 def is_own(value: Any) -> bool:
@@ -15,27 +14,27 @@ def is_own(value: Any) -> bool:
     return value is not None and value.__module__.partition(".")[0] != "keras"
 
 
-def own_losses(model: Any) -> list[Any]:
-    """Returns the losses of which nobody knows yet what they make of the rows: some of Keras's own, too."""
+def own_losses(model: Any) -> list[OwnLoss]:
+    """Puts an `OwnLoss` in the place of each loss of which nobody knows yet what it makes of the rows; returns them.
+
+    Some of Keras's own are among these, too.
+    """
     import keras
 
     couple_rows = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
-    entries = getattr(model._compile_loss, "_flat_losses", None) or ()
-    losses = {id(entry.loss): entry.loss for entry in entries if not isinstance(entry.loss, SummedLoss)}
-    return [
-        loss
-        for loss in losses.values()
-        if is_own(loss) or is_own(fn := getattr(loss, "fn", None)) or fn in couple_rows
-    ]
-
-
-def replace_losses(model: Any, others: Mapping[int, Any]) -> None:
-    """Puts others in the place of losses, which are given by their ids."""
-    if others:
-        compiled = model._compile_loss
+    compiled = model._compile_loss
+    found: dict[int, OwnLoss] = {}
+    for entry in getattr(compiled, "_flat_losses", None) or ():
+        loss, fn = entry.loss, getattr(entry.loss, "fn", None)
+        if isinstance(loss, OwnLoss):
+            found[id(loss)] = loss
+        elif id(loss) not in found and (is_own(loss) or is_own(fn) or fn in couple_rows):
+            found[id(loss)] = OwnLoss(loss)
+    if found:
         compiled._flat_losses = [
-            entry._replace(loss=others.get(id(entry.loss), entry.loss)) for entry in compiled._flat_losses
+            entry._replace(loss=found.get(id(entry.loss), entry.loss)) for entry in compiled._flat_losses
         ]
+    return list(found.values())
 
 
 def own_layers(model: Any) -> list[Any]:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdist.keras_hooks.wrapping import running_model_replica, wrap
 
-# Which scalars of a layer or a metric, in their order in a step, are sums over the rows: what is not here is a mean.
+# Which scalars of a loss, a layer or a metric, in their order in a step, are sums over the rows: what is not here is
+# a mean.
 _sums: weakref.WeakKeyDictionary[Any, tuple[bool, ...]] = weakref.WeakKeyDictionary()
+# Those that are noted.
+_handed: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def add_up(owner: Any, are_sums: tuple[bool, ...]) -> None:
-    """Says which of the scalars that a layer adds as losses, or that a metric takes, are sums over the rows."""
+    """Says which of the scalars of an `OwnLoss`, or that a layer or a metric hands to Keras, are sums over the rows."""
     _sums[owner] = are_sums
+
+
+@contextlib.contextmanager
+def handed(owner: Any) -> Iterator[list[Any]]:
+    """Gives a list of the scalars that a layer adds as losses, or that a metric takes, within this."""
+    _handed[owner] = []
+    try:
+        yield _handed[owner]
+    finally:
+        del _handed[owner]
 
 
 def of_all_rows(replica: Any, total: Any) -> Any:
@@ -32,6 +46,8 @@ def hook_scalars() -> None:
     def update_state(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, values: Any, sample_weight: Any = None) -> Any:
             replica = running_model_replica()
+            if sample_weight is None and self in _handed and _is_scalar(values):
+                _handed[self].append(values)
             if replica is not None and sample_weight is None and _is_scalar(values):
                 sample_weight = keras.ops.cast(replica.rows.scalar_weight, self.dtype)
                 if any(_sums.get(self, ())):
@@ -43,6 +59,8 @@ def hook_scalars() -> None:
     def add_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(self: Any, loss: Any) -> None:
             replica, known = running_model_replica(), _sums.get(self, ())
+            if self in _handed:
+                _handed[self] += map(keras.ops.sum, keras.tree.flatten(loss))
             if replica is not None and any(known):
                 first = len(self._get_own_losses())
                 loss = [
@@ -63,8 +81,8 @@ def _is_scalar(values: Any) -> bool:
     return len(values.shape) == 0 if hasattr(values, "shape") else not isinstance(values, (list, tuple))
 
 
-class SummedLoss:
-    """A loss that is a sum over the rows, in place of what the user gave.
+class OwnLoss:
+    """Stands for a loss that may be a sum over the rows, in place of what the user gave.
 
     Args:
         loss: What the user gave.
@@ -74,7 +92,11 @@ class SummedLoss:
         self.loss = loss
         self.name = loss.name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns its value; in a replica, as the part that it is of the sum over all rows."""
-        value, replica = self.loss(*args, **kwargs), running_model_replica()
-        return value if replica is None else of_all_rows(replica, value)
+    def __call__(self, *args: Any) -> Any:
+        """Returns its value; of a sum, in a replica, as the part that it is of the sum over all rows."""
+        value, replica = self.call(*args), running_model_replica()
+        return of_all_rows(replica, value) if replica is not None and any(_sums.get(self, ())) else value
+
+    def call(self, *args: Any) -> Any:
+        """Returns what the user's returns."""
+        return self.loss(*args)

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist import keras_hooks
@@ -23,11 +23,11 @@ from kdist.backends.contract import ReplicaBatches, StepFunction
 from kdist.backends.messages import gather
 from kdist.cluster import environment
 from kdist.training import generator_states
-from kdist.training.own_numbers import Own, note_calls, owns_of
-from kdist.training.verdicts import COUPLES, SUM, Sample, Verdict, agreed
+from kdist.training.own_numbers import are_sums, note_calls, owns_of
+from kdist.training.verdicts import COUPLES, Sample, Verdict, agreed
 
 # Of what each model was warned.
-_said: weakref.WeakKeyDictionary[Any, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+_said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def at_first_batch(function: StepFunction, strategy: Any, model: Any, kind: str) -> StepFunction:
@@ -52,6 +52,8 @@ class _Probing(StepFunction):
         self._model = weakref.ref(model)  # which owns this function
         self._training = training
         self._is_due = True
+        # In training a layer may add other losses than in validation, for which there is another step function.
+        self._sums: weakref.WeakKeyDictionary[Any, tuple[bool, ...]] = weakref.WeakKeyDictionary()
 
     def __enter__(self) -> StepFunction:
         self._function.__enter__()
@@ -64,7 +66,9 @@ class _Probing(StepFunction):
         """Runs the steps."""
         if self._is_due:
             self._is_due = False
-            _probe(self._strategy, self._model(), batches[0], self._training)
+            self._sums.update(_probe(self._strategy, self._model(), batches[0], self._training))
+        for owner, sums in self._sums.items():
+            keras_hooks.add_up(owner, sums)
         return self._function(batches)
 
     def sync(self) -> None:
@@ -72,7 +76,10 @@ class _Probing(StepFunction):
         self._function.sync()
 
 
-def _probe(strategy: Any, model: Any, batch: ReplicaBatches, training: bool) -> None:
+def _probe(
+    strategy: Any, model: Any, batch: ReplicaBatches, training: bool
+) -> Iterator[tuple[Any, tuple[bool, ...]]]:
+    """Warns of what couples the rows; yields what makes numbers, and which of them are sums."""
     runtime = strategy.runtime
     # The same ones in the same order on all workers.
     owns = owns_of(model) if keras_hooks.is_built(model) else []
@@ -86,22 +93,21 @@ def _probe(strategy: Any, model: Any, batch: ReplicaBatches, training: bool) -> 
             sample = Sample(strategy, model, batch)
             if sample.num_rows > 1:
                 note_calls(model, owns, sample.batch, training)
-                verdicts = [own.verdicts(sample) for own in owns]
+                verdicts = [own.judge(sample) for own in owns]
         generator_states.restore(drawn)
     for own, said in zip(owns, zip(*gather(runtime, verdicts), strict=True), strict=True):
         numbers = [agreed(one) for one in itertools.zip_longest(*said)]
-        if SUM in numbers:
-            own.add_up(model, tuple(number == SUM for number in numbers))
-        if COUPLES in numbers and runtime.worker_index == 0:
-            _warn(model, own, runtime.num_replicas)
-
-
-def _warn(model: Any, own: Own, num_replicas: int) -> None:
-    said = _said.setdefault(model, set())
-    if (own.label, id(own.owner)) not in said:
-        said.add((own.label, id(own.owner)))
-        warnings.warn(
-            f"{own.label} gives other numbers with {num_replicas} replicas than on one device: {own.rule} {own.hint} "
-            "With one replica, and with KERAS_BACKEND=jax, all rows are seen. KDIST_PROBE=0 leaves out this check.",
-            stacklevel=2,
-        )
+        if own.is_added_up and any(numbers):
+            yield own.owner, are_sums(numbers)
+        if (
+            COUPLES in numbers
+            and runtime.worker_index == 0
+            and own.label not in _said.setdefault(model, set())
+        ):
+            _said[model].add(own.label)
+            warnings.warn(
+                f"{own.label} gives other numbers with {runtime.num_replicas} replicas than on one device: "
+                f"{own.rule} {own.hint} With one replica, and with KERAS_BACKEND=jax, all rows are seen. "
+                "KDIST_PROBE=0 leaves out this check.",
+                stacklevel=2,
+            )

@@ -41,64 +41,52 @@ class Sample:
     """
 
     def __init__(self, strategy: Any, model: Any, batch: ReplicaBatches) -> None:
-        self.strategy = strategy
-        self.batch = _of_one_replica(strategy.runtime, batch)
+        runtime = strategy.runtime
+        # In memory of their own.
+        self.batch = runtime.place([batch.parts[0]] + [None] * (len(runtime.devices) - 1))[0]
         self.num_rows = num_rows(self.batch)
+        self._strategy = strategy
         # They differ in size, so that a mean of means is no mean.
         middle = max(1, self.num_rows // 3)
-        self.parts = (slice(0, middle), slice(middle, self.num_rows))
-        self.shares = (middle / self.num_rows, 1 - middle / self.num_rows)
+        self._parts = (slice(0, middle), slice(middle, self.num_rows))
+        self._shares = (middle / self.num_rows, 1 - middle / self.num_rows)
         is_half = model.compute_dtype in ("float16", "bfloat16")
-        self.tolerance = _TOLERANCE_OF_HALVES if is_half else _TOLERANCE
-        # What stands in for losses that are sums, by their ids.
-        self.sums: dict[int, Any] = {}
+        self._tolerance = _TOLERANCE_OF_HALVES if is_half else _TOLERANCE
 
-    def take(self, call: Call, rows: slice) -> Call:
-        """Returns the arguments of a call for some of the rows."""
+    def judge(self, numbers: Callable[..., Sequence[Any]], call: Call) -> list[Verdict]:
+        """Says of the numbers that a function makes of the rows of a call what they are."""
 
-        def take_leaf(leaf: Any) -> Any:
-            if not keras.ops.is_tensor(leaf) or not leaf.shape or leaf.shape[0] == 1:
-                return leaf
-            if leaf.shape[0] != self.num_rows:
-                raise _HasOtherRowsError
-            return keras.ops.copy(leaf[rows])  # Keras multiplies weights in place on PyTorch
+        def of(rows: slice) -> list[np.ndarray]:
+            args, kwargs = keras.tree.map_structure(lambda leaf: self._take(leaf, rows), call)
+            values = [keras.ops.cast(value, "float32") for value in numbers(*args, **kwargs)]
+            return [np.asarray(keras.ops.convert_to_numpy(value)) for value in values]
 
-        args, kwargs = call
-        return keras.tree.map_structure(take_leaf, (args, kwargs))
-
-    def judge(self, values: Callable[[slice], Sequence[Any]]) -> list[Verdict]:
-        """Says of numbers what they are, by what a function gives for the rows.
-
-        Args:
-            values: Returns numbers for some of the rows.
-        """
         with Unwritten() as scope:
-            whole = _floats(values(slice(None)))
-            parts = []
-            for rows, share in zip(self.parts, self.shares, strict=True):
-                with Part(self.strategy, share, scope):
-                    parts.append(_floats(values(rows)))
-            again = _floats(values(slice(None)))
-        return [self._verdict(*numbers) for numbers in zip(whole, *parts, again, strict=True)]
+            whole, parts = of(slice(None)), []
+            for rows, share in zip(self._parts, self._shares, strict=True):
+                with _Part(self._strategy, share, scope):
+                    parts.append(of(rows))
+            again = of(slice(None))
+        return [self._verdict(*values) for values in zip(whole, *parts, again, strict=True)]
 
-    def _verdict(self, whole: float, first: float, second: float, again: float) -> Verdict:
-        margin = self.tolerance * (abs(whole) + abs(first) + abs(second))
-        is_mean = self.shares[0] * first + self.shares[1] * second - whole
-        is_sum = first + second - whole
-        if not np.isfinite(margin) or abs(whole - again) > margin:
+    def _take(self, leaf: Any, rows: slice) -> Any:
+        if not keras.ops.is_tensor(leaf) or not leaf.shape or leaf.shape[0] == 1:
+            return leaf
+        if leaf.shape[0] != self.num_rows:
+            raise ValueError("It has other rows than the batch, and cannot be divided with them.")
+        return keras.ops.copy(leaf[rows])  # Keras multiplies weights in place on PyTorch
+
+    def _verdict(
+        self, whole: np.ndarray, first: np.ndarray, second: np.ndarray, again: np.ndarray
+    ) -> Verdict:
+        margin = self._tolerance * (abs(whole) + abs(first) + abs(second))
+        if not np.isfinite(margin).all() or (abs(whole - again) > margin).any():
             return None  # what is random
-        if abs(is_mean) <= margin:
-            return None if abs(is_sum) <= margin else MEAN
-        return SUM if abs(is_sum) <= margin else COUPLES
-
-
-def _of_one_replica(runtime: Any, batch: ReplicaBatches) -> Any:
-    """Returns the rows that one replica has, in memory of their own."""
-    return runtime.place([batch.parts[0]] + [None] * (len(runtime.devices) - 1))[0]
-
-
-def _floats(values: Sequence[Any]) -> list[float]:
-    return [float(keras.ops.convert_to_numpy(keras.ops.cast(value, "float32"))) for value in values]
+        is_mean = (abs(self._shares[0] * first + self._shares[1] * second - whole) <= margin).all()
+        is_sum = (abs(first + second - whole) <= margin).all()
+        if is_mean:
+            return None if is_sum else MEAN
+        return SUM if is_sum else COUPLES
 
 
 class Unwritten(NotesAdditions, keras.StatelessScope):
@@ -106,19 +94,11 @@ class Unwritten(NotesAdditions, keras.StatelessScope):
 
     untracked = contextlib.nullcontext
 
-    def __init__(self, state: Any = None) -> None:
-        super().__init__(state, collect_losses=True, initialize_variables=False)
+    def __init__(self) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
 
 
-class _HasOtherRowsError(Exception):
-    """An argument has not the rows of the batch, and cannot be divided with them."""
-
-
-class _AsksOthersError(Exception):
-    """What is computed asks for the rows of the other replicas itself, or Keras does, and kdist answers."""
-
-
-class Part(Replica):
+class _Part(Replica):
     """Stands for a replica that has a part of the rows."""
 
     def __init__(self, strategy: Any, share: float, scope: Any) -> None:
@@ -126,6 +106,8 @@ class Part(Replica):
         self.scope = scope
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise _AsksOthersError
+        raise NotImplementedError(
+            "It asks for the other replicas' rows itself, or Keras does, and kdist answers."
+        )
 
     all_reduce_sum = all_reduce_with_gradient = gather_tensor = merge_call = _refuse

@@ -105,7 +105,9 @@ def sums(under_strategy: bool) -> Any:
     arrays = {"x": values, "y": dict.fromkeys("abcde", y), "sample_weight": dict.fromkeys("abcde", weights)}
     with said() as warned:
         logs = [
-            model.fit(**arrays, batch_size=4, epochs=2, verbose=0).history,
+            model.fit(
+                **arrays, validation_data=tuple(arrays.values()), batch_size=4, epochs=2, verbose=0
+            ).history,
             model.evaluate(**arrays, batch_size=4, verbose=0, return_dict=True),
         ]
     return numbers(model, *logs), warned
