@@ -54,6 +54,7 @@ def metrics_or_logs(model: Any, logs: Any) -> Any:
 
 def python_logs(model: Any, logs: Any, return_dict: bool) -> Any:
     """Returns logs as Keras's methods do: a dictionary, or the values alone, in the order of the metrics."""
+    logs = pythonify_logs(logs)
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 

@@ -6,9 +6,10 @@ one loop for the three backends. Every argument speaks of global batches, and ev
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,15 +17,13 @@ import numpy as np
 from kdist import faults, keras_hooks
 from kdist.backends import get_backend, whereabouts
 from kdist.checkpoint.checkpoint import wait_for_all
+from kdist.context import StrategyLike
 from kdist.data.agreement import split_batch
 from kdist.errors import InvalidArgumentError
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
 from kdist.training.session import Session, session_of
 from kdist.training.voting import Ballot, act_on_batches
-
-if TYPE_CHECKING:
-    from kdist.context import StrategyLike
 
 
 def fit(
@@ -68,7 +67,6 @@ def fit(
                     epochs=epochs,
                     shuffle=shuffle,
                     class_weight=class_weight,
-                    steps_per_execution=model.steps_per_execution,
                 ),
                 _Validation(
                     session,
@@ -90,16 +88,7 @@ def fit(
             batches.share_random_state()
             session.prepare(batches)
             batches.reset()
-            verbose = session.verbose(verbose)
-            callbacks = keras_hooks.callback_list(
-                callbacks,
-                add_history=True,
-                add_progbar=verbose != 0,
-                verbose=verbose,
-                epochs=epochs,
-                steps=batches.num_batches,
-                model=model,
-            )
+            callbacks = session.callback_list(callbacks, verbose, batches, epochs, add_history=True)
             try:
                 _train(session, batches, validation, callbacks, initial_epoch, epochs)
             finally:
@@ -159,17 +148,12 @@ def _train(
             if model.stop_training:
                 break
     whereabouts.enter("the end of fit")
-    _finalize(session, epochs)
-    # Who returns finds the files of all callbacks complete.
-    session.run_callbacks(functools.partial(callbacks.on_train_end, logs=logs))
-    wait_for_all(session.runtime)
-
-
-def _finalize(session: Session, epochs: int) -> None:
-    model = session.model
     if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
         with session.strategy.scope():
             model.optimizer.finalize_variable_values(model.trainable_weights)
+    # Who returns finds the files of all callbacks complete.
+    session.run_callbacks(functools.partial(callbacks.on_train_end, logs=logs))
+    wait_for_all(session.runtime)
 
 
 class _Validation:
@@ -181,14 +165,7 @@ class _Validation:
         self._batches: GlobalBatches | None = None
         if data is not None:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            self._batches = session.iterator(
-                x=x,
-                y=y,
-                sample_weight=sample_weight,
-                shuffle=False,
-                steps_per_execution=session.model.steps_per_execution,
-                **arguments,
-            )
+            self._batches = session.iterator(x=x, y=y, sample_weight=sample_weight, **arguments)
 
     def facts(self) -> dict[str, Any]:
         if self._batches is None:
@@ -221,27 +198,36 @@ def evaluate(
     return_dict: bool = False,
 ) -> Any:
     """Returns the loss and the metrics. Arguments and result are those of `keras.Model.evaluate`."""
-    session = session_of(strategy, model)
     keras_hooks.require_compiled(model, "evaluate")
+    data = {
+        "x": x,
+        "y": y,
+        "sample_weight": sample_weight,
+        "batch_size": batch_size,
+        "steps_per_epoch": steps,
+    }
+    with _one_epoch(strategy, model, "evaluate", callbacks, verbose, **data) as (session, batches, callbacks):
+        logs = _evaluate(session, batches, callbacks)
+    return keras_hooks.python_logs(model, logs, return_dict)
+
+
+@contextlib.contextmanager
+def _one_epoch(
+    strategy: StrategyLike, model: Any, method: str, callbacks: Any, verbose: Any, **data: Any
+) -> Iterator[tuple[Session, GlobalBatches, Any]]:
+    session = session_of(strategy, model)
     with session.runtime.engine_errors():
-        batches = session.open_data(
-            lambda: session.iterator(
-                x=x,
-                y=y,
-                sample_weight=sample_weight,
-                batch_size=batch_size,
-                steps_per_epoch=steps,
-                shuffle=False,
-                steps_per_execution=model.steps_per_execution,
-            )
-        )
-        with session.agree("arguments of evaluate", batches.facts(), callbacks) as callbacks:
+        batches = session.open_data(lambda: session.iterator(**data))
+        with session.agree(f"arguments of {method}", batches.facts(), callbacks) as callbacks:
             try:
-                session.prepare(batches)
-                logs = _evaluate(session, batches, _one_epoch(session, batches, callbacks, verbose))
+                if method == "evaluate":
+                    session.prepare(batches)
+                else:
+                    is_built = keras_hooks.layers_are_built(model)
+                    session.prepare(data_batch=None if is_built else batches.peek(), layers_only=True)
+                yield session, batches, session.callback_list(callbacks, verbose, batches)
             finally:
                 batches.close()
-    return keras_hooks.python_logs(model, logs, return_dict)
 
 
 def _evaluate(session: Session, batches: GlobalBatches, callbacks: Any) -> dict[str, Any]:
@@ -274,40 +260,9 @@ def predict(
     callbacks: Any = None,
 ) -> Any:
     """Returns all rows, in order, on every worker. Arguments are those of `keras.Model.predict`."""
-    session = session_of(strategy, model)
-    with session.runtime.engine_errors():
-        batches = session.open_data(
-            lambda: session.iterator(
-                x=x,
-                batch_size=batch_size,
-                steps_per_epoch=steps,
-                shuffle=False,
-                steps_per_execution=model.steps_per_execution,
-            )
-        )
-        with session.agree("arguments of predict", batches.facts(), callbacks) as callbacks:
-            _build_for_prediction(session, batches)
-            try:
-                return _predict(session, batches, _one_epoch(session, batches, callbacks, verbose))
-            finally:
-                batches.close()
-
-
-def _one_epoch(session: Session, batches: GlobalBatches, callbacks: Any, verbose: Any) -> Any:
-    verbose = session.verbose(verbose)
-    return keras_hooks.callback_list(
-        callbacks,
-        add_progbar=verbose != 0,
-        verbose=verbose,
-        epochs=1,
-        steps=batches.num_batches,
-        model=session.model,
-    )
-
-
-def _build_for_prediction(session: Session, batches: GlobalBatches) -> None:
-    is_built = keras_hooks.layers_are_built(session.model)
-    session.prepare(data_batch=None if is_built else batches.peek(), layers_only=True)
+    data = {"x": x, "batch_size": batch_size, "steps_per_epoch": steps}
+    with _one_epoch(strategy, model, "predict", callbacks, verbose, **data) as (session, batches, callbacks):
+        return _predict(session, batches, callbacks)
 
 
 def _predict(session: Session, batches: GlobalBatches, callbacks: Any) -> Any:
@@ -348,7 +303,8 @@ def train_on_batch(
                 received={"class_weight": class_weight},
             )
         sample_weight = keras_hooks.class_weight_to_sample_weights(y, class_weight)
-    return _on_batch(session_of(strategy, model), "train", (x, y, sample_weight), return_dict)
+    logs = _on_batch(strategy, model, "train", (x, y, sample_weight))
+    return keras_hooks.python_logs(model, logs, return_dict)
 
 
 def test_on_batch(
@@ -361,39 +317,26 @@ def test_on_batch(
 ) -> Any:
     """Tests the model on one global batch. As `keras.Model.test_on_batch`."""
     keras_hooks.require_compiled(model, "test_on_batch")
-    return _on_batch(session_of(strategy, model), "test", (x, y, sample_weight), return_dict)
-
-
-def _on_batch(session: Session, kind: str, data: Any, return_dict: bool) -> Any:
-    model = session.model
-    with session.runtime.engine_errors():
-        data = keras.tree.map_structure(_as_array, data)
-        _check_batch(session, kind, data)
-        session.prepare(data_batch=data)
-        model.reset_metrics()
-        with session.function(kind) as function:
-            logs = function([split_batch(session.runtime, data)])
-    logs = keras_hooks.pythonify_logs(logs)
+    logs = _on_batch(strategy, model, "test", (x, y, sample_weight))
     return keras_hooks.python_logs(model, logs, return_dict)
 
 
 def predict_on_batch(strategy: StrategyLike, model: Any, x: Any) -> Any:
     """Returns the predictions for one global batch. As `keras.Model.predict_on_batch`."""
+    return get_backend().join_predictions([_on_batch(strategy, model, "predict", (x,))])
+
+
+def _on_batch(strategy: StrategyLike, model: Any, kind: str, data: Any) -> Any:
     session = session_of(strategy, model)
     with session.runtime.engine_errors():
-        data = (keras.tree.map_structure(_as_array, x),)
-        _check_batch(session, "predict", data)
-        session.prepare(data_batch=data, layers_only=True)
-        with session.function("predict") as function:
-            outputs = function([split_batch(session.runtime, data)])
-    return get_backend().join_predictions([outputs])
-
-
-def _check_batch(session: Session, kind: str, data: Any) -> None:
-    shapes = [list(leaf.shape) for leaf in keras.tree.flatten(data) if leaf is not None]
-    what = f"arguments of {kind}_on_batch"
-    session.agree(what, {"shapes": shapes})
-
-
-def _as_array(value: Any) -> Any:
-    return np.asarray(value) if isinstance(value, (int, float, Sequence)) else value
+        data = keras.tree.map_structure(
+            lambda leaf: np.asarray(leaf) if isinstance(leaf, (int, float, Sequence)) else leaf, data
+        )
+        shapes = [list(leaf.shape) for leaf in keras.tree.flatten(data) if leaf is not None]
+        session.agree(f"arguments of {kind}_on_batch", {"shapes": shapes})
+        session.prepare(data_batch=data, layers_only=kind == "predict")
+        if kind != "predict":
+            model.reset_metrics()
+        with session.function(kind) as function:
+            result = function([split_batch(session.runtime, data)])
+    return result

@@ -44,14 +44,20 @@ class Session:
         """The model."""
         return self._model()
 
-    @property
-    def is_chief(self) -> bool:
-        """Whether this worker prints and writes shared files."""
-        return self.runtime.worker_index == 0
-
-    def verbose(self, wanted: Any) -> Any:
-        """The `verbose` argument for this worker: only the chief prints."""
-        return wanted if self.is_chief else 0
+    def callback_list(
+        self, callbacks: Any, verbose: Any, batches: GlobalBatches, epochs: int = 1, **arguments: Any
+    ) -> Any:
+        """Returns Keras's `CallbackList` for this worker: only the chief prints."""
+        verbose = verbose if self.runtime.worker_index == 0 else 0
+        return keras_hooks.callback_list(
+            callbacks,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=batches.num_batches,
+            model=self.model,
+            **arguments,
+        )
 
     def function(self, kind: str) -> StepFunction:
         """Returns the step function of a kind ("train", "test", "predict"); made anew after `compile`."""
@@ -76,7 +82,8 @@ class Session:
                 received={"batch_size": batch_size},
                 hint="model.fit(x, y, batch_size=32)",
             )
-        return GlobalBatches(self.runtime, self.model.name, **arguments)
+        defaults = {"shuffle": False, "steps_per_execution": self.model.steps_per_execution}
+        return GlobalBatches(self.runtime, self.model.name, **defaults | arguments)
 
     def open_data(self, function: Callable[[], Any]) -> Any:
         """Calls what makes iterators: Keras looks at the first batches of a generator, which may fail on one worker."""
