@@ -99,11 +99,7 @@ _installed = False
 
 
 def install(native_moments: bool) -> None:
-    """Puts the hooks into Keras, once a process.
-
-    Args:
-        native_moments: Whether the backend's own moments can be synchronised.
-    """
+    """Puts the hooks into Keras, once a process; told whether the backend's own moments can be synchronised."""
     global _installed
     with _lock:
         if _installed:

@@ -6,43 +6,36 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist import context
-from kdist.keras_hooks.wrapping import running_replica, wrap
+from kdist.keras_hooks.wrapping import replace, running_replica, wrap
 
 
 def hook_torch_modules(zero_grad: Callable[..., Any], call_module: Callable[..., Any]) -> None:
-    """Puts the hooks into what runs modules on PyTorch; called once, by the backend.
-
-    Args:
-        zero_grad: Wraps `Layer.zero_grad`, which clears gradients.
-        call_module: Wraps `TorchModuleWrapper.call`, which runs modules of PyTorch's own.
-    """
+    """Wraps what clears gradients, and what runs modules of PyTorch's own; called once, by the backend."""
     import keras
 
-    wrap(keras.Layer, "zero_grad", zero_grad)
-    wrap(keras.layers.TorchModuleWrapper, "call", call_module)
+    replace(keras.Layer, "zero_grad", zero_grad)
+    replace(keras.layers.TorchModuleWrapper, "call", call_module)
 
 
 def hook_batch_normalization(native: bool) -> None:
     import keras
     from keras.src import backend
 
-    def init(original: Callable[..., Any]) -> Callable[..., Any]:
-        def __init__(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
-            wanted = synchronized and context.has_strategy() and not native
-            original(self, *args, synchronized=synchronized and not wanted, **kwargs)
-            self.synchronized = synchronized
+    def init(
+        original: Callable[..., Any], self: Any, /, *args: Any, synchronized: bool = False, **kwargs: Any
+    ) -> None:
+        wanted = synchronized and context.has_strategy() and not native
+        original(self, *args, synchronized=synchronized and not wanted, **kwargs)
+        self.synchronized = synchronized
 
-        return __init__
-
-    def moments(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False) -> Any:
-            replica = running_replica()
-            if synchronized and replica is not None:
-                return replica.moments(x, axes, keepdims)
-            # One program over all replicas (JAX), or no replicas at all: the moments are global anyway.
-            return original(x, axes, keepdims, synchronized and native)
-
-        return wrapper
+    def moments(
+        original: Callable[..., Any], x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False
+    ) -> Any:
+        replica = running_replica()
+        if synchronized and replica is not None:
+            return replica.moments(x, axes, keepdims)
+        # One program over all replicas (JAX), or no replicas at all: the moments are global anyway.
+        return original(x, axes, keepdims, synchronized and native)
 
     wrap(keras.layers.BatchNormalization, "__init__", init)
     # Keras 3.16 keeps the operations of a backend in a package of their own.

@@ -14,51 +14,48 @@ from kdist.keras_hooks.wrapping import running_model_replica, running_replica, w
 def hook_losses() -> None:
     from keras.src.losses import loss as losses
 
-    def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
-            replica = running_model_replica()
-            if replica is None or len(values.shape) == 0:
-                return original(values, sample_weight, reduction)
-            return _reduce_rows(replica, original, values, sample_weight, reduction)
+    def reduce_values(
+        original: Callable[..., Any],
+        values: Any,
+        sample_weight: Any = None,
+        reduction: str = "sum_over_batch_size",
+    ) -> Any:
+        replica = running_model_replica()
+        if replica is None or len(values.shape) == 0:
+            return original(values, sample_weight, reduction)
+        return _reduce_rows(replica, original, values, sample_weight, reduction)
 
-        return wrapper
+    def apply_mask(
+        original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: Any
+    ) -> Any:
+        replica = running_model_replica()
+        if replica is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+            return original(sample_weight, mask, dtype, reduction)
+        # With reduction="sum" Keras leaves the mask as zeros and ones; what is missing is the factor.
+        weights = original(sample_weight, mask, dtype, "sum")
+        return weights * _total_over_valid(replica, mask, dtype)
 
-    def apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
-            replica = running_model_replica()
-            if replica is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
-                return original(sample_weight, mask, dtype, reduction)
-            # With reduction="sum" Keras leaves the mask as zeros and ones; what is missing is the factor.
-            weights = original(sample_weight, mask, dtype, "sum")
-            return weights * _total_over_valid(replica, mask, dtype)
+    def reduce_weighted_values(
+        original: Callable[..., Any], values: Any, sample_weight: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        replica = running_model_replica()
+        if replica is None or sample_weight is None or len(values.shape) > 0:
+            return original(values, sample_weight, *args, **kwargs)
+        # A scalar loss with weights: Keras multiplies it with the mean weight, of all rows.
+        import keras
 
-        return wrapper
+        factor = original(keras.ops.ones_like(values), sample_weight, *args, **kwargs)
+        return values * replica.mean_over_rows([factor])[0]
 
-    def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(values: Any, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-            replica = running_model_replica()
-            if replica is None or sample_weight is None or len(values.shape) > 0:
-                return original(values, sample_weight, *args, **kwargs)
-            # A scalar loss with weights: Keras multiplies it with the mean weight, of all rows.
-            import keras
-
-            factor = original(keras.ops.ones_like(values), sample_weight, *args, **kwargs)
-            return values * replica.mean_over_rows([factor])[0]
-
-        return wrapper
-
-    def scaled(original: Callable[..., Any], up: bool) -> Callable[..., Any]:
-        def wrapper(value: Any) -> Any:
-            replica = running_replica()
-            if replica is None or replica.is_model_step:
-                # A model's step takes a mean over the replicas: nothing is to be divided for a sum to follow.
-                return original(value) if replica is None else value
-            # In the user's own function gradients are summed: there a mean loss counts one part in as many as
-            # there are replicas, as Keras has it on TensorFlow.
-            number = replica.num_replicas_in_sync
-            return value * number if up else value / number
-
-        return wrapper
+    def scaled(original: Callable[..., Any], value: Any, *, up: bool) -> Any:
+        replica = running_replica()
+        if replica is None or replica.is_model_step:
+            # A model's step takes a mean over the replicas: nothing is to be divided for a sum to follow.
+            return original(value) if replica is None else value
+        # In the user's own function gradients are summed: there a mean loss counts one part in as many as
+        # there are replicas, as Keras has it on TensorFlow.
+        number = replica.num_replicas_in_sync
+        return value * number if up else value / number
 
     wrap(losses, "reduce_values", reduce_values)
     wrap(losses, "apply_mask", apply_mask)
@@ -114,15 +111,12 @@ def forget_layer_losses(model: Any) -> None:
 def hook_layer_losses() -> None:
     import keras
 
-    def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            known = getattr(stateless_scope(), "loss_ids", None)
-            if known is not None:
-                # With the layer, so that no other comes to be at its address. Past `__setattr__`, which tracks sets.
-                vars(self)["_loss_ids"] = known.setdefault(id(self), (self, set()))[1]
-            return original(self, *args, **kwargs)
-
-        return wrapper
+    def in_scope(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        known = getattr(stateless_scope(), "loss_ids", None)
+        if known is not None:
+            # With the layer, so that no other comes to be at its address. Past `__setattr__`, which tracks sets.
+            vars(self)["_loss_ids"] = known.setdefault(id(self), (self, set()))[1]
+        return original(self, *args, **kwargs)
 
     for name in ("add_loss", "_clear_losses", "_get_own_losses"):
         wrap(keras.Layer, name, in_scope)

@@ -22,27 +22,21 @@ def hook_models() -> None:
     # Keras 3.16 calls the class that all backends share by another name.
     Trainer = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
 
-    def remember(original: Callable[..., Any]) -> Callable[..., Any]:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            strategy = context.current_strategy() if context.in_cross_replica_context() else None
-            if strategy is not None:
-                strategies[self] = strategy
+    def remember(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        strategy = context.current_strategy() if context.in_cross_replica_context() else None
+        if strategy is not None:
+            strategies[self] = strategy
 
-        return __init__
-
-    def compile(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-            if strategy_of(self) is None and context.in_cross_replica_context():
-                name = getattr(self, "name", type(self).__name__)
-                warnings.warn(
-                    f"Model {name} was created outside of the strategy's scope: `fit` trains it on one device. "
-                    "Create it inside `with strategy.scope():`, too.",
-                    stacklevel=2,
-                )
-            original(self, *args, **kwargs)
-
-        return wrapper
+    def compile(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> None:
+        if strategy_of(self) is None and context.in_cross_replica_context():
+            name = getattr(self, "name", type(self).__name__)
+            warnings.warn(
+                f"Model {name} was created outside of the strategy's scope: `fit` trains it on one device. "
+                "Create it inside `with strategy.scope():`, too.",
+                stacklevel=3,
+            )
+        original(self, *args, **kwargs)
 
     wrap(Trainer, "__init__", remember)
     wrap(Trainer, "compile", compile)
@@ -53,18 +47,15 @@ def hook_models() -> None:
         wrap(owner, name, functools.partial(_dispatch, name))
 
 
-def _dispatch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = strategy_of(self)
-        if strategy is None:
-            handlers.call(
-                "refuse_distributed", self, name, *args[:1], *[v for k, v in kwargs.items() if k == "x"]
-            )
-            with _outside_of_scopes():
-                return original(self, *args, **kwargs)
-        return handlers.call(name, strategy, self, *args, **kwargs)
-
-    return method
+def _dispatch(name: str, original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    strategy = strategy_of(self)
+    if strategy is None:
+        handlers.call(
+            "refuse_distributed", self, name, *args[:1], *[v for k, v in kwargs.items() if k == "x"]
+        )
+        with _outside_of_scopes():
+            return original(self, *args, **kwargs)
+    return handlers.call(name, strategy, self, *args, **kwargs)
 
 
 def _outside_of_scopes() -> contextlib.AbstractContextManager[Any]:
@@ -77,11 +68,8 @@ def hook_torch_metrics() -> None:
     """Keras 3.16 sums metrics over all processes itself; those of a strategy's model are global already."""
     import keras
 
-    def neutral(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_metrics_result(self: Any) -> Any:
-            return original(self) if strategy_of(self) is None else super(owner, self).get_metrics_result()
-
-        return get_metrics_result
+    def neutral(owner: Any, original: Callable[..., Any], self: Any) -> Any:
+        return original(self) if strategy_of(self) is None else super(owner, self).get_metrics_result()
 
     for owner in keras.Model.__mro__:
         if owner.__module__ == "keras.src.backend.torch.trainer" and "get_metrics_result" in vars(owner):
@@ -136,17 +124,14 @@ def build_layers(model: Any, steps_build: bool, data_batch: Any) -> None:
 
 def all_variables(model: Any) -> list[Any]:
     """All Keras variables of a model, its seeds, metrics and optimiser included, in one order on all workers."""
-    found = list(model.variables)
-    seen = {id(v) for v in found}
-    parts = [*model.metrics_variables] if getattr(model, "compiled", False) else []
     optimizer = getattr(model, "optimizer", None)
-    parts += list(optimizer.variables) if optimizer is not None and hasattr(optimizer, "variables") else []
-    parts += [v for v in model.non_trainable_variables if id(v) not in seen]
-    for v in parts:
-        if id(v) not in seen:
-            seen.add(id(v))
-            found.append(v)
-    return found
+    parts = [
+        *model.variables,
+        *(model.metrics_variables if getattr(model, "compiled", False) else ()),
+        *getattr(optimizer, "variables", ()),
+        *model.non_trainable_variables,
+    ]
+    return list({id(variable): variable for variable in parts}.values())
 
 
 def joined_ragged(parts: Sequence[Any]) -> Any:

@@ -13,28 +13,22 @@ def hook_optimizers() -> None:
     from keras.src.optimizers.base_optimizer import BaseOptimizer
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-    def apply(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            replica = running_replica()
-            if replica is None or getattr(replica, "applying", False):
-                return original(self, grads, trainable_variables)
-            replica.applying = True  # the optimiser inside a LossScaleOptimizer must not sum again
-            try:
-                variables = trainable_variables or self._trainable_variables
-                grads = _sum_gradients(replica, list(grads), list(variables))
-                return replica.apply_gradients(lambda: original(self, grads, trainable_variables))
-            finally:
-                replica.applying = False
+    def apply(original: Callable[..., Any], self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        replica = running_replica()
+        if replica is None or getattr(replica, "applying", False):
+            return original(self, grads, trainable_variables)
+        replica.applying = True  # the optimiser inside a LossScaleOptimizer must not sum again
+        try:
+            variables = trainable_variables or self._trainable_variables
+            grads = _sum_gradients(replica, list(grads), list(variables))
+            return replica.apply_gradients(lambda: original(self, grads, trainable_variables))
+        finally:
+            replica.applying = False
 
-        return wrapper
-
-    def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, loss: Any) -> Any:
-            scaled = original(self, loss)
-            replica = running_replica()
-            return scaled if replica is None or scaled is loss else replica.weight_loss(scaled)
-
-        return wrapper
+    def scale_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:
+        scaled = original(self, loss)
+        replica = running_replica()
+        return scaled if replica is None or scaled is loss else replica.weight_loss(scaled)
 
     wrap(BaseOptimizer, "scale_loss", scale_loss)
     wrap(LossScaleOptimizer, "scale_loss", scale_loss)
@@ -74,12 +68,9 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
     def is_foreign() -> bool:
         return running_replica() is None and in_native_scope()
 
-    def neutral(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            chosen = original if is_foreign() else getattr(base, name)
-            return chosen(self, *args, **kwargs)
-
-        return method
+    def neutral(name: str, original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        chosen = original if is_foreign() else getattr(base, name)
+        return chosen(self, *args, **kwargs)
 
     for name in (
         "_apply_weight_decay",
@@ -92,26 +83,17 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
         if hasattr(TFOptimizer, name):
             wrap(TFOptimizer, name, functools.partial(neutral, name))
 
-    def var_key(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, variable: Any) -> Any:
-            # Not the copy that a replica may work on.
-            is_known = running_replica() is not None and getattr(variable, "_value", None) is not None
-            return original(self, variable._value if is_known else variable)
+    def var_key(original: Callable[..., Any], self: Any, variable: Any) -> Any:
+        # Not the copy that a replica may work on.
+        is_known = running_replica() is not None and getattr(variable, "_value", None) is not None
+        return original(self, variable._value if is_known else variable)
 
-        return method
+    def tf_apply(original: Callable[..., Any], self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        chosen = original if is_foreign() else loss_scale._common_apply
+        return chosen(self, grads, trainable_variables)
 
-    def tf_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            chosen = original if is_foreign() else loss_scale._common_apply
-            return chosen(self, grads, trainable_variables)
-
-        return method
-
-    def swap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, optimizer: Any) -> Any:
-            (original if is_foreign() else getattr(type(self), name))(self, optimizer)
-
-        return method
+    def swap(name: str, original: Callable[..., Any], self: Any, optimizer: Any) -> Any:
+        (original if is_foreign() else getattr(type(self), name))(self, optimizer)
 
     for name in ("swap_variables", "finalize_ema_values"):
         wrap(keras.callbacks.SwapEMAWeights, f"_tf_{name}", functools.partial(swap, f"_backend_{name}"))

@@ -39,52 +39,54 @@ def hook_saving() -> None:
     from keras.src.saving import saving_lib
     from keras.src.utils import file_utils
 
-    def save(original: Callable[..., Any], exports: bool = False) -> Callable[..., Any]:
-        def wrapper(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-            strategy = strategy_of(model)
-            if strategy is None:
-                return original(model, filepath, *args, **kwargs)
+    def save(
+        original: Callable[..., Any],
+        model: Any,
+        filepath: Any,
+        *args: Any,
+        exports: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        strategy = strategy_of(model)
+        if strategy is None:
+            return original(model, filepath, *args, **kwargs)
 
-            def write(path: Any) -> Any:
-                foreign = contextlib.nullcontext() if exports else without_tensorflow()
-                with foreign, strategy.new_variables.left_out():
-                    return original(model, path, *args, **kwargs)
+        def write(path: Any) -> Any:
+            foreign = contextlib.nullcontext() if exports else without_tensorflow()
+            with foreign, strategy.new_variables.left_out():
+                return original(model, path, *args, **kwargs)
 
-            return handlers.call("save", strategy, model, filepath, write)
+        return handlers.call("save", strategy, model, filepath, write)
 
-        return wrapper
+    def ask(
+        original: Callable[..., Any],
+        self: Any,
+        filepath: Any,
+        overwrite: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        strategy = strategy_of(self)
+        if overwrite or strategy is None or strategy.runtime.worker_index == 0:
+            return original(self, filepath, overwrite, *args, **kwargs)
+        # A file that is there may be the chief's of this very save: only the chief can ask.
+        with handlers.call("keeping_files"):
+            return original(self, filepath, True, *args, **kwargs)
 
-    def ask(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any) -> Any:
-            strategy = strategy_of(self)
-            if overwrite or strategy is None or strategy.runtime.worker_index == 0:
-                return original(self, filepath, overwrite, *args, **kwargs)
-            # A file that is there may be the chief's of this very save: only the chief can ask.
-            with handlers.call("keeping_files"):
-                return original(self, filepath, True, *args, **kwargs)
+    def load_weights(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        strategy = strategy_of(self)
+        if strategy is not None:
+            handlers.call("note_loaded", strategy, self)
+        return result
 
-        return wrapper
-
-    def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            strategy = strategy_of(self)
-            if strategy is not None:
-                handlers.call("note_loaded", strategy, self)
-            return result
-
-        return wrapper
-
-    def makedirs(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(path: Any) -> Any:
-            try:
-                return original(path)
-            except FileExistsError:
-                # Keras asks first whether the folder is there; another worker may make it in between.
-                if not file_utils.isdir(path):
-                    raise
-
-        return wrapper
+    def makedirs(original: Callable[..., Any], path: Any) -> Any:
+        try:
+            return original(path)
+        except FileExistsError:
+            # Keras asks first whether the folder is there; another worker may make it in between.
+            if not file_utils.isdir(path):
+                raise
 
     wrap(saving_lib, "save_model", save)
     wrap(saving_lib, "save_weights_only", save)

@@ -43,33 +43,27 @@ def of_all_rows(replica: Any, total: Any) -> Any:
 def hook_scalars() -> None:
     import keras
 
-    def update_state(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, values: Any, sample_weight: Any = None) -> Any:
-            replica = running_model_replica()
-            if sample_weight is None and self in _handed and _is_scalar(values):
-                _handed[self].append(values)
-            if replica is not None and sample_weight is None and _is_scalar(values):
-                sample_weight = keras.ops.cast(replica.rows.scalar_weight, self.dtype)
-                if any(_sums.get(self, ())):
-                    values = of_all_rows(replica, keras.ops.convert_to_tensor(values, dtype=self.dtype))
-            return original(self, values, sample_weight)
+    def update_state(original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None) -> Any:
+        replica = running_model_replica()
+        if sample_weight is None and self in _handed and _is_scalar(values):
+            _handed[self].append(values)
+        if replica is not None and sample_weight is None and _is_scalar(values):
+            sample_weight = keras.ops.cast(replica.rows.scalar_weight, self.dtype)
+            if any(_sums.get(self, ())):
+                values = of_all_rows(replica, keras.ops.convert_to_tensor(values, dtype=self.dtype))
+        return original(self, values, sample_weight)
 
-        return wrapper
-
-    def add_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, loss: Any) -> None:
-            replica, known = running_model_replica(), _sums.get(self, ())
-            if self in _handed:
-                _handed[self] += map(keras.ops.sum, keras.tree.flatten(loss))
-            if replica is not None and any(known):
-                first = len(self._get_own_losses())
-                loss = [
-                    of_all_rows(replica, scalar) if known[(first + i) % len(known)] else scalar
-                    for i, scalar in enumerate(keras.tree.flatten(loss))
-                ]
-            original(self, loss)
-
-        return wrapper
+    def add_loss(original: Callable[..., Any], self: Any, loss: Any) -> None:
+        replica, known = running_model_replica(), _sums.get(self, ())
+        if self in _handed:
+            _handed[self] += map(keras.ops.sum, keras.tree.flatten(loss))
+        if replica is not None and any(known):
+            first = len(self._get_own_losses())
+            loss = [
+                of_all_rows(replica, scalar) if known[(first + i) % len(known)] else scalar
+                for i, scalar in enumerate(keras.tree.flatten(loss))
+            ]
+        original(self, loss)
 
     wrap(keras.metrics.Mean, "update_state", update_state)
     wrap(keras.metrics.Sum, "update_state", update_state)
@@ -82,11 +76,7 @@ def _is_scalar(values: Any) -> bool:
 
 
 class OwnLoss:
-    """Stands for a loss that may be a sum over the rows, in place of what the user gave.
-
-    Args:
-        loss: What the user gave.
-    """
+    """Stands for a loss of the user's that may be a sum over the rows."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss

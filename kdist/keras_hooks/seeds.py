@@ -17,17 +17,14 @@ _SEED_STRIDE = 7_368_787
 def hook_seeds() -> None:
     import keras
 
-    def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, ordered: bool = True) -> Any:
-            replica = running_replica()
-            if replica is None:
-                return original(self, ordered)
-            with replica.scope.untracked():  # all replicas draw equally often
-                seed = original(self, ordered)
-            offset = [replica.replica_id_in_sync_group * _SEED_STRIDE, 0]
-            return seed + keras.ops.cast(keras.ops.convert_to_tensor(offset), seed.dtype)
-
-        return wrapper
+    def next_seed(original: Callable[..., Any], self: Any, ordered: bool = True) -> Any:
+        replica = running_replica()
+        if replica is None:
+            return original(self, ordered)
+        with replica.scope.untracked():  # all replicas draw equally often
+            seed = original(self, ordered)
+        offset = [replica.replica_id_in_sync_group * _SEED_STRIDE, 0]
+        return seed + keras.ops.cast(keras.ops.convert_to_tensor(offset), seed.dtype)
 
     wrap(keras.random.SeedGenerator, "next", next_seed)
 
@@ -37,15 +34,14 @@ def hook_torch_dropout() -> None:
     import keras
     from keras.src import backend
 
-    def dropout(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
-            replica = running_replica()
-            shared = replica is not None and replica.num_replicas_in_sync > 1
-            if shared and noise_shape is None and isinstance(seed, keras.random.SeedGenerator):
-                noise_shape = tuple(inputs.shape)  # Keras asks the seed generator then
-            return original(inputs, rate, noise_shape, seed)
-
-        return wrapper
+    def dropout(
+        original: Callable[..., Any], inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
+    ) -> Any:
+        replica = running_replica()
+        shared = replica is not None and replica.num_replicas_in_sync > 1
+        if shared and noise_shape is None and isinstance(seed, keras.random.SeedGenerator):
+            noise_shape = tuple(inputs.shape)  # Keras asks the seed generator then
+        return original(inputs, rate, noise_shape, seed)
 
     # Keras 3.16 keeps the operations of a backend in a package of their own.
     wrap(backend.random if hasattr(backend, "random") else backend.ops.random, "dropout", dropout)

@@ -7,29 +7,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdist import context
-from kdist.keras_hooks.wrapping import wrap
+from kdist.keras_hooks.wrapping import replace, wrap
 
 
 def hook_variables() -> None:
     """A strategy whose scope sees a new variable is to make it equal on all workers."""
     import keras
 
-    def note(original: Callable[..., Any]) -> Callable[..., Any]:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            strategy = context.current_strategy()
-            if strategy is not None and context.in_cross_replica_context():
-                strategy.new_variables.add(self)
+    def note(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        strategy = context.current_strategy()
+        if strategy is not None and context.in_cross_replica_context():
+            strategy.new_variables.add(self)
 
-        return __init__
-
-    def addition(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, value: Any) -> Any:
-            adding = getattr(stateless_scope(), "adding", contextlib.nullcontext)
-            with adding():
-                return original(self, value)
-
-        return wrapper
+    def addition(original: Callable[..., Any], self: Any, value: Any) -> Any:
+        adding = getattr(stateless_scope(), "adding", contextlib.nullcontext)
+        with adding():
+            return original(self, value)
 
     wrap(keras.Variable, "__init__", note)
     for name in ("assign_add", "assign_sub"):
@@ -40,12 +34,9 @@ def hook_assignments(assigned: Callable[[Any], None]) -> None:
     """Calls a function after a Keras variable was assigned to outside of replicas; called once, by the backend."""
     import keras
 
-    def direct(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(self: Any, value: Any) -> None:
-            original(self, value)
-            assigned(self)
-
-        return wrapper
+    def direct(original: Callable[..., Any], self: Any, value: Any) -> None:
+        original(self, value)
+        assigned(self)
 
     wrap(keras.Variable, "_direct_assign", direct)
 
@@ -115,4 +106,4 @@ def hook_cond(cond: Callable[..., Any]) -> None:
     from keras.src import backend
 
     # Keras 3.16 keeps the operations of a backend in a package of their own.
-    wrap(backend.core if hasattr(backend, "core") else backend.ops.core, "cond", cond)
+    replace(backend.core if hasattr(backend, "core") else backend.ops.core, "cond", cond)

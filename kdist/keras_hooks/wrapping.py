@@ -34,14 +34,20 @@ def running_model_replica() -> Any:
     return replica if replica is not None and replica.is_model_step else None
 
 
-def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts a hook in place of a function of Keras's.
+def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    """Puts a hook in place of a function of Keras's: it is called with the original, then its arguments."""
 
-    Args:
-        owner: The class or module that has the function.
-        name: What it is called there.
-        make: Makes the hook from the original function.
-    """
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return hook(original, *args, **kwargs)
+
+        return wrapper
+
+    replace(owner, name, make)
+
+
+def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts in place of a function of Keras's what another one makes of it; see `wrap`."""
     original = getattr(owner, name)
     wrapper = functools.wraps(original)(make(original))
     # Keras reads the arguments of layers' constructors with `inspect.getfullargspec`, which does not look
