@@ -14,6 +14,7 @@ from kdist.cluster.injection import Fault
 from kdist.context import joined_strategy
 
 _done: set[int] = set()
+_SIGNALS = {"kill": "SIGKILL", "sigterm": "SIGTERM", "freeze": "SIGSTOP"}
 
 
 def point(phase: str, step: int | None = None) -> None:
@@ -82,23 +83,15 @@ def _worker_index() -> int:
 def _fail(fault: Fault) -> None:
     sys.stderr.write(f"kdist: --inject {fault}, at {whereabouts.describe()}\n")
     sys.stderr.flush()
-    if fault.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault.kind == "sigterm":
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif fault.kind == "freeze":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault.kind in _SIGNALS:
+        os.kill(os.getpid(), getattr(signal, _SIGNALS[fault.kind]))
     elif fault.kind == "exit":
         sys.exit(1)
     elif fault.kind == "exception":
         raise RuntimeError(f"Injected by --inject {fault}.")
     elif fault.kind == "slow":
-        _be_busy(fault.seconds)
+        until = time.monotonic() + fault.seconds
+        while time.monotonic() < until:
+            sum(range(10_000))
     while fault.kind in ("kill", "hang", "freeze"):
         time.sleep(3600)
-
-
-def _be_busy(seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        sum(range(10_000))
