@@ -18,9 +18,6 @@ class NewVariables:
     Workers may draw different random numbers for them. They share at the end of the scope and before a
     function runs in the replicas: in one collective for all variables, since one for each would take as long as
     hundreds of training steps.
-
-    Args:
-        runtime: The runtime whose workers take part.
     """
 
     def __init__(self, runtime: Runtime) -> None:

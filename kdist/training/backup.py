@@ -154,13 +154,11 @@ def _delete_all(manager: CheckpointManager) -> None:
                 os.rmdir(manager.directory)
 
 
-def _restore_newest(manager: CheckpointManager) -> str | None:
-    """Restores the newest checkpoint that is not damaged; returns its path."""
+def _restore_newest(manager: CheckpointManager) -> None:
+    """Restores the newest checkpoint that is not damaged."""
     for path in reversed(manager.checkpoints):
         try:
             manager.checkpoint.restore(path)
+            return
         except CheckpointCorruptError as error:
             _log.warning("%s kdist goes on with the backup before it.", error)
-            continue
-        return path
-    return None

@@ -146,12 +146,7 @@ class GlobalBatches:
         return position
 
     def go_to(self, position: Mapping[str, Any], step: int) -> None:
-        """Goes on, with the next epoch that is iterated, where `position` was called.
-
-        Args:
-            position: What `position` returned, for the same data in the same order.
-            step: How many steps of that epoch have been taken.
-        """
+        """Lets the next epoch, of which so many steps have been taken, go on where `position` was called."""
         self.reset()
         self._passes.record()
         self._passes.go_to(position, step)

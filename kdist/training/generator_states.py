@@ -15,11 +15,7 @@ from kdist.data.sources import torch_loader
 
 
 def capture(with_torch: bool = False) -> dict[str, Any]:
-    """Returns the states of the generators that shuffle: the backend's, Python's and NumPy's.
-
-    Args:
-        with_torch: Whether PyTorch's too, from which its loaders draw on every backend.
-    """
+    """Returns the states of the generators that shuffle: the backend's, Python's, NumPy's, and of PyTorch's loaders."""
     name, words, *rest = np.random.get_state()
     states = {
         "backend": _text(get_backend().random_state()),
@@ -33,11 +29,7 @@ def capture(with_torch: bool = False) -> dict[str, Any]:
 
 
 def restore(states: Mapping[str, Any]) -> None:
-    """Sets what `capture` returned, in this process or another.
-
-    Args:
-        states: What `capture` returned.
-    """
+    """Sets what `capture` returned, in this process or another."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     name, key, *rest = states["numpy"]

@@ -36,10 +36,7 @@ def describe(callbacks: Any) -> list[list[str]]:
 def of_this_worker(callbacks: Any, worker_index: int, chief_has: Sequence[Sequence[str]]) -> Iterator[Any]:
     """Gives the callbacks that this worker is to run, and leaves them as they were at the end.
 
-    Args:
-        callbacks: What the user passes.
-        worker_index: This worker.
-        chief_has: What `describe` said on the chief.
+    `chief_has` is what `describe` said on the chief.
     """
     if worker_index == 0:
         yield callbacks

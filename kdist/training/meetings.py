@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
 
 
 class Meetings:
@@ -30,23 +28,11 @@ class Meetings:
         self._next = 0
 
     def is_due(self, num_steps: int) -> bool:
-        """Says whether the workers meet now; the same on all of them.
-
-        Args:
-            num_steps: How many steps have been taken.
-        """
+        """Says whether the workers meet after so many steps; the same on all of them."""
         return num_steps >= self._next
 
     def meet(self, num_steps: int, value: Any) -> list[Any]:
-        """Exchanges a JSON value with all workers.
-
-        Args:
-            num_steps: How many steps have been taken.
-            value: What this worker has to say.
-
-        Returns:
-            One value a worker, in the order of their indices.
-        """
+        """Exchanges a JSON value with all workers after so many steps; returns one a worker, in their order."""
         now = time.monotonic()
         interval = 1
         if self._last is not None:

@@ -15,61 +15,35 @@ from kdist.backends.aggregation import aggregation_of
 from kdist.context import current_replica
 from kdist.training.verdicts import COUPLES, SUM, Call, Sample, Unwritten, Verdict, agreed
 
+_MAY_RETURN = "return one value a row, or their mean or sum."
+_OF_A_LOSS = f"Let it {_MAY_RETURN}"
+_OF_A_LAYER = "Let it add a mean or a sum over the rows."
+_OF_A_METRIC = f"Let each of its variables be a sum over the rows; or let it {_MAY_RETURN}"
+_OF_A_TOTAL = "Let it return a mean over the rows."
+
 
 def owns_of(model: Any) -> list[Own]:
     """Returns what a compiled model has of the user's that makes numbers of the rows; `compute_loss` last."""
-    losses = [
-        Own(
-            loss,
-            f"The loss `{loss.name}`",
-            "call",
-            _of_loss,
-            "Let it return one value a row, or their mean or sum.",
-        )
+    found = [
+        Own(loss, f"The loss `{loss.name}`", "call", _of_loss, _OF_A_LOSS)
         for loss in keras_hooks.own_losses(model)
     ]
-    layers = [
-        Own(
-            layer,
-            f"`add_loss` of {'model' if isinstance(layer, keras.Model) else 'layer'} `{layer.name}`",
-            "call",
-            _of_layer,
-            "Let it add a mean or a sum over the rows.",
-            makes_several=True,
-        )
-        for layer in keras_hooks.own_layers(model)
-    ]
-    metrics = [
-        Own(
-            metric,
-            f"The metric `{metric.name}`",
-            "update_state",
-            _of_metric,
-            "Let each of its variables be a sum over the rows; or let it return one value a row, or their mean or sum.",
-        )
+    for layer in keras_hooks.own_layers(model):
+        what = "model" if isinstance(layer, keras.Model) else "layer"
+        label = f"`add_loss` of {what} `{layer.name}`"
+        found.append(Own(layer, label, "call", _of_layer, _OF_A_LAYER, makes_several=True))
+    found += [
+        Own(metric, f"The metric `{metric.name}`", "update_state", _of_metric, _OF_A_METRIC)
         for metric in keras_hooks.own_metrics(model)
     ]
-    total = Own(
-        model,
-        f"`compute_loss` of model `{model.name}`",
-        "compute_loss",
-        _of_total,
-        "Let it return a mean over the rows.",
-        "it is no mean over the rows of a batch, and a replica sees only its own.",
-        is_added_up=False,
-    )
-    return [*losses, *layers, *metrics, *[total] * keras_hooks.is_own(type(model).compute_loss)]
+    if keras_hooks.is_own(type(model).compute_loss):
+        label, method = f"`compute_loss` of model `{model.name}`", "compute_loss"
+        found.append(Own(model, label, method, _of_total, _OF_A_TOTAL, is_added_up=False))
+    return found
 
 
 def note_calls(model: Any, owns: Sequence[Own], batch: Any, training: bool) -> None:
-    """Computes a step without gradients, and notes with what the user's things are called.
-
-    Args:
-        model: A compiled model.
-        owns: What `owns_of` returned.
-        batch: Some rows, in Keras's data form.
-        training: Whether it is a step of training.
-    """
+    """Computes a step without gradients, and notes with what the user's things are called."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     with Unwritten(), contextlib.ExitStack() as stack:
         for own in owns:
@@ -89,7 +63,6 @@ class Own:
         method: Which of its methods is called with the rows.
         numbers: Returns the numbers that it makes of the arguments of such a call.
         hint: What would be right.
-        rule: What is wrong with others.
         makes_several: Whether it makes several in an order of their own, each of which may be something else.
         is_added_up: Whether its sums can be added up.
     """
@@ -99,10 +72,15 @@ class Own:
     method: str
     numbers: Callable[..., Sequence[Any]]
     hint: str
-    rule: str = "it is neither a mean nor a sum over the rows of a batch, and a replica sees only its own."
     makes_several: bool = False
     is_added_up: bool = True
     calls: list[Call] = field(default_factory=list)
+
+    @property
+    def rule(self) -> str:
+        """What it breaks where it couples the rows."""
+        what = "neither a mean nor a sum" if self.is_added_up else "no mean"
+        return f"it is {what} over the rows of a batch, and a replica sees only its own."
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:

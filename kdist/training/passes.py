@@ -29,10 +29,9 @@ class Passes:
         self._continues = continues
         self._records = False
         self._number = 0
-        self._before: dict[str, Any] | None = (
-            None  # random states as the epoch begins, which order a PyDataset
-        )
-        self._started: dict[str, Any] | None = None  # and as the pass begins, which order all else
+        # Random states as the epoch begins, which order a PyDataset, and as the pass begins, which order all else.
+        self._before: dict[str, Any] | None = None
+        self._started: dict[str, Any] | None = None
         self._resume: Mapping[str, Any] | None = None
         self._in_middle = False
         self._step = 0
@@ -55,12 +54,7 @@ class Passes:
         }
 
     def go_to(self, position: Mapping[str, Any], step: int) -> None:
-        """Lets the next epoch go on at a position.
-
-        Args:
-            position: What `position` returned.
-            step: How many steps of the epoch have been taken.
-        """
+        """Lets the next epoch, of which so many steps have been taken, go on where `position` was called."""
         taken = position["taken"]
         self._resume = position
         self._in_middle = taken > 0 and (step > 0 or self._continues)

@@ -14,15 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kdist.backends.contract import Runtime
 from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.manager import CheckpointManager
 from kdist.errors import InvalidArgumentError
 from kdist.training.meetings import Meetings
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
 
 _log = logging.getLogger("kdist")
 
@@ -60,12 +58,7 @@ class TerminationConfig:
 
 
 class TerminationWatch:
-    """Notices that this worker will be terminated, and lets all workers leave at the same step.
-
-    Args:
-        runtime: The workers; `None` for this process alone.
-        config: How it is noticed.
-    """
+    """Notices that this worker will be terminated, and lets all (`None`: this process) leave at the same step."""
 
     def __init__(self, runtime: Runtime | None, config: TerminationConfig) -> None:
         self._config = config
@@ -82,11 +75,7 @@ class TerminationWatch:
             _log.warning("SIGTERM cannot be watched from a thread; pass a termination_watcher_fn.")
 
     def must_leave(self, num_steps: int) -> bool:
-        """Says whether all workers save and leave now; the same on all of them, after the same step.
-
-        Args:
-            num_steps: How many steps have been taken.
-        """
+        """Says whether all workers save and leave after so many steps; the same on all of them."""
         if not self._meetings.is_due(num_steps):
             return False
         since = None if self._noticed is None else time.monotonic() - self._noticed
@@ -94,11 +83,7 @@ class TerminationWatch:
         return bool(said) and max(said) >= (self._config.grace_period or 0.0)
 
     def leave(self, save: Callable[[], Any]) -> None:
-        """Saves and ends the process.
-
-        Args:
-            save: Saves and waits until everything is on disk.
-        """
+        """Calls what saves and waits until everything is on disk, and ends the process."""
         _log.warning("A worker is to be terminated: all workers save and leave.")
         (self._config.save_fn or save)()
         self.close()

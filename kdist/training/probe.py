@@ -31,14 +31,7 @@ _said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def at_first_batch(function: StepFunction, strategy: Any, model: Any, kind: str) -> StepFunction:
-    """Returns a step function that probes the model at its first batch, where that is of use.
-
-    Args:
-        function: What runs the steps.
-        strategy: The strategy of the model.
-        model: A compiled model.
-        kind: "train", "test" or "predict".
-    """
+    """Returns a step function of a kind ("train", …) that probes the model at its first batch, where that is of use."""
     runtime = strategy.runtime
     if kind == "predict" or runtime.sees_all_rows or runtime.num_replicas == 1:
         return function

@@ -19,13 +19,7 @@ _REMEMBERED = {
 
 
 class Progress:
-    """Where a `fit` is. Its state is JSON; a checkpoint that holds it brings a new `fit` to the same place.
-
-    Args:
-        batches: The training data.
-        callbacks: The `CallbackList` of `fit`.
-        epoch: The first epoch.
-    """
+    """Where a `fit` is. Its state is JSON; a checkpoint that holds it brings a new `fit` to the same place."""
 
     def __init__(self, batches: GlobalBatches, callbacks: Any, epoch: int) -> None:
         self._batches = batches

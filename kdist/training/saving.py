@@ -21,17 +21,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 
 from kdist import keras_hooks
+from kdist.backends.contract import Runtime
+from kdist.context import StrategyLike
 from kdist.training.whole_files import is_remote, normal, write_whole
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
-    from kdist.context import StrategyLike
 
 # How long a worker waits for the chief to begin a save of the same file, before it writes its own.
 PATIENCE_SECONDS = 30.0
@@ -75,24 +73,23 @@ def save(strategy: StrategyLike, model: Any, target: Any, write: Callable[[Any],
     return write_whole(path, write, runtime.worker_index)[0]
 
 
-@contextlib.contextmanager
-def keeping_files() -> Iterator[None]:
+def keeping_files() -> contextlib.AbstractContextManager[None]:
     """Within this, a worker overwrites nothing: for `overwrite=False`, where Keras asks at the chief's terminal."""
-    token = _keeps_files.set(True)
-    try:
-        yield
-    finally:
-        _keeps_files.reset(token)
+    return _within(_keeps_files)
+
+
+def alone() -> contextlib.AbstractContextManager[None]:
+    """Within this, a worker does not wait for the chief, which is known not to save."""
+    return _within(_is_alone)
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Within this, a worker does not wait for the chief, which is known not to save."""
-    token = _is_alone.set(True)
+def _within(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
     try:
         yield
     finally:
-        _is_alone.reset(token)
+        flag.reset(token)
 
 
 def fingerprint(model: Any) -> str:

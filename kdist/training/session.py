@@ -20,12 +20,7 @@ _SAME_CALL = "Call it with the same arguments on every worker; kdist shards the 
 
 
 class Session:
-    """A model under its strategy. Lives as long as the model.
-
-    Args:
-        strategy: The strategy that the model was created under.
-        model: A Keras model.
-    """
+    """A model under the strategy that it was created under. Lives as long as the model."""
 
     def __init__(self, strategy: StrategyLike, model: Any) -> None:
         # The session is kept in a table of models: a strong reference would keep the model alive.
@@ -90,15 +85,9 @@ class Session:
         return read_on_all(self.runtime, "Reading the data", function)
 
     def agree(self, what: str, facts: Mapping[str, Any], callbacks: Any = None) -> Any:
-        """Raises unless all workers were called alike.
+        """Raises unless all workers were called with the same facts; `what` is compared.
 
-        Args:
-            what: What is compared, for the message.
-            facts: What must be equal.
-            callbacks: Those of the user.
-
-        Returns:
-            A context manager that gives the callbacks which this worker is to run.
+        Returns a context manager that gives those of the user's callbacks which this worker is to run.
         """
         note = {"loaded": self.has_loaded, "files": keras_callbacks.describe(callbacks)}
         notes = check_equal(self.runtime, what, facts, _SAME_CALL, note)
@@ -182,9 +171,6 @@ def session_of(strategy: StrategyLike, model: Any) -> Session:
 
 def progress_of(model: Any) -> Progress:
     """Returns where the `fit` of a model is, for callbacks; from now on it can be saved.
-
-    Args:
-        model: The model that trains.
 
     Raises:
         StrategyScopeError: It was created outside any strategy, or does not train.

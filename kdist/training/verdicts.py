@@ -32,13 +32,7 @@ def agreed(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 class Sample:
-    """The rows that one replica has, as a whole and in two parts.
-
-    Args:
-        strategy: The strategy of the model.
-        model: A model.
-        batch: What its step takes.
-    """
+    """The rows that one replica has of a batch, as a whole and in two parts."""
 
     def __init__(self, strategy: Any, model: Any, batch: ReplicaBatches) -> None:
         runtime = strategy.runtime

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
-
-if TYPE_CHECKING:
-    from kdist.backends.contract import Runtime
 
 
 def act_on_batches(callbacks: Any) -> bool:
@@ -28,10 +26,6 @@ class Ballot:
     need no vote after each batch.
     A callback of the user's that acts on batches may decide from anything (a clock, a file, a signal), and then
     every batch ends with a vote. Every epoch ends with one in any case.
-
-    Args:
-        runtime: The workers.
-        callbacks: The `CallbackList` of `fit`.
     """
 
     def __init__(self, runtime: Runtime, callbacks: Any) -> None:
