@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from kdist import keras_hooks
-from kdist.backends.messages import gather
-from kdist.collectives import all_gather_object, runtime_of
 from kdist.errors import InvalidArgumentError, WorkerMismatchError
-from kdist.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from kdist.strategies.strategy import Strategy
 
 
 def check_in_sync(model: Any, strategy: Strategy | None = None) -> None:
@@ -37,6 +34,12 @@ def check_in_sync(model: Any, strategy: Strategy | None = None) -> None:
     kdist.experimental.check_in_sync(model)
     ```
     """
+    import numpy as np
+
+    from kdist import keras_hooks
+    from kdist.backends.messages import gather
+    from kdist.collectives import all_gather_object, runtime_of
+
     is_model = not isinstance(model, (list, tuple))
     variables = keras_hooks.all_variables(model) if is_model else list(model)
     owner = strategy or (keras_hooks.strategy_of(model) if is_model else None)
@@ -74,6 +77,8 @@ def _digest(value: Any) -> str:
 
 
 def _first_difference(workers: Sequence[Sequence[Any]]) -> tuple[str, float]:
+    import numpy as np
+
     first = workers[0][0]
     for index, parts in enumerate(workers):
         for replica, value in enumerate(parts):
