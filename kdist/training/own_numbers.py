@@ -92,14 +92,10 @@ class Own:
             return function(*args, **kwargs)
 
         vars(self.owner)[self.method] = noted  # past `__setattr__`, which tracks
-        handed = keras_hooks.handed(self.owner) if self.makes_several else contextlib.nullcontext([None])
         try:
-            with handed as scalars:
-                yield
+            yield
         finally:
             del vars(self.owner)[self.method]
-        if not scalars:
-            self.calls.clear()  # a whole model may have none: it is not computed again
 
     def judge(self, sample: Sample) -> list[Verdict]:
         """Says of each of its numbers what it is, and lets sums be added up; nothing where that cannot be found out."""

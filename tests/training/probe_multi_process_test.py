@@ -59,8 +59,8 @@ def sums(under_strategy: bool) -> Any:
         def call(self, inputs: Any, training: bool = False) -> Any:
             self.add_loss([ops.mean(ops.square(inputs)), ops.sum(inputs) * 0.1])
             if training:
-                self.add_loss(ops.sum(ops.abs(self.weight)) + 0 * ops.sum(inputs))
                 self.add_loss(ops.square(inputs) * 0.01)  # which Keras adds up
+                self.add_loss(ops.sum(ops.abs(self.weight)) + 0 * ops.sum(inputs))
             return inputs * self.weight
 
         def build(self, shape: Any) -> None:
