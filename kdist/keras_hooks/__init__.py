@@ -83,10 +83,12 @@ from kdist.keras_hooks.trainer import (
     should_validate,
 )
 from kdist.keras_hooks.variables import (
+    first_value,
     hide_state,
     hook_assignments,
     hook_cond,
     native_value,
+    set_native_value,
     show_state,
     stateless_scope,
     sync_state,

@@ -46,6 +46,16 @@ def native_value(variable: Any) -> Any:
     return variable._value
 
 
+def set_native_value(variable: Any, value: Any) -> None:
+    """Puts another native value behind a Keras variable, past every scope and without a copy."""
+    variable._value = value
+
+
+def first_value(variable: Any) -> Any:
+    """Returns a new value for a variable that has none yet, of its own initialiser."""
+    return variable._initializer(variable.shape, dtype=variable.dtype)
+
+
 # The second is what Keras 3.16 calls it.
 _STATE_SYNC = ("jax_state_sync", "state_sync")
 

@@ -96,7 +96,7 @@ class Placed:
 
     def _show(self, variable: Any, placed: Any) -> Any:
         shown = (placed[1] if isinstance(placed, tuple) else placed).addressable_data(0)
-        variable._value = shown
+        keras_hooks.set_native_value(variable, shown)
         self._known[variable] = (shown, placed)
         self._holders = sys.getrefcount(shown)  # the variable, this object and the local name, as in `read`
         return placed

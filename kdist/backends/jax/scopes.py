@@ -46,7 +46,7 @@ class Values:
 def initial_value(variable: Any) -> Any:
     """The value of a variable as the first trace sees it; one that the function creates has none yet."""
     value = keras_hooks.native_value(variable)
-    return variable._initializer(variable.shape, dtype=variable.dtype) if value is None else value
+    return keras_hooks.first_value(variable) if value is None else value
 
 
 class JaxScope(ReplicaScope):
