@@ -11,7 +11,7 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
-from kdist.backends.jax import loops, programs, scopes, workers
+from kdist.backends.jax import functions, programs, scopes, workers
 from kdist.backends.jax.runtime import JaxRuntime
 from kdist.cluster import Cluster
 from kdist.communication.cross_device_ops import CrossDeviceOps
@@ -28,8 +28,8 @@ class JaxBackend(Backend):
 
     list_devices = staticmethod(jax_devices.list_devices)
     require_devices = staticmethod(jax_devices.require_devices)
-    function = staticmethod(loops.function)
-    value_and_grad = staticmethod(loops.value_and_grad)
+    function = staticmethod(functions.function)
+    value_and_grad = staticmethod(functions.value_and_grad)
 
     def __init__(self) -> None:
         keras_hooks.hook_cond(scopes.cond)

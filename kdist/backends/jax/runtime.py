@@ -13,7 +13,7 @@ from kdist.arrays.gathering import gather_rows
 from kdist.backends.contract import StepFunction
 from kdist.backends.jax.collectives import BATCH_AXIS
 from kdist.backends.jax.core import JaxCore
-from kdist.backends.jax.loops import Loops, leave_function
+from kdist.backends.jax.functions import Functions, leave_function
 from kdist.backends.jax.steps import JaxSteps
 from kdist.backends.replica import divide
 from kdist.backends.workers import Workers
@@ -25,7 +25,7 @@ class JaxRuntime(JaxCore):
 
     def __init__(self, devices: Sequence[str], group: Workers) -> None:
         super().__init__(devices, group)
-        self._loops = Loops(self)
+        self._functions = Functions(self)
         self._sum = jax.jit(lambda rows: rows.sum(0), out_shardings=self.replicated)
 
     def traced(self, iterator: Any) -> None:
@@ -45,7 +45,7 @@ class JaxRuntime(JaxCore):
         self, strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Sequence[Any]:
         """Calls a function in every replica, as one compiled program."""
-        return self._loops.run(strategy, fn, args, kwargs)
+        return self._functions.run(strategy, fn, args, kwargs)
 
     def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums tensors over the workers."""

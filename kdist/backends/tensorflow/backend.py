@@ -13,7 +13,7 @@ import tensorflow as tf
 from kdist import keras_hooks
 from kdist.backends import device_names
 from kdist.backends.contract import Backend
-from kdist.backends.tensorflow import components, iteration, loops, workers
+from kdist.backends.tensorflow import components, functions, iteration, workers
 from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
 from kdist.cluster import Cluster
@@ -34,8 +34,8 @@ class TensorFlowBackend(Backend):
 
     list_devices = staticmethod(tensorflow_devices.list_devices)
     require_devices = staticmethod(tensorflow_devices.require_devices)
-    function = staticmethod(loops.function)
-    value_and_grad = staticmethod(loops.value_and_grad)
+    function = staticmethod(functions.function)
+    value_and_grad = staticmethod(functions.value_and_grad)
 
     def __init__(self) -> None:
         _keep_from_autograph()

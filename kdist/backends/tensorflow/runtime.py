@@ -9,14 +9,14 @@ import keras
 import tensorflow as tf
 
 from kdist.backends.contract import StepFunction
-from kdist.backends.tensorflow import iteration, loops, steps
+from kdist.backends.tensorflow import functions, iteration, steps
 from kdist.backends.tensorflow.core import TensorFlowCore
 
 
 class TensorFlowRuntime(TensorFlowCore):
     """Runs functions and steps in the replicas of the native strategy."""
 
-    run = loops.run
+    run = functions.run
 
     def traced(self, iterator: Any) -> Any:
         """In a graph, something that reads when the graph runs."""

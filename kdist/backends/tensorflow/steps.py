@@ -18,8 +18,8 @@ from kdist.backends.contract import ReplicaBatches
 from kdist.backends.model_step import ReplicatedSteps
 from kdist.backends.replica import shares_of
 from kdist.backends.tensorflow.core import TensorFlowCore
+from kdist.backends.tensorflow.functions import in_replicas
 from kdist.backends.tensorflow.iteration import spec_of_any_rows
-from kdist.backends.tensorflow.loops import in_replicas
 from kdist.backends.tensorflow.replicas import TensorFlowReplica
 
 _ALIGNMENT = 64  # bytes: of the widest vectors that Eigen uses

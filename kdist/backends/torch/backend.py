@@ -11,7 +11,7 @@ import torch
 from kdist import keras_hooks
 from kdist.backends.contract import Backend
 from kdist.backends.torch import devices as torch_devices
-from kdist.backends.torch import loops, modules
+from kdist.backends.torch import functions, modules
 from kdist.backends.torch.runtime import TorchRuntime
 from kdist.backends.torch.workers import Workers, join
 from kdist.cluster import Cluster
@@ -27,8 +27,8 @@ class TorchBackend(Backend):
 
     list_devices = staticmethod(torch_devices.list_devices)
     require_devices = staticmethod(torch_devices.require_devices)
-    function = staticmethod(loops.function)
-    value_and_grad = staticmethod(loops.value_and_grad)
+    function = staticmethod(functions.function)
+    value_and_grad = staticmethod(functions.value_and_grad)
 
     def __init__(self) -> None:
         keras_hooks.hook_torch_modules(modules.zero_grad, modules.call_module)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.backends.contract import StepFunction
-from kdist.backends.torch import loops, steps
+from kdist.backends.torch import functions, steps
 from kdist.backends.torch.core import TorchCore
 
 
 class TorchRuntime(TorchCore):
     """Runs functions and steps in the threads of the replicas."""
 
-    run = loops.run
+    run = functions.run
 
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Puts one batch for each local replica on its device."""

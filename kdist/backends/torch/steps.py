@@ -15,7 +15,7 @@ from kdist.backends.contract import ReplicaBatches
 from kdist.backends.model_step import ReplicatedSteps
 from kdist.backends.replica import shares_of
 from kdist.backends.torch.core import TorchCore
-from kdist.backends.torch.loops import in_replicas
+from kdist.backends.torch.functions import in_replicas
 from kdist.backends.torch.replicas import TorchReplica
 from kdist.communication.options import hint_ignored
 

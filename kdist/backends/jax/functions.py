@@ -40,7 +40,7 @@ _MOST_PROGRAMS = 128
 _MANY_PROGRAMS = 16
 
 
-class Loops:
+class Functions:
     """What a runtime keeps for functions of the user's: compiled programs, and variables on all devices."""
 
     def __init__(self, runtime: JaxCore) -> None:
