@@ -69,13 +69,14 @@ def distribute_from_function(
     pipelines = runtime.num_replicas if per_replica else runtime.num_workers
     mine = range(runtime.num_replicas) if per_replica else [runtime.worker_index]
 
-    def call() -> tuple[list[Source], int | None]:
+    def call() -> tuple[list[Source], int | None, bool]:
         contexts = [InputContext(pipelines, i, runtime.num_replicas) for i in mine]
         sources = [source_of(dataset_fn(context)) for context in contexts]
-        return sources, _steps_of(sources, len(runtime.devices))
+        are_unbatched = all(source.is_unbatched for source in sources)  # reads the first element of some
+        return sources, _steps_of(sources, len(runtime.devices)), are_unbatched
 
-    sources, num_steps = read_on_all(runtime, "The dataset_fn", call)
-    num_steps = _longest(runtime, num_steps, all(source.is_unbatched for source in sources))
+    sources, num_steps, are_unbatched = read_on_all(runtime, "The dataset_fn", call)
+    num_steps = _longest(runtime, num_steps, are_unbatched)
     return _dataset(runtime, sources, functools.partial(read_per_replica, sources), num_steps, options)
 
 

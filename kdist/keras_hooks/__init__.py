@@ -62,6 +62,7 @@ from kdist.keras_hooks.own import (
     compute_step,
     has_torch_modules,
     is_own,
+    kept_buffers,
     own_layers,
     own_losses,
     own_metrics,

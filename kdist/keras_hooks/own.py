@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from kdist.keras_hooks.scalars import OwnLoss
@@ -11,7 +12,8 @@ from kdist.keras_hooks.scalars import OwnLoss
 
 def is_own(value: Any) -> bool:
     """Says whether something is the user's: a function, or an object of a class that is not Keras's."""
-    return value is not None and value.__module__.partition(".")[0] != "keras"
+    # What `exec` has made may be of no module.
+    return value is not None and (value.__module__ or "").partition(".")[0] != "keras"
 
 
 def own_losses(model: Any) -> list[OwnLoss]:
@@ -72,6 +74,17 @@ def compute_step(model: Any, x: Any, y: Any, sample_weight: Any, training: bool)
         model._compute_loss(x=x, **rest, training=training)
     with contextlib.suppress(Exception):
         model.compute_metrics(x, **rest)
+
+
+@contextlib.contextmanager
+def kept_buffers(model: Any) -> Iterator[None]:
+    """Buffers of PyTorch, which are no variables of Keras, have their values back after this."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if hasattr(model, "buffers") else []
+    try:
+        yield
+    finally:
+        for buffer, value in buffers:
+            buffer.detach().copy_(value)
 
 
 def has_torch_modules(model: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from kdist.keras_hooks.wrapping import running_model_replica, wrap
@@ -18,7 +18,12 @@ _handed: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 def add_up(owner: Any, are_sums: tuple[bool, ...]) -> None:
     """Says which of the scalars of an `OwnLoss`, or that a layer or a metric hands to Keras, are sums over the rows."""
-    _sums[owner] = are_sums
+    if isinstance(owner, Hashable):
+        _sums[owner] = are_sums
+
+
+def _sums_of(owner: Any) -> tuple[bool, ...]:
+    return _sums.get(owner, ()) if isinstance(owner, Hashable) else ()
 
 
 @contextlib.contextmanager
@@ -45,17 +50,17 @@ def hook_scalars() -> None:
 
     def update_state(original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None) -> Any:
         replica = running_model_replica()
-        if sample_weight is None and self in _handed and _is_scalar(values):
+        if sample_weight is None and _handed and self in _handed and _is_scalar(values):
             _handed[self].append(values)
         if replica is not None and sample_weight is None and _is_scalar(values):
             sample_weight = keras.ops.cast(replica.rows.scalar_weight, self.dtype)
-            if any(_sums.get(self, ())):
+            if any(_sums_of(self)):
                 values = of_all_rows(replica, keras.ops.convert_to_tensor(values, dtype=self.dtype))
         return original(self, values, sample_weight)
 
     def add_loss(original: Callable[..., Any], self: Any, loss: Any) -> None:
-        replica, known = running_model_replica(), _sums.get(self, ())
-        if self in _handed:
+        replica, known = running_model_replica(), _sums_of(self)
+        if _handed and self in _handed:
             _handed[self] += map(keras.ops.sum, keras.tree.flatten(loss))
         if replica is not None and any(known):
             first = len(self._get_own_losses())

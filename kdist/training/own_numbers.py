@@ -85,7 +85,7 @@ class Own:
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         """Within this, its calls are noted."""
-        function = getattr(self.owner, self.method)
+        function, before = getattr(self.owner, self.method), dict(vars(self.owner))
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(keras.tree.map_structure(_copy, (args, kwargs)))
@@ -96,6 +96,8 @@ class Own:
             yield
         finally:
             del vars(self.owner)[self.method]
+            if self.method in before:  # the user has set it on this object
+                vars(self.owner)[self.method] = before[self.method]
 
     def judge(self, sample: Sample) -> list[Verdict]:
         """Says of each of its numbers what it is, and lets sums be added up; nothing where that cannot be found out."""
@@ -125,7 +127,8 @@ def are_sums(verdicts: Sequence[Verdict]) -> tuple[bool, ...]:
 
 
 def _copy(leaf: Any) -> Any:
-    return keras.ops.copy(leaf) if keras.ops.is_tensor(leaf) else leaf
+    # Without its gradients: PyTorch would keep all that it was computed from.
+    return keras.ops.stop_gradient(keras.ops.copy(leaf)) if keras.ops.is_tensor(leaf) else leaf
 
 
 def _of_loss(loss: Any, y: Any, y_pred: Any, *weights: Any) -> list[Any]:

@@ -84,7 +84,7 @@ def _probe(
         # What fails here fails in the step, too, where its error has its place; or it is not for this data.
         with contextlib.suppress(Exception), runtime.scope():
             sample = Sample(strategy, model, batch)
-            if sample.num_rows > 1:
+            with keras_hooks.kept_buffers(model):
                 note_calls(model, owns, sample.batch, training)
                 verdicts = [own.judge(sample) for own in owns]
         generator_states.restore(drawn)

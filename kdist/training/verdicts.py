@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from kdist.arrays.gathering import gather_rows
 from kdist.arrays.rows import num_rows
 from kdist.backends.aggregation import NotesAdditions
 from kdist.backends.contract import ReplicaBatches
@@ -32,12 +33,16 @@ def agreed(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 class Sample:
-    """The rows that one replica has of a batch, as a whole and in two parts."""
+    """The rows that one replica has of a batch, or all have where it has one only: as a whole and in two parts."""
 
     def __init__(self, strategy: Any, model: Any, batch: ReplicaBatches) -> None:
         runtime = strategy.runtime
+        part = batch.parts[0]
+        # One row has no parts. If there is one altogether, all replicas have it, and there are as many.
+        if any(stop - first < 2 for first, stop in batch.split):
+            part = gather_rows(runtime.group, batch.parts)
         # In memory of their own.
-        self.batch = runtime.place([batch.parts[0]] + [None] * (len(runtime.devices) - 1))[0]
+        self.batch = runtime.place([part] + [None] * (len(runtime.devices) - 1))[0]
         self.num_rows = num_rows(self.batch)
         self._strategy = strategy
         # They differ in size, so that a mean of means is no mean.

@@ -154,6 +154,50 @@ def test_all_workers_come_to_the_same_verdict(backend):
             np.testing.assert_allclose(one, two, rtol=1e-5)
 
 
+def of_one_row(under_strategy: bool) -> Any:
+    """A sum where each replica has one row, after a batch that has one altogether; of an object's own method."""
+    import keras
+    from keras import ops
+
+    class Metric(keras.metrics.Mean):
+        def __eq__(self, other: object) -> bool:  # so that it has no hash
+            return self is other
+
+    class Penalty(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(ops.sum(inputs) * 0.1)
+            return inputs
+
+    made: dict[str, Any] = {"ops": ops}
+    exec("def summed(y, predicted): return ops.sum(ops.square(y - predicted)) * 0.1", made)
+    called = []
+    with scope(under_strategy):
+        keras.utils.set_random_seed(5)
+        penalty = Penalty()
+        own = penalty.call
+        penalty.call = lambda inputs: called.append(1) or own(inputs)
+        model = keras.Sequential([keras.Input((3,)), penalty, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), made["summed"])
+        metric = Metric()
+        metric.update_state(2.0)
+    x, y, _ = data()
+    losses = [model.train_on_batch(x[:1], y[:1])]
+    losses += model.fit(x[:12], y[:12], batch_size=2, verbose=0).history["loss"]
+    number = len(called)
+    model.compile(keras.optimizers.SGD(0.05), made["summed"])
+    model.train_on_batch(x[:2], y[:2])
+    assert len(called) > number
+    return [*losses, float(metric.result()), *map(np.array, model.weights)]
+
+
+@pytest.mark.parametrize(("backend", "num_workers"), [("tensorflow", 1), ("torch", 1), ("torch", 2)])
+def test_sums_are_found_out_where_a_replica_has_one_row(backend, num_workers):
+    expected = run_plain(backend, of_one_row, False)
+    for found in run(backend, num_workers, of_one_row, True):
+        for one, two in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
 def coupled(probe: str | None, times: int = 2) -> Any:
     """Things that couple the rows, compiled and trained several times: what was said."""
     import keras
