@@ -135,3 +135,26 @@ def test_compiled_functions_read_them_and_fit_refuses(backend):
     total, numbers, refused = run(backend, 1, in_worker_compiled)[0]
     assert total == sum(x.sum() for x, _ in elements(4)) and numbers == [0 + 1, 2 + 3]
     assert all("first dimension counts rows" in text and "Batch it first" in text for text in refused)
+
+
+def failing():
+    """What each worker is told when the first element of one worker's list cannot be read."""
+    import kdist
+
+    class Elements(list):
+        def __getitem__(self, index):
+            if strategy().runtime.worker_index == 1:
+                raise OSError("no such file")
+            return super().__getitem__(index)
+
+    try:
+        strategy().distribute_datasets_from_function(lambda context: Elements(elements(3)))
+    except (OSError, kdist.errors.DatasetError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_an_element_that_one_worker_cannot_read_is_an_error_on_all():
+    (first, text), (second, _) = run("torch", 2, failing)
+    assert (first, second) == ("DatasetError", "OSError")
+    assert "failed on worker 1" in text
