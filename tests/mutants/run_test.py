@@ -152,8 +152,12 @@ def test_what_runs_on_is_ended_with_its_copy(tmp_path: Path) -> None:
     tree = _tree(tmp_path)
     with run.copy_of(tree) as copy:
         run.check_import(copy)
+        source = "import time; print('here', flush=True); time.sleep(60)"
         left = subprocess.Popen(
-            [sys.executable, "-c", "import time; time.sleep(60)"], env={"PYTHONPATH": str(copy)}
+            [sys.executable, "-c", source], env={"PYTHONPATH": str(copy)}, stdout=subprocess.PIPE
         )
-    assert left.wait(10) != 0
+        assert left.stdout is not None
+        left.stdout.readline()  # before, it is not known by its environment
+    with left:
+        assert left.wait(10) != 0
     assert not copy.exists()
