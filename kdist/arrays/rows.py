@@ -114,7 +114,7 @@ def _leaf_to_host(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, np.ndarray) or is_tf_sparse(leaf) or is_ragged(leaf):
         return leaf
     if hasattr(leaf, "detach"):
-        return _torch_to_numpy(leaf)
+        return torch_to_numpy(leaf)
     if is_eager(leaf) and keras.ops.is_tensor(leaf) and "CPU" in leaf.device:  # on no other backend
         return leaf
     if is_scipy(leaf):
@@ -139,7 +139,8 @@ def is_scipy(leaf: Any) -> bool:
     return hasattr(leaf, "tocsr")
 
 
-def _torch_to_numpy(tensor: Any) -> Any:
+def torch_to_numpy(tensor: Any) -> Any:
+    """Returns a tensor of PyTorch's, of any device and dtype, as an array; the others ask for its `detach` first."""
     tensor = tensor.detach().cpu()
     tensor = tensor.to_dense() if tensor.is_sparse else tensor
     if str(tensor.dtype) != "torch.bfloat16":

@@ -1,4 +1,7 @@
-"""Which rows of a global batch each replica has: the one place that decides it."""
+"""Which rows of a global batch each replica has: the one place that decides it.
+
+On JAX, of a batch that every replica has whole, the program of the step divides the rows (`JaxCore.divide`).
+"""
 
 from __future__ import annotations
 

@@ -165,3 +165,26 @@ def in_worker_torch_compile(num_replicas):
 
 def test_torch_compile_reads():
     assert run("torch", 1, in_worker_torch_compile, 2)[0] == ([6, 12, 18, 36] * 2, [])
+
+
+def tensors_of_pytorch():
+    """A tensor of PyTorch's, of a dtype that NumPy does not have, as an argument and as rows."""
+    import keras
+    import torch
+
+    own = strategy()
+    tensor = torch.arange(4, dtype=torch.bfloat16)
+    loader = torch.utils.data.DataLoader(torch.arange(8.0).to(torch.bfloat16), batch_size=4)
+    dataset = own.experimental_distribute_dataset(loader)
+
+    def total(batch):
+        return keras.ops.sum(keras.ops.cast(batch, "float32"))
+
+    argument = own.reduce("MEAN", own.run(total, args=(tensor,)), axis=None)
+    rows = [own.reduce("SUM", own.run(total, args=(batch,)), axis=None) for batch in dataset]
+    return float(argument), [float(row) for row in rows], str(tensor.dtype)
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_tensors_of_pytorch_are_taken_whatever_their_dtype(backend):
+    assert run(backend, 1, tensors_of_pytorch) == [(6.0, [6.0, 22.0], "torch.bfloat16")]

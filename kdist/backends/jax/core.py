@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kdist.arrays.rows import is_ragged, is_scipy, is_tf_sparse, to_dense
+from kdist.arrays.rows import is_ragged, is_scipy, is_tf_sparse, to_dense, torch_to_numpy
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, Runtime
 from kdist.backends.jax.collectives import BATCH_AXIS
@@ -206,6 +206,6 @@ def _as_array(leaf: Any) -> Any:
         return sparse.BCOO((leaf.values.numpy(), leaf.indices.numpy()), shape=tuple(leaf.shape))
     if is_scipy(leaf):
         return sparse.BCOO.from_scipy_sparse(leaf)
-    if hasattr(leaf, "detach"):  # a PyTorch tensor, possibly on a GPU
-        leaf = leaf.detach().cpu()
+    if hasattr(leaf, "detach"):  # of PyTorch
+        return torch_to_numpy(leaf)
     return np.asarray(to_dense(leaf) if is_ragged(leaf) else leaf)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from kdist import keras_hooks
+from kdist.arrays.rows import torch_to_numpy
 from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.jax import uneven_run
@@ -127,7 +128,7 @@ def _parts(leaf: Any, num_local: int) -> list[Any] | None:
         parts = [part if is_array(part) else np.asarray(part) for part in leaf.values]
         return None if any(part.dtype.kind in "OSU" for part in parts) else parts
     if hasattr(leaf, "detach"):
-        leaf = leaf.detach().cpu().numpy()
+        leaf = torch_to_numpy(leaf)
     if isinstance(leaf, float):
         leaf = np.float32(leaf)
     return [leaf] * num_local if is_array(leaf) else None

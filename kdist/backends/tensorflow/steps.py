@@ -13,7 +13,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 from kdist import keras_hooks
-from kdist.arrays.rows import is_scipy, leaves_of
+from kdist.arrays.rows import is_scipy, leaves_of, torch_to_numpy
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.model_step import ReplicatedSteps
 from kdist.backends.replica import shares_of
@@ -116,8 +116,7 @@ def as_tensor(leaf: Any) -> Any:
     if leaf is None or tf.is_tensor(leaf):
         return leaf
     if hasattr(leaf, "detach"):  # of PyTorch
-        leaf = leaf.detach().cpu()
-        leaf = leaf.float() if str(leaf.dtype) == "torch.bfloat16" else leaf.numpy()
+        leaf = torch_to_numpy(leaf)
     if is_scipy(leaf):
         entries = leaf.tocsr().tocoo()  # in the order of the rows, as TensorFlow's operations want them
         indices = np.stack([entries.row, entries.col], axis=1).astype("int64")
