@@ -7,6 +7,7 @@ from typing import Any
 from kdist.communication.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from kdist.data.input_context import ValueContext
 from kdist.names import no_such_name
+from kdist.strategies.central_storage import CentralStorageStrategy
 from kdist.strategies.multi_worker_mirrored import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
@@ -17,6 +18,7 @@ from kdist.training.preemption import PreemptionCheckpointHandler, TerminationCo
 CollectiveCommunication = CommunicationImplementation
 
 __all__ = [
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",

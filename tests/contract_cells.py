@@ -26,10 +26,10 @@ class Cell:
         return f"{self.backend}-{self.configuration}-{self.case}"
 
 
-def _kind(name: str) -> tuple[bool, bool]:
-    """Whether a configuration has several workers, and whether a worker has several devices."""
+def _kind(name: str) -> tuple[str, bool, bool]:
+    """The strategy of a configuration, whether it has several workers, and whether a worker has several devices."""
     configuration = CONFIGURATIONS[name]
-    return configuration.num_workers > 1, configuration.devices_per_worker > 1
+    return configuration.strategy, configuration.num_workers > 1, configuration.devices_per_worker > 1
 
 
 def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:

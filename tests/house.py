@@ -23,6 +23,7 @@ ORDER = (
     "handlers",
     "values",
     "cluster",
+    "topology",
     "arrays",
     "communication",
     "context",

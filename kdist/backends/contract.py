@@ -16,11 +16,11 @@ from typing import Any
 from kdist.arrays.splitting import split_rows
 from kdist.backends import stalls
 from kdist.backends.workers import Workers
-from kdist.cluster import Cluster
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions
 from kdist.context import StrategyLike
 from kdist.errors import KdistError
+from kdist.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -86,18 +86,16 @@ class Backend(ABC):
     @abstractmethod
     def create_runtime(
         self,
-        devices: Sequence[str],
-        cluster: Cluster | None,
-        options: CommunicationOptions,
+        topology: Topology,
+        options: CommunicationOptions | None = None,
         ops: CrossDeviceOps | None = None,
     ) -> Runtime:
-        """Joins the workers of `cluster` (if any) and returns the runtime of one strategy.
+        """Joins the workers of the topology's cluster (if any) and returns the runtime of one strategy.
 
         Blocks until all workers are there.
 
         Args:
-            devices: The devices of this worker, one a replica; `()` for those that the backend prefers.
-            cluster: Who takes part; `None` for this process alone.
+            topology: Who computes, and who holds the variables.
             options: What the user wishes of the collectives; what cannot be chosen is a hint, of which a warning tells.
             ops: Which of the engine's ways to add up over the devices of one worker, of the same kind.
 
@@ -138,8 +136,9 @@ class Runtime(ABC):
     needs_equal_shapes: bool = False
     """Whether batches of all replicas must have the same shapes, as parts of one array; a sparse one has no parts."""
 
-    def __init__(self, devices: Sequence[str], group: Workers) -> None:
-        self.devices = tuple(devices)
+    def __init__(self, topology: Topology, group: Workers) -> None:
+        self.topology = topology
+        self.devices = topology.devices
         self.group = group
         self.num_workers = group.num_workers
         self.worker_index = group.worker_index

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from kdist.context import has_strategy
 from kdist.keras_hooks.wrapping import running_replica, wrap
 
 
@@ -57,7 +58,7 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
     """Lets Keras's optimisers for TensorFlow do what they do elsewhere; called once, by the backend.
 
     Args:
-        in_native_scope: Says whether `tf.distribute` has a strategy in scope: unless it runs a replica of
+        in_native_scope: Says whether `tf.distribute` has a strategy in scope: unless it runs replicas of
             kdist's, that is the user's own, for which these methods were written.
     """
     import keras
@@ -66,7 +67,7 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer as loss_scale
 
     def is_foreign() -> bool:
-        return running_replica() is None and in_native_scope()
+        return not has_strategy() and in_native_scope()
 
     def neutral(name: str, original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
         chosen = original if is_foreign() else getattr(base, name)

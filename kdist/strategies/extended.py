@@ -32,7 +32,7 @@ class StrategyExtended:
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """The devices of this worker that hold variables."""
-        return self.worker_devices
+        return self._strategy.runtime.topology.parameter_devices
 
     @property
     def experimental_require_static_shapes(self) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kdist.backends import get_backend
+from kdist.backends.contract import Backend
 from kdist.communication.cross_device_ops import CrossDeviceOps, NcclAllReduce, is_own
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.errors import DeviceError, InvalidArgumentError
 from kdist.strategies.strategy import Strategy
+from kdist.topology import Topology
 
 
 class MirroredStrategy(Strategy):
@@ -44,28 +46,36 @@ class MirroredStrategy(Strategy):
         self, devices: Sequence[str] | None = None, cross_device_ops: CrossDeviceOps | None = None
     ) -> None:
         backend = get_backend()
-        names = check_device_names(devices) if devices is not None else backend.list_devices()
-        names = backend.require_devices(names)
-        if len(set(names)) != len(names):
-            raise InvalidArgumentError("A device may be named only once.", received={"devices": devices})
+        names = choose_devices(backend, devices)
         _check_cross_device_ops(cross_device_ops, names)
         options = CommunicationOptions()
         if isinstance(cross_device_ops, NcclAllReduce):
             options = CommunicationOptions(implementation=CommunicationImplementation.NCCL)
         own = is_own(cross_device_ops)
-        super().__init__(backend.create_runtime(names, None, options, None if own else cross_device_ops))
+        super().__init__(backend.create_runtime(Topology(names), options, None if own else cross_device_ops))
         self.cross_device_ops = cross_device_ops
         if own and len(names) > 1:
             self.own_ops = cross_device_ops
 
 
-def check_device_names(devices: Sequence[str]) -> tuple[str, ...]:
+def choose_devices(
+    backend: Backend, devices: Sequence[str] | None, argument: str = "devices"
+) -> tuple[str, ...]:
+    """Returns the short names of the devices that the user named, which exist, or of all that the backend has."""
+    names = check_device_names(devices, argument) if devices is not None else backend.list_devices()
+    names = backend.require_devices(names)
+    if len(set(names)) != len(names):
+        raise InvalidArgumentError("A device may be named only once.", received={argument: devices})
+    return names
+
+
+def check_device_names(devices: Sequence[str], argument: str = "devices") -> tuple[str, ...]:
     """Returns the names as a tuple; raises unless there is at least one name."""
     if isinstance(devices, str) or not devices or not all(isinstance(name, str) for name in devices):
         raise InvalidArgumentError(
-            "devices must be a list with at least one device name, or None for all devices.",
-            received={"devices": devices},
-            hint='For example: kdist.MirroredStrategy(["cpu:0", "cpu:1"])',
+            f"{argument} must be a list with at least one device name, or None for all devices.",
+            received={argument: devices},
+            hint=f'For example: {argument}=["cpu:0", "cpu:1"]',
         )
     return tuple(devices)
 

@@ -10,6 +10,7 @@ from kdist.communication.options import CommunicationImplementation, Communicati
 from kdist.errors import InvalidArgumentError
 from kdist.strategies.mirrored import check_device_names
 from kdist.strategies.strategy import Strategy
+from kdist.topology import Topology
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -61,7 +62,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._cluster_resolver = cluster.resolver or TFConfigClusterResolver()
         backend = get_backend()
         names = check_device_names(devices) if devices is not None else _told_devices(cluster_resolver)
-        super().__init__(backend.create_runtime(names, cluster if cluster.num_workers > 1 else None, options))
+        topology = Topology(names, cluster if cluster.num_workers > 1 else None)
+        super().__init__(backend.create_runtime(topology, options))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

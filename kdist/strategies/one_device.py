@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kdist.backends import get_backend
-from kdist.communication.options import CommunicationOptions
 from kdist.errors import InvalidArgumentError
 from kdist.strategies.strategy import Strategy
+from kdist.topology import Topology
 
 
 class OneDeviceStrategy(Strategy):
@@ -37,4 +37,4 @@ class OneDeviceStrategy(Strategy):
             )
         backend = get_backend()
         devices = backend.require_devices([device])
-        super().__init__(backend.create_runtime(devices, None, CommunicationOptions()))
+        super().__init__(backend.create_runtime(Topology(devices)))

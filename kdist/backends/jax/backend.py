@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
 from kdist.backends.jax import functions, programs, scopes, workers
 from kdist.backends.jax.runtime import JaxRuntime
-from kdist.cluster import Cluster
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions, hint_ignored
+from kdist.topology import Topology
 
 # NumPy's Mersenne Twister: position, whether a second Gaussian is waiting, and that Gaussian; then the words.
 _GENERATOR = struct.Struct("<qqd")
@@ -41,19 +41,18 @@ class JaxBackend(Backend):
 
     def create_runtime(
         self,
-        devices: Sequence[str],
-        cluster: Cluster | None,
-        options: CommunicationOptions,
+        topology: Topology,
+        options: CommunicationOptions | None = None,
         ops: CrossDeviceOps | None = None,
     ) -> Runtime:
-        """Joins the workers of `cluster` (if any) and returns the runtime of one strategy."""
+        """Joins the workers of the cluster (if any) and returns the runtime of one strategy."""
         if ops is not None:
             hint_ignored(f"cross_device_ops={ops!r}", "on JAX, XLA chooses.")
-        group = workers.join(devices, cluster, options)
-        names = tuple(devices) or jax_devices.list_devices()
-        if not devices and names[0].startswith("cpu"):
+        group = workers.join(topology.devices, topology.cluster, options or CommunicationOptions())
+        names = topology.devices or jax_devices.list_devices()
+        if not topology.devices and names[0].startswith("cpu"):
             names = names[:1]
-        return JaxRuntime(names, group)
+        return JaxRuntime(dataclasses.replace(topology, devices=names), group)
 
     def random_state(self) -> bytes:
         """Returns the state of NumPy's global generator, which Keras's array adapter shuffles with on JAX."""

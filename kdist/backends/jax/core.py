@@ -27,6 +27,7 @@ from kdist.backends.jax.meeting import without_chatter
 from kdist.backends.jax.workers import all_devices
 from kdist.backends.workers import Workers
 from kdist.errors import DatasetError
+from kdist.topology import Central, Topology
 
 
 class JaxCore(Runtime):
@@ -36,10 +37,12 @@ class JaxCore(Runtime):
 
     needs_equal_shapes = True
 
-    def __init__(self, devices: Sequence[str], group: Workers) -> None:
-        super().__init__(devices, group)
+    def __init__(self, topology: Topology, group: Workers) -> None:
+        super().__init__(topology, group)
         self.local_devices = find_devices(self.devices)
         self.first_device = self.local_devices[0]
+        (self._storage_device,) = find_devices(topology.parameter_devices[:1])
+        self.is_central = isinstance(topology.storage, Central)
         everyone = all_devices(group, self.local_devices)
         self.mesh, local_mesh = (Mesh(np.array(d), (BATCH_AXIS,)) for d in (everyone, self.local_devices))
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
@@ -53,11 +56,10 @@ class JaxCore(Runtime):
                 self.broadcast([np.zeros(1, np.float32)])  # a broken connection shows here
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Creates variables on the strategy's first device."""
-        first = self.first_device
-        if first == jax.local_devices()[0]:
+        """Creates variables on the device that holds them, or on the strategy's first device."""
+        if self._storage_device == jax.local_devices()[0]:
             return contextlib.nullcontext()  # JAX's default anyway; setting it would trace functions anew
-        return jax.default_device(first)
+        return jax.default_device(self._storage_device)
 
     @property
     def can_exchange(self) -> bool:
@@ -160,8 +162,9 @@ class JaxCore(Runtime):
         return keras.tree.map_structure(constrain, batch)
 
     def show(self, values: Any) -> Any:
-        """Returns this worker's view of replicated arrays, without a copy: plain arrays of one device."""
-        return jax.tree.map(lambda value: value.addressable_data(0), values)
+        """Returns this worker's view of replicated arrays: plain arrays of one device, copied only to a holder."""
+        local = jax.tree.map(lambda value: value.addressable_data(0), values)
+        return jax.device_put(local, self._storage_device) if self.is_central else local
 
     def broadcast(self, values: Sequence[Any]) -> list[Any]:
         """Returns the arrays that worker 0 has, on this worker's first device. All workers must call it."""

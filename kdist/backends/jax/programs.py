@@ -95,8 +95,11 @@ class Placed:
         self._show(variable, (place_components(self._runtime, parts), whole))
 
     def _show(self, variable: Any, placed: Any) -> Any:
-        shown = (placed[1] if isinstance(placed, tuple) else placed).addressable_data(0)
+        is_pair = isinstance(placed, tuple)
+        shown = self._runtime.show(placed[1] if is_pair else placed)
         keras_hooks.set_native_value(variable, shown)
+        if self._runtime.is_central and not is_pair:
+            return placed  # until the end of the call: only components stay on the devices
         self._known[variable] = (shown, placed)
         self._holders = sys.getrefcount(shown)  # the variable, this object and the local name, as in `read`
         return placed

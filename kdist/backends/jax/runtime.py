@@ -18,13 +18,14 @@ from kdist.backends.jax.steps import JaxSteps
 from kdist.backends.replica import divide
 from kdist.backends.workers import Workers
 from kdist.errors import InvalidArgumentError, StrategyScopeError
+from kdist.topology import Topology
 
 
 class JaxRuntime(JaxCore):
     """Runs functions and steps over the mesh."""
 
-    def __init__(self, devices: Sequence[str], group: Workers) -> None:
-        super().__init__(devices, group)
+    def __init__(self, topology: Topology, group: Workers) -> None:
+        super().__init__(topology, group)
         self._functions = Functions(self)
         self._sum = jax.jit(lambda rows: rows.sum(0), out_shardings=self.replicated)
 

@@ -103,6 +103,8 @@ class JaxSteps(StepFunction):
             self._forget_failed()
             raise
         self._runtime.throttle((outputs, self._state))
+        if self._runtime.is_central:
+            self.sync()  # back to the device that holds it
         return self._runtime.show(outputs)
 
     def sync(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +17,11 @@ from kdist.backends.contract import Backend
 from kdist.backends.tensorflow import components, functions, iteration, workers
 from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
-from kdist.cluster import Cluster
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.data.sources.tf_data import Iterated
 from kdist.errors import DeviceError
+from kdist.topology import Topology
 
 
 class TensorFlowBackend(Backend):
@@ -55,13 +56,13 @@ class TensorFlowBackend(Backend):
 
     def create_runtime(
         self,
-        devices: Sequence[str],
-        cluster: Cluster | None,
-        options: CommunicationOptions,
+        topology: Topology,
+        options: CommunicationOptions | None = None,
         ops: CrossDeviceOps | None = None,
     ) -> TensorFlowRuntime:
         """Creates a native `MirroredStrategy`, or joins the workers with `MultiWorkerMirroredStrategy`."""
-        names = tuple(map(device_names.short_name, devices)) or self.list_devices()
+        options, cluster = options or CommunicationOptions(), topology.cluster
+        names = tuple(map(device_names.short_name, topology.devices)) or self.list_devices()
         if cluster is None or not names[0].startswith("cpu:"):
             names = self.require_devices(names)
         if options.implementation is CommunicationImplementation.NCCL and not names[0].startswith("gpu:"):
@@ -70,10 +71,11 @@ class TensorFlowBackend(Backend):
                 received={"implementation": "NCCL", "devices": names},
                 hint="Use CommunicationImplementation.AUTO or RING.",
             )
+        topology = dataclasses.replace(topology, devices=names)
         if cluster is None:
-            return TensorFlowRuntime(_mirrored(names, ops), names, workers.Workers())
+            return TensorFlowRuntime(_mirrored(names, ops), topology, workers.Workers())
         native, joined = workers.join(cluster, options, names)
-        return TensorFlowRuntime(native, names, joined)
+        return TensorFlowRuntime(native, topology, joined)
 
     def random_state(self) -> bytes:
         """Returns TensorFlow's global seed, setting one where the user has not: array shuffles derive from it."""

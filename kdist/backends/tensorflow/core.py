@@ -11,6 +11,7 @@ import tensorflow as tf
 from kdist.backends.contract import Runtime
 from kdist.backends.tensorflow.components import Components
 from kdist.backends.tensorflow.workers import Workers
+from kdist.topology import Central, Topology
 
 
 class TensorFlowCore(Runtime):
@@ -18,14 +19,15 @@ class TensorFlowCore(Runtime):
 
     group: Workers
 
-    def __init__(self, native: tf.distribute.Strategy, devices: Sequence[str], group: Workers) -> None:
-        super().__init__(devices, group)
+    def __init__(self, native: tf.distribute.Strategy, topology: Topology, group: Workers) -> None:
+        super().__init__(topology, group)
         self.native = native
+        self.is_central = isinstance(topology.storage, Central)
         self.components = Components(self)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Mirrors new variables over the devices.
+        """Mirrors new variables over the devices, or puts them on the one that holds them.
 
         The native scope is entered for the creation alone: within it TensorFlow refuses to turn a variable into a
         number and to apply an optimiser, and Keras divides losses by the number of replicas.
@@ -43,6 +45,9 @@ class TensorFlowCore(Runtime):
         # variables show it; `Components` has what each replica of `run` reads.
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             kwargs["synchronization"] = tf.VariableSynchronization.AUTO
+        if self.is_central:  # for each replica `Components` has a copy of what is one variable for all
+            with tf.device(self.topology.parameter_devices[0]):
+                return next_creator(**kwargs)
         with self.native.scope():
             # The one that this scope has put on top. `tf.Variable` would ask those of the user's scopes again.
             *_, (_, create) = ops.get_default_graph()._variable_creator_stack

@@ -63,6 +63,12 @@ class TensorFlowReplica(Replica):
         sent = tf.identity(tensor) if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
         return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis), tensor.dtype)
 
+    def apply_gradients(self, apply: Callable[[], Any]) -> Any:
+        """Runs Keras's `optimizer.apply` on this replica's variables, or once on the device that holds them."""
+        if not self.strategy.runtime.is_central or self.num_replicas_in_sync == 1:
+            return super().apply_gradients(apply)
+        return self.merge_call(lambda strategy: apply())
+
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -84,6 +90,7 @@ class TensorFlowReplica(Replica):
 
         mine = _Boxed((tuple(args), dict(kwargs or {})))
         tf.distribute.get_replica_context().merge_call(merge, args=(mine,))
+        self.scope.enter_again()
         return component(mine.result, self.local_index, keras.tree.map_structure)
 
 
@@ -130,6 +137,10 @@ class TensorFlowScope(ReplicaScope):
             self._entered[key] = graph
             self._components.enter(variable, self._index, is_on_read)
         return self._components.get(variable, self._index, is_on_read).value
+
+    def enter_again(self) -> None:
+        """Called where a function that speaks for all replicas may have changed what they share."""
+        self._entered.clear()
 
     def write(self, variable: Any, value: Any) -> None:
         """Assigns to the component, without the aggregation of `tf.distribute`."""

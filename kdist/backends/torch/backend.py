@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ from kdist.backends.torch import devices as torch_devices
 from kdist.backends.torch import functions, modules
 from kdist.backends.torch.runtime import TorchRuntime
 from kdist.backends.torch.workers import Workers, join
-from kdist.cluster import Cluster
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
 from kdist.errors import DeviceError
+from kdist.topology import Topology
 
 
 class TorchBackend(Backend):
@@ -40,15 +40,15 @@ class TorchBackend(Backend):
 
     def create_runtime(
         self,
-        devices: Sequence[str],
-        cluster: Cluster | None,
-        options: CommunicationOptions,
+        topology: Topology,
+        options: CommunicationOptions | None = None,
         ops: CrossDeviceOps | None = None,
     ) -> TorchRuntime:
         """Joins the workers with `torch.distributed`."""
         if ops is not None:
             hint_ignored(f"cross_device_ops={ops!r}", "on PyTorch, replicas of one process add up in turn.")
-        names = self.require_devices(devices) if devices else torch_devices.devices_of_worker(cluster)
+        options, cluster = options or CommunicationOptions(), topology.cluster
+        names = self.require_devices(topology.devices) or torch_devices.devices_of_worker(cluster)
         on_cpu = any(name.startswith("cpu:") for name in names)
         if on_cpu and options.implementation is CommunicationImplementation.NCCL:
             raise DeviceError(
@@ -60,9 +60,10 @@ class TorchBackend(Backend):
             hint_ignored(
                 f"bytes_per_pack={options.bytes_per_pack}",
                 "all gradients of a dtype are one pack.",
-                0 if cluster is None else cluster.worker_index,
+                topology.worker_index,
             )
-        return TorchRuntime(names, join(cluster, names, options) if cluster is not None else Workers())
+        group = join(cluster, names, options) if cluster is not None else Workers()
+        return TorchRuntime(dataclasses.replace(topology, devices=names), group)
 
     def random_state(self) -> bytes:
         """Returns the state of PyTorch's generator, from which Keras's data loaders shuffle."""

@@ -14,6 +14,7 @@ from kdist.backends.torch.components import Components
 from kdist.backends.torch.devices import torch_device
 from kdist.backends.torch.replicas import VariableCopies
 from kdist.backends.torch.workers import Workers
+from kdist.topology import Central, Topology
 
 
 class TorchCore(Runtime):
@@ -21,18 +22,22 @@ class TorchCore(Runtime):
 
     group: Workers
 
-    def __init__(self, devices: Sequence[str], group: Workers) -> None:
-        super().__init__(devices, group)
-        self.torch_devices = tuple(torch_device(name) for name in devices)
-        # The first replica works on the real variables.
-        self.copies = [VariableCopies(device) for device in self.torch_devices[1:]]
+    def __init__(self, topology: Topology, group: Workers) -> None:
+        super().__init__(topology, group)
+        self.torch_devices = tuple(torch_device(name) for name in self.devices)
+        self._storage_device = torch_device(topology.parameter_devices[0])
+        copies = [VariableCopies(device) for device in self.torch_devices]
+        # The first replica works on the real variables, unless they are held elsewhere.
+        is_central = isinstance(topology.storage, Central)
+        self.copies_of: list[VariableCopies | None] = [copies[0] if is_central else None, *copies[1:]]
+        self.copies = copies[0 if is_central else 1 :]
         self.components = Components(self.torch_devices, self.replica_ids, self.num_replicas)
         first = self.replica_ids[0]
-        self.threads = ReplicaThreads([f"replica {first + i} ({name})" for i, name in enumerate(devices)])
+        self.threads = ReplicaThreads([f"replica {first + i} ({n})" for i, n in enumerate(self.devices)])
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Variables are created on the first device of this worker."""
-        return keras.device(str(self.torch_devices[0]))
+        """Variables are created on the device that holds them."""
+        return keras.device(str(self._storage_device))
 
     def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
         """Returns tensors on the first device of this worker."""

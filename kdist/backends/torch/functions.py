@@ -30,7 +30,7 @@ def in_replicas(
 
     In a step of a model's the shares say how much the rows of each replica count; `None` for the user's function.
     """
-    state = keras_hooks.ThreadState() if runtime.copies else None
+    state = keras_hooks.ThreadState() if len(runtime.devices) > 1 else None
     for copies in runtime.copies:
         copies.start_step(keep_gradients=shares is None)
 
@@ -51,7 +51,7 @@ def in_replicas(
             stack.enter_context(keras.device(str(runtime.torch_devices[index])))
             stack.enter_context(replica)
             stack.enter_context(torch.set_grad_enabled(gradients))
-            stack.enter_context(TorchScope(replica, runtime.copies[index - 1] if index > 0 else None))
+            stack.enter_context(TorchScope(replica, runtime.copies_of[index]))
             return body(replica, index)
 
     return runtime.threads.run(one_replica)

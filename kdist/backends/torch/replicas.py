@@ -29,7 +29,7 @@ class TorchReplica(Replica):
     Args:
         shares: The row shares of all replicas, over all workers.
         baton: Hands the turn to the other replicas of this process.
-        copies: The variables of the other local replicas, all but the first.
+        copies: The variables of all local replicas that do not work on the real ones.
     """
 
     def __init__(
@@ -111,10 +111,17 @@ class TorchReplica(Replica):
             mean, variance = mean.squeeze(axes), variance.squeeze(axes)
         return mean.to(x.dtype), variance.to(x.dtype)
 
+    def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Returns the gradients of the global loss: where `apply_gradients` needs them, on the variables' device."""
+        sums = super().sum_gradients(gradients, variables)
+        if self.local_index > 0:
+            return sums
+        return [s.to(keras_hooks.native_value(v).device) for s, v in zip(sums, variables, strict=True)]
+
     def apply_gradients(self, apply: Callable[[], Any]) -> Any:
         """Lets the first local replica run Keras's `optimizer.apply` on the real variables.
 
-        The gradients were summed before, so the other replicas stand still until it goes on; their copies
+        The gradients were summed before, so the other replicas stand still until it goes on; the copies
         follow, for steps that use the new weights.
         """
         if self.local_index > 0:
@@ -220,8 +227,9 @@ class TorchScope(ReplicaScope):
         self.copies = copies
         runtime: Any = replica.strategy.runtime
         self._components = runtime.components
-        # Those that follow this replica's writes: of all others, if it is the first.
-        self._others = replica.copies if copies is None else ()
+        # The first replica writes the real variables, too, which the copies of the others follow.
+        self._is_first = replica.local_index == 0
+        self._others = replica.copies if self._is_first else ()
 
     def local(self, variable: Any) -> torch.Tensor:
         """Returns the tensor that this replica reads, writes and differentiates for."""
@@ -242,6 +250,8 @@ class TorchScope(ReplicaScope):
             copies.get(variable)  # who has not looked at the variable yet must find its old value
         with torch.no_grad():
             self.local(variable).copy_(value)
+            if self._is_first and self.copies is not None:
+                keras_hooks.native_value(variable).copy_(value)
 
     def snapshot(self, variable: Any) -> torch.Tensor:
         """Returns a copy of the replica's tensor."""
@@ -249,7 +259,7 @@ class TorchScope(ReplicaScope):
 
     def show(self, variable: Any, total: Any) -> None:
         """Lets the first local replica write the real variable."""
-        if self.copies is None:
+        if self._is_first:
             with torch.no_grad():
                 self._components.show(variable, total)
 

@@ -15,6 +15,7 @@ class Configuration:
         title: For the support table.
         num_workers: Worker processes.
         devices_per_worker: Logical CPU devices in each.
+        strategy: Its kind.
         backends: The backends that can do it.
         why_not_all: Where `backends` are not all: the reason.
     """
@@ -23,6 +24,7 @@ class Configuration:
     title: str
     num_workers: int
     devices_per_worker: int
+    strategy: str = "Mirrored"
     backends: tuple[str, ...] = ("tensorflow", "jax", "torch")
     why_not_all: str = ""
 
@@ -37,6 +39,7 @@ CONFIGURATIONS = {
     for c in (
         Configuration("mirrored-2", "Mirrored, 2 devices", 1, 2),
         Configuration("mirrored-3", "Mirrored, 3 devices", 1, 3),
+        Configuration("central-2", "CentralStorage, 2 devices", 1, 2, "CentralStorage"),
         Configuration("workers-2", "MultiWorker, 2 processes", 2, 1),
         Configuration("workers-3", "MultiWorker, 3 processes", 3, 1),
         Configuration(
@@ -44,8 +47,8 @@ CONFIGURATIONS = {
             "MultiWorker, 2 processes of 2 devices",
             2,
             2,
-            ("jax", "torch"),
-            "a worker of tf.distribute's MultiWorkerMirroredStrategy has its GPUs or one CPU",
+            backends=("jax", "torch"),
+            why_not_all="a worker of tf.distribute's MultiWorkerMirroredStrategy has its GPUs or one CPU",
         ),
     )
 }
@@ -60,7 +63,9 @@ def make_strategy(name: str) -> Any:
     configuration = CONFIGURATIONS[name]
     if name not in _strategies:
         devices = [f"cpu:{i}" for i in range(configuration.devices_per_worker)]
-        if configuration.num_workers == 1:
+        if configuration.strategy == "CentralStorage":
+            _strategies[name] = kdist.experimental.CentralStorageStrategy(devices, "cpu:0")
+        elif configuration.num_workers == 1:
             _strategies[name] = kdist.MirroredStrategy(devices)
         else:
             _strategies[name] = kdist.MultiWorkerMirroredStrategy(devices=devices)

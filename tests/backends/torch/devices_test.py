@@ -7,6 +7,7 @@ from kdist.backends import get_backend
 from kdist.cluster import discover
 from kdist.errors import DeviceError
 from kdist.experimental import CommunicationImplementation, CommunicationOptions
+from kdist.topology import Topology
 from tests.backends.where import in_worker
 
 if in_worker:
@@ -52,7 +53,7 @@ def test_workers_of_a_machine_share_its_gpus(gpus, workers, expected):
 def test_nccl_without_a_gpu_is_an_error_that_says_so():
     options = CommunicationOptions(implementation=CommunicationImplementation.NCCL)
     with pytest.raises(DeviceError, match="NVIDIA GPUs only"):
-        get_backend().create_runtime(("cpu:0",), None, options)
+        get_backend().create_runtime(Topology(("cpu:0",)), options)
 
 
 def test_the_scope_places_variables_and_random_state_travels():

@@ -1,0 +1,57 @@
+"""Synchronous training on several devices, with variables that one of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kdist.backends import get_backend
+from kdist.errors import InvalidArgumentError
+from kdist.strategies.mirrored import choose_devices
+from kdist.strategies.strategy import Strategy
+from kdist.topology import Central, Topology
+
+
+class CentralStorageStrategy(Strategy):
+    """Trains one model on several devices of one machine, with its variables on one device, usually the host.
+
+    Each replica computes its part of a global batch with copies of the weights; the sum of the gradients is applied
+    to the variables where they are held, and an optimiser's own variables are there alone. On JAX a step of `fit` is
+    one program, to whose devices all variables are copied for as long as it runs.
+
+    Args:
+        compute_devices: Names of the devices of the replicas, e.g. `["gpu:0", "gpu:1"]`. `None` for all GPUs, or
+            the CPU where there are none.
+        parameter_device: Name of the device that holds the variables. `None` for the only GPU where
+            there is one, else for the CPU.
+
+    Raises:
+        DeviceError: A device is not there.
+        InvalidArgumentError: `compute_devices` is empty or names a device twice, or `parameter_device` is no name.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CentralStorageStrategy
+
+    Example:
+
+    ```python
+    strategy = kdist.experimental.CentralStorageStrategy(["gpu:0", "gpu:1"], "cpu:0")
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile(loss="mse", optimizer="adam")
+    model.fit(x, y, batch_size=128)   # 64 rows a replica
+    ```
+    """
+
+    def __init__(
+        self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None
+    ) -> None:
+        if parameter_device is not None and not (isinstance(parameter_device, str) and parameter_device):
+            raise InvalidArgumentError(
+                "parameter_device must be the name of one device, or None.",
+                received={"parameter_device": parameter_device},
+                hint='For example: parameter_device="cpu:0"',
+            )
+        backend = get_backend()
+        names = choose_devices(backend, compute_devices, "compute_devices")
+        only_gpu = len(names) == 1 and names[0].startswith("gpu:")
+        (holder,) = backend.require_devices([parameter_device or (names[0] if only_gpu else "cpu:0")])
+        super().__init__(backend.create_runtime(Topology(names, storage=Central(holder))))

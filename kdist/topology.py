@@ -1,0 +1,86 @@
+"""`Topology`: who computes, who holds the variables and in which layout.
+
+A strategy decides it, a backend builds its runtime from it, and what writes or reads variables asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kdist.cluster import Cluster
+from kdist.errors import InvalidArgumentError
+
+Layout = tuple[str | None, ...]
+"""For each axis of a variable, the axis of the mesh over which it is divided; `None` where it is whole."""
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """Every replica holds every variable, whole."""
+
+
+@dataclass(frozen=True)
+class Central:
+    """One device of the worker holds the variables; its replicas compute with copies."""
+
+    device: str
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The devices of all workers form a mesh, over whose axes the variables are divided.
+
+    Args:
+        axes: Name and length of each axis, the devices of worker 0 first and the last axis fastest. One length may
+            be `None`: what is left.
+        batch_axis: The axis over which a model's step divides the rows.
+        layout: Says for the path and the shape of a variable how it is divided.
+    """
+
+    axes: Mapping[str, int | None]
+    batch_axis: str
+    layout: Callable[[str, tuple[int, ...]], Layout]
+
+    def mesh_shape(self, num_devices: int) -> tuple[int, ...]:
+        """Returns the lengths of all axes.
+
+        Raises:
+            InvalidArgumentError: They need another number of devices.
+        """
+        known = math.prod(length for length in self.axes.values() if length is not None)
+        rest, left = divmod(num_devices, known)
+        shape = tuple(rest if length is None else length for length in self.axes.values())
+        if left or math.prod(shape) != num_devices:
+            raise InvalidArgumentError(
+                "The mesh must have one place for each device of all workers.",
+                received={"mesh": dict(self.axes), "devices": num_devices},
+                hint="Start as many workers and name as many devices as the product of its axes.",
+            )
+        return shape
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who computes, who holds the variables and in which layout.
+
+    Args:
+        devices: Those of this worker, a replica each; `()` for those that the backend prefers.
+        cluster: Who takes part, and the role of each task; `None` for this process alone.
+        storage: Who holds the variables: `Mirrored`, `Central` or `Sharded`.
+    """
+
+    devices: tuple[str, ...]
+    cluster: Cluster | None = None
+    storage: Mirrored | Central | Sharded = field(default_factory=Mirrored)
+
+    @property
+    def worker_index(self) -> int:
+        """The number of this worker, from 0."""
+        return 0 if self.cluster is None else self.cluster.worker_index
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices of this worker that hold variables, or parts of them."""
+        return (self.storage.device,) if isinstance(self.storage, Central) else self.devices
