@@ -56,6 +56,10 @@ class BackendError(KdistError, ImportError):
     """The Keras backend is unknown or not installed."""
 
 
+class UnsupportedError(KdistError, NotImplementedError):
+    """A strategy cannot do this on this backend; the message says what can."""
+
+
 class DeviceError(KdistError, ValueError):
     """The devices that were asked for are not there, or it is too late to make them."""
 

@@ -36,12 +36,13 @@ class Sharded:
         axes: Name and length of each axis, the devices of worker 0 first and the last axis fastest. One length may
             be `None`: what is left.
         batch_axis: The axis over which a model's step divides the rows.
-        layout: Says for the path and the shape of a variable how it is divided.
+        layout: Says for the path and the shape of a variable, and the lengths of the axes, how it is divided. Of an
+            optimiser's variables, for the path of the variable that they belong to.
     """
 
     axes: Mapping[str, int | None]
     batch_axis: str
-    layout: Callable[[str, tuple[int, ...]], Layout]
+    layout: Callable[[str, tuple[int, ...], Mapping[str, int]], Layout]
 
     def mesh_shape(self, num_devices: int) -> tuple[int, ...]:
         """Returns the lengths of all axes.

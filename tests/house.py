@@ -20,6 +20,7 @@ ORDER = (
     "errors",
     "names",
     "version",
+    "gaps",
     "handlers",
     "values",
     "cluster",

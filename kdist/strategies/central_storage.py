@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kdist.backends import get_backend
 from kdist.errors import InvalidArgumentError
-from kdist.strategies.mirrored import choose_devices
+from kdist.strategies.places import choose_devices
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Central, Topology
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kdist.backends import get_backend
-from kdist.backends.contract import Backend
 from kdist.communication.cross_device_ops import CrossDeviceOps, NcclAllReduce, is_own
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.errors import DeviceError, InvalidArgumentError
+from kdist.strategies.places import choose_devices
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
 
@@ -56,28 +56,6 @@ class MirroredStrategy(Strategy):
         self.cross_device_ops = cross_device_ops
         if own and len(names) > 1:
             self.own_ops = cross_device_ops
-
-
-def choose_devices(
-    backend: Backend, devices: Sequence[str] | None, argument: str = "devices"
-) -> tuple[str, ...]:
-    """Returns the short names of the devices that the user named, which exist, or of all that the backend has."""
-    names = check_device_names(devices, argument) if devices is not None else backend.list_devices()
-    names = backend.require_devices(names)
-    if len(set(names)) != len(names):
-        raise InvalidArgumentError("A device may be named only once.", received={argument: devices})
-    return names
-
-
-def check_device_names(devices: Sequence[str], argument: str = "devices") -> tuple[str, ...]:
-    """Returns the names as a tuple; raises unless there is at least one name."""
-    if isinstance(devices, str) or not devices or not all(isinstance(name, str) for name in devices):
-        raise InvalidArgumentError(
-            f"{argument} must be a list with at least one device name, or None for all devices.",
-            received={argument: devices},
-            hint=f'For example: {argument}=["cpu:0", "cpu:1"]',
-        )
-    return tuple(devices)
 
 
 def _check_cross_device_ops(ops: CrossDeviceOps | None, devices: Sequence[str]) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kdist.backends import get_backend
-from kdist.cluster import ClusterResolver, TFConfigClusterResolver, discover
+from kdist.cluster import ClusterResolver, TFConfigClusterResolver
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
-from kdist.errors import InvalidArgumentError
-from kdist.strategies.mirrored import check_device_names
+from kdist.strategies.places import check_options, find_workers
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
 
@@ -52,33 +51,16 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         devices: Sequence[str] | None = None,
     ) -> None:
-        options = communication_options or CommunicationOptions()
-        if not isinstance(options, CommunicationOptions):
-            raise InvalidArgumentError(
-                "communication_options must be a kdist.experimental.CommunicationOptions.",
-                received={"communication_options": communication_options},
-            )
-        cluster = discover(cluster_resolver)
+        options = check_options(communication_options)
+        cluster, names = find_workers(cluster_resolver, devices)
         self._cluster_resolver = cluster.resolver or TFConfigClusterResolver()
-        backend = get_backend()
-        names = check_device_names(devices) if devices is not None else _told_devices(cluster_resolver)
         topology = Topology(names, cluster if cluster.num_workers > 1 else None)
-        super().__init__(backend.create_runtime(topology, options))
+        super().__init__(get_backend().create_runtime(topology, options))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
         """The resolver given at construction, else that of the environment: of `TF_CONFIG` where nothing is set."""
         return self._cluster_resolver
-
-
-def _told_devices(resolver: ClusterResolver | None) -> tuple[str, ...]:
-    """The devices that the user's resolver was told of; none where it looks at the machine, as engines do better."""
-    if not isinstance(resolver, ClusterResolver):
-        return ()
-    if type(resolver).num_accelerators is ClusterResolver.num_accelerators:
-        return ()
-    count = resolver.num_accelerators().get("GPU")
-    return () if count is None else tuple(f"gpu:{i}" for i in range(count)) or ("cpu:0",)
 
 
 class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):

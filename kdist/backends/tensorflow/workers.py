@@ -16,6 +16,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.eager import context as eager_context
 
+from kdist import gaps
 from kdist.backends import stalls, whereabouts, workers
 from kdist.backends.joining import join_once
 from kdist.backends.mail import Mail
@@ -274,11 +275,9 @@ def join(
         DeviceError: Several CPU devices a worker, which `tf.distribute` cannot do.
     """
     if len(devices) > 1 and devices[0].startswith("cpu:"):
-        raise DeviceError(
-            "On TensorFlow a worker of MultiWorkerMirroredStrategy has its GPUs or one CPU.",
-            received={"devices": tuple(devices)},
-            hint="Start one worker a CPU device instead: kdist run --num-workers 2 train.py",
-        )
+        gap = gaps.find("MultiWorkerMirroredStrategy", "tensorflow", "devices")
+        assert gap is not None
+        raise gap.error({"devices": tuple(devices)}, DeviceError)
 
     def connect(timeout: float) -> JoinedWorkers:
         native = _connect(cluster, options, devices, timeout)

@@ -1,0 +1,63 @@
+"""Where a strategy's replicas are: the devices of this process, and the workers of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kdist.backends.contract import Backend
+from kdist.cluster import Cluster, ClusterResolver, discover
+from kdist.communication.options import CommunicationOptions
+from kdist.errors import InvalidArgumentError
+
+
+def choose_devices(
+    backend: Backend, devices: Sequence[str] | None, argument: str = "devices"
+) -> tuple[str, ...]:
+    """Returns the short names of the devices that the user named, which exist, or of all that the backend has."""
+    names = check_device_names(devices, argument) if devices is not None else backend.list_devices()
+    names = backend.require_devices(names)
+    if len(set(names)) != len(names):
+        raise InvalidArgumentError("A device may be named only once.", received={argument: devices})
+    return names
+
+
+def check_device_names(devices: Sequence[str], argument: str = "devices") -> tuple[str, ...]:
+    """Returns the names as a tuple; raises unless there is at least one name."""
+    if isinstance(devices, str) or not devices or not all(isinstance(name, str) for name in devices):
+        raise InvalidArgumentError(
+            f"{argument} must be a list with at least one device name, or None for all devices.",
+            received={argument: devices},
+            hint=f'For example: {argument}=["cpu:0", "cpu:1"]',
+        )
+    return tuple(devices)
+
+
+def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
+    """Returns the options, or those that wish nothing."""
+    if isinstance(options, CommunicationOptions | None):
+        return options or CommunicationOptions()
+    raise InvalidArgumentError(
+        "communication_options must be a kdist.experimental.CommunicationOptions.",
+        received={"communication_options": options},
+    )
+
+
+def find_workers(
+    resolver: ClusterResolver | None, devices: Sequence[str] | None
+) -> tuple[Cluster, tuple[str, ...]]:
+    """Returns the cluster, of one worker where nothing describes any, and the devices of this worker.
+
+    They are those that the user named, else those that the resolver was told of, else `()`: the backend's choice.
+    """
+    cluster = discover(resolver)
+    return cluster, check_device_names(devices) if devices is not None else _told_devices(resolver)
+
+
+def _told_devices(resolver: ClusterResolver | None) -> tuple[str, ...]:
+    """The devices that the user's resolver was told of; none where it looks at the machine, as engines do better."""
+    if not isinstance(resolver, ClusterResolver):
+        return ()
+    if type(resolver).num_accelerators is ClusterResolver.num_accelerators:
+        return ()
+    count = resolver.num_accelerators().get("GPU")
+    return () if count is None else tuple(f"gpu:{i}" for i in range(count)) or ("cpu:0",)
