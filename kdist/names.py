@@ -12,7 +12,6 @@ _BY_TF_CONFIG = (
 
 # Names of `tf.distribute` that kdist does not have yet, and what to use instead.
 _INSTEAD = {
-    "CentralStorageStrategy": "Use kdist.MirroredStrategy, which keeps the variables on every device.",
     "ClusterCoordinator": _SYNCHRONOUS,
     "GCEClusterResolver": _BY_TF_CONFIG,
     "KubernetesClusterResolver": _BY_TF_CONFIG,

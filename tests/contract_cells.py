@@ -35,9 +35,16 @@ def _kind(name: str) -> tuple[str, bool, bool]:
 def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
     """The backends and configurations of a case in `make test`: it meets each backend and each kind of strategy.
 
-    With every turn the backends change places, and after a round of them the configurations of a kind.
+    With every turn the backends change places, and after a round of them the configurations of a kind. Strategies
+    that hold their variables in another way meet each case once.
     """
-    kinds = [[*names] for _, names in itertools.groupby(CONFIGURATIONS, _kind)]
+    groups = [[*names] for _, names in itertools.groupby(CONFIGURATIONS, _kind)]
+    able = [[b for b in case.backends if b in CONFIGURATIONS[names[0]].backends] for names in groups]
+    for names, backends in zip(groups, able, strict=True):
+        if CONFIGURATIONS[names[0]].strategy != "Mirrored" and backends:
+            rounds, place = divmod(turn, len(backends))
+            yield backends[place], names[rounds % len(names)]
+    kinds = [names for names in groups if CONFIGURATIONS[names[0]].strategy == "Mirrored"]
     able = [[b for b in case.backends if b in CONFIGURATIONS[names[0]].backends] for names in kinds]
     kinds, able = [k for k, b in zip(kinds, able, strict=True) if b], [b for b in able if b]
     meets_all = [backends for backends in itertools.product(*able) if {*backends} == {*case.backends}]

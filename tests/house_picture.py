@@ -19,6 +19,8 @@ WORDS = {
     "handlers": "from Keras to the roof",
     "values": "one for each replica",
     "cluster": "who takes part",
+    "gaps": "what cannot be, and what then",
+    "topology": "who holds the variables",
     "arrays": "rows, structures",
     "communication": "options of collectives",
     "context": "which strategy, which replica",

@@ -14,7 +14,6 @@ def test_a_wrong_name_is_answered_with_the_nearest_one():
         (kdist.cluster_resolver, "TFConfigResolver", "Did you mean 'TFConfigClusterResolver'?"),
         (kdist, "TPUStrategy", "yet. Use kdist.MirroredStrategy with KERAS_BACKEND=jax"),
         (kdist, "ParameterServerStrategy", "yet. Use kdist.MultiWorkerMirroredStrategy"),
-        (kdist.experimental, "CentralStorageStrategy", "yet. Use kdist.MirroredStrategy"),
         (kdist.cluster_resolver, "TPUClusterResolver", "yet. Set TF_CONFIG"),
     ):
         with pytest.raises(

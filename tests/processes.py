@@ -73,8 +73,9 @@ def run(
 ) -> list[Any]:
     """Runs a function in all workers of the pool of a backend; returns one result a worker.
 
-    The workers have their strategies already: with one worker, a `MirroredStrategy` on two CPU devices and one
-    on three, else a `MultiWorkerMirroredStrategy`; see `strategy`. After a failure the pool is thrown away.
+    The workers have their strategies already: with one worker, a `MirroredStrategy` on two CPU devices and a
+    `CentralStorageStrategy` on three, else a `MultiWorkerMirroredStrategy`; see `strategy`. After a failure the pool
+    is thrown away.
     """
     key = (backend, num_workers)
     pool = _pools.pop(key, None)
@@ -116,14 +117,16 @@ def strategy(num_replicas: int = 2) -> Any:
     """In a worker of a pool: its strategy, made at the first call, before anything is computed.
 
     Args:
-        num_replicas: 2 or 3; with several workers there is one strategy only.
+        num_replicas: 2, whose variables are mirrored, or 3, whose variables are on the second device alone; with
+            several workers there is one strategy only.
     """
     import kdist
 
     if not _in_worker:
         if int(os.environ["WORLD_SIZE"]) == 1:
-            for number in (3, 2):  # devices cannot be added later
-                _in_worker[number] = kdist.MirroredStrategy([f"cpu:{i}" for i in range(number)])
+            devices = [f"cpu:{i}" for i in range(3)]  # none can be added later
+            _in_worker[3] = kdist.experimental.CentralStorageStrategy(devices, devices[1])
+            _in_worker[2] = kdist.MirroredStrategy(devices[:2])
         else:
             joined = kdist.MultiWorkerMirroredStrategy()
             _in_worker[joined.num_replicas_in_sync] = joined

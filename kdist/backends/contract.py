@@ -205,8 +205,8 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns tensors of the local replicas as tensors on the first device of this worker."""
+    def to_holder(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns tensors of the local replicas on the device that holds variables, or on the first that does."""
 
     @abstractmethod
     def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:

@@ -33,7 +33,7 @@ class CentralStorageStrategy(Strategy):
     Example:
 
     ```python
-    strategy = kdist.experimental.CentralStorageStrategy(["gpu:0", "gpu:1"], "cpu:0")
+    strategy = kdist.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(1)])
         model.compile(loss="mse", optimizer="adam")

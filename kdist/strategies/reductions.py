@@ -74,7 +74,7 @@ def batch_reduce(
 def _summands(runtime: Runtime, op: ReduceOp, leaf: Any) -> list[Any]:
     """The components that are to be reduced, on the first device; the mean of integers is of floating point."""
     check_components(runtime, leaf)
-    parts = runtime.to_first_device(_parts(leaf))
+    parts = runtime.to_holder(_parts(leaf))
     _check_equal_shapes(parts)
     return [as_float(p) if op is ReduceOp.MEAN and is_integer(p) else p for p in parts]
 
@@ -88,7 +88,7 @@ def _checked(runtime: Runtime, own: Any, result: Any, parts: Sequence[Any]) -> A
     try:
         if result is None:
             raise TypeError("None")
-        (tensor,) = runtime.to_first_device([keras.ops.convert_to_tensor(result)])
+        (tensor,) = runtime.to_holder([keras.ops.convert_to_tensor(result)])
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(rule, received={"result": result, "shape": shape}) from error
     if not _agree(tuple(tensor.shape), shape):
@@ -116,7 +116,7 @@ def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None, by
     if by_own is not None and axis is None:
         return by_own(op, _summands(runtime, op, leaf))
     ops = keras.ops
-    parts = runtime.to_first_device(_parts(leaf))
+    parts = runtime.to_holder(_parts(leaf))
     number: Any = runtime.num_replicas
     if axis is not None:
         axis = checked_axis(axis, len(parts[0].shape))
@@ -125,7 +125,7 @@ def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None, by
         if op is ReduceOp.MEAN:
             # Every element counts the same, whichever replica has it.
             local = ops.cast(sum(lengths), "float32")
-            (number,) = runtime.sum_over_workers(runtime.to_first_device([local]))
+            (number,) = runtime.sum_over_workers(runtime.to_holder([local]))
     _check_equal_shapes(parts)
     if by_own is not None:  # all replicas are here
         total = by_own(ReduceOp.SUM, parts)
@@ -179,7 +179,7 @@ def _gather_leaf(runtime: Runtime, leaf: Any, axis: int) -> Any:
         return None
     check_components(runtime, leaf)
     ops = keras.ops
-    parts = runtime.to_first_device(_parts(leaf))
+    parts = runtime.to_holder(_parts(leaf))
     axis = checked_axis(axis, len(parts[0].shape))
     shapes = [tuple(part.shape) for part in parts]
     others = [shape[:axis] + (None,) + shape[axis + 1 :] for shape in shapes]

@@ -40,8 +40,8 @@ class JaxCore(Runtime):
     def __init__(self, topology: Topology, group: Workers) -> None:
         super().__init__(topology, group)
         self.local_devices = find_devices(self.devices)
-        self.first_device = self.local_devices[0]
-        (self._storage_device,) = find_devices(topology.parameter_devices[:1])
+        # Where variables are created, and where what speaks for all replicas computes.
+        (self.holder,) = find_devices(topology.parameter_devices[:1])
         self.is_central = isinstance(topology.storage, Central)
         everyone = all_devices(group, self.local_devices)
         self.mesh, local_mesh = (Mesh(np.array(d), (BATCH_AXIS,)) for d in (everyone, self.local_devices))
@@ -50,27 +50,26 @@ class JaxCore(Runtime):
         self._local_replicated = NamedSharding(local_mesh, PartitionSpec())
         # Several executions in flight on several CPU devices can exhaust XLA's threads, each waiting for the
         # other's collectives. PJRT_NPROC makes this unlikely, one execution at a time makes it impossible.
-        self._one_at_a_time = len(self.devices) > 1 and self.first_device.platform == "cpu"
+        self._one_at_a_time = len(self.devices) > 1 and self.local_devices[0].platform == "cpu"
         if self.num_workers > 1:
             with without_chatter(), group.working():
                 self.broadcast([np.zeros(1, np.float32)])  # a broken connection shows here
 
     def scope(self) -> AbstractContextManager[Any]:
         """Creates variables on the device that holds them, or on the strategy's first device."""
-        if self._storage_device == jax.local_devices()[0]:
+        if self.holder == jax.local_devices()[0]:
             return contextlib.nullcontext()  # JAX's default anyway; setting it would trace functions anew
-        return jax.default_device(self._storage_device)
+        return jax.default_device(self.holder)
 
     @property
     def can_exchange(self) -> bool:
         """Not in a program, which runs later."""
         return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
-    def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns tensors on the first device of this worker."""
+    def to_holder(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns tensors on the device that holds variables."""
         return [
-            part if isinstance(part, jax.core.Tracer) else jax.device_put(part, self.first_device)
-            for part in parts
+            part if isinstance(part, jax.core.Tracer) else jax.device_put(part, self.holder) for part in parts
         ]
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
@@ -87,7 +86,7 @@ class JaxCore(Runtime):
         `values`, so it may be donated while variables still show them.
         """
         # A replicated device_put would share the first device's buffer even with may_alias=False.
-        return self._replicate(jax.device_put(values, self.first_device, may_alias=False))
+        return self._replicate(jax.device_put(values, self.holder, may_alias=False))
 
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Copies one batch for each local replica to its device."""
@@ -164,7 +163,7 @@ class JaxCore(Runtime):
     def show(self, values: Any) -> Any:
         """Returns this worker's view of replicated arrays: plain arrays of one device, copied only to a holder."""
         local = jax.tree.map(lambda value: value.addressable_data(0), values)
-        return jax.device_put(local, self._storage_device) if self.is_central else local
+        return jax.device_put(local, self.holder) if self.is_central else local
 
     def broadcast(self, values: Sequence[Any]) -> list[Any]:
         """Returns the arrays that worker 0 has, on this worker's first device. All workers must call it."""
@@ -177,7 +176,7 @@ class JaxCore(Runtime):
         chief, start = [], 0
         for host in hosts:
             part = np.frombuffer(data, host.dtype, host.size, start).reshape(host.shape)
-            chief.append(jax.device_put(part, self.first_device, may_alias=False))
+            chief.append(jax.device_put(part, self.holder, may_alias=False))
             start += host.nbytes
         return chief
 

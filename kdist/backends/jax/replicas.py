@@ -88,5 +88,5 @@ class JaxReplica(Replica):
     def for_all(self, value: Any) -> Any:
         """Returns a value where functions that speak for all replicas compute: the first device, or a program."""
         runtime: Any = self.strategy.runtime
-        first = runtime.first_device
+        first = runtime.holder
         return value if isinstance(value, jax.core.Tracer) else jax.device_put(value, first)

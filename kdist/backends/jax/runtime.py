@@ -68,7 +68,7 @@ class JaxRuntime(JaxCore):
         if not self.can_exchange:
             return _gather_in_program(tensor, len(self.devices))
         rows = gather_rows(self.group, [np.asarray(tensor)])
-        return jax.device_put(rows, self.first_device)
+        return jax.device_put(rows, self.holder)
 
     def step_function(self, model: Any, kind: str) -> StepFunction:
         """Returns the program of the step."""

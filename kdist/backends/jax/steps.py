@@ -91,9 +91,7 @@ class JaxSteps(StepFunction):
         if self._eager:
             data = batch.parts[0]
             if not have_all_rows(batch.split):
-                data = jax.device_put(
-                    gather_rows(self._runtime.group, batch.parts), self._runtime.first_device
-                )
+                data = jax.device_put(gather_rows(self._runtime.group, batch.parts), self._runtime.holder)
             outputs, self._state = self._step(self._state, data)
             return outputs
         data = self._runtime.join_parts(batch)

@@ -34,7 +34,9 @@ class Part:
 class _Known:
     native: Any
     parts: list[Part]
-    is_on_read: bool
+
+    def is_valid(self, variable: Any) -> bool:
+        return self.native is keras_hooks.native_value(variable)
 
 
 def native_of(variable: Any, index: int, num_local: int) -> Any:
@@ -70,14 +72,15 @@ class Components:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._known: VariableTable[_Known] = VariableTable()
+        # In a model's step what is aggregated when it is read is no component, but may be one variable for all.
+        self._known: dict[bool, VariableTable[_Known]] = {True: VariableTable(), False: VariableTable()}
         _all.add(self)
 
     def get(self, variable: Any, index: int, is_on_read: bool) -> Part:
         """Returns what a local replica has; see `enter`."""
-        known = self._known.get(variable)
-        if known is None or known.native is not keras_hooks.native_value(variable):
-            known = self._known[variable] = self._make(variable, is_on_read)
+        known = self._known[is_on_read].get(variable)
+        if known is None or not known.is_valid(variable):
+            known = self._known[is_on_read][variable] = self._make(variable, is_on_read)
         return known.parts[index]
 
     def enter(self, variable: Any, index: int, is_on_read: bool) -> None:
@@ -95,13 +98,14 @@ class Components:
 
     def reset(self, variable: Any) -> None:
         """Gives all local replicas their shares of the present value, if they have anything of the variable."""
-        known = self._known.get(variable)
-        if known is None or known.native is not keras_hooks.native_value(variable):
-            return
-        for index, part in enumerate(known.parts):
-            outside = native_of(variable, index, len(known.parts)).read_value()
-            part.value.assign(self._share(variable, index, outside, known.is_on_read))
-            part.shown.assign(outside)
+        for is_on_read, table in self._known.items():
+            known = table.get(variable)
+            if known is None or not known.is_valid(variable):
+                continue
+            for index, part in enumerate(known.parts):
+                outside = native_of(variable, index, len(known.parts)).read_value()
+                part.value.assign(self._share(variable, index, outside, is_on_read))
+                part.shown.assign(outside)
 
     def _share(self, variable: Any, index: int, value: Any, is_on_read: bool) -> Any:
         if not is_on_read:
@@ -124,7 +128,7 @@ class Components:
                             tf.Variable(shown, trainable=False),
                         )
                     )
-        return _Known(keras_hooks.native_value(variable), parts, is_on_read)
+        return _Known(keras_hooks.native_value(variable), parts)
 
 
 def assigned(variable: Any) -> None:

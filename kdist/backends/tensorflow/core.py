@@ -78,9 +78,9 @@ class TensorFlowCore(Runtime):
         """Sends the chief's values with one collective a dtype."""
         self.group.broadcast(variables)
 
-    def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns tensors on the first device of this worker."""
-        with tf.device(self.devices[0]):
+    def to_holder(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns tensors on the device that holds variables."""
+        with tf.device(self.topology.parameter_devices[0]):
             return [tf.identity(part) for part in parts]
 
     def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:

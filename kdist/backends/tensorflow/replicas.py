@@ -67,7 +67,12 @@ class TensorFlowReplica(Replica):
         """Runs Keras's `optimizer.apply` on this replica's variables, or once on the device that holds them."""
         if not self.strategy.runtime.is_central or self.num_replicas_in_sync == 1:
             return super().apply_gradients(apply)
-        return self.merge_call(lambda strategy: apply())
+
+        def apply_once(strategy: Any) -> Any:
+            with HolderScope(self):
+                return apply()
+
+        return self.merge_call(apply_once)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -193,10 +198,35 @@ class TensorFlowScope(ReplicaScope):
             self._components.reset(variable)
 
     def _initialize(self, variable: Any) -> None:
-        # Keras defers the value of a variable that is created in a scope until a scope is left. It is made
-        # outside of replicas and graphs, as if before the step.
-        runtime = self._runtime
-        with keras_hooks.without_scope(), tf.init_scope(), runtime.suspended(), cross_replica(self._strategy):
-            with runtime.scope(), keras.StatelessScope():
-                pass
-            runtime.broadcast_variables([variable])
+        initialize(variable, self._strategy)
+
+
+class HolderScope(keras.StatelessScope):
+    """Shows what runs once, for all replicas, the variables themselves, and gives values to those that it creates."""
+
+    def __init__(self, replica: TensorFlowReplica) -> None:
+        super().__init__(initialize_variables=False)
+        self._strategy = replica.strategy
+
+    def get_current_value(self, variable: Any) -> Any:
+        """Overrides the lookup of `keras.StatelessScope`."""
+        if keras_hooks.native_value(variable) is None:
+            initialize(variable, self._strategy)
+        return keras_hooks.native_value(variable)
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Overrides the recording of `keras.StatelessScope`."""
+        variable, value = update
+        self.get_current_value(variable).assign(tf.cast(value, variable.dtype))
+
+
+def initialize(variable: Any, strategy: Any) -> None:
+    """Gives a value to a variable that was created in a scope, which Keras defers until a scope is left.
+
+    It is made outside of replicas and graphs, as if before the step.
+    """
+    runtime = strategy.runtime
+    with keras_hooks.without_scope(), tf.init_scope(), runtime.suspended(), cross_replica(strategy):
+        with runtime.scope(), keras.StatelessScope():
+            pass
+        runtime.broadcast_variables([variable])

@@ -25,7 +25,7 @@ class TorchCore(Runtime):
     def __init__(self, topology: Topology, group: Workers) -> None:
         super().__init__(topology, group)
         self.torch_devices = tuple(torch_device(name) for name in self.devices)
-        self._storage_device = torch_device(topology.parameter_devices[0])
+        self._holder = torch_device(topology.parameter_devices[0])
         copies = [VariableCopies(device) for device in self.torch_devices]
         # The first replica works on the real variables, unless they are held elsewhere.
         is_central = isinstance(topology.storage, Central)
@@ -37,11 +37,11 @@ class TorchCore(Runtime):
 
     def scope(self) -> AbstractContextManager[Any]:
         """Variables are created on the device that holds them."""
-        return keras.device(str(self._storage_device))
+        return keras.device(str(self._holder))
 
-    def to_first_device(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns tensors on the first device of this worker."""
-        return [keras.ops.convert_to_tensor(part).to(self.torch_devices[0]) for part in parts]
+    def to_holder(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns tensors on the device that holds variables."""
+        return [keras.ops.convert_to_tensor(part).to(self._holder) for part in parts]
 
     def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums tensors over the workers."""

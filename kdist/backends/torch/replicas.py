@@ -114,7 +114,7 @@ class TorchReplica(Replica):
     def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Returns the gradients of the global loss: where `apply_gradients` needs them, on the variables' device."""
         sums = super().sum_gradients(gradients, variables)
-        if self.local_index > 0:
+        if self.local_index > 0 or self.scope is None or self.scope.copies is None:
             return sums
         return [s.to(keras_hooks.native_value(v).device) for s, v in zip(sums, variables, strict=True)]
 

@@ -39,7 +39,6 @@ CONFIGURATIONS = {
     for c in (
         Configuration("mirrored-2", "Mirrored, 2 devices", 1, 2),
         Configuration("mirrored-3", "Mirrored, 3 devices", 1, 3),
-        Configuration("central-2", "CentralStorage, 2 devices", 1, 2, "CentralStorage"),
         Configuration("workers-2", "MultiWorker, 2 processes", 2, 1),
         Configuration("workers-3", "MultiWorker, 3 processes", 3, 1),
         Configuration(
@@ -50,6 +49,7 @@ CONFIGURATIONS = {
             backends=("jax", "torch"),
             why_not_all="a worker of tf.distribute's MultiWorkerMirroredStrategy has its GPUs or one CPU",
         ),
+        Configuration("central-2", "CentralStorage, 2 devices", 1, 2, "CentralStorage"),
     )
 }
 
