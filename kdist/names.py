@@ -6,20 +6,13 @@ import difflib
 from collections.abc import Iterable
 
 _SYNCHRONOUS = "Use kdist.MultiWorkerMirroredStrategy, which trains on all workers synchronously."
-_BY_TF_CONFIG = (
-    "Set TF_CONFIG on every task, or describe the cluster with kdist.cluster_resolver.SimpleClusterResolver."
-)
 
 # Names of `tf.distribute` that kdist does not have yet, and what to use instead.
 _INSTEAD = {
     "ClusterCoordinator": _SYNCHRONOUS,
-    "GCEClusterResolver": _BY_TF_CONFIG,
-    "KubernetesClusterResolver": _BY_TF_CONFIG,
-    "KubernetesExecutableLocation": _BY_TF_CONFIG,
     "ParameterServerStrategy": _SYNCHRONOUS,
     "PreemptionWatcher": "Use kdist.experimental.PreemptionCheckpointHandler.",
     "Server": _SYNCHRONOUS,
-    "TPUClusterResolver": _BY_TF_CONFIG,
     "TPUStrategy": "Use kdist.MirroredStrategy with KERAS_BACKEND=jax, which takes all cores of this host.",
     "coordinator": _SYNCHRONOUS,
     "partitioners": _SYNCHRONOUS,

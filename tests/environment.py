@@ -20,6 +20,17 @@ DESCRIBING = (
     "LOCAL_",
     "MASTER_",
     "KDIST_",
+    "JOB_COMPLETION_INDEX",
+    "JAX_COORDINATOR_",
+    "JAX_NUM_PROCESSES",
+    "JAX_PROCESS_ID",
+    "COORDINATOR_",
+    "NUM_PROCESSES",
+    "PROCESS_ID",
+    "PET_",
+    "SM_",
+    "TPU_",
+    "MEGASCALE_",
 )
 
 

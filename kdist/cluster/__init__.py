@@ -17,29 +17,45 @@ from kdist.cluster.addresses import (
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.discovery import Cluster, discover, survey
 from kdist.cluster.environment import keras_backend_choice, keras_backend_name, visible_gpus
-from kdist.cluster.errors import ClusterKeyError, ClusterRuntimeError, ClusterTypeError
+from kdist.cluster.errors import ClusterImportError, ClusterKeyError, ClusterRuntimeError, ClusterTypeError
 from kdist.cluster.exchange import complete_addresses
+from kdist.cluster.gce import GCEClusterResolver
+from kdist.cluster.indexed_job import IndexedJobClusterResolver
+from kdist.cluster.kubeflow import JAXClusterResolver, PETClusterResolver
+from kdist.cluster.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
 from kdist.cluster.process_variables import (
     KerasClusterResolver,
     MPIClusterResolver,
     TorchrunClusterResolver,
 )
 from kdist.cluster.resolver import ClusterResolver, SimpleClusterResolver, UnionResolver
+from kdist.cluster.sagemaker import SageMakerClusterResolver
 from kdist.cluster.slurm import SlurmClusterResolver, expand_hostlist, expand_tasks_per_node
 from kdist.cluster.tf_config import TFConfigClusterResolver
+from kdist.cluster.tpu import TPUClusterResolver, TPUSystemMetadata
 
 __all__ = [
     "Cluster",
+    "ClusterImportError",
     "ClusterKeyError",
     "ClusterResolver",
     "ClusterRuntimeError",
     "ClusterSpec",
     "ClusterTypeError",
+    "GCEClusterResolver",
+    "IndexedJobClusterResolver",
+    "JAXClusterResolver",
     "KerasClusterResolver",
+    "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
     "MPIClusterResolver",
+    "PETClusterResolver",
+    "SageMakerClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
+    "TPUSystemMetadata",
     "TorchrunClusterResolver",
     "UnionResolver",
     "check_port_free",

@@ -83,7 +83,9 @@ def discover(resolver: Any = None, environ: Mapping[str, str] | None = None) -> 
     """Finds the cluster that this process belongs to.
 
     The first of these that describes one wins: the resolver passed here, `TF_CONFIG`, torchrun's variables,
-    Slurm's, MPI's (Open MPI, PMI), `KERAS_DISTRIBUTION_*`. Without any, the process is a single worker.
+    Slurm's, MPI's (Open MPI, PMI), `KERAS_DISTRIBUTION_*`, those of a Kubernetes Indexed Job, of JAX programs,
+    torchrun's options (`PET_*`), SageMaker's, those of the TPU runtime that name several hosts. Without any, the
+    process is a single worker. No source asks the network.
 
     Args:
         resolver: A resolver of kdist or of `tf.distribute.cluster_resolver`, which wins over everything.

@@ -22,3 +22,7 @@ class ClusterKeyError(ClusterConfigError, KeyError):
 
 class ClusterRuntimeError(ClusterConfigError, RuntimeError):
     """The workload manager's variables are missing or promise less than was asked for."""
+
+
+class ClusterImportError(ClusterConfigError, ImportError):
+    """The package that asks a cloud is not installed."""

@@ -94,11 +94,8 @@ def read_count(environ: Mapping[str, str], name: str, hint: str, default: int | 
     return int(text)
 
 
-def _read_place(
-    environ: Mapping[str, str], names: tuple[str, str, str, str], hint: str
-) -> tuple[int, int, int, int]:
-    """Reads index, count, local index and local count, and checks that they agree."""
-    index_name, count_name, local_index_name, local_count_name = names
+def read_index(environ: Mapping[str, str], index_name: str, count_name: str, hint: str) -> tuple[int, int]:
+    """Reads the number of a process and how many there are, and checks that they agree."""
     index, count = (read_count(environ, name, hint) for name in (index_name, count_name))
     require(count >= 1, f"`{count_name}` must be at least 1.", hint, **{count_name: count})
     require(
@@ -107,6 +104,15 @@ def _read_place(
         hint,
         **{index_name: index, count_name: count},
     )
+    return index, count
+
+
+def _read_place(
+    environ: Mapping[str, str], names: tuple[str, str, str, str], hint: str
+) -> tuple[int, int, int, int]:
+    """Reads index, count, local index and local count, and checks that they agree."""
+    index_name, count_name, local_index_name, local_count_name = names
+    index, count = read_index(environ, index_name, count_name, hint)
     local_index = read_count(environ, local_index_name, hint, default=0)
     local_count = read_count(environ, local_count_name, hint, default=max(1, local_index + 1))
     require(
@@ -118,22 +124,27 @@ def _read_place(
     return index, count, local_index, local_count
 
 
-def _master_address(environ: Mapping[str, str], hint: str) -> str:
-    host = (environ.get("MASTER_ADDR") or "").strip()
+def read_address(environ: Mapping[str, str], host_name: str, port_name: str, hint: str) -> str:
+    """Reads worker 0's host and port from two variables, and joins them."""
+    host = (environ.get(host_name) or "").strip()
     require(
         bool(host),
-        "`MASTER_ADDR` must be set to worker 0's host.",
+        f"`{host_name}` must be set to worker 0's host.",
         hint,
-        MASTER_ADDR=environ.get("MASTER_ADDR"),
+        **{host_name: environ.get(host_name)},
     )
-    port = read_count(environ, "MASTER_PORT", hint)
+    port = read_count(environ, port_name, hint)
     address = join_address(host, port) if not host.startswith("[") else f"{host}:{port}"
-    split_address(address, "MASTER_ADDR:MASTER_PORT")
+    split_address(address, f"{host_name}:{port_name}")
     return address
 
 
+def _master_address(environ: Mapping[str, str], hint: str) -> str:
+    return read_address(environ, "MASTER_ADDR", "MASTER_PORT", hint)
+
+
 class TorchrunClusterResolver(ProcessClusterResolver):
-    """Reads the cluster from the variables that torchrun sets.
+    """Reads the cluster from the variables that torchrun sets, and Kubeflow's `PyTorchJob`, and Ray's `TorchTrainer`.
 
     They are `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, and where there are several workers on a
     machine `LOCAL_RANK` and `LOCAL_WORLD_SIZE`. Only worker 0's address is known; see
@@ -159,8 +170,10 @@ class TorchrunClusterResolver(ProcessClusterResolver):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         index, count, local_index, local_count = _read_place(environ, names, self._HINT)
         first = _master_address(environ, self._HINT) if count > 1 else None
-        # The agent that started the workers listens at MASTER_PORT itself, so no worker can.
-        taken = count > 1 and environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+        # torchrun's agent listens at MASTER_PORT itself, so no worker can; and the process group of Ray's TorchTrainer,
+        # which alone sets the second pair.
+        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+        taken = count > 1 and (agent or {"RAY_RAYLET_PID", "ACCELERATE_TORCH_DEVICE"} <= environ.keys())
         return ProcessLayout(count, index, (first, *[None] * (count - 1)), local_index, local_count, taken)
 
 

@@ -130,6 +130,18 @@ class ClusterResolver(abc.ABC):
         self._rpc_layer = rpc_layer
 
 
+def master_of_task(
+    resolver: ClusterResolver, task_type: str | None, task_id: int | None, rpc_layer: str | None
+) -> str:
+    """Returns the address of the task that is named, else of the resolver's own; an empty string without either."""
+    task_type = resolver.task_type if task_type is None else task_type
+    task_id = resolver.task_id if task_id is None else task_id
+    if task_type is None or task_id is None:
+        return ""
+    address = resolver.cluster_spec().task_address(task_type, task_id)
+    return format_master(address, rpc_layer or resolver.rpc_layer)
+
+
 class SimpleClusterResolver(ClusterResolver):
     """A resolver that is told everything.
 

@@ -11,7 +11,7 @@ from kdist.cluster.addresses import join_address
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.environment import visible_gpus
 from kdist.cluster.errors import ClusterRuntimeError
-from kdist.cluster.resolver import ClusterResolver, format_master
+from kdist.cluster.resolver import ClusterResolver, master_of_task
 from kdist.errors import ClusterConfigError
 
 _MOST_HOSTS = 100_000  # a range such as n[0-9999999999] is a mistake, not a cluster
@@ -272,13 +272,7 @@ class SlurmClusterResolver(ClusterResolver):
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Returns the address of this task or of the task that is named."""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None or task_id is None:
-            return ""
-        return format_master(
-            self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer
-        )
+        return master_of_task(self, task_type, task_id, rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None

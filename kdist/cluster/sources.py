@@ -1,10 +1,23 @@
-"""The sources that may describe a cluster, in the order in which `discover` asks them."""
+"""The sources that may describe a cluster, in the order in which `discover` asks them.
+
+What is nearest to the process comes first: what started it (kdist, torchrun, srun, mpirun), then what is written into
+its pod (a Job, Kubeflow), then what a platform says of its machines. None of them asks the network.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from kdist.cluster import indexed_job, tpu_slice
+from kdist.cluster.indexed_job import IndexedJobClusterResolver
+from kdist.cluster.kubeflow import (
+    JAX_NAMES,
+    JAXJOB_NAMES,
+    PET_NAMES,
+    JAXClusterResolver,
+    PETClusterResolver,
+)
 from kdist.cluster.process_variables import (
     KerasClusterResolver,
     MPIClusterResolver,
@@ -12,8 +25,10 @@ from kdist.cluster.process_variables import (
     stable_port,
 )
 from kdist.cluster.resolver import ClusterResolver
+from kdist.cluster.sagemaker import SageMakerClusterResolver
 from kdist.cluster.slurm import SlurmClusterResolver
 from kdist.cluster.tf_config import TFConfigClusterResolver
+from kdist.cluster.tpu import TPUClusterResolver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +50,22 @@ def _tf_config_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
 
 def _torchrun_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     numbered = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
+    if _counts_what_nobody_started(environ):
+        return (
+            False,
+            "RANK is that of a pod, and WORLD_SIZE counts processes that torchrun would have started",
+        )
     # One of the two alone is a common name for other things; with MASTER_ADDR it is a mistake worth an error.
     if len(numbered) == 2 or (numbered and "MASTER_ADDR" in environ):
         return True, f"{numbered[0]} and {'WORLD_SIZE' if len(numbered) == 2 else 'MASTER_ADDR'} are set"
     return False, "RANK and WORLD_SIZE are not both set"
+
+
+def _counts_what_nobody_started(environ: Mapping[str, str]) -> bool:
+    """Whether these are a PyTorchJob's, with several processes a pod, in a script that torchrun did not start."""
+    pod = environ.get("PET_NODE_RANK")
+    of_pods = pod is not None and pod == environ.get("RANK") and "LOCAL_RANK" not in environ
+    return of_pods and environ.get("PET_NNODES") not in (None, environ.get("WORLD_SIZE"))
 
 
 def _slurm_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -66,6 +93,41 @@ def _keras_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     if any(environ.get(name, "").strip() for name in _KERAS_NAMES):
         return True, "variables of keras.distribution are set"
     return False, "they are empty"
+
+
+def _indexed_job_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+    if environ.get(indexed_job.COUNT, "").strip():
+        return True, f"{indexed_job.COUNT} is set"
+    return False, f"a Job without {indexed_job.COUNT} is so many separate programs"
+
+
+def _jax_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+    for address, _, count, index in (JAX_NAMES, JAXJOB_NAMES):
+        numbered = [name for name in (count, index) if name in environ]
+        # An address alone is for jax.distributed, which may know the rest from elsewhere.
+        if len(numbered) == 2 or (numbered and address in environ):
+            return True, f"{numbered[0]} and {numbered[1] if len(numbered) == 2 else address} are set"
+    return False, "the number of processes and that of this one are not both set"
+
+
+def _pet_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+    if environ.get("PET_NNODES", "").strip():
+        return True, "PET_NNODES is set, and torchrun did not start this process"
+    return False, "PET_NNODES is not set"
+
+
+def _sagemaker_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+    if environ.get("SM_HOSTS", "").strip():
+        return True, "SM_HOSTS is set"
+    return False, "SM_HOSTS is not set"
+
+
+def _tpu_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+    listed = environ.get(tpu_slice.PROCESSES, "").strip() or environ.get(tpu_slice.HOSTS, "").strip()
+    slices = environ.get(tpu_slice.SLICES, "").strip()
+    if "," in listed or (listed and slices not in ("", "1")):
+        return True, "the TPU runtime names several hosts"
+    return False, "the TPU runtime does not name several hosts"
 
 
 def _make_slurm(environ: Mapping[str, str]) -> ClusterResolver:
@@ -105,4 +167,31 @@ SOURCES = (
         lambda e: MPIClusterResolver(environ=e),
     ),
     Source("KERAS_DISTRIBUTION", _KERAS_NAMES, _keras_applies, lambda e: KerasClusterResolver(environ=e)),
+    Source(
+        "Indexed Job",
+        (indexed_job.INDEX, indexed_job.COUNT, indexed_job.COORDINATOR),
+        _indexed_job_applies,
+        lambda e: IndexedJobClusterResolver(environ=e),
+    ),
+    Source("JAX", (*JAX_NAMES, *JAXJOB_NAMES), _jax_applies, lambda e: JAXClusterResolver(environ=e)),
+    Source("PET", PET_NAMES, _pet_applies, lambda e: PETClusterResolver(environ=e)),
+    Source(
+        "SageMaker",
+        ("SM_HOSTS", "SM_CURRENT_HOST"),
+        _sagemaker_applies,
+        lambda e: SageMakerClusterResolver(environ=e),
+    ),
+    Source(
+        "TPU",
+        (
+            tpu_slice.HOSTS,
+            tpu_slice.PROCESSES,
+            "TPU_WORKER_ID",
+            tpu_slice.SLICES,
+            tpu_slice.SLICE,
+            tpu_slice.FIRST,
+        ),
+        _tpu_applies,
+        lambda e: TPUClusterResolver(environ=e),
+    ),
 )

@@ -1,0 +1,132 @@
+"""`GCEClusterResolver`: the machines of an instance group of Google Compute Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kdist.cluster.addresses import join_address
+from kdist.cluster.clients import asking, import_client
+from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.errors import ClusterRuntimeError
+from kdist.cluster.resolver import ClusterResolver, master_of_task
+
+PACKAGE = "google-api-python-client"
+
+
+class GCEClusterResolver(ClusterResolver):
+    """Takes every running machine of an instance group for a task, with Google's Python client.
+
+    Google does not say which of the machines asks: pass `task_id`. They are numbered in the order of their
+    addresses as text, as `tf.distribute` does.
+
+    Args:
+        project: The project.
+        zone: The zone of the group.
+        instance_group: The group's name.
+        port: The port at which every task listens.
+        task_type: The job that the machines belong to.
+        task_id: This process's index.
+        rpc_layer: The protocol that TensorFlow's tasks speak.
+        credentials: Google's credentials; "default" for those of the machine.
+        service: What `googleapiclient.discovery.build("compute", "v1")` returns; by default one is made.
+
+    Raises:
+        ClusterImportError: If the package is needed and not installed. It is an `ImportError`.
+
+    Example:
+
+    ```python
+    resolver = kdist.cluster_resolver.GCEClusterResolver("my-project", "us-west1-a", "my-group", 8470, task_id=0)
+    strategy = kdist.MultiWorkerMirroredStrategy(resolver)
+    ```
+    """
+
+    def __init__(
+        self,
+        project: str,
+        zone: str,
+        instance_group: str,
+        port: int,
+        task_type: str | None = "worker",
+        task_id: int | None = 0,
+        rpc_layer: str | None = "grpc",
+        credentials: Any = "default",
+        service: Any = None,
+    ) -> None:
+        self._where = {"project": project, "zone": zone}
+        self._group = instance_group
+        self._port = port
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self._service = build_service("compute", "v1", credentials) if service is None else service
+
+    @property
+    def task_type(self) -> str | None:
+        """The job that the machines belong to."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        raise ClusterRuntimeError(
+            "The task_type of a GCEClusterResolver cannot be changed.",
+            received={"task_type": task_type},
+            hint="Pass task_type to its constructor.",
+        )
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Asks Google for the machines that run now.
+
+        Returns:
+            A `ClusterSpec` with the one job.
+
+        Raises:
+            ClusterRuntimeError: If none runs, or Google does not answer. It is a `RuntimeError`.
+        """
+        with asking(
+            "The API of Compute Engine", "See what it says: gcloud compute instance-groups list-instances"
+        ):
+            addresses = sorted(join_address(address, self._port) for address in self._machines())
+        if not addresses:
+            raise ClusterRuntimeError(
+                "An instance group must have machines that run.",
+                received={**self._where, "instance_group": self._group},
+                hint=f"See what it has: gcloud compute instance-groups list-instances {self._group}",
+            )
+        return ClusterSpec({str(self._task_type): addresses})
+
+    def _machines(self) -> Iterator[str]:
+        groups, machines = self._service.instanceGroups(), self._service.instances()
+        request = groups.listInstances(
+            **self._where, instanceGroup=self._group, body={"instanceState": "RUNNING"}
+        )
+        while request is not None:
+            page = request.execute()
+            for item in page.get("items", ()):
+                name = item["instance"].rpartition("/")[2]
+                machine = machines.get(**self._where, instance=name).execute()
+                yield machine["networkInterfaces"][0]["networkIP"]
+            request = groups.listInstances_next(previous_request=request, previous_response=page)
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of this task or of the task that is named; an empty string where neither is known."""
+        return master_of_task(self, task_type, task_id, rpc_layer)
+
+
+def build_service(
+    name: str, version: str, credentials: Any = "default", discovery_url: str | None = None
+) -> Any:
+    """Makes the client of one of Google's APIs."""
+    discovery = import_client("googleapiclient.discovery", PACKAGE, "service")
+    options = {"discoveryServiceUrl": discovery_url} if discovery_url else {}
+    with asking("The API of Google Cloud", "Log in with: gcloud auth application-default login"):
+        return discovery.build(
+            name,
+            version,
+            credentials=None if credentials == "default" else credentials,
+            cache_discovery=False,
+            **options,
+        )

@@ -1,0 +1,52 @@
+"""`IndexedJobClusterResolver`: the cluster of a Kubernetes Job that numbers its pods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kdist.cluster.addresses import split_address
+from kdist.cluster.process_variables import ProcessClusterResolver, ProcessLayout, read_index
+from kdist.cluster.resolver import require
+
+INDEX, COUNT, COORDINATOR = "JOB_COMPLETION_INDEX", "KDIST_NUM_WORKERS", "KDIST_COORDINATOR_ADDRESS"
+
+
+class IndexedJobClusterResolver(ProcessClusterResolver):
+    """Reads the cluster of a Kubernetes Job with `completionMode: Indexed`: every pod is a worker.
+
+    Kubernetes numbers the pods in `JOB_COMPLETION_INDEX`. The Job's manifest says in `KDIST_NUM_WORKERS` how many
+    there are, and in `KDIST_COORDINATOR_ADDRESS` where pod 0 can be reached: `<job>-0.<service>:<port>`, by a
+    headless service that publishes addresses of pods that are not ready yet.
+
+    Args:
+        rpc_layer: The protocol that TensorFlow's tasks speak.
+        environ: The environment to read; by default the process's own.
+
+    Example:
+
+    >>> from kdist.cluster import IndexedJobClusterResolver
+    >>> resolver = IndexedJobClusterResolver(environ={
+    ...     "JOB_COMPLETION_INDEX": "1", "KDIST_NUM_WORKERS": "2",
+    ...     "KDIST_COORDINATOR_ADDRESS": "train-0.train:2222"})
+    >>> resolver.task_id, resolver.master()
+    (1, 'train-0.train:2222')
+    """
+
+    _HINT = (
+        "The Job needs completionMode: Indexed, and in the container's env KDIST_NUM_WORKERS and "
+        "KDIST_COORDINATOR_ADDRESS, such as train-0.train:2222."
+    )
+
+    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
+        """Reads the variables of the Job's pods; see the base class."""
+        index, count = read_index(environ, INDEX, COUNT, self._HINT)
+        first = environ.get(COORDINATOR, "").strip() or None
+        if first is not None:
+            split_address(first, COORDINATOR)
+        require(
+            first is not None or count == 1,
+            f"`{COORDINATOR}` must be set to where pod 0 can be reached.",
+            self._HINT,
+            **{COORDINATOR: environ.get(COORDINATOR), COUNT: count},
+        )
+        return ProcessLayout(count, index, (first, *[None] * (count - 1)))

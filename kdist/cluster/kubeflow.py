@@ -1,0 +1,102 @@
+"""Resolvers for what Kubeflow writes into pods: the variables of JAX, and torchrun's options (`PET_*`).
+
+Its `TFJob` sets `TF_CONFIG`, and its `PyTorchJob` what torchrun sets; these have resolvers of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kdist.cluster.addresses import split_address
+from kdist.cluster.process_variables import (
+    ProcessClusterResolver,
+    ProcessLayout,
+    read_address,
+    read_count,
+    read_index,
+)
+from kdist.cluster.resolver import require
+
+# Of Trainer's TrainJob (and of scripts that call jax.distributed.initialize); of the older JAXJob.
+JAX_NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+JAXJOB_NAMES = ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID")
+PET_NAMES = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+
+
+class JAXClusterResolver(ProcessClusterResolver):
+    """Reads the cluster from the variables of JAX programs, on every backend.
+
+    They are `JAX_COORDINATOR_ADDRESS` (`host:port`, or the host alone and `JAX_COORDINATOR_PORT`),
+    `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, as Kubeflow Trainer sets them; Kubeflow's older `JAXJob` leaves out
+    `JAX_`. Where some of both are set, those with `JAX_` are read.
+
+    Args:
+        rpc_layer: The protocol that TensorFlow's tasks speak.
+        environ: The environment to read; by default the process's own.
+
+    Example:
+
+    >>> from kdist.cluster import JAXClusterResolver
+    >>> resolver = JAXClusterResolver(environ={
+    ...     "COORDINATOR_ADDRESS": "digits-worker-0", "COORDINATOR_PORT": "6666",
+    ...     "NUM_PROCESSES": "2", "PROCESS_ID": "1"})
+    >>> resolver.task_id, resolver.master()
+    (1, 'digits-worker-0:6666')
+    """
+
+    _HINT = "For example: JAX_COORDINATOR_ADDRESS=host0:2222 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0"
+
+    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
+        """Reads the variables of JAX programs; see the base class."""
+        names = JAX_NAMES if any(name in environ for name in JAX_NAMES) else JAXJOB_NAMES
+        address_name, port_name, count_name, index_name = names
+        index, count = read_index(environ, index_name, count_name, self._HINT)
+        first = None
+        if count > 1:
+            first = environ.get(address_name, "").strip()
+            if not first or ":" not in first:
+                first = read_address(environ, address_name, port_name, self._HINT)
+            split_address(first, address_name)
+        return ProcessLayout(count, index, (first, *[None] * (count - 1)))
+
+
+class PETClusterResolver(ProcessClusterResolver):
+    """Reads the cluster from torchrun's options as variables (`PET_*`), in a script that torchrun did not start.
+
+    Kubeflow Trainer sets `PET_NNODES`, `PET_NODE_RANK`, `PET_MASTER_ADDR` and `PET_MASTER_PORT` in each pod;
+    `PyTorchJob` sets the first two beside `MASTER_ADDR` and `MASTER_PORT`. They describe nodes: a script that is
+    started directly is one worker a node, with all the node's devices, whatever `PET_NPROC_PER_NODE` says.
+
+    Args:
+        rpc_layer: The protocol that TensorFlow's tasks speak.
+        environ: The environment to read; by default the process's own.
+
+    Example:
+
+    >>> from kdist.cluster import PETClusterResolver
+    >>> resolver = PETClusterResolver(environ={
+    ...     "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1",
+    ...     "PET_MASTER_ADDR": "digits-node-0-0.digits", "PET_MASTER_PORT": "29500"})
+    >>> resolver.task_id, resolver.master()
+    (1, 'digits-node-0-0.digits:29500')
+    """
+
+    _HINT = "Start the script with torchrun, which reads these variables itself: torchrun train.py"
+
+    def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
+        """Reads torchrun's options; see the base class."""
+        listed = environ.get("PET_NNODES", "").strip()
+        least, _, most = listed.partition(":")
+        require(
+            not most or least == most,
+            "Only torchrun can settle how many nodes there are where `PET_NNODES` is a range.",
+            self._HINT,
+            PET_NNODES=listed,
+        )
+        counted = {**environ, "PET_NNODES": least}
+        if read_count(counted, "PET_NNODES", self._HINT) == 1:
+            return ProcessLayout(1, 0, (None,))
+        index, count = read_index(counted, "PET_NODE_RANK", "PET_NNODES", self._HINT)
+        prefix = "PET_" if "PET_MASTER_ADDR" in environ else ""
+        first = read_address(environ, f"{prefix}MASTER_ADDR", f"{prefix}MASTER_PORT", self._HINT)
+        return ProcessLayout(count, index, (first, *[None] * (count - 1)))

@@ -1,0 +1,153 @@
+"""`KubernetesClusterResolver`: the pods that the API of Kubernetes finds by their labels."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kdist.cluster.addresses import join_address
+from kdist.cluster.clients import asking, import_client
+from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.errors import ClusterRuntimeError, ClusterTypeError
+from kdist.cluster.resolver import ClusterResolver, master_of_task
+from kdist.errors import InvalidArgumentError
+
+_TIMEOUT = 20.0  # of one question, in seconds
+_COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+_EXAMPLE = 'For example: KubernetesClusterResolver({"worker": ["job-name=train"]}).'
+
+
+class KubernetesExecutableLocation(enum.Enum):
+    """Where the program runs that asks Kubernetes: this decides whose credentials are read.
+
+    `WITHIN_CLUSTER` is a pod, with its service account; `OFF_CLUSTER` is anywhere else, with the user's
+    configuration file.
+    """
+
+    WITHIN_CLUSTER = 0
+    OFF_CLUSTER = 1
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """Finds the tasks of each job by the labels of their pods, with Kubernetes's Python client.
+
+    Kubernetes does not say which of the pods asks: set `task_type` and `task_id`. The pods of a selector are
+    numbered as their Indexed Job numbers them, else in the order of their names. An address is the pod's own, as
+    `tf.distribute` documents it; TensorFlow's resolver gives the node's, which is the same with `hostNetwork`.
+
+    Args:
+        job_to_label_mapping: A dictionary from job name to a list of label selectors; by default
+            `{"worker": ["job-name=tensorflow"]}`.
+        tf_server_port: The port at which every task listens.
+        rpc_layer: The protocol that TensorFlow's tasks speak.
+        override_client: A `kubernetes.client.CoreV1Api` that has its credentials; by default one is made.
+        executable_location: Where this program runs.
+
+    Raises:
+        ClusterImportError: If the package `kubernetes` is needed and not installed. It is an `ImportError`.
+        ClusterRuntimeError: If there are no credentials. It is a `RuntimeError`.
+        InvalidArgumentError: If `executable_location` is none. It is a `ValueError`.
+
+    Example:
+
+    ```python
+    resolver = kdist.cluster_resolver.KubernetesClusterResolver({"worker": ["job-name=train"]})
+    resolver.task_type, resolver.task_id = "worker", int(os.environ["JOB_COMPLETION_INDEX"])
+    strategy = kdist.MultiWorkerMirroredStrategy(resolver)
+    ```
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
+    ) -> None:
+        if not isinstance(executable_location, KubernetesExecutableLocation):
+            raise InvalidArgumentError(
+                "executable_location must be a KubernetesExecutableLocation.",
+                received={"executable_location": executable_location},
+                hint="For example: KubernetesExecutableLocation.OFF_CLUSTER.",
+            )
+        self._jobs = dict(job_to_label_mapping or {"worker": ["job-name=tensorflow"]})
+        for job, selectors in self._jobs.items():
+            if isinstance(selectors, str):
+                raise ClusterTypeError(
+                    "Each job needs a list of label selectors.", received={job: selectors}, hint=_EXAMPLE
+                )
+        self._port = tf_server_port
+        self._rpc_layer = rpc_layer
+        self._client = override_client or _make_client(executable_location)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Asks Kubernetes for the pods.
+
+        Returns:
+            A `ClusterSpec` with the jobs that the constructor was given.
+
+        Raises:
+            ClusterRuntimeError: If a pod does not run, or a selector finds none, or Kubernetes does not answer. It
+                is a `RuntimeError`.
+        """
+        return ClusterSpec(
+            {
+                job: [address for selector in selectors for address in self._addresses(selector)]
+                for job, selectors in self._jobs.items()
+            }
+        )
+
+    def _addresses(self, selector: str) -> list[str]:
+        with asking(
+            "The API of Kubernetes",
+            "See whether the service account may list pods: kubectl auth can-i list pods --all-namespaces",
+        ):
+            found = self._client.list_pod_for_all_namespaces(
+                label_selector=selector, _request_timeout=_TIMEOUT
+            )
+            pods = [
+                (_completion_index(pod), pod.metadata.name, pod.status.phase, pod.status.pod_ip)
+                for pod in found.items
+            ]
+        if not pods:
+            raise ClusterRuntimeError(
+                "A label selector must find at least one pod.",
+                received={"selector": selector},
+                hint=f"See what it finds: kubectl get pods --all-namespaces --selector {selector}",
+            )
+        for _, name, phase, address in sorted(pods):
+            if phase != "Running" or not address:
+                raise ClusterRuntimeError(
+                    f"Every pod must run, but pod {name!r} does not.",
+                    received={"selector": selector, "phase": phase, "address": address},
+                    hint=f"See why with: kubectl describe pod {name}",
+                )
+        return [join_address(address, self._port) for _, _, _, address in sorted(pods)]
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of this task or of the task that is named; an empty string where neither is known."""
+        return master_of_task(self, task_type, task_id, rpc_layer)
+
+
+def _completion_index(pod: Any) -> int:
+    """The number that an Indexed Job gives a pod. Names do not sort by it: train-10-x comes before train-2-y."""
+    labels = pod.metadata.labels
+    index = labels.get(_COMPLETION_INDEX, "") if isinstance(labels, Mapping) else ""
+    return int(index) if index.isdigit() else -1
+
+
+def _make_client(location: KubernetesExecutableLocation) -> Any:
+    config = import_client("kubernetes.config", "kubernetes", "override_client")
+    client = import_client("kubernetes.client", "kubernetes", "override_client")
+    with asking(
+        "The configuration of Kubernetes", "Outside of a pod pass KubernetesExecutableLocation.OFF_CLUSTER."
+    ):
+        if location is KubernetesExecutableLocation.OFF_CLUSTER:
+            config.load_kube_config()
+        else:
+            config.load_incluster_config()
+    return client.CoreV1Api()

@@ -1,0 +1,96 @@
+"""`SageMakerClusterResolver`: the hosts of a training job of Amazon SageMaker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from kdist.cluster.addresses import join_address, split_address
+from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.resolver import ClusterResolver, Task, master_of_task, require
+
+_HINT = 'SageMaker sets for example: SM_HOSTS=\'["algo-1", "algo-2"]\' SM_CURRENT_HOST=algo-1'
+
+
+class SageMakerClusterResolver(ClusterResolver):
+    """Reads the cluster of a SageMaker training job: every host is a worker.
+
+    `SM_HOSTS` lists the hosts, and `SM_CURRENT_HOST` names this one. The hosts are numbered in the order of their
+    names as text ("algo-10" before "algo-2"), as `tf.distribute` does.
+
+    Args:
+        port: The port at which each host listens.
+        task_type: Overrides the task's job, "worker".
+        task_id: Overrides the task's index.
+        rpc_layer: The protocol that TensorFlow's tasks speak.
+        environment: What `environment` returns.
+        environ: The environment to read; by default the process's own.
+
+    Example:
+
+    >>> from kdist.cluster import SageMakerClusterResolver
+    >>> resolver = SageMakerClusterResolver(
+    ...     environ={"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"})
+    >>> resolver.task_id, resolver.cluster_spec()
+    (1, ClusterSpec({'worker': ['algo-1:2223', 'algo-2:2223']}))
+    """
+
+    def __init__(
+        self,
+        port: int = 2223,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._port = port
+        self._task_type = None if task_type is None else str(task_type)
+        self._task_id = None if task_id is None else int(task_id)
+        self._rpc_layer = rpc_layer
+        self._environment = environment  # type: ignore[assignment]  # TensorFlow's returns what it was given
+        if environ is not None:
+            self._environ = environ
+
+    def _hosts(self) -> list[str]:
+        text = self._environ.get("SM_HOSTS")
+        try:
+            hosts = json.loads(text or "null")
+        except (ValueError, RecursionError):
+            hosts = None
+        if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
+            require(False, "`SM_HOSTS` must be a JSON list of the hosts' names.", _HINT, SM_HOSTS=text)
+        require(
+            len(set(hosts)) == len(hosts), "Each host of `SM_HOSTS` must be there once.", _HINT, SM_HOSTS=text
+        )
+        for host in hosts:
+            split_address(join_address(host, int(self._port)), "SM_HOSTS")
+        return sorted(hosts)
+
+    def _described(self) -> Task:
+        hosts, own = self._hosts(), self._environ.get("SM_CURRENT_HOST")
+        require(
+            own in hosts,
+            "`SM_CURRENT_HOST` must be one of `SM_HOSTS`.",
+            _HINT,
+            SM_CURRENT_HOST=own,
+            SM_HOSTS=hosts,
+        )
+        return Task(task_type="worker", task_id=hosts.index(str(own)))
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the cluster that `SM_HOSTS` lists, with the job "worker".
+
+        Raises:
+            ClusterConfigError: If the variable is missing, or cannot be read.
+        """
+        return ClusterSpec({"worker": [join_address(host, int(self._port)) for host in self._hosts()]})
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of this task or of the task that is named; for a single host an empty string."""
+        if len(self._hosts()) == 1:
+            return ""
+        return master_of_task(self, task_type, task_id, rpc_layer)

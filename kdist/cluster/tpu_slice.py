@@ -1,0 +1,238 @@
+"""What the TPU runtime says of the machine on which a process runs: its slice, its hosts, and which one this is.
+
+On Kubernetes it says so in environment variables. On a TPU VM the metadata server does; its answers are brought into
+the form of the variables, so that there is one reader. One process a host is a worker, and the hosts are numbered
+slice by slice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+from kdist.cluster.addresses import join_address, split_address
+from kdist.cluster.errors import ClusterRuntimeError
+from kdist.cluster.metadata_server import Fetch
+from kdist.cluster.process_variables import read_count, read_index
+from kdist.cluster.resolver import require
+from kdist.errors import ClusterConfigError
+
+# JAX's programs meet at this port of the first host; the TPU runtime itself has 8431 and on, and 8470 to 8480.
+PORT = 8482
+HOSTS, PROCESSES = "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"
+SLICES, SLICE, FIRST = "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"
+_HINT = "For example: TPU_WORKER_HOSTNAMES=host0,host1 TPU_WORKER_ID=0"
+_SLICES_HINT = f"For example: {SLICES}=2 {SLICE}=0 {FIRST}=slice0-host0"
+# As the metadata server calls what the variables call otherwise.
+_OTHER_NAMES = {
+    "ACCELERATOR_TYPE": "TPU_ACCELERATOR_TYPE",
+    "CHIPS_PER_HOST_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS",
+    "TOPOLOGY": "TPU_TOPOLOGY",
+    "WORKER_ID": "TPU_WORKER_ID",
+}
+# A generation's devices a chip, and by how much the number in a type such as "v4-32" exceeds its chips.
+_GENERATIONS = {
+    "v2": (2, 2),
+    "v3": (2, 2),
+    "v4": (1, 2),
+    "v5p": (1, 2),
+    "v5e": (1, 1),
+    "v5litepod": (1, 1),
+    "v6e": (1, 1),
+    "v7x": (2, 2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TPUSlice:
+    """A slice of TPUs, as one of its hosts sees it.
+
+    Args:
+        hosts: The slice's hosts, in the order of their numbers; with several processes a host, each as often.
+        worker_id: This process's number among them.
+        num_slices: How many slices train together.
+        slice_id: This slice's number.
+        first_host: The first host of the first slice.
+        accelerator_type: Such as "v4-32"; empty where it is not known.
+        topology: The chips along each axis, such as "2x2x4"; empty where it is not known.
+        chips: How many chips each process has; `None` where it is not known.
+    """
+
+    hosts: tuple[str, ...]
+    worker_id: int
+    num_slices: int
+    slice_id: int
+    first_host: str
+    accelerator_type: str
+    topology: str
+    chips: int | None
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers all slices have."""
+        return len(self.hosts) * self.num_slices
+
+    @property
+    def worker_index(self) -> int:
+        """This worker's number among all."""
+        return self.slice_id * len(self.hosts) + self.worker_id
+
+    @property
+    def addresses(self) -> tuple[str | None, ...]:
+        """The workers' addresses: those of the own slice, and the first worker's; `None` for the others."""
+        if self.num_workers == 1:
+            return (None,)
+        found: list[str | None] = [None] * self.num_workers
+        found[0] = join_address(self.first_host, PORT)
+        for position, host in enumerate(self.hosts):
+            index = self.slice_id * len(self.hosts) + position
+            found[index] = found[index] or join_address(host, PORT + self.hosts[:position].count(host))
+        return tuple(found)
+
+    @property
+    def devices(self) -> int | None:
+        """How many devices each worker has; `None` where it is not known."""
+        generation, _, number = self.accelerator_type.lower().removeprefix("tpu").rpartition("-")
+        generation = f"v{generation.removeprefix('v')}"
+        each, counted = _GENERATIONS.get(generation, (1, 0))
+        chips = self.chips
+        if chips is None and counted and number.isdigit():
+            chips = int(number) // counted // len(self.hosts)
+        return chips * each if chips else None
+
+
+def describes_slice(environ: Mapping[str, str]) -> bool:
+    """Says whether the environment tells of a slice, so that no server need be asked."""
+    if environ.get(HOSTS, "").strip() or environ.get(PROCESSES, "").strip():
+        return True
+    # JAX sets the first of these wherever there is no TPU, too.
+    alone = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID")
+    return bool(environ.get("TPU_SKIP_MDS_QUERY")) and any(environ.get(name) for name in alone)
+
+
+def read_slice(environ: Mapping[str, str]) -> TPUSlice:
+    """Reads the variables of the TPU runtime.
+
+    Raises:
+        ClusterConfigError: If a variable is missing or wrong; the message names it.
+
+    Example:
+
+    >>> from kdist.cluster.tpu_slice import read_slice
+    >>> found = read_slice({"TPU_WORKER_HOSTNAMES": "t-0,t-1", "TPU_WORKER_ID": "1",
+    ...                     "TPU_ACCELERATOR_TYPE": "v4-16"})
+    >>> found.worker_index, found.num_workers, found.addresses[0], found.devices
+    (1, 2, 't-0:8482', 4)
+    """
+    hosts = _read_hosts(environ)
+    # The runtime's own number of the process, which torch_xla sets, is finer than that of the host.
+    named = "CLOUD_TPU_TASK_ID" if environ.get("CLOUD_TPU_TASK_ID") else "TPU_WORKER_ID"
+    worker_id = read_count(environ, named, _HINT, default=0 if len(hosts) == 1 else None)
+    require(
+        worker_id < len(hosts),
+        f"`{named}` must be smaller than the number of hosts.",
+        _HINT,
+        **{named: worker_id, "hosts": hosts},
+    )
+    num_slices, slice_id, first = 1, 0, hosts[0]
+    if environ.get(SLICES, "").strip() not in ("", "1"):
+        slice_id, num_slices = read_index(environ, SLICE, SLICES, _SLICES_HINT)
+        given = environ.get(FIRST, "").strip()
+        require(bool(given), f"`{FIRST}` must name the first host.", _SLICES_HINT, **{FIRST: given})
+        first = _host_of(given, FIRST)  # whatever port it has is that of the runtime
+    return TPUSlice(
+        hosts,
+        worker_id,
+        num_slices,
+        slice_id,
+        first,
+        environ.get("TPU_ACCELERATOR_TYPE", "").strip(),
+        environ.get("TPU_TOPOLOGY", "").strip(),
+        _read_chips(environ),
+    )
+
+
+def _read_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    name = PROCESSES if environ.get(PROCESSES, "").strip() else HOSTS
+    listed = environ.get(name, "").strip() or "localhost"
+    hosts = tuple(_host_of(part.strip(), name) for part in listed.split(","))
+    if name == PROCESSES and not environ.get("CLOUD_TPU_TASK_ID"):
+        return tuple(
+            dict.fromkeys(hosts)
+        )  # a process that has no number of its own is the only one of its host
+    require(
+        name == PROCESSES or len(set(hosts)) == len(hosts),
+        f"`{name}` must name each host once.",
+        _HINT,
+        **{name: listed},
+    )
+    return hosts
+
+
+def _host_of(text: str, name: str) -> str:
+    """Returns the host of `host` or `host:port`."""
+    host = text if re.search(r":\d+$", text) else f"{text}:{PORT}"
+    return split_address(host, name)[0]
+
+
+def _read_chips(environ: Mapping[str, str]) -> int | None:
+    for name in ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS"):
+        text = environ.get(name, "").strip()
+        if text:
+            valid = re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", text, re.ASCII)
+            require(valid is not None, f"`{name}` must have a form such as 2,2,1.", **{name: text})
+            return math.prod(int(part) for part in text.split(","))
+    return None
+
+
+def variables_of_metadata(fetch: Fetch) -> dict[str, str]:
+    """Asks the metadata server of a TPU VM, and returns its answers as the variables that say the same.
+
+    Raises:
+        ClusterRuntimeError: If this machine has no TPU, or no such server. It is a `RuntimeError`.
+        ClusterConfigError: If an answer cannot be read.
+    """
+    number = fetch("instance/attributes/agent-worker-number")
+    endpoints = fetch("instance/attributes/worker-network-endpoints")
+    if number is None or endpoints is None:
+        raise ClusterRuntimeError(
+            "This machine must be a TPU VM, of which the metadata server tells the workers.",
+            received={"agent-worker-number": number, "worker-network-endpoints": endpoints},
+            hint=_HINT,
+        )
+    found = parse_tpu_env(fetch("instance/attributes/tpu-env") or "")
+    found = {_OTHER_NAMES.get(name, name): value for name, value in found.items()}
+    kind = fetch("instance/attributes/accelerator-type")
+    if kind:
+        found["TPU_ACCELERATOR_TYPE"] = kind
+    hosts = ",".join(_endpoint_host(part.strip()) for part in endpoints.split(","))
+    # Every process a host: what the answers say of several is for runtimes that start them.
+    found.pop(PROCESSES, None)
+    return found | {HOSTS: hosts, "TPU_WORKER_ID": number}
+
+
+def _endpoint_host(text: str) -> str:
+    """Returns the host of an endpoint: a name, or in the older form `name:number:address` the address."""
+    parts = text.split(":")
+    if len(parts) not in (1, 3) or not parts[-1]:
+        raise ClusterConfigError(
+            "The metadata server's worker-network-endpoints must be host names, or have the form name:number:address.",
+            received={"worker-network-endpoints": text},
+            hint="Set TPU_WORKER_HOSTNAMES and TPU_WORKER_ID by hand.",
+        )
+    return parts[-1]
+
+
+def parse_tpu_env(text: str) -> dict[str, str]:
+    """Reads the metadata server's `tpu-env`: lines of the form `NAME: 'value'`. Other lines are left out.
+
+    Example:
+
+    >>> from kdist.cluster.tpu_slice import parse_tpu_env
+    >>> parse_tpu_env("ACCELERATOR_TYPE: 'v4-32'\\nWORKER_ID: '0'\\n")
+    {'ACCELERATOR_TYPE': 'v4-32', 'WORKER_ID': '0'}
+    """
+    pairs = (line.partition(":") for line in text.splitlines() if ":" in line)
+    return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
