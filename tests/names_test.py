@@ -14,7 +14,7 @@ def test_a_wrong_name_is_answered_with_the_nearest_one():
         (kdist.cluster_resolver, "TFConfigResolver", "Did you mean 'TFConfigClusterResolver'?"),
         (kdist, "TPUStrategy", "yet. Use kdist.MirroredStrategy with KERAS_BACKEND=jax"),
         (kdist, "ParameterServerStrategy", "yet. Use kdist.MultiWorkerMirroredStrategy"),
-        (kdist.cluster_resolver, "TPUClusterResolver", "yet. Set TF_CONFIG"),
+        (kdist.cluster_resolver, "TPUResolver", "Did you mean 'TPUClusterResolver'?"),
     ):
         with pytest.raises(
             AttributeError, match=f"module '{module.__name__}' has no attribute '{name}'"

@@ -21,6 +21,12 @@ def import_client(module: str, package: str, instead: str) -> Any:
 
     Raises:
         ClusterImportError: If it is not installed. It is an `ImportError`.
+
+    Example:
+
+    >>> from kdist.cluster.clients import import_client
+    >>> import_client("json", "json", "client").loads("[1]")
+    [1]
     """
     try:
         return importlib.import_module(module)

@@ -36,7 +36,14 @@ def told_name(tpu: Any, environ: Mapping[str, str]) -> str | None:
 
 
 def node_config(environ: Mapping[str, str]) -> dict[str, str]:
-    """Reads `TPU_CONFIG`, which names a TPU with its project and zone."""
+    """Reads `TPU_CONFIG`, which names a TPU with its project and zone.
+
+    Example:
+
+    >>> from kdist.cluster.cloud_tpu import node_config
+    >>> node_config({"TPU_CONFIG": '{"tpu_node_name": "my-tpu", "zone": "us-central1-b"}'})["tpu_node_name"]
+    'my-tpu'
+    """
     text = environ.get("TPU_CONFIG", "").strip()
     try:
         config = json.loads(text or "{}")

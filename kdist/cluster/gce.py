@@ -40,6 +40,12 @@ class GCEClusterResolver(ClusterResolver):
     resolver = kdist.cluster_resolver.GCEClusterResolver("my-project", "us-west1-a", "my-group", 8470, task_id=0)
     strategy = kdist.MultiWorkerMirroredStrategy(resolver)
     ```
+
+    The service, which is asked when the cluster is, may be one's own:
+
+    >>> from kdist.cluster import GCEClusterResolver
+    >>> GCEClusterResolver("my-project", "us-west1-a", "my-group", 8470, task_id=1, service=object()).task_id
+    1
     """
 
     def __init__(

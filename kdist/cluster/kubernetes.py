@@ -56,6 +56,15 @@ class KubernetesClusterResolver(ClusterResolver):
     resolver.task_type, resolver.task_id = "worker", int(os.environ["JOB_COMPLETION_INDEX"])
     strategy = kdist.MultiWorkerMirroredStrategy(resolver)
     ```
+
+    With a client of one's own, here one that always finds the same pod:
+
+    >>> from types import SimpleNamespace as Object
+    >>> from kdist.cluster import KubernetesClusterResolver
+    >>> pod = Object(metadata=Object(name="train-0", labels={}), status=Object(phase="Running", pod_ip="10.8.0.4"))
+    >>> client = Object(list_pod_for_all_namespaces=lambda **_: Object(items=[pod]))
+    >>> KubernetesClusterResolver({"worker": ["job-name=train"]}, override_client=client).cluster_spec()
+    ClusterSpec({'worker': ['10.8.0.4:8470']})
     """
 
     def __init__(

@@ -32,6 +32,15 @@ def fetch_metadata(path: str, environ: Mapping[str, str], timeout: float = _TIME
 
     Raises:
         ClusterRuntimeError: If there is no such server, or it does not answer in time. It is a `RuntimeError`.
+
+    Example:
+
+    >>> from kdist.cluster.metadata_server import fetch_metadata
+    >>> try:
+    ...     fetch_metadata("instance/zone", {"GCE_METADATA_HOST": "127.0.0.1:1"})
+    ... except RuntimeError as error:
+    ...     print(str(error)[:56])
+    The metadata server of Google Cloud must answer within 2
     """
     host = environ.get("GCE_METADATA_HOST") or environ.get("GCE_METADATA_IP") or _HOST
     url = f"http://{host}/computeMetadata/v1/{path}"

@@ -1,4 +1,4 @@
-"""Two workers train as whoever started them has told them: torchrun, Slurm, MPI, Keras's own variables.
+"""Two workers train as whoever started them has told them: torchrun, Slurm, MPI, Keras's own variables, a Kubernetes Job.
 
 The variables are those that the launchers set; the launchers themselves are not needed. The weights are computed by
 hand.
@@ -78,6 +78,14 @@ def keras(rank: int, port: int) -> Variables:
     }
 
 
+def indexed_job(rank: int, port: int) -> Variables:
+    return {
+        "JOB_COMPLETION_INDEX": str(rank),
+        "KDIST_NUM_WORKERS": "2",
+        "KDIST_COORDINATOR_ADDRESS": f"localhost:{port}",
+    }
+
+
 # Each launcher once, and each backend once with a launcher that tells only the chief's address, and once more.
 # Real torchrun with PyTorch is among the backend's own tests.
 JOBS = [
@@ -87,6 +95,7 @@ JOBS = [
     ("MPI", open_mpi, "jax"),
     ("MPI", pmi, "torch"),
     ("KERAS_DISTRIBUTION", keras, "torch"),
+    ("Indexed Job", indexed_job, "tensorflow"),
 ]
 
 
@@ -120,7 +129,7 @@ def test_workers_of_any_launcher_train_as_one_device(
 ) -> None:
     started: list[Script] = []
     with agent(variables is torchrun) as port:
-        number = port if variables in (torchrun, keras) else job_number(variables)
+        number = port if variables in (torchrun, keras, indexed_job) else job_number(variables)
         assert discover(environ=variables(1, number)).source == source
         try:
             for rank in (1, 0):  # whoever comes first is not the chief

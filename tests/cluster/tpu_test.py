@@ -1,0 +1,394 @@
+"""TPU slices: what their runtime and the metadata server say, as recorded, and what is made of it.
+
+The forms are those of torch_xla's tests of its TPU module (the endpoints), of `tpu-env` as users printed it on TPU VMs
+(a v4 pod; a v6e, whose endpoints are names), and of JAX's `cloud_tpu_cluster.py` (several slices).
+"""
+
+import contextlib
+import http.server
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdist.cluster import ClusterSpec, TPUClusterResolver, UnionResolver, discover, survey
+from kdist.cluster.metadata_server import fetch_metadata
+from kdist.cluster.tpu_slice import parse_tpu_env
+from kdist.errors import ClusterConfigError
+
+ENDPOINTS_V4 = ",".join(
+    f"t1v-n-0f996b37-w-{i}:1234{5 + i}:10.130.0.{n}" for i, n in enumerate((26, 27, 25, 28))
+)
+TPU_ENV_V4 = """ACCELERATOR_TYPE: 'v4-32'
+ALT: 'false'
+CHIPS_PER_HOST_BOUNDS: '2,2,1'
+CONSUMER_PROJECT_ID: 'my-project'
+HOST_BOUNDS: '1,1,4'
+INJECT_SLICE_BUILDER_FAULT: ''
+RUNTIME_VERSION: 'gcr.io/cloud-tpu-v2-images/fake_tensorflow:latest'
+TOPOLOGY: '2x2x4'
+TPU_CHIPS_PER_PROCESS_BOUNDS: '2,2,1'
+TPU_PROCESS_BOUNDS: '1,1,4'
+TPU_TOPOLOGY_WRAP: 'true,true,true'
+TYPE: 'V4'
+WORKER_ID: '2'
+ZONE: 'us-central2-b'
+"""
+SLICES = "MEGASCALE_COORDINATOR_ADDRESS: '10.130.0.26'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n"
+V2_8 = {
+    "agent-worker-number": "0", "accelerator-type": "v2-8", "tpu-env": "ACCELERATOR_TYPE: 'v2-8'\nWORKER_ID: '0'\n",
+    "worker-network-endpoints": "t1v-n-ea9d3291-w-0:12345:10.130.0.31",
+}  # fmt: skip
+V4_32 = {
+    "agent-worker-number": "2", "accelerator-type": "v4-32", "tpu-env": TPU_ENV_V4,
+    "worker-network-endpoints": ENDPOINTS_V4,
+}  # fmt: skip
+V6E_1 = {
+    "agent-worker-number": "0", "accelerator-type": "v6e-1", "worker-network-endpoints": "instance-20260826-215213",
+    "tpu-env": "TPU_WORKER_ID: '0'\nTPU_ACCELERATOR_TYPE: 'v6e-1'\nTOPOLOGY: '1x1'\nCHIPS_PER_HOST_BOUNDS: '1,1,1'\n",
+}  # fmt: skip
+# A JobSet on GKE, whose webhook sets the variables: the second host of the second of two slices of v5litepod-8.
+GKE = {
+    "TPU_WORKER_HOSTNAMES": "d-slice-1-0.d,d-slice-1-1.d", "TPU_WORKER_ID": "1", "TPU_TOPOLOGY": "2x4",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1", "TPU_SKIP_MDS_QUERY": "true",
+    "MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "d-slice-0-0.d:8080",
+}  # fmt: skip
+COLAB = {
+    "TPU_WORKER_ID": "0", "TPU_SKIP_MDS_QUERY": "1", "TPU_CHIPS_PER_HOST_BOUNDS": "1,1,1", "TPU_HOST_BOUNDS": "1,1,1",
+    "TPU_ACCELERATOR_TYPE": "v5e-1", "TPU_WORKER_HOSTNAMES": "localhost", "COLAB_TPU_1VM": "1",
+}  # fmt: skip
+
+
+def server_of(attributes, **others):
+    """A metadata server that knows these."""
+    known = {f"instance/attributes/{name}": text for name, text in attributes.items()} | others
+    return known.get
+
+
+def unreachable(path):
+    raise AssertionError(f"the network is asked for {path}")
+
+
+def told(resolver):
+    metadata = resolver.get_tpu_system_metadata()
+    return (
+        discover(resolver).worker_index,
+        metadata.num_hosts,
+        metadata.num_cores,
+        resolver.num_accelerators(),
+        metadata.topology,
+    )
+
+
+def test_one_host():
+    resolver = TPUClusterResolver(environ={}, fetch=server_of(V2_8))
+    assert told(resolver) == (0, 1, 8, {"TPU": 8}, None)
+    assert resolver.cluster_spec() == {} and resolver.master() == ""
+    cluster = discover(resolver)
+    assert (cluster.is_chief, cluster.num_workers, cluster.coordinator) == (True, 1, None)
+    assert told(TPUClusterResolver(environ={}, fetch=server_of(V6E_1))) == (0, 1, 1, {"TPU": 1}, "1x1")
+    assert told(TPUClusterResolver(environ=COLAB, fetch=unreachable)) == (0, 1, 1, {"TPU": 1}, None)
+
+
+def test_a_pod_of_four_hosts():
+    resolver = TPUClusterResolver(environ={}, fetch=server_of(V4_32))
+    assert told(resolver) == (2, 4, 16, {"TPU": 4}, "2x2x4")
+    # By number, and not by name: the third host has the lowest address.
+    assert resolver.cluster_spec() == {"worker": [f"10.130.0.{n}:8482" for n in (26, 27, 25, 28)]}
+    assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 2, "10.130.0.26:8482")
+    assert resolver.master("worker", 3, "grpc") == "grpc://10.130.0.28:8482"
+    chief = TPUClusterResolver(environ={}, fetch=server_of({**V4_32, "agent-worker-number": "0"}))
+    assert discover(chief).is_chief and not discover(resolver).is_chief
+    names = {**V4_32, "worker-network-endpoints": "t-0,t-1,t-2,t-3"}
+    assert TPUClusterResolver(environ={}, fetch=server_of(names)).master() == "t-0:8482"
+
+
+def test_two_slices_of_the_metadata_server():
+    second = {**V4_32, "tpu-env": TPU_ENV_V4 + SLICES}
+    resolver = TPUClusterResolver(environ={}, fetch=server_of(second))
+    cluster = discover(resolver)
+    assert (cluster.worker_index, cluster.num_workers, cluster.coordinator) == (6, 8, "10.130.0.26:8482")
+    assert cluster.addresses[1:4] == (None, None, None)  # the other slice is not told
+    assert resolver.get_tpu_system_metadata().num_cores == 32
+    # What is set by hand comes before what the server says, as for JAX.
+    first = TPUClusterResolver(environ={"MEGASCALE_SLICE_ID": "0"}, fetch=server_of(second))
+    assert discover(first).worker_index == 2
+
+
+def test_two_slices_of_kubernetes():
+    cluster = discover(environ=GKE)  # found without being asked for, and without the network
+    assert (cluster.source, cluster.worker_index, cluster.num_workers) == ("TPU", 3, 4)
+    assert cluster.addresses == ("d-slice-0-0.d:8482", None, "d-slice-1-0.d:8482", "d-slice-1-1.d:8482")
+    indices = [
+        discover(environ={**GKE, "MEGASCALE_SLICE_ID": str(one), "TPU_WORKER_ID": str(host)}).worker_index
+        for one in range(2)
+        for host in range(2)
+    ]
+    assert indices == [0, 1, 2, 3]
+    chief = {**GKE, "MEGASCALE_SLICE_ID": "0", "TPU_WORKER_ID": "0"}
+    assert discover(environ={**chief, "TPU_WORKER_HOSTNAMES": "d-slice-0-0.d,d-slice-0-1.d"}).is_chief
+    single = {**GKE, "TPU_WORKER_HOSTNAMES": "d-slice-1-0.d", "TPU_WORKER_ID": "0"}
+    assert (discover(environ=single).worker_index, discover(environ=single).num_workers) == (1, 2)
+
+
+def test_one_host_is_not_a_source():
+    assert discover(environ=COLAB).source == "default"
+    (report,) = survey(COLAB)
+    assert not report.won and "several hosts" in report.why
+
+
+def test_processes_that_torch_xla_started():
+    # As its configure_topology sets them for two hosts of four processes: v4-16, worker 1, process 2.
+    addresses = ",".join(f"10.130.0.{host}:{port}" for host in (31, 30) for port in range(8476, 8480))
+    started = {
+        "TPU_PROCESS_ADDRESSES": addresses, "CLOUD_TPU_TASK_ID": "6", "TPU_PROCESS_PORT": "8478",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "2,2,2", "TPU_VISIBLE_CHIPS": "2",
+    }  # fmt: skip
+    cluster = discover(environ=started)
+    assert (cluster.worker_index, cluster.num_workers, cluster.coordinator) == (6, 8, "10.130.0.31:8482")
+    assert (cluster.local_rank, cluster.local_workers) == (2, 4) and len(set(cluster.addresses)) == 8
+    assert TPUClusterResolver(environ=started).num_accelerators() == {"TPU": 1}
+    del started["CLOUD_TPU_TASK_ID"]  # a script a host
+    alone = discover(environ={**started, "TPU_WORKER_ID": "1"})
+    assert (alone.worker_index, alone.num_workers, alone.local_workers) == (1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "devices"),
+    [("v2-8", 1, 8), ("v3-32", 4, 8), ("v4-8", 1, 4), ("v5p-16", 2, 4), ("v5litepod-16", 4, 4), ("v5e-8", 1, 8),
+     ("v6e-8", 2, 4), ("tpu7x-16", 2, 8), ("v7x-16", 2, 8), ("v99-8", 1, None), ("", 1, None)],
+)  # fmt: skip
+def test_devices_of_each_type(kind, hosts, devices):
+    names = ",".join(f"t-{i}" for i in range(hosts))
+    environ = {"TPU_WORKER_HOSTNAMES": names, "TPU_WORKER_ID": "0", "TPU_ACCELERATOR_TYPE": kind}
+    assert TPUClusterResolver(environ=environ).num_accelerators() == ({"TPU": devices} if devices else {})
+
+
+def test_a_tpu_over_the_network():
+    resolver = TPUClusterResolver("grpc://10.240.1.2:8470,10.240.1.3", environ={}, fetch=unreachable)
+    assert resolver.cluster_spec() == {"worker": ["10.240.1.2:8470", "10.240.1.3:8470"]}
+    assert resolver.master() == resolver.get_master() == "grpc://10.240.1.2:8470"
+    assert resolver.master("worker", 1) == "grpc://10.240.1.3:8470"
+    assert (resolver.get_job_name(), resolver.task_id, resolver.environment) == ("worker", 0, "")
+    assert resolver.get_coordination_service_leader() == "/job:worker/task:0"
+    assert discover(resolver).num_workers == 1  # this process leads the TPU alone
+    with resolver:
+        assert resolver.get_tpu_system_metadata().num_hosts == 2
+    node = {"KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS": "grpc://10.0.0.9:8470"}
+    assert TPUClusterResolver(environ=node, fetch=unreachable).master() == "grpc://10.0.0.9:8470"
+    job = TPUClusterResolver(
+        "grpc://10.0.0.9:8470",
+        job_name="tpu_worker",
+        coordinator_name="coordinator",
+        coordinator_address="10.0.0.1:9",
+        environ={},
+    )
+    assert job.cluster_spec() == {"tpu_worker": ["10.0.0.9:8470"], "coordinator": ["10.0.0.1:9"]}
+    assert UnionResolver(job).cluster_spec().jobs == ["tpu_worker", "coordinator"]
+    local = TPUClusterResolver("local", environ={"TPU_WORKER_HOSTNAMES": "a,b"}, fetch=unreachable)
+    assert (
+        local.cluster_spec() == ClusterSpec({}) and local.master() == "" and discover(local).num_workers == 1
+    )
+
+
+def cloud_tpu_service(answers):
+    """The client of Cloud TPU's API, as far as it is used; the answer is that of `nodes.get`."""
+
+    class Service:
+        def projects(self):
+            return self
+
+        locations = nodes = projects
+
+        def get(self, name):
+            self.name = name
+            return self
+
+        def execute(self):
+            return answers[self.name]
+
+    return Service()
+
+
+def test_a_named_tpu():
+    name = "projects/my-project/locations/us-central1-b/nodes/my-tpu"
+    node = {"name": name, "state": "READY", "networkEndpoints": [
+        {"ipAddress": "10.2.0.2", "port": 8470}, {"ipAddress": "10.2.0.3"}]}  # fmt: skip
+    here = server_of(
+        {}, **{"project/project-id": "my-project", "instance/zone": "projects/123/zones/us-central1-b"}
+    )
+    service = cloud_tpu_service({name: node})
+    resolver = TPUClusterResolver("my-tpu", service=service, environ={}, fetch=here)
+    assert resolver.cluster_spec() == {"worker": ["10.2.0.2:8470", "10.2.0.3:8470"]}
+    placed = TPUClusterResolver(
+        service=service, project="my-project", zone="us-central1-b", environ={"TPU_NAME": "my-tpu"}
+    )
+    assert placed.master() == "grpc://10.2.0.2:8470"
+    node["state"] = "CREATING"
+    with pytest.raises(RuntimeError, match=r"'my-tpu' must be ready.*CREATING"):
+        resolver.cluster_spec()
+    node.update(state="READY", networkEndpoints=[{"port": 1}])
+    with pytest.raises(RuntimeError, match="ipAddress"):
+        resolver.cluster_spec()
+    unknown = TPUClusterResolver("other", service=service, environ={}, fetch=here)
+    with pytest.raises(RuntimeError, match="gcloud compute tpus describe other"):
+        unknown.cluster_spec()
+    with pytest.raises(ClusterConfigError, match="project of the TPU"):
+        TPUClusterResolver("my-tpu", environ={}, fetch=server_of({})).cluster_spec()
+    with pytest.raises(ImportError, match="pip install google-api-python-client"):
+        TPUClusterResolver("my-tpu", environ={}, fetch=here).cluster_spec()
+
+
+def test_connect(monkeypatch):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "t-0,t-1")
+    monkeypatch.setenv("TPU_WORKER_ID", "1")
+    assert TPUClusterResolver.connect().task_id == 1
+    assert TPUClusterResolver.connect("grpc://10.0.0.9:8470").master() == "grpc://10.0.0.9:8470"
+
+
+WRONG = [
+    ({"TPU_WORKER_ID": "2"}, "TPU_WORKER_ID"),
+    ({"TPU_WORKER_ID": None}, "TPU_WORKER_ID"),
+    ({"TPU_WORKER_ID": "x"}, "TPU_WORKER_ID"),
+    ({"CLOUD_TPU_TASK_ID": "7"}, "CLOUD_TPU_TASK_ID"),
+    ({"TPU_WORKER_HOSTNAMES": "a,,b"}, "TPU_WORKER_HOSTNAMES"),
+    ({"TPU_WORKER_HOSTNAMES": "a,a"}, "TPU_WORKER_HOSTNAMES"),
+    ({"TPU_WORKER_HOSTNAMES": "a b,c"}, "TPU_WORKER_HOSTNAMES"),
+    ({"TPU_PROCESS_ADDRESSES": "a:99999,b:1"}, "TPU_PROCESS_ADDRESSES"),
+    ({"TPU_CHIPS_PER_HOST_BOUNDS": "2,x"}, "TPU_CHIPS_PER_HOST_BOUNDS"),
+    ({"TPU_CHIPS_PER_HOST_BOUNDS": "0,2,1"}, "TPU_CHIPS_PER_HOST_BOUNDS"),
+    ({"MEGASCALE_NUM_SLICES": "two"}, "MEGASCALE_NUM_SLICES"),
+    ({"MEGASCALE_NUM_SLICES": "0"}, "MEGASCALE_NUM_SLICES"),
+    ({"MEGASCALE_SLICE_ID": "2"}, "MEGASCALE_SLICE_ID"),
+    ({"MEGASCALE_SLICE_ID": None}, "MEGASCALE_SLICE_ID"),
+    ({"MEGASCALE_COORDINATOR_ADDRESS": None}, "MEGASCALE_COORDINATOR_ADDRESS"),
+    ({"MEGASCALE_COORDINATOR_ADDRESS": "http://a"}, "MEGASCALE_COORDINATOR_ADDRESS"),
+]
+
+
+@pytest.mark.parametrize(("change", "name"), WRONG, ids=[f"{name}-{i}" for i, (_, name) in enumerate(WRONG)])
+def test_a_wrong_variable_is_named(change, name):
+    environ = {key: value for key, value in {**GKE, **change}.items() if value is not None}
+    with pytest.raises(ClusterConfigError, match=name):
+        discover(environ=environ)
+
+
+def test_no_tpu():
+    for attributes in ({}, {"agent-worker-number": "0"}):
+        with pytest.raises(ValueError, match="must be a TPU VM"):
+            TPUClusterResolver(environ={}, fetch=server_of(attributes))
+    with pytest.raises(ValueError, match="worker-network-endpoints"):
+        TPUClusterResolver(environ={}, fetch=server_of({**V2_8, "worker-network-endpoints": "a:b"}))
+    with pytest.raises(ValueError, match="TPU_WORKER_ID"):
+        TPUClusterResolver(environ={}, fetch=server_of({**V4_32, "agent-worker-number": "4"}))
+    with pytest.raises(ValueError, match="One TPU"):
+        TPUClusterResolver(["a", "b"], environ={})
+    with pytest.raises(ValueError, match="must have an address"):
+        TPUClusterResolver("grpc://a:1", coordinator_name="coordinator", environ={})
+    with pytest.raises(ValueError, match="TPU_CONFIG"):
+        TPUClusterResolver(environ={"TPU_CONFIG": "["})
+    with pytest.raises(ValueError, match="`tpu`"):
+        TPUClusterResolver("grpc://a:b", environ={}).cluster_spec()
+
+
+@contextlib.contextmanager
+def metadata_server(answer):
+    """A real server on this machine: `answer` gives the status, the header and the text of each question in turn."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path, self.headers.get("Metadata-Flavor")))
+            status, flavor, text = answer(len(asked))
+            self.send_response(status)
+            self.send_header("Metadata-Flavor", flavor)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    asked = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield (
+                {"GCE_METADATA_HOST": f"127.0.0.1:{server.server_port}", "http_proxy": "http://127.0.0.1:1"},
+                asked,
+            )
+        finally:
+            server.shutdown()
+
+
+def test_the_metadata_server_is_asked():
+    with metadata_server(lambda number: (200, "Google", "v2-8")) as (environ, asked):
+        assert fetch_metadata("instance/attributes/accelerator-type", environ) == "v2-8"
+    assert asked == [("/computeMetadata/v1/instance/attributes/accelerator-type", "Google")]
+    with metadata_server(lambda number: (404, "Google", "not found")) as (environ, _):
+        assert fetch_metadata("instance/attributes/tpu-env", environ) is None
+    with metadata_server(lambda number: (503 if number == 1 else 200, "Google", "late")) as (environ, asked):
+        assert fetch_metadata("x", environ) == "late" and len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    "answer", [(200, "AWS", "{}"), (404, "", ""), (401, "", ""), (500, "Google", "")], ids=str
+)
+def test_another_server_is_not_believed(answer):
+    with (
+        metadata_server(lambda number: answer) as (environ, _),
+        pytest.raises(RuntimeError, match=r"metadata server.*TPU_WORKER_HOSTNAMES"),
+    ):
+        TPUClusterResolver(environ=environ)
+
+
+def test_no_metadata_server_and_one_that_hangs(monkeypatch):
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="must answer within 2 s"):
+        TPUClusterResolver(environ={"GCE_METADATA_IP": "127.0.0.1:1"})
+    waiting = threading.Event()
+    with metadata_server(lambda number: waiting.wait(20) and (200, "Google", "")) as (environ, asked):
+        with pytest.raises(RuntimeError, match=r"must answer within 0.2 s.*timed out"):
+            fetch_metadata("x", environ, timeout=0.2)
+        waiting.set()
+        assert len(asked) == 1
+    assert time.monotonic() - start < 5
+
+
+names = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,12}", fullmatch=True)
+
+
+@given(st.lists(names, min_size=1, max_size=6, unique=True), st.integers(1, 4), st.data())
+def test_workers_are_numbered_slice_by_slice(hosts, num_slices, data):
+    slice_id = data.draw(st.integers(0, num_slices - 1))
+    host = data.draw(st.integers(0, len(hosts) - 1))
+    environ = {"TPU_WORKER_HOSTNAMES": ",".join(hosts), "TPU_WORKER_ID": str(host)}
+    if num_slices > 1:
+        environ |= {"MEGASCALE_NUM_SLICES": str(num_slices), "MEGASCALE_SLICE_ID": str(slice_id)}
+        environ["MEGASCALE_COORDINATOR_ADDRESS"] = "first:9"
+    cluster = discover(TPUClusterResolver(environ=environ, fetch=unreachable))
+    assert (cluster.worker_index, cluster.num_workers) == (
+        slice_id * len(hosts) + host,
+        num_slices * len(hosts),
+    )
+    assert cluster.is_chief == (slice_id == 0 and host == 0)
+    own = None if cluster.num_workers == 1 else f"{hosts[host]}:8482"
+    assert cluster.addresses[cluster.worker_index] in (own, "first:8482" if cluster.is_chief else own)
+
+
+values = st.text(st.characters(exclude_characters="\r\n'\":", exclude_categories=("Z", "C")), max_size=10)
+
+
+@given(st.dictionaries(st.from_regex(r"[A-Z_]{1,12}", fullmatch=True), values, max_size=5))
+def test_tpu_env_round_trip(pairs):
+    assert parse_tpu_env("".join(f"{name}: '{value}'\n" for name, value in pairs.items())) == pairs
+
+
+@given(st.dictionaries(st.sampled_from([*V4_32]), st.text(max_size=12)))
+def test_any_metadata_is_an_error_or_a_cluster(attributes):
+    try:
+        cluster = discover(TPUClusterResolver(environ={}, fetch=server_of(attributes)))
+    except ClusterConfigError:
+        return
+    assert 0 <= cluster.worker_index < cluster.num_workers == len(cluster.addresses)
