@@ -51,7 +51,7 @@ def asking(what: str, hint: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ClusterRuntimeError(
-            f"{what} must answer, but it did not, or not with what was asked for.",
+            f"{what} must give what it is asked for, but it did not.",
             received={"error": f"{type(error).__name__}: {error}"[:500]},
             hint=hint,
         ) from error

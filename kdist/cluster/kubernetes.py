@@ -13,7 +13,7 @@ from kdist.cluster.errors import ClusterRuntimeError, ClusterTypeError
 from kdist.cluster.resolver import ClusterResolver, master_of_task
 from kdist.errors import InvalidArgumentError
 
-_TIMEOUT = 20.0  # of one question, in seconds
+_TIMEOUT = 10.0  # of one try, in seconds; the client tries a few times
 _COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 _EXAMPLE = 'For example: KubernetesClusterResolver({"worker": ["job-name=train"]}).'
 

@@ -1,4 +1,4 @@
-"""Two workers train as whoever started them has told them: torchrun, Slurm, MPI, Keras's own variables, a Kubernetes Job.
+"""Two workers train as whoever started them has told them: torchrun, Slurm, MPI, Keras's own variables, a Job.
 
 The variables are those that the launchers set; the launchers themselves are not needed. The weights are computed by
 hand.

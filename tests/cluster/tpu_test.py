@@ -312,7 +312,7 @@ def metadata_server(answer):
     asked = []
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         try:
             yield (
                 {"GCE_METADATA_HOST": f"127.0.0.1:{server.server_port}", "http_proxy": "http://127.0.0.1:1"},
