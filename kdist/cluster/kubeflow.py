@@ -76,9 +76,9 @@ class PETClusterResolver(ProcessClusterResolver):
     >>> from kdist.cluster import PETClusterResolver
     >>> resolver = PETClusterResolver(environ={
     ...     "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1",
-    ...     "PET_MASTER_ADDR": "digits-node-0-0.digits", "PET_MASTER_PORT": "29500"})
+    ...     "PET_MASTER_ADDR": "digits-node-0-0.digits", "PET_MASTER_PORT": "29400"})
     >>> resolver.task_id, resolver.master()
-    (1, 'digits-node-0-0.digits:29500')
+    (1, 'digits-node-0-0.digits:29400')
     """
 
     _HINT = "Start the script with torchrun, which reads these variables itself: torchrun train.py"

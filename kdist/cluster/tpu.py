@@ -9,6 +9,7 @@ from typing import Any
 
 from kdist.cluster.cloud_tpu import CloudTPU, node_config, told_name
 from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.environment import keras_backend_name
 from kdist.cluster.metadata_server import Fetch, fetch_metadata
 from kdist.cluster.process_variables import ProcessClusterResolver, ProcessLayout
 from kdist.cluster.resolver import format_master, require
@@ -41,8 +42,9 @@ class TPUClusterResolver(ProcessClusterResolver):
     (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`), those of TensorFlow (`KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`, `TPU_NAME`,
     `TPU_CONFIG`), the metadata server of the TPU VM. On the hosts of a slice every process is a worker: worker 0 of
     slice 0 is the chief, and several slices are joined by `MEGASCALE_NUM_SLICES`, `MEGASCALE_SLICE_ID` and
-    `MEGASCALE_COORDINATOR_ADDRESS`. A TPU that is named or given by address is reached over the network, which
-    TensorFlow alone can: then this process is the only worker, and `cluster_spec` has the TPU's own.
+    `MEGASCALE_COORDINATOR_ADDRESS`. With TensorFlow, a TPU that is named or given by address is reached over the
+    network: then this process is the only worker, and `cluster_spec` has the TPU's own. JAX and PyTorch run on its
+    hosts: there a name changes nothing, and an address is an error.
 
     Args:
         tpu: The TPU's name, or its address (`grpc://10.240.1.2:8470`), or "local" for that of this machine alone.
@@ -99,8 +101,17 @@ class TPUClusterResolver(ProcessClusterResolver):
         self._coordinator = {coordinator_name: [coordinator_address]} if coordinator_name else {}
         self._remote: CloudTPU | None = None
         name = told_name(tpu, self._environ) if tpu or not describes_slice(self._environ) else None
+        backend = keras_backend_name(self._environ)
+        require(
+            backend == "tensorflow" or "://" not in (name or ""),
+            "Only TensorFlow reaches a TPU over the network.",
+            "Run the script on every host of the TPU, with kdist.cluster_resolver.TPUClusterResolver().",
+            tpu=name,
+            backend=backend,
+        )
         self._is_local = name == "local"
-        if name and not self._is_local:
+        # Elsewhere a name is that of the slice on whose hosts the script runs.
+        if name and not self._is_local and backend == "tensorflow":
             config = node_config(self._environ)
             self._remote = CloudTPU(
                 name,
@@ -140,9 +151,8 @@ class TPUClusterResolver(ProcessClusterResolver):
         if self._remote is not None:
             return None
         if self._is_local:
-            alone = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
-            kept = ("TPU_ACCELERATOR_TYPE", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_TOPOLOGY")
-            return read_slice({name: environ[name] for name in kept if name in environ} | alone)
+            here = read_slice(environ)
+            return dataclasses.replace(here, hosts=("localhost",), worker_id=0, num_slices=1, slice_id=0)
         if describes_slice(environ):
             return read_slice(environ)
         several = {name: value for name, value in environ.items() if name.startswith("MEGASCALE_")}

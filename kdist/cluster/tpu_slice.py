@@ -57,7 +57,7 @@ class TPUSlice:
         first_host: The first host of the first slice.
         accelerator_type: Such as "v4-32"; empty where it is not known.
         topology: The chips along each axis, such as "2x2x4"; empty where it is not known.
-        chips: How many chips each process has; `None` where it is not known.
+        devices: How many devices each process has; `None` where it is not known.
     """
 
     hosts: tuple[str, ...]
@@ -67,7 +67,7 @@ class TPUSlice:
     first_host: str
     accelerator_type: str
     topology: str
-    chips: int | None
+    devices: int | None
 
     @property
     def num_workers(self) -> int:
@@ -90,17 +90,6 @@ class TPUSlice:
             index = self.slice_id * len(self.hosts) + position
             found[index] = found[index] or join_address(host, PORT + self.hosts[:position].count(host))
         return tuple(found)
-
-    @property
-    def devices(self) -> int | None:
-        """How many devices each worker has; `None` where it is not known."""
-        generation, _, number = self.accelerator_type.lower().removeprefix("tpu").rpartition("-")
-        generation = f"v{generation.removeprefix('v')}"
-        each, counted = _GENERATIONS.get(generation, (1, 0))
-        chips = self.chips
-        if chips is None and counted and number.isdigit():
-            chips = int(number) // counted // len(self.hosts)
-        return chips * each if chips else None
 
 
 def describes_slice(environ: Mapping[str, str]) -> bool:
@@ -142,15 +131,16 @@ def read_slice(environ: Mapping[str, str]) -> TPUSlice:
         given = environ.get(FIRST, "").strip()
         require(bool(given), f"`{FIRST}` must name the first host.", _SLICES_HINT, **{FIRST: given})
         first = _host_of(given, FIRST)  # whatever port it has is that of the runtime
+    kind = environ.get("TPU_ACCELERATOR_TYPE", "").strip()
     return TPUSlice(
         hosts,
         worker_id,
         num_slices,
         slice_id,
         first,
-        environ.get("TPU_ACCELERATOR_TYPE", "").strip(),
+        kind,
         environ.get("TPU_TOPOLOGY", "").strip(),
-        _read_chips(environ),
+        _count_devices(kind, len(hosts), _read_chips(environ)),
     )
 
 
@@ -175,6 +165,15 @@ def _host_of(text: str, name: str) -> str:
     """Returns the host of `host` or `host:port`."""
     host = text if re.search(r":\d+$", text) else f"{text}:{PORT}"
     return split_address(host, name)[0]
+
+
+def _count_devices(kind: str, num_hosts: int, chips: int | None) -> int | None:
+    """How many devices a process has: of its chips where they are told, else of its share of a type such as "v4-32"."""
+    generation, _, number = kind.lower().removeprefix("tpu").rpartition("-")
+    each, counted = _GENERATIONS.get(f"v{generation.removeprefix('v')}", (1, 0))
+    if chips is None and counted and re.fullmatch(r"\d{1,6}", number, re.ASCII):
+        chips = int(number) // counted // num_hosts
+    return chips * each if chips else None
 
 
 def _read_chips(environ: Mapping[str, str]) -> int | None:

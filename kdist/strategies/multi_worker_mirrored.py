@@ -16,8 +16,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     """Trains one model on several worker processes, each with one or more devices.
 
     Every worker runs the same script. Who the workers are comes from `cluster_resolver`, else from `TF_CONFIG`,
-    torchrun's variables, Slurm, MPI, or `KERAS_DISTRIBUTION_*`, in this order; where none of them says
-    anything, there is one worker. Construction blocks until all workers have come.
+    torchrun's variables, Slurm, MPI, `KERAS_DISTRIBUTION_*`, Kubernetes, SageMaker or a TPU slice, in the order of
+    `kdist info`; where none of them says anything, there is one worker. Construction blocks until all workers have
+    come.
 
     Args:
         cluster_resolver: Says who the workers are; `None` to look at the environment.

@@ -187,10 +187,26 @@ def test_a_tpu_over_the_network():
     )
     assert job.cluster_spec() == {"tpu_worker": ["10.0.0.9:8470"], "coordinator": ["10.0.0.1:9"]}
     assert UnionResolver(job).cluster_spec().jobs == ["tpu_worker", "coordinator"]
-    local = TPUClusterResolver("local", environ={"TPU_WORKER_HOSTNAMES": "a,b"}, fetch=unreachable)
+    local = TPUClusterResolver(
+        "local", environ={"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, fetch=unreachable
+    )
     assert (
         local.cluster_spec() == ClusterSpec({}) and local.master() == "" and discover(local).num_workers == 1
     )
+
+
+def test_a_name_on_the_hosts_of_a_tpu():
+    # TPU_NAME is often set there for other tools; it must not make each host train alone.
+    for backend in ("jax", "torch"):
+        named = {"KERAS_BACKEND": backend, "TPU_NAME": "my-pod"}
+        for resolver in (
+            TPUClusterResolver(environ=named, fetch=server_of(V4_32)),
+            TPUClusterResolver("my-pod", environ={"KERAS_BACKEND": backend}, fetch=server_of(V4_32)),
+        ):
+            assert (discover(resolver).worker_index, discover(resolver).num_workers) == (2, 4)
+        with pytest.raises(ValueError, match="Only TensorFlow"):
+            TPUClusterResolver("grpc://10.0.0.9:8470", environ={"KERAS_BACKEND": backend})
+    assert TPUClusterResolver("local", environ=GKE).num_accelerators() == {"TPU": 4}
 
 
 def cloud_tpu_service(answers):
@@ -242,6 +258,7 @@ def test_a_named_tpu():
 
 
 def test_connect(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "t-0,t-1")
     monkeypatch.setenv("TPU_WORKER_ID", "1")
     assert TPUClusterResolver.connect().task_id == 1
