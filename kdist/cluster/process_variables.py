@@ -11,6 +11,8 @@ from kdist.cluster.addresses import join_address, split_address
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.resolver import ClusterResolver, Task, format_master, require
 
+MOST_WORKERS = 100_000  # a WORLD_SIZE of 999999999 is a mistake, for which no list of addresses is made
+
 
 @dataclasses.dataclass(frozen=True)
 class ProcessLayout:
@@ -97,7 +99,12 @@ def read_count(environ: Mapping[str, str], name: str, hint: str, default: int | 
 def read_index(environ: Mapping[str, str], index_name: str, count_name: str, hint: str) -> tuple[int, int]:
     """Reads the number of a process and how many there are, and checks that they agree."""
     index, count = (read_count(environ, name, hint) for name in (index_name, count_name))
-    require(count >= 1, f"`{count_name}` must be at least 1.", hint, **{count_name: count})
+    require(
+        1 <= count <= MOST_WORKERS,
+        f"`{count_name}` must be at least 1, and at most {MOST_WORKERS}.",
+        hint,
+        **{count_name: count},
+    )
     require(
         index < count,
         f"`{index_name}` must be smaller than `{count_name}`.",
@@ -288,7 +295,12 @@ class KerasClusterResolver(ProcessClusterResolver):
             split_address(address, f"{prefix}JOB_ADDRESSES[{position}]")
         default = max(1, len(addresses)) if len(addresses) != 1 else None
         count = read_count(environ, f"{prefix}NUM_PROCESSES", self._HINT, default=default)
-        require(count >= 1, f"`{prefix}NUM_PROCESSES` must be at least 1.", self._HINT, NUM_PROCESSES=count)
+        require(
+            1 <= count <= MOST_WORKERS,
+            f"`{prefix}NUM_PROCESSES` must be at least 1, and at most {MOST_WORKERS}.",
+            self._HINT,
+            NUM_PROCESSES=count,
+        )
         index = read_count(environ, f"{prefix}PROCESS_ID", self._HINT, default=0 if count == 1 else None)
         require(
             index < count,

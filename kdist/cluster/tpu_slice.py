@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from kdist.cluster.addresses import join_address, split_address
 from kdist.cluster.errors import ClusterRuntimeError
 from kdist.cluster.metadata_server import Fetch
-from kdist.cluster.process_variables import read_count, read_index
+from kdist.cluster.process_variables import MOST_WORKERS, read_count, read_index
 from kdist.cluster.resolver import require
 from kdist.errors import ClusterConfigError
 
@@ -131,6 +131,12 @@ def read_slice(environ: Mapping[str, str]) -> TPUSlice:
         given = environ.get(FIRST, "").strip()
         require(bool(given), f"`{FIRST}` must name the first host.", _SLICES_HINT, **{FIRST: given})
         first = _host_of(given, FIRST)  # whatever port it has is that of the runtime
+    require(
+        num_slices * len(hosts) <= MOST_WORKERS,
+        f"The slices must have at most {MOST_WORKERS} hosts.",
+        _SLICES_HINT,
+        **{SLICES: num_slices},
+    )
     kind = environ.get("TPU_ACCELERATOR_TYPE", "").strip()
     return TPUSlice(
         hosts,
@@ -149,9 +155,9 @@ def _read_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
     listed = environ.get(name, "").strip() or "localhost"
     hosts = tuple(_host_of(part.strip(), name) for part in listed.split(","))
     if name == PROCESSES and not environ.get("CLOUD_TPU_TASK_ID"):
-        return tuple(
+        hosts = tuple(
             dict.fromkeys(hosts)
-        )  # a process that has no number of its own is the only one of its host
+        )  # without a number of its own, a process is the only one of its host
     require(
         name == PROCESSES or len(set(hosts)) == len(hosts),
         f"`{name}` must name each host once.",
@@ -207,9 +213,9 @@ def variables_of_metadata(fetch: Fetch) -> dict[str, str]:
     if kind:
         found["TPU_ACCELERATOR_TYPE"] = kind
     hosts = ",".join(_endpoint_host(part.strip()) for part in endpoints.split(","))
-    # Every process a host: what the answers say of several is for runtimes that start them.
-    found.pop(PROCESSES, None)
-    return found | {HOSTS: hosts, "TPU_WORKER_ID": number}
+    # One process a host: what is said of several is for runtimes that start them.
+    said = {name: value for name, value in found.items() if name not in (PROCESSES, "CLOUD_TPU_TASK_ID")}
+    return said | {HOSTS: hosts, "TPU_WORKER_ID": number}
 
 
 def _endpoint_host(text: str) -> str:

@@ -120,6 +120,7 @@ def test_torchrun():
         ({"RANK": None}, "RANK"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "999999999"}, "WORLD_SIZE"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR"),
         ({"MASTER_ADDR": " "}, "MASTER_ADDR"),
