@@ -81,15 +81,13 @@ class TPUSlice:
 
     @property
     def addresses(self) -> tuple[str | None, ...]:
-        """The workers' addresses: those of the own slice, and the first worker's; `None` for the others."""
+        """The workers' addresses; of several slices the first alone, since all workers must know the same."""
         if self.num_workers == 1:
             return (None,)
-        found: list[str | None] = [None] * self.num_workers
-        found[0] = join_address(self.first_host, PORT)
-        for position, host in enumerate(self.hosts):
-            index = self.slice_id * len(self.hosts) + position
-            found[index] = found[index] or join_address(host, PORT + self.hosts[:position].count(host))
-        return tuple(found)
+        if self.num_slices > 1:
+            return (join_address(self.first_host, PORT), *[None] * (self.num_workers - 1))
+        seen = [self.hosts[:position].count(host) for position, host in enumerate(self.hosts)]
+        return tuple(join_address(host, PORT + others) for host, others in zip(self.hosts, seen, strict=True))
 
 
 def describes_slice(environ: Mapping[str, str]) -> bool:
