@@ -23,12 +23,22 @@ JAXJOB_NAMES = ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PRO
 PET_NAMES = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 
 
+def jax_names(environ: Mapping[str, str]) -> tuple[str, str, str, str] | None:
+    """Returns the names under which the environment describes processes of JAX; `None` where it does not."""
+    for names in (JAX_NAMES, JAXJOB_NAMES):
+        numbered = [name for name in names[2:] if name in environ]
+        # An address alone is for jax.distributed, which may know the rest from elsewhere.
+        if len(numbered) == 2 or (numbered and names[0] in environ):
+            return names
+    return None
+
+
 class JAXClusterResolver(ProcessClusterResolver):
     """Reads the cluster from the variables of JAX programs, on every backend.
 
     They are `JAX_COORDINATOR_ADDRESS` (`host:port`, or the host alone and `JAX_COORDINATOR_PORT`),
     `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, as Kubeflow Trainer sets them; Kubeflow's older `JAXJob` leaves out
-    `JAX_`. Where some of both are set, those with `JAX_` are read.
+    `JAX_`. Where both are there, those with `JAX_` are read.
 
     Args:
         rpc_layer: The protocol that TensorFlow's tasks speak.
@@ -48,8 +58,7 @@ class JAXClusterResolver(ProcessClusterResolver):
 
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
         """Reads the variables of JAX programs; see the base class."""
-        names = JAX_NAMES if any(name in environ for name in JAX_NAMES) else JAXJOB_NAMES
-        address_name, port_name, count_name, index_name = names
+        address_name, port_name, count_name, index_name = jax_names(environ) or JAX_NAMES
         index, count = read_index(environ, index_name, count_name, self._HINT)
         first = None
         if count > 1:

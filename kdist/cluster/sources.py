@@ -17,6 +17,7 @@ from kdist.cluster.kubeflow import (
     PET_NAMES,
     JAXClusterResolver,
     PETClusterResolver,
+    jax_names,
 )
 from kdist.cluster.process_variables import (
     KerasClusterResolver,
@@ -51,10 +52,7 @@ def _tf_config_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
 def _torchrun_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     numbered = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if _counts_what_nobody_started(environ):
-        return (
-            False,
-            "RANK is that of a pod, and WORLD_SIZE counts processes that torchrun would have started",
-        )
+        return False, "RANK is that of a pod, and WORLD_SIZE counts what torchrun would have started"
     # One of the two alone is a common name for other things; with MASTER_ADDR it is a mistake worth an error.
     if len(numbered) == 2 or (numbered and "MASTER_ADDR" in environ):
         return True, f"{numbered[0]} and {'WORLD_SIZE' if len(numbered) == 2 else 'MASTER_ADDR'} are set"
@@ -102,12 +100,10 @@ def _indexed_job_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
 
 
 def _jax_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    for address, _, count, index in (JAX_NAMES, JAXJOB_NAMES):
-        numbered = [name for name in (count, index) if name in environ]
-        # An address alone is for jax.distributed, which may know the rest from elsewhere.
-        if len(numbered) == 2 or (numbered and address in environ):
-            return True, f"{numbered[0]} and {numbered[1] if len(numbered) == 2 else address} are set"
-    return False, "the number of processes and that of this one are not both set"
+    names = jax_names(environ)
+    if names is None:
+        return False, "the number of processes and that of this one are not both set"
+    return True, f"set: {', '.join(name for name in names[2:] if name in environ)}"
 
 
 def _pet_applies(environ: Mapping[str, str]) -> tuple[bool, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kdist.cluster.cloud_tpu import CloudTPU, node_config, told_name
 from kdist.cluster.cluster_spec import ClusterSpec
-from kdist.cluster.environment import keras_backend_name
+from kdist.cluster.errors import ClusterRuntimeError
 from kdist.cluster.metadata_server import Fetch, fetch_metadata
 from kdist.cluster.process_variables import ProcessClusterResolver, ProcessLayout
 from kdist.cluster.resolver import format_master, require
@@ -42,9 +42,9 @@ class TPUClusterResolver(ProcessClusterResolver):
     (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`), those of TensorFlow (`KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`, `TPU_NAME`,
     `TPU_CONFIG`), the metadata server of the TPU VM. On the hosts of a slice every process is a worker: worker 0 of
     slice 0 is the chief, and several slices are joined by `MEGASCALE_NUM_SLICES`, `MEGASCALE_SLICE_ID` and
-    `MEGASCALE_COORDINATOR_ADDRESS`. With TensorFlow, a TPU that is named or given by address is reached over the
-    network: then this process is the only worker, and `cluster_spec` has the TPU's own. JAX and PyTorch run on its
-    hosts: there a name changes nothing, and an address is an error.
+    `MEGASCALE_COORDINATOR_ADDRESS`; a name changes nothing there. Elsewhere a TPU that is named, and anywhere one that
+    is given by address, is reached over the network, which TensorFlow alone can: then this process is the only
+    worker, and `cluster_spec` has the TPU's own.
 
     Args:
         tpu: The TPU's name, or its address (`grpc://10.240.1.2:8470`), or "local" for that of this machine alone.
@@ -101,17 +101,8 @@ class TPUClusterResolver(ProcessClusterResolver):
         self._coordinator = {coordinator_name: [coordinator_address]} if coordinator_name else {}
         self._remote: CloudTPU | None = None
         name = told_name(tpu, self._environ) if tpu or not describes_slice(self._environ) else None
-        backend = keras_backend_name(self._environ)
-        require(
-            backend == "tensorflow" or "://" not in (name or ""),
-            "Only TensorFlow reaches a TPU over the network.",
-            "Run the script on every host of the TPU, with kdist.cluster_resolver.TPUClusterResolver().",
-            tpu=name,
-            backend=backend,
-        )
         self._is_local = name == "local"
-        # Elsewhere a name is that of the slice on whose hosts the script runs.
-        if name and not self._is_local and backend == "tensorflow":
+        if name and not self._is_local and not self._runs_on_hosts(name):
             config = node_config(self._environ)
             self._remote = CloudTPU(
                 name,
@@ -145,6 +136,15 @@ class TPUClusterResolver(ProcessClusterResolver):
         resolver = TPUClusterResolver(tpu, zone, project)
         resolver.cluster_spec()
         return resolver
+
+    def _runs_on_hosts(self, name: str) -> bool:
+        """Whether this machine is a host of the TPU that is named; then every host runs the script."""
+        if "://" in name or describes_slice(self._environ):
+            return "://" not in name
+        try:
+            return self._fetch("instance/attributes/agent-worker-number") is not None
+        except ClusterRuntimeError:
+            return False
 
     def _slice(self, environ: Mapping[str, str]) -> TPUSlice | None:
         """Returns the slice of which this machine is a host, `None` where the TPU is elsewhere."""

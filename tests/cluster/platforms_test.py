@@ -187,6 +187,12 @@ def test_common_names_alone_are_no_cluster():
         assert not any(report.won for report in survey({name: "1"}))
 
 
+def test_the_address_of_jax_beside_a_jaxjob():
+    address = {"JAX_COORDINATOR_ADDRESS": "elsewhere:1"}
+    assert discover(environ={**JAX_JOB, **address}).coordinator == "digits-worker-0:6666"
+    assert discover(environ={**JAX_JOB, **TRAINER_JAX}).worker_index == 2
+
+
 def test_one_worker_needs_no_address():
     for variables in (
         {"JOB_COMPLETION_INDEX": "0", "KDIST_NUM_WORKERS": "1"},
