@@ -35,6 +35,7 @@ _CONTENTS = {
     "kdist.strategies.mirrored": ("MirroredStrategy",),
     "kdist.strategies.multi_worker_mirrored": ("MultiWorkerMirroredStrategy",),
     "kdist.strategies.one_device": ("OneDeviceStrategy",),
+    "kdist.strategies.tpu": ("TPUStrategy",),
     "kdist.communication.cross_device_ops": (
         "CrossDeviceOps",
         "HierarchicalCopyAllReduce",
@@ -110,4 +111,5 @@ if TYPE_CHECKING:
     from kdist.strategies.one_device import OneDeviceStrategy
     from kdist.strategies.running import RunOptions
     from kdist.strategies.strategy import Strategy
+    from kdist.strategies.tpu import TPUStrategy
     from kdist.values import DistributedValues, ReduceOp

@@ -11,6 +11,7 @@ from kdist.strategies.central_storage import CentralStorageStrategy
 from kdist.strategies.multi_worker_mirrored import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from kdist.strategies.tpu import ExperimentalTPUStrategy as TPUStrategy
 from kdist.synchrony import check_in_sync
 from kdist.training.preemption import PreemptionCheckpointHandler, TerminationConfig
 
@@ -25,6 +26,7 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "PreemptionCheckpointHandler",
+    "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
     "check_in_sync",

@@ -71,6 +71,20 @@ GAPS = (
         for strategy in ("FullyShardedStrategy", "ModelParallelStrategy", "KerasDistributionStrategy")
     ),
     Gap(
+        "TPUStrategy",
+        "tensorflow",
+        "create",
+        "On TensorFlow a TPU runs one program for all replicas, which kdist traces one by one.",
+        "Use KERAS_BACKEND=jax, or tf.distribute.TPUStrategy itself, with the numbers that it gives.",
+    ),
+    Gap(
+        "TPUStrategy",
+        "torch",
+        "create",
+        "Keras on PyTorch knows CPUs and GPUs, no TPUs.",
+        "Use KERAS_BACKEND=jax: the same script runs there.",
+    ),
+    Gap(
         "MultiWorkerMirroredStrategy",
         "tensorflow",
         "devices",

@@ -13,7 +13,6 @@ _INSTEAD = {
     "ParameterServerStrategy": _SYNCHRONOUS,
     "PreemptionWatcher": "Use kdist.experimental.PreemptionCheckpointHandler.",
     "Server": _SYNCHRONOUS,
-    "TPUStrategy": "Use kdist.MirroredStrategy with KERAS_BACKEND=jax, which takes all cores of this host.",
     "coordinator": _SYNCHRONOUS,
     "partitioners": _SYNCHRONOUS,
 }

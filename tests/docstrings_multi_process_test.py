@@ -19,8 +19,11 @@ from tests.processes import BACKENDS, run, strategy
 ELSEWHERE = ("cluster", "launch", "testing")  # whose `>>>` lines need no worker
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
-# What cannot run here, and why.
+# Blocks that cannot run here, and why; lines with `>>>` run anywhere.
 NOT_RUN = {
+    "kdist.cluster.gce.GCEClusterResolver": "asks Google",
+    "kdist.cluster.kubernetes.KubernetesClusterResolver": "asks Kubernetes",
+    "kdist.strategies.tpu.TPUStrategy": "needs TPUs; see tests/tpu_strategy_multi_process_test.py",
     "kdist.testing.pool.WorkerPool": "starts workers of its own, as tests/testing/pool_multi_process_test.py does",
     "kdist.launch.function.launch": "starts workers of its own, as tests/launch/launch_multi_process_test.py does",
 }
@@ -136,7 +139,12 @@ def examples_in(path):
 
 
 FILES = sorted((ROOT / "kdist").rglob("*.py"))
-EXAMPLES = [example for path in FILES for example in examples_in(path) if example.name not in NOT_RUN]
+EXAMPLES = [
+    example
+    for path in FILES
+    for example in examples_in(path)
+    if not (example.block and example.name in NOT_RUN)
+]
 
 
 def cells():

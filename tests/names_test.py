@@ -12,7 +12,6 @@ def test_a_wrong_name_is_answered_with_the_nearest_one():
         (kdist, "MirorredStrategy", "Did you mean 'MirroredStrategy'?"),
         (kdist.experimental, "CommunicationOption", "Did you mean 'CommunicationOptions'?"),
         (kdist.cluster_resolver, "TFConfigResolver", "Did you mean 'TFConfigClusterResolver'?"),
-        (kdist, "TPUStrategy", "yet. Use kdist.MirroredStrategy with KERAS_BACKEND=jax"),
         (kdist, "ParameterServerStrategy", "yet. Use kdist.MultiWorkerMirroredStrategy"),
         (kdist.cluster_resolver, "TPUResolver", "Did you mean 'TPUClusterResolver'?"),
     ):

@@ -213,6 +213,11 @@ class TPUClusterResolver(ProcessClusterResolver):
         found = self._slice(self._environ)
         return {"TPU": found.devices} if found is not None and found.devices else {}
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the TPU is reached over the network, so that its hosts do not run this script."""
+        return self._remote is not None
+
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
         """Returns what is known of the TPUs before their devices are opened.
 
