@@ -11,10 +11,19 @@ CAPABILITIES = {
     "create": "the strategy itself",
     "devices": "several devices in one process",
     "workers": "several workers",
-    "fit": "`fit`",
+    "fit": "`fit` on arrays",
     "evaluate": "`evaluate`",
     "predict": "`predict`",
-    "loop": "loops of your own",
+    "loop": "a loop of your own",
+    "tf_data": "`tf.data.Dataset`",
+    "data_loader": "PyTorch's `DataLoader`",
+    "py_dataset": "`keras.utils.PyDataset`",
+    "generator": "a generator",
+    "distribute_dataset": "`experimental_distribute_dataset`",
+    "from_function": "`distribute_datasets_from_function`",
+    "numpy_dataset": "`make_experimental_numpy_dataset`",
+    "save": "`model.save`",
+    "checkpoint": "`kdist.Checkpoint`",
 }
 
 

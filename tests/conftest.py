@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--contract-results", default=None, help="write the result of each contract cell to this file"
     )
+    parser.addoption("--support-results", default=None, help="write what each strategy can do to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,6 +98,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     reports.print_contract(terminalreporter, config.getoption("--contract-results"))
     reports.print_faults(terminalreporter)
+    reports.write_support(terminalreporter, config.getoption("--support-results"))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,13 +54,7 @@ def _contract_lines(results: dict[str, str]) -> Iterator[str]:
 
 def print_faults(reporter: pytest.TerminalReporter) -> None:
     """Prints how many seconds after each fault the last worker had ended; ↺ where the job was started again."""
-    cells = [
-        value
-        for reports in reporter.stats.values()
-        for report in reports
-        for name, value in getattr(report, "user_properties", ())
-        if name == "fault matrix" and report.when == "call"
-    ]
+    cells = _recorded(reporter, "fault matrix")
     if not cells:
         return
     places = sorted({place for _, place, _ in cells})
@@ -68,3 +63,21 @@ def print_faults(reporter: pytest.TerminalReporter) -> None:
     for row in sorted({row for row, _, _ in cells}):
         found = {place: result for other, place, result in cells if other == row}
         reporter.write_line(f"{row:38}" + "".join(f"{found.get(place, ''):>13}" for place in places))
+
+
+def write_support(reporter: pytest.TerminalReporter, path: str | None) -> None:
+    """Writes what each strategy can do on each backend to a file, if one is named."""
+    if path:
+        results = dict(sorted(_recorded(reporter, "support")))
+        Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def _recorded(reporter: pytest.TerminalReporter, wanted: str) -> list[Any]:
+    """What the tests have recorded under a name."""
+    return [
+        value
+        for reports in reporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == wanted and report.when == "call"
+    ]

@@ -1,0 +1,306 @@
+"""What every strategy can do on every backend: each capability tried with a model whose numbers are known by hand.
+
+The page of the docs is made from what the tests found: `python -m kdist.testing.conformance.support RESULTS PAGE`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdist import gaps
+
+BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
+# Each strategy, and with how many workers it is tried.
+STRATEGIES = {
+    "OneDeviceStrategy": 1,
+    "MirroredStrategy": 1,
+    "experimental.CentralStorageStrategy": 1,
+    "MultiWorkerMirroredStrategy": 2,
+    "TPUStrategy": 1,
+}
+ROWS, BATCH, RATE = 12, 5, 0.1
+X = np.random.RandomState(5).randn(ROWS, 3).astype("float32")
+Y = np.random.RandomState(6).randn(ROWS, 1).astype("float32")
+START = np.array([[0.5], [-1.0], [0.25]], "float32")
+
+_functions: dict[str, Callable[[Any, str], None]] = {}
+
+
+def make_strategy(name: str) -> Any:
+    """Returns a strategy on two CPU devices of this process, or on one of each of its workers."""
+    import kdist
+    from kdist.cluster_resolver import TPUClusterResolver
+
+    two = ["cpu:0", "cpu:1"]
+    one_host = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
+    return {
+        "OneDeviceStrategy": lambda: kdist.OneDeviceStrategy("cpu:0"),
+        "MirroredStrategy": lambda: kdist.MirroredStrategy(two),
+        "experimental.CentralStorageStrategy": lambda: kdist.experimental.CentralStorageStrategy(
+            two, "cpu:0"
+        ),
+        "MultiWorkerMirroredStrategy": kdist.MultiWorkerMirroredStrategy,
+        "TPUStrategy": lambda: kdist.TPUStrategy(TPUClusterResolver(environ=one_host), devices=two),
+    }[name]()
+
+
+def run_all(name: str, folder: str) -> dict[str, str]:
+    """Tries all capabilities of a strategy.
+
+    Args:
+        name: Of the strategy, below `kdist`.
+        folder: For files, one for all workers.
+
+    Returns:
+        For each key of `gaps.CAPABILITIES` "passed", "gap" where one is declared and the error says so, or what
+        went wrong.
+    """
+    import keras
+
+    from kdist.errors import UnsupportedError
+
+    backend = keras.backend.backend()
+    class_name = name.rpartition(".")[2]
+    try:
+        strategy = make_strategy(name)
+    except UnsupportedError:
+        return dict.fromkeys(_functions, "gap" if gaps.find(class_name, backend, "create") else "undeclared")
+    results = {}
+    for capability, function in _functions.items():
+        declared = gaps.find(class_name, backend, capability)
+        try:
+            function(strategy, os.path.join(folder, capability))
+            results[capability] = "passed" if declared is None else "passed, in spite of its gap"
+        except UnsupportedError:
+            results[capability] = "gap" if declared else "undeclared"
+        except Exception as error:
+            results[capability] = f"{type(error).__name__}: {error}"
+    return results
+
+
+def _capability(function: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    name = function.__name__.strip("_")
+    assert name in gaps.CAPABILITIES
+    _functions[name] = function
+    return function
+
+
+def _batches(size: int = BATCH) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for start in range(0, ROWS, size):
+        yield X[start : start + size], Y[start : start + size]
+
+
+def _trained(batches: Any) -> np.ndarray:
+    """The weights after a step of gradient descent a batch, by hand."""
+    weights = START.astype("float64")
+    for x, y in batches:
+        weights = weights - RATE * 2 * x.T @ (x @ weights - y) / len(x)
+    return weights
+
+
+def _model(strategy: Any) -> Any:
+    import keras
+
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(keras.optimizers.SGD(RATE), "mse")
+    model.set_weights([START])
+    return model
+
+
+def _same(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def _check_fit(strategy: Any, data: Any, expected: Any = None, **arguments: Any) -> Any:
+    model = _model(strategy)
+    model.fit(data, verbose=0, **arguments)
+    _same(model.get_weights()[0], _trained(_batches()) if expected is None else expected)
+    return model
+
+
+@_capability
+def _fit(strategy: Any, folder: str) -> None:
+    _check_fit(strategy, X, y=Y, batch_size=BATCH, shuffle=False)
+
+
+@_capability
+def _evaluate(strategy: Any, folder: str) -> None:
+    loss = _model(strategy).evaluate(X, Y, batch_size=BATCH, verbose=0)
+    _same(loss, np.mean((X @ START - Y) ** 2))
+
+
+@_capability
+def _predict(strategy: Any, folder: str) -> None:
+    _same(_model(strategy).predict(X, batch_size=BATCH, verbose=0), X @ START)
+
+
+@_capability
+def _loop(strategy: Any, folder: str) -> None:
+    import keras
+
+    import kdist
+
+    model = _model(strategy)
+
+    def step(x: Any, y: Any) -> Any:
+        def loss() -> Any:
+            return kdist.nn.compute_average_loss(keras.ops.mean((model(x) - y) ** 2, axis=-1))
+
+        value, gradients = kdist.value_and_grad(loss, model.trainable_variables)()
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return value
+
+    losses = [
+        strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+        for batch in strategy.experimental_distribute_dataset(list(_batches(4)))
+    ]
+    _same(float(losses[0]), np.mean((X[:4] @ START - Y[:4]) ** 2))
+    _same(model.get_weights()[0], _trained(_batches(4)))
+
+
+@_capability
+def _tf_data(strategy: Any, folder: str) -> None:
+    import tensorflow as tf
+
+    _check_fit(strategy, tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH))
+
+
+@_capability
+def _data_loader(strategy: Any, folder: str) -> None:
+    import torch
+
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    _check_fit(strategy, torch.utils.data.DataLoader(rows, batch_size=BATCH))
+
+
+@_capability
+def _py_dataset(strategy: Any, folder: str) -> None:
+    import keras
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return -(-ROWS // BATCH)
+
+        def __getitem__(self, index: int) -> Any:
+            return list(_batches())[index]
+
+    _check_fit(strategy, Batches(), shuffle=False)
+
+
+@_capability
+def _generator(strategy: Any, folder: str) -> None:
+    _check_fit(strategy, _batches())
+
+
+@_capability
+def _distribute_dataset(strategy: Any, folder: str) -> None:
+    _check_fit(strategy, strategy.experimental_distribute_dataset(list(_batches())))
+
+
+@_capability
+def _from_function(strategy: Any, folder: str) -> None:
+    def dataset_fn(context: Any) -> Any:
+        mine = slice(context.input_pipeline_id, None, context.num_input_pipelines)
+        x, y = X[mine], Y[mine]
+        return [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
+
+    runtime = strategy.runtime
+    local, workers = len(runtime.devices), runtime.num_workers
+    number = local * workers
+    # Of each worker's rows, which are dealt out, its replicas take the next ones.
+    steps = [
+        [(step * local + i) * workers + worker for worker in range(workers) for i in range(local)]
+        for step in range(ROWS // number)
+    ]
+    _check_fit(
+        strategy,
+        strategy.distribute_datasets_from_function(dataset_fn),
+        _trained((X[rows], Y[rows]) for rows in steps),
+    )
+
+
+@_capability
+def _numpy_dataset(strategy: Any, folder: str) -> None:
+    dataset = strategy.make_experimental_numpy_dataset((X, Y)).batch(BATCH)
+    _check_fit(strategy, strategy.experimental_distribute_dataset(dataset))
+
+
+@_capability
+def _save(strategy: Any, folder: str) -> None:
+    import keras
+
+    model = _check_fit(strategy, X, y=Y, batch_size=BATCH, shuffle=False)
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, "model.keras")
+    model.save(path)
+    _same(keras.models.load_model(path).get_weights()[0], model.get_weights()[0])
+
+
+@_capability
+def _checkpoint(strategy: Any, folder: str) -> None:
+    import kdist
+
+    model = _check_fit(strategy, X, y=Y, batch_size=BATCH, shuffle=False)
+    trained = model.get_weights()
+    checkpoint = kdist.Checkpoint(model=model)
+    path = checkpoint.save(os.path.join(folder, "ckpt"))
+    model.set_weights([START])
+    checkpoint.restore(path).assert_consumed()
+    _same(model.get_weights()[0], trained[0])
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def page(results: dict[str, dict[str, str]]) -> str:
+    """Returns the page, in Markdown.
+
+    Args:
+        results: For "strategy-backend" what `run_all` returned.
+    """
+    lines = [
+        "# What works where",
+        "",
+        "Each mark stands for a run of the tests, on CPUs: a small model under the strategy, whose numbers are those",
+        "that come out by hand. More of `fit` is in [the contract](index.md). Written by `make table`.",
+    ]
+    notes: list[str] = []
+    for backend, title in BACKENDS.items():
+        columns = [name for name in STRATEGIES if f"{name}-{backend}" in results]
+        lines += ["", f"## {title}", "", f"| | {' | '.join(f'`{name}`' for name in columns)} |"]
+        lines.append("| --- |" + " :-: |" * len(columns))
+        for capability in _functions:
+            cells = [_mark(name, backend, capability, results, notes) for name in columns]
+            lines.append(f"| {gaps.CAPABILITIES[capability]} | {' | '.join(cells)} |")
+    lines += ["", "## Why not", ""]
+    lines += [f"{number}. {note}" for number, note in enumerate(notes, start=1)]
+    return "\n".join(lines) + "\n"
+
+
+def _mark(name: str, backend: str, capability: str, results: Any, notes: list[str]) -> str:
+    outcome = results[f"{name}-{backend}"][capability]
+    gap = gaps.find(name.rpartition(".")[2], backend, capability)
+    if outcome != "gap" or gap is None:
+        return "✓" if outcome == "passed" else "✗"
+    note = f"{gap.reason} {gap.remedy}"
+    if note not in notes:
+        notes.append(note)
+    return f"[{notes.index(note) + 1}](#why-not)"
+
+
+def main(arguments: list[str]) -> None:
+    """Reads the results and writes the page."""
+    results, document = map(Path, arguments)
+    document.write_text(page(json.loads(results.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
