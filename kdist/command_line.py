@@ -1,4 +1,4 @@
-"""The command line: `kdist run`, `kdist info`, `kdist demo`, `kdist checkpoint`."""
+"""The command line: `kdist run`, `kdist manifest`, `kdist info`, `kdist demo`, `kdist checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from kdist.cluster import environment
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
 from kdist.launch import restarts
 from kdist.launch.info import print_info
+from kdist.launch.manifest import command as manifest_command
+from kdist.launch.options import target as read_target
 from kdist.launch.plan import check_backend, parse_hosts, resolve_num_workers
 from kdist.launch.restarts import Job
 
@@ -40,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--backend", choices=("tensorflow", "jax", "torch"))
     demo.add_argument("--epochs", type=int, default=8)
     checkpoint_command.add_to(commands)
+    manifest_command.add_to(commands)
     return parser
 
 
@@ -103,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return print_info()
         if options.command == "checkpoint":
             return checkpoint_command.main(options)
+        if options.command == "manifest":
+            return manifest_command.main(options)
         from kdist.demo import main as demo_main  # not on top: the demo needs NumPy, the launcher does not
 
         return demo_main(options.num_workers, options.backend, options.epochs)
@@ -141,15 +146,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _worker_command(options: argparse.Namespace) -> list[str]:
-    target = list(options.target)
-    if target[:1] == ["--"]:
-        del target[0]
-    if not target or target[0].startswith("-"):
-        raise InvalidArgumentError(
-            "There must be a script to run, after kdist's own options.",
-            received={"script": target[0] if target else None},
-            hint="For example: kdist run --num-workers 2 train.py",
-        )
+    target = read_target(options, "kdist run --num-workers 2 train.py")
     if options.module:
         _check_module(target[0])
         return [sys.executable, "-m", *target]

@@ -117,20 +117,29 @@ def parse_hosts(text: str | None) -> list[str]:
     return entries
 
 
+def check_backend_name(name: str | None) -> None:
+    """Checks that a backend is one of kdist's; `None` is not checked.
+
+    Raises:
+        BackendError: If it is unknown.
+    """
+    if name is not None and name.lower() not in BACKENDS:
+        raise BackendError(
+            f"The backend must be one of {', '.join(BACKENDS)}.",
+            received={"backend": name},
+            hint="For example: kdist run --backend jax train.py",
+        )
+
+
 def check_backend(name: str | None) -> None:
     """Checks that a backend is one of kdist's and is installed, without importing it; `None` is not checked.
 
     Raises:
         BackendError: If it is unknown, or it or Keras is not installed.
     """
+    check_backend_name(name)
     if name is None:
         return
-    if name.lower() not in BACKENDS:
-        raise BackendError(
-            f"The backend must be one of {', '.join(BACKENDS)}.",
-            received={"backend": name},
-            hint="For example: kdist run --backend jax train.py",
-        )
     for package in (name.lower(), "keras"):
         if importlib.util.find_spec(package) is None:
             raise BackendError(

@@ -13,6 +13,7 @@ from kdist.cluster import injection, liveness
 from kdist.cluster.injection import Fault
 from kdist.errors import InvalidArgumentError
 from kdist.launch import linux, report
+from kdist.launch.options import whole_number
 from kdist.launch.output import Sink, sinks
 from kdist.launch.plan import JobPlan, plan_job
 from kdist.launch.supervisor import Outcome, Supervisor
@@ -81,7 +82,7 @@ def read_options(options: argparse.Namespace, local_workers: int, hosts: Sequenc
     total = local_workers * max(1, len(hosts))
     fewest = None
     if options.min_workers is not None:
-        fewest = _whole_number("--min-workers", options.min_workers, 1)
+        fewest = whole_number("--min-workers", options.min_workers, 1)
         if fewest > local_workers or len(hosts) > 1:
             raise InvalidArgumentError(
                 "--min-workers must not be more than there are workers, and needs a job of one machine: on several, "
@@ -97,7 +98,7 @@ def read_options(options: argparse.Namespace, local_workers: int, hosts: Sequenc
                 received={"inject": str(fault)},
             )
     return Policy(
-        max_restarts=_whole_number("--max-restarts", options.max_restarts, 0),
+        max_restarts=whole_number("--max-restarts", options.max_restarts, 0),
         min_workers=fewest,
         heartbeat_timeout=_seconds("--heartbeat-timeout", options.heartbeat_timeout),
         hang_timeout=_seconds("--hang-timeout", options.hang_timeout),
@@ -107,14 +108,6 @@ def read_options(options: argparse.Namespace, local_workers: int, hosts: Sequenc
 
 def _seconds(name: str, text: str | None) -> float | None:
     return None if text is None else liveness.parse_seconds(text, name)
-
-
-def _whole_number(name: str, text: str, least: int) -> int:
-    if not (text.isascii() and text.isdigit() and least <= int(text[:9])):
-        raise InvalidArgumentError(
-            f"{name} must be a whole number, at least {least}.", received={name.lstrip("-"): text}
-        )
-    return int(text[:9])
 
 
 @dataclasses.dataclass(kw_only=True)

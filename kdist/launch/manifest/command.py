@@ -1,0 +1,56 @@
+"""`kdist manifest kubernetes|slurm`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kdist.errors import InvalidArgumentError
+from kdist.launch.manifest import kubernetes, request, slurm
+
+_EXAMPLES = """examples:
+  kdist manifest kubernetes -n 4 --gpus 1 --image registry/train:1 train.py --epochs 5 | kubectl apply -f -
+  kdist manifest slurm -n 4 --gpus 1 --time 12:00:00 --output train.sh train.py && sbatch train.sh
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to the command line of kdist."""
+    manifest = commands.add_parser(
+        "manifest",
+        help="write a job for Kubernetes or Slurm",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    schedulers = manifest.add_subparsers(dest="scheduler", required=True, metavar="SCHEDULER")
+    for name, module, what in (
+        ("kubernetes", kubernetes, "an Indexed Job with its Service and volume"),
+        ("slurm", slurm, "a script for sbatch"),
+    ):
+        parser = schedulers.add_parser(
+            name,
+            help=f"write {what}",
+            usage=f"kdist manifest {name} -n N [options] script.py [argument ...]\n"
+            f"       kdist manifest {name} -n N [options] -m module [argument ...]",
+            allow_abbrev=False,
+        )
+        module.add_options(parser)
+        parser.set_defaults(write=module.write)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints the manifest, or writes it to a file; returns the exit code."""
+    text = options.write(request.read_options(options), options)
+    if options.output is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        with open(options.output, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise InvalidArgumentError(
+            "The manifest's file must be one that can be written.",
+            received={"output": options.output, "error": str(error)},
+        ) from error
+    return 0

@@ -1,0 +1,229 @@
+"""An Indexed Job of Kubernetes: one pod a worker, with a host name that stays, and a volume that all share.
+
+Workers that train together end together: where one fails, the engines of the others notice it, and they fail, too. So
+Kubernetes starts each pod again by itself, and all meet at the address of worker 0. What is left to say here is which
+ends count, and that the job ends with the first worker that has used up its restarts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from kdist.cluster import liveness, split_address
+from kdist.errors import InvalidArgumentError
+from kdist.launch.manifest import yaml
+from kdist.launch.manifest.request import Request
+from kdist.launch.manifest.request import add_options as add_common_options
+
+_PORT = "2222"
+# Pods wait for their node, their image, and after a failure for Kubernetes, which waits 10 minutes at most.
+_JOIN_SECONDS = "1800"
+_WRONG_CALL = 2  # of kdist, argparse, and of Python where there is no such script
+_WORKER = "worker"  # the container's name
+_QUANTITY = re.compile(r"[1-9][0-9]*([KMGT]i?)?")
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `kdist manifest kubernetes`."""
+    add_common_options(parser, checkpoint_dir="/checkpoints")
+    add = parser.add_argument
+    add("--image", required=True, help="the container's, with kdist, the backend and the script in it")
+    add("--namespace", help="by default that of kubectl's context")
+    add("--port", default=_PORT, metavar="P", help=f"where worker 0 listens (default {_PORT})")
+    add("--claim", metavar="NAME", help="a PersistentVolumeClaim that exists; by default one is written, too")
+    add("--storage", default="10Gi", metavar="Q", help="how much the written claim asks for (default 10Gi)")
+    add("--storage-class", metavar="NAME", help="of the written claim; it must allow ReadWriteMany")
+    add("--shared-memory", default="2Gi", metavar="Q", help="size of /dev/shm (default 2Gi)")
+
+
+def write(request: Request, options: argparse.Namespace) -> str:
+    """Returns the manifest, in YAML."""
+    _check(request, options)
+    objects = [_service(request), _job(request, options)]
+    if options.claim is None:
+        objects.insert(0, _claim(request, options))
+    for one in objects:
+        if options.namespace:
+            one["metadata"]["namespace"] = options.namespace
+    return _head(request, options) + "---\n".join(yaml.dump(one) for one in objects)
+
+
+def _check(request: Request, options: argparse.Namespace) -> None:
+    split_address(f"host:{options.port}", "--port")
+    for name in ("storage", "shared_memory"):
+        if not _QUANTITY.fullmatch(getattr(options, name)):
+            raise InvalidArgumentError(
+                f"--{name.replace('_', '-')} must be a quantity of Kubernetes.",
+                received={name: getattr(options, name)},
+                hint="For example: 10Gi",
+            )
+    for name in ("namespace", "claim", "storage_class"):
+        value = getattr(options, name)
+        if value is not None and not _SUBDOMAIN.fullmatch(value):
+            raise InvalidArgumentError(
+                f"--{name.replace('_', '-')} must be a name of Kubernetes: small letters, digits, hyphens.",
+                received={name: value},
+            )
+    if not re.fullmatch(r"[\w./:@-]+", options.image, re.ASCII):
+        raise InvalidArgumentError("--image must be the name of an image.", received={"image": options.image})
+    if not request.checkpoint_dir.startswith("/") or ":" in request.checkpoint_dir:
+        raise InvalidArgumentError(
+            "--checkpoint-dir must be the path at which a pod sees the volume.",
+            received={"checkpoint_dir": request.checkpoint_dir},
+            hint="For example: --checkpoint-dir /checkpoints",
+        )
+
+
+def _head(request: Request, options: argparse.Namespace) -> str:
+    name, where = request.name, f" --namespace {options.namespace}" if options.namespace else ""
+    lines = [
+        "Written by kdist manifest kubernetes, for Kubernetes 1.29 or later.",
+        f"What it prints:  kubectl logs{where} --prefix --follow --max-log-requests {request.num_workers} "
+        f"--selector job-name={name}",
+        f"To start anew:   kubectl delete{where} job {name}    and apply this again; the checkpoints stay",
+    ]
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _claim_name(request: Request, options: argparse.Namespace) -> str:
+    return options.claim or f"{request.name}-checkpoints"
+
+
+def _labels(request: Request) -> dict[str, str]:
+    return {"app.kubernetes.io/name": request.name, "app.kubernetes.io/managed-by": "kdist"}
+
+
+def _claim(request: Request, options: argparse.Namespace) -> dict[str, Any]:
+    spec: dict[str, Any] = {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": options.storage}},
+    }
+    if options.storage_class:
+        spec["storageClassName"] = options.storage_class
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": _claim_name(request, options), "labels": _labels(request)},
+        "spec": spec,
+    }
+
+
+def _service(request: Request) -> dict[str, Any]:
+    """Gives the pods their names in DNS, before they are ready."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": request.name, "labels": _labels(request)},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": request.name},
+        },
+    }
+
+
+def _job(request: Request, options: argparse.Namespace) -> dict[str, Any]:
+    spec: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "completions": request.num_workers,
+        "parallelism": request.num_workers,
+        "backoffLimitPerIndex": request.max_restarts,
+        "maxFailedIndexes": 0,  # the others cannot go on without the one that has
+        "podFailurePolicy": {"rules": _rules(request)},
+    }
+    if request.seconds is not None:
+        spec["activeDeadlineSeconds"] = request.seconds
+    spec["template"] = {"metadata": {"labels": _labels(request)}, "spec": _pod(request, options)}
+    metadata = {"name": request.name, "labels": _labels(request)}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def _rules(request: Request) -> list[dict[str, Any]]:
+    """Which ends do not count against the restarts, and which cannot be helped by one."""
+
+    def code(action: str, value: int) -> dict[str, Any]:
+        codes = {"containerName": _WORKER, "operator": "In", "values": [value]}
+        return {"action": action, "onExitCodes": codes}
+
+    rules = [code("FailJob", _WRONG_CALL)]
+    if request.max_restarts:  # without, a preempted job ends, too, as under `kdist run`
+        evicted = {"type": "DisruptionTarget", "status": "True"}
+        rules += [
+            code("Ignore", liveness.PREEMPTED),
+            {"action": "Ignore", "onPodConditions": [evicted]},
+        ]
+    return rules
+
+
+def _pod(request: Request, options: argparse.Namespace) -> dict[str, Any]:
+    pod: dict[str, Any] = {
+        "subdomain": request.name,
+        "restartPolicy": "Never",  # by the kubelet, which knows no rules; the Job makes a new pod
+        "terminationGracePeriodSeconds": request.grace,
+        # Else Python is process 1, which a SIGTERM that nobody handles does not end.
+        "shareProcessNamespace": True,
+    }
+    if request.gpus:
+        pod["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    shared_memory = {"medium": "Memory", "sizeLimit": options.shared_memory}
+    return pod | {
+        "containers": [_container(request, options)],
+        "volumes": [
+            {
+                "name": "checkpoints",
+                "persistentVolumeClaim": {"claimName": _claim_name(request, options)},
+            },
+            {"name": "shared-memory", "emptyDir": shared_memory},
+        ],
+    }
+
+
+def _container(request: Request, options: argparse.Namespace) -> dict[str, Any]:
+    container: dict[str, Any] = {
+        "name": _WORKER,
+        "image": options.image,
+        # `$(…)` would be replaced by Kubernetes.
+        "command": [word.replace("$(", "$$(") for word in request.command],
+        "env": _environment(request, options),
+    }
+    if resources := _resources(request):
+        container["resources"] = resources
+    # NCCL and the processes of a DataLoader use far more than the 64 MiB that a container has by itself.
+    container["volumeMounts"] = [
+        {"name": "checkpoints", "mountPath": request.checkpoint_dir},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
+    return container
+
+
+def _environment(request: Request, options: argparse.Namespace) -> list[dict[str, Any]]:
+    name = request.name
+    variables = {
+        "KDIST_NUM_WORKERS": str(request.num_workers),
+        "KDIST_COORDINATOR_ADDRESS": f"{name}-0.{name}:{options.port}",
+        liveness.JOIN_VARIABLE: _JOIN_SECONDS,
+    }
+    if request.cpus is not None:  # a container sees all cores of its node
+        variables |= dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), str(request.cpus))
+    variables |= {key: value.replace("$(", "$$(") for key, value in request.variables.items()}
+    failures = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
+    told: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in variables.items()]
+    if liveness.RESTART_VARIABLE not in variables:
+        told.append({"name": liveness.RESTART_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": failures}}})
+    return told
+
+
+def _resources(request: Request) -> dict[str, dict[str, str]]:
+    """What a worker asks for. There is no limit of cores: it would make a worker wait, and all others for it."""
+    requests, limits = {}, {}
+    if request.cpus is not None:
+        requests["cpu"] = str(request.cpus)
+    if request.megabytes is not None:
+        requests["memory"] = limits["memory"] = f"{request.megabytes}Mi"
+    if request.gpus:
+        limits["nvidia.com/gpu"] = str(request.gpus)
+    resources = {"requests": requests, "limits": limits}
+    return {kind: amounts for kind, amounts in resources.items() if amounts}

@@ -1,0 +1,110 @@
+"""A script for `sbatch`: one task a worker, started by `srun`, whose variables describe the cluster.
+
+Slurm starts a job again whose node has failed, or that was preempted. The script starts a step again that has failed,
+and gives the job back to the queue where the workers have saved because its time is up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import shlex
+
+from kdist.cluster import liveness
+from kdist.errors import InvalidArgumentError
+from kdist.launch.manifest.request import CHECKPOINTS, Request
+from kdist.launch.manifest.request import add_options as add_common_options
+from kdist.launch.options import whole_number
+
+_WORD = re.compile(r"[A-Za-z0-9_.,:+=@%/-]+")
+# All workers: a worker ends by itself when another one has, and may take longer, to save. Told explicitly, for a
+# site may have chosen otherwise. kdist counts the tasks node by node.
+_SRUN = "srun --kill-on-bad-exit=0 --wait=0 --distribution=block --label"
+_LOOP = """\
+# A step that has failed is started again: {max_restarts} more times. What a checkpoint holds is not lost.
+for ((start = 0; start <= {max_restarts}; start++)); do
+  export {restart}=$((${{SLURM_RESTART_COUNT:-0}} + start))
+  {step}
+  code=$?
+  case $code in
+    0 | 2) exit $code ;; # all is done, or the call is wrong
+    {preempted}) # the workers have saved and want to go on: back to the queue
+      scontrol requeue "$SLURM_JOB_ID"
+      exit $code ;;
+  esac
+done
+exit $code
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `kdist manifest slurm`."""
+    add_common_options(parser, checkpoint_dir="checkpoints")
+    parser.add_argument("--nodes", metavar="N", help="on how many machines; by default as Slurm finds room")
+    parser.add_argument("--partition", help="of the cluster")
+    parser.add_argument("--account", help="who pays")
+
+
+def write(request: Request, options: argparse.Namespace) -> str:
+    """Returns the script."""
+    directives = "".join(
+        f"#SBATCH --{name}" + (f"={value}\n" if value else "\n")
+        for name, value in _directives(request, options).items()
+        if value is not None
+    )
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in _variables(request).items())
+    step = _SRUN
+    if request.cpus is not None:
+        step += f" --cpus-per-task={request.cpus}"  # srun does not take it from sbatch
+    step += f" {shlex.join(request.command)}"
+    body = f"exec {step}\n"
+    if request.max_restarts:
+        body = _LOOP.format(
+            max_restarts=request.max_restarts,
+            restart=liveness.RESTART_VARIABLE,
+            preempted=liveness.PREEMPTED,
+            step=step,
+        )
+    return (
+        "#!/bin/bash\n# Written by kdist manifest slurm. Submit it with sbatch.\n"
+        f'{directives}\n{exports}mkdir -p "${CHECKPOINTS}"\n\n{body}'
+    )
+
+
+def _directives(request: Request, options: argparse.Namespace) -> dict[str, str | None]:
+    """The options of `sbatch`, by name; "" for one without a value, and `None` for one that is left out."""
+    for name in ("partition", "account"):
+        value = getattr(options, name)
+        if value is not None and not _WORD.fullmatch(value):
+            raise InvalidArgumentError(f"--{name} must be a name of Slurm.", received={name: value})
+    nodes = None if options.nodes is None else str(whole_number("--nodes", options.nodes, 1))
+    memory = None if request.megabytes is None else math.ceil(request.megabytes / (request.cpus or 1))
+    return {
+        "job-name": request.name,
+        "account": options.account,
+        "partition": options.partition,
+        "nodes": nodes,
+        "ntasks": str(request.num_workers),
+        "cpus-per-task": None if request.cpus is None else str(request.cpus),
+        "gpus-per-task": str(request.gpus) if request.gpus else None,
+        "mem-per-cpu": None if memory is None else f"{memory}M",
+        "time": None if request.seconds is None else _time(request.seconds),
+        "output": f"{request.name}-%j.log",
+        "open-mode": "append",
+        # To the workers, not to this script.
+        "signal": f"TERM@{request.grace}",
+        "requeue" if request.max_restarts else "no-requeue": "",
+    }
+
+
+def _time(seconds: int) -> str:
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}-{hours:02}:{minutes:02}:{seconds:02}"
+
+
+def _variables(request: Request) -> dict[str, str]:
+    threads = {} if request.cpus is None else {"OMP_NUM_THREADS": str(request.cpus)}
+    return threads | request.variables
