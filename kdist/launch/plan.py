@@ -16,6 +16,7 @@ from kdist.errors import BackendError, InvalidArgumentError
 from kdist.launch.linux import JOB_VARIABLE
 
 BACKENDS = ("tensorflow", "jax", "torch")  # names of the packages, too
+THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")  # how many an engine takes, if they say nothing else
 # torchrun's agent sets these for its own workers; below kdist's launcher they would be lies.
 _STALE = (
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -24,6 +25,16 @@ _STALE = (
     "ROLE_RANK",
     "ROLE_WORLD_SIZE",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a worker stands: its number among all, and among those of its machine, and that of the machine."""
+
+    index: int
+    local_index: int
+    local_workers: int
+    host_index: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,15 +194,35 @@ def plan_job(
     job_id = uuid.uuid4().hex
     workers = []
     for local_index in range(local_workers):
-        index = host_index * local_workers + local_index
-        told = _variables(addresses, index, local_index, local_workers, host_index)
-        told |= {JOB_VARIABLE: job_id, "PYTHONUNBUFFERED": "1"}
-        told |= _shares(environ, local_index, local_workers)
-        if backend is not None:
-            told["KERAS_BACKEND"] = backend.lower()
-        inherited = {name: value for name, value in environ.items() if name not in _STALE}
-        workers.append(WorkerPlan(index, addresses[index], {**inherited, **told, **(extra or {})}))
+        place = Place(host_index * local_workers + local_index, local_index, local_workers, host_index)
+        shares = _shares(environ, local_index, local_workers)
+        workers.append(plan_worker(job_id, addresses, place, backend, environ, {**shares, **(extra or {})}))
     return JobPlan(job_id, len(addresses), workers, held)
+
+
+def plan_worker(
+    job_id: str,
+    addresses: Sequence[str],
+    place: Place,
+    backend: str | None,
+    environ: Mapping[str, str],
+    extra: Mapping[str, str],
+) -> WorkerPlan:
+    """Works out what one worker is told.
+
+    Args:
+        job_id: The number by which its descendants are found.
+        addresses: Those of all workers.
+        place: Where it stands among them.
+        backend: The value for `KERAS_BACKEND`; `None` leaves it alone.
+        environ: The environment that it inherits.
+        extra: More variables; they win over everything else.
+    """
+    told = _variables(addresses, place) | {JOB_VARIABLE: job_id, "PYTHONUNBUFFERED": "1"}
+    if backend is not None:
+        told["KERAS_BACKEND"] = backend.lower()
+    inherited = {name: value for name, value in environ.items() if name not in _STALE}
+    return WorkerPlan(place.index, addresses[place.index], {**inherited, **told, **extra})
 
 
 def _addresses_of_hosts(hosts: Sequence[str], host_index: int, local_workers: int) -> list[str]:
@@ -219,19 +250,17 @@ def _addresses_of_hosts(hosts: Sequence[str], host_index: int, local_workers: in
     return addresses
 
 
-def _variables(
-    addresses: Sequence[str], index: int, local_index: int, local_workers: int, host_index: int
-) -> dict[str, str]:
+def _variables(addresses: Sequence[str], place: Place) -> dict[str, str]:
     """`TF_CONFIG` and torchrun's variables, which say the same."""
     host, port = split_address(addresses[0])
-    config = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": index}}
+    config = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": place.index}}
     return {
         "TF_CONFIG": json.dumps(config),
-        "RANK": str(index),
+        "RANK": str(place.index),
         "WORLD_SIZE": str(len(addresses)),
-        "LOCAL_RANK": str(local_index),
-        "LOCAL_WORLD_SIZE": str(local_workers),
-        "GROUP_RANK": str(host_index),
+        "LOCAL_RANK": str(place.local_index),
+        "LOCAL_WORLD_SIZE": str(place.local_workers),
+        "GROUP_RANK": str(place.host_index),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
@@ -240,7 +269,7 @@ def _variables(
 def _shares(environ: Mapping[str, str], local_index: int, local_workers: int) -> dict[str, str]:
     """The worker's share of the machine: threads unless the user chose them, and one GPU."""
     threads = str(max(1, count_cores() // local_workers))
-    shares = {name: threads for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS") if name not in environ}
+    shares = {name: threads for name in THREADS if name not in environ}
     gpus = visible_gpus(environ)
     if local_workers > 1 and len(gpus) >= local_workers:
         shares["CUDA_VISIBLE_DEVICES"] = gpus[local_index]

@@ -1,7 +1,7 @@
 """How functions travel to the user's own workers, and results and exceptions back.
 
-They are pickled. They go through private files and pipes between processes of one user on one machine, never
-through the network.
+They are pickled. They go through private files and pipes between processes of one user on one machine; between machines
+only where Ray, which pickles all that it sends, connects them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pickle
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.errors import InvalidArgumentError
@@ -44,8 +44,16 @@ def worker_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
 
 
-def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def pack_call(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], path: Sequence[str] | None
+) -> bytes:
     """Pickles a call for `perform` in another process.
+
+    Args:
+        fn: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        path: Where that process is to look for modules; `None` for what it has by itself.
 
     Raises:
         InvalidArgumentError: If something in it cannot be pickled.
@@ -56,7 +64,7 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if by_value:
         pickler.register_pickle_by_value(module)
     try:
-        call = pickler.dumps((fn, args, kwargs))
+        call = pickler.dumps((fn, tuple(args), dict(kwargs)))
     except Exception as error:
         raise InvalidArgumentError(
             "The function and its arguments must be ones that can be pickled.",
@@ -67,7 +75,7 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if by_value:
             pickler.unregister_pickle_by_value(module)
     # In two layers: the second one may need the first one's import path.
-    return pickle.dumps((list(sys.path), call))
+    return pickle.dumps((None if path is None else list(path), call))
 
 
 def _importable(name: str) -> bool:
@@ -109,7 +117,8 @@ def perform(data: bytes) -> Result:
     """Carries out a packed call. Whatever goes wrong becomes part of the result."""
     try:
         path, call = pickle.loads(data)
-        sys.path[:] = path  # the sender's
+        if path is not None:
+            sys.path[:] = path
         fn, args, kwargs = pickle.loads(call)
         value = fn(*args, **kwargs)
         return Result(True, cloudpickle().dumps(value))

@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -199,7 +200,7 @@ class WorkerPool:
             )
         timeout = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + timeout
-        call = shipping.pack_call(fn, args, kwargs)
+        call = shipping.pack_call(fn, args, kwargs, sys.path)
         # In the order in which they came; `None` of a worker that has gone.
         answers: dict[int, shipping.Result | None] = {}
         with selectors.DefaultSelector() as selector:

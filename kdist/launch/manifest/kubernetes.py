@@ -16,6 +16,7 @@ from kdist.errors import InvalidArgumentError
 from kdist.launch.manifest import yaml
 from kdist.launch.manifest.request import Request
 from kdist.launch.manifest.request import add_options as add_common_options
+from kdist.launch.plan import THREADS
 
 _PORT = "2222"
 # Pods wait for their node, their image, and after a failure for Kubernetes, which waits 10 minutes at most.
@@ -207,7 +208,7 @@ def _environment(request: Request, options: argparse.Namespace) -> list[dict[str
         liveness.JOIN_VARIABLE: _JOIN_SECONDS,
     }
     if request.cpus is not None:  # a container sees all cores of its node
-        variables |= dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), str(request.cpus))
+        variables |= dict.fromkeys(THREADS, str(request.cpus))
     variables |= {key: value.replace("$(", "$$(") for key, value in request.variables.items()}
     failures = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
     told: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in variables.items()]

@@ -16,6 +16,7 @@ from kdist.errors import InvalidArgumentError
 from kdist.launch.manifest.request import CHECKPOINTS, Request
 from kdist.launch.manifest.request import add_options as add_common_options
 from kdist.launch.options import whole_number
+from kdist.launch.plan import THREADS
 
 _WORD = re.compile(r"[A-Za-z0-9_.,:+=@%/-]+")
 # All workers: a worker ends by itself when another one has, and may take longer, to save. Told explicitly, for a
@@ -106,5 +107,5 @@ def _time(seconds: int) -> str:
 
 
 def _variables(request: Request) -> dict[str, str]:
-    threads = {} if request.cpus is None else {"OMP_NUM_THREADS": str(request.cpus)}
+    threads = {} if request.cpus is None else dict.fromkeys(THREADS, str(request.cpus))
     return threads | request.variables

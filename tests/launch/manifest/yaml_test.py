@@ -11,10 +11,10 @@ from kdist.launch.manifest import yaml
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 # Words that readers take for something else, and marks that mean something in YAML.
 TRICKY = st.sampled_from(
-    ["yes", "No", "on", "OFF", "null", "Null", "~", "y", "n", "true", "1", "-1", "0x1f", "1e3", "1_000", ".inf", ".nan",
-     "12:30:00", "2024-01-01", "<<", "=", "", " ", "- a", "a: b", "a #b", "#", "&a", "*a", "!a", "|", ">", "%a", "@a", "`a",
-     "{", "[", "?", "---", "...", "'", '"', "\\", "a\nb", "a\r\nb", "\t", "\0", "\x85", "\u2028", "\ufeff", "\x7f", "None", "a-",
-     "1a", "e1", "http://a:1/b"]
+    ["yes", "No", "on", "OFF", "null", "Null", "~", "y", "n", "true", "1", "-1", "0x1f", "1e3", "1_000", ".inf",
+     ".nan", "12:30:00", "2024-01-01", "<<", "=", "", " ", "- a", "a: b", "a #b", "#", "&a", "*a", "!a", "|", ">", "%a",
+     "@a", "`a", "{", "[", "?", "---", "...", "'", '"', "\\", "a\nb", "a\r\nb", "\t", "\0", "\x85", "\u2028", "\ufeff",
+     "\x7f", "None", "a-", "1a", "e1", "http://a:1/b"]
 )  # fmt: skip
 SCALARS = st.one_of(TEXT, TRICKY, st.integers(), st.booleans())
 VALUES = st.recursive(

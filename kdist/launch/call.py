@@ -1,0 +1,73 @@
+"""A function that is to run in several workers, and what came of it, wherever they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kdist.launch.shipping import Result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """What `kdist.launch` was asked for.
+
+    Args:
+        fn: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        num_workers: How many workers run it, or "auto".
+        backend: Their Keras backend; `None` for what the environment says.
+        env: More environment variables for them.
+        timeout: How many seconds the whole job may take; `None` for as long as it needs.
+        resources: What each worker gets of a cluster; `None` for what is usual there.
+    """
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    num_workers: int | str
+    backend: str | None
+    env: Mapping[str, str]
+    timeout: float | None
+    resources: Mapping[str, float] | None
+
+
+@dataclasses.dataclass
+class Ended:
+    """How one worker has ended.
+
+    Args:
+        index: Its number.
+        exit_code: That of `subprocess`: negative for a signal.
+        lines: The last lines of its stderr.
+        result: What it has told; `None` if it did not come so far.
+        has_lost_another: Whether it says that it failed because another worker had ended.
+    """
+
+    index: int
+    exit_code: int | None
+    lines: list[str]
+    result: Result | None
+    has_lost_another: bool = False
+
+    @property
+    def name(self) -> str:
+        """How messages name it."""
+        return f"worker {self.index}"
+
+
+@dataclasses.dataclass
+class Ending:
+    """How all of them have ended.
+
+    Args:
+        workers: All, in their order.
+        failed: The one that failed first.
+        unfinished: Those that had not ended when the time was up.
+    """
+
+    workers: list[Ended]
+    failed: Ended | None = None
+    unfinished: list[Ended] = dataclasses.field(default_factory=list)

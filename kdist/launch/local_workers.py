@@ -1,0 +1,82 @@
+"""Workers of `kdist.launch` that are processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import tempfile
+
+from kdist.errors import InvalidArgumentError
+from kdist.launch import shipping
+from kdist.launch.call import Call, Ended, Ending
+from kdist.launch.output import Sink, sinks
+from kdist.launch.plan import JobPlan, check_backend, plan_job, resolve_num_workers
+from kdist.launch.supervisor import Supervisor
+from kdist.launch.worker_process import WorkerProcess
+
+
+def run(call: Call) -> Ending:
+    """Runs a function in processes of this machine."""
+    check_backend(call.backend)
+    if call.resources is not None:
+        raise InvalidArgumentError(
+            "`resources` are those of a Ray cluster; workers of this machine share what it has.",
+            received={"resources": call.resources},
+            hint='For example: kdist.launch(train, num_workers=2, on="ray", resources={"CPU": 4, "GPU": 1})',
+        )
+    count = resolve_num_workers(call.num_workers)
+    payload = shipping.pack_call(call.fn, call.args, call.kwargs, sys.path)
+    plan = plan_job(count, backend=call.backend, extra=call.env)
+    return run_plan(plan, payload, *sinks(), timeout=call.timeout, prefixed=count > 1)
+
+
+def run_plan(
+    plan: JobPlan, payload: bytes, out: Sink, err: Sink, *, timeout: float | None, prefixed: bool
+) -> Ending:
+    """Runs a packed call in the workers of a plan, and leaves none of their processes.
+
+    Args:
+        plan: What the workers are told.
+        payload: The call, from `shipping.pack_call`.
+        out: Where their stdout goes.
+        err: Where their stderr goes.
+        timeout: How many seconds they may take.
+        prefixed: Whether their names stand in front of what they print.
+    """
+    with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
+        path = os.path.join(folder, "function")
+        with open(path, "wb") as file:
+            file.write(payload)
+        workers = [
+            WorkerProcess(
+                worker,
+                shipping.worker_command(
+                    "kdist.launch.function_worker", path, _result_path(folder, worker.index)
+                ),
+                out,
+                err,
+                prefix=f"[{worker.name}] " if prefixed else "",
+            )
+            for worker in plan.workers
+        ]
+        outcome = Supervisor(workers, plan, timeout=timeout).run()
+        ended = {worker.plan.index: _ended(worker, folder) for worker in workers}
+    return Ending(
+        list(ended.values()),
+        ended[outcome.failed.plan.index] if outcome.failed else None,
+        [ended[worker.plan.index] for worker in outcome.unfinished],
+    )
+
+
+def _ended(worker: WorkerProcess, folder: str) -> Ended:
+    result: shipping.Result | None = None
+    with contextlib.suppress(FileNotFoundError), open(_result_path(folder, worker.plan.index), "rb") as file:
+        result = pickle.load(file)
+    tail = worker.tail
+    return Ended(worker.plan.index, worker.exit_code, tail.lines(), result, tail.has_lost_another)
+
+
+def _result_path(folder: str, index: int) -> str:
+    return os.path.join(folder, f"result-{index}")

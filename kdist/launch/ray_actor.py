@@ -1,0 +1,97 @@
+"""What runs on the machines of a Ray cluster: each actor starts one worker, as `kdist.launch` does at home.
+
+The worker is a process of its own, so that its environment is there before Keras is imported, whatever Ray's process
+has done before, and that it can be ended.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import signal
+import socket
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kdist.cluster import hold_free_ports
+from kdist.launch import linux
+from kdist.launch.call import Ended, Ending
+from kdist.launch.local_workers import run_plan
+from kdist.launch.output import Sink
+from kdist.launch.plan import JobPlan, Place, plan_worker
+
+_WAIT = 1.0  # seconds that a question for output is kept waiting
+_GATHER = 0.02  # seconds in which more of it may come
+_TERM_TO_KILL = 0.3
+
+
+class _Passed(io.RawIOBase):
+    """A stream whose bytes go into a queue."""
+
+    def __init__(self, name: str, put: Callable[[Any], None]) -> None:
+        self._name, self._put = name, put
+        self.buffer = self
+
+    def write(self, data: Any) -> int:
+        self._put((self._name, bytes(data)))
+        return len(data)
+
+
+class WorkerActor:
+    """Starts a worker, and passes on what it prints, and how it ends."""
+
+    def __init__(self) -> None:
+        self._held: list[socket.socket] = []
+        self._news: queue.SimpleQueue[tuple[str, bytes] | Ending] = queue.SimpleQueue()
+        self._job_id = uuid.uuid4().hex
+
+    def hold_port(self, host: str) -> int:
+        """Keeps a port of this machine for the worker; returns its number."""
+        self._held = hold_free_ports(1, host)
+        return self._held[0].getsockname()[1]
+
+    def run(
+        self,
+        payload: bytes,
+        addresses: Sequence[str],
+        place: Place,
+        backend: str | None,
+        env: Mapping[str, str],
+        timeout: float | None,
+    ) -> None:
+        """Runs the worker to its end; what comes of it is told by `news`."""
+        try:
+            # Where this process finds kdist and what Ray brings along, the worker does, too.
+            environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            plan = plan_worker(self._job_id, addresses, place, backend, environ, env)
+            job = JobPlan(self._job_id, len(addresses), [plan], self._held)
+            out, err = (Sink(_Passed(name, self._news.put)) for name in ("out", "err"))
+            ending = run_plan(job, payload, out, err, timeout=timeout, prefixed=False)
+        except BaseException:  # else everybody would wait for its end
+            failed = Ended(place.index, 1, traceback.format_exc().splitlines(), None)
+            ending = Ending([failed], failed)
+        self._news.put(ending)
+
+    def news(self) -> list[tuple[str, bytes] | Ending]:
+        """Waits a moment; returns what the worker has printed since the last call, and at last how it has ended."""
+        found = []
+        try:
+            found.append(self._news.get(timeout=_WAIT))
+            if not isinstance(found[0], Ending):
+                time.sleep(_GATHER)
+            while True:
+                found.append(self._news.get_nowait())
+        except queue.Empty:
+            return found
+
+    def end(self) -> None:
+        """Ends the worker, and what it has started; `run` notices."""
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            for pid in linux.members_of_job(self._job_id):
+                linux.send(pid, signum)
+            time.sleep(_TERM_TO_KILL)

@@ -1,0 +1,284 @@
+"""Workers of `kdist.launch` that run on a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kdist.cluster import environment, join_address, liveness
+from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
+from kdist.launch import shipping
+from kdist.launch.call import Call, Ended, Ending
+from kdist.launch.linux import JOB_VARIABLE
+from kdist.launch.output import LineStream, sinks
+from kdist.launch.plan import THREADS, Place, check_backend_name, resolve_num_workers
+from kdist.launch.ray_actor import WorkerActor
+
+# Exits this close together are judged together: news travel through the cluster.
+_WINDOW = 0.5
+_ENDING = 10.0  # seconds after which those that are to end are left to Ray, which ends them with their actors
+_PATIENCE = 2.0  # seconds in which they may be ended in good order
+_FOREVER = float("inf")
+
+
+def run(call: Call) -> Ending:
+    """Runs a function in workers of a Ray cluster, which is started here if there is none."""
+    ray = _import_ray()
+    check_backend_name(call.backend)
+    deadline = _FOREVER if call.timeout is None else time.monotonic() + call.timeout
+    payload = shipping.pack_call(call.fn, call.args, call.kwargs, None)
+    if call.num_workers != "auto":
+        resolve_num_workers(call.num_workers)  # a wrong number is told before a cluster is started
+    with _connected(ray):
+        needs = _needs(ray, call.resources)
+        count = _room(ray, needs) if call.num_workers == "auto" else resolve_num_workers(call.num_workers)
+        _check_room(ray, count, needs)
+        with _reserved(ray, count, needs, deadline) as group, _started(ray, group, count, needs) as workers:
+            _run_all(workers, call, payload, needs, deadline)
+            return _Job(ray, workers, deadline).run()
+
+
+def _import_ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise InvalidArgumentError(
+            'kdist.launch(…, on="ray") needs the package ray, which is not installed.',
+            received={"on": "ray"},
+            hint="pip install 'kdist[ray]'",
+        ) from error
+
+
+@contextlib.contextmanager
+def _connected(ray: Any) -> Iterator[None]:
+    """Connects to a cluster, or starts one, unless this process has done so already."""
+    if ray.is_initialized():
+        yield
+        return
+    # It looks at RAY_ADDRESS, and for a cluster of this machine, before it starts one.
+    ray.init(include_dashboard=False, logging_level="error", log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _needs(ray: Any, resources: Mapping[str, float] | None) -> dict[str, float]:
+    """Returns what each worker gets."""
+    if resources is None:
+        return {"CPU": 1.0, "GPU": 1.0} if ray.cluster_resources().get("GPU") else {"CPU": 1.0}
+    needs = {name: amount for name, amount in resources.items() if amount}
+    if not needs or not all(isinstance(amount, (int, float)) and amount > 0 for amount in needs.values()):
+        raise InvalidArgumentError(
+            "`resources` must say how much of what each worker gets.",
+            received={"resources": resources},
+            hint='For example: resources={"CPU": 4, "GPU": 1}',
+        )
+    return needs
+
+
+def _room(ray: Any, needs: Mapping[str, float]) -> int:
+    """Returns how many workers the cluster could hold if it had nothing else to do."""
+    return sum(
+        min(int(node["Resources"].get(name, 0.0) // amount) for name, amount in needs.items())
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+
+
+def _check_room(ray: Any, count: int, needs: Mapping[str, float]) -> None:
+    room = _room(ray, needs)
+    if not count or count > room:
+        raise InvalidArgumentError(
+            "The Ray cluster must have room for all workers.",
+            received={"num_workers": count, "resources": dict(needs), "room_for": room},
+            hint="Start fewer workers, let each have less (`resources=`), or add machines: ray start --address=…",
+        )
+
+
+@contextlib.contextmanager
+def _reserved(ray: Any, count: int, needs: Mapping[str, float], deadline: float) -> Iterator[Any]:
+    """Gets the places of all workers at once, on few machines: half of them could not do anything."""
+    group = ray.util.placement_group([dict(needs)] * count, strategy="PACK")
+    try:
+        patience = min(liveness.join_timeout(), max(0.0, deadline - time.monotonic()))
+        if not group.wait(patience):
+            raise WorkerTimeoutError(
+                f"The Ray cluster must have room for all workers within {patience:.0f} s.",
+                received={"num_workers": count, "resources": dict(needs), "free": ray.available_resources()},
+                hint=f"End what else runs there, or wait longer: export {liveness.JOIN_VARIABLE}=3600",
+            )
+        yield group
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+@dataclasses.dataclass
+class _Worker:
+    """One worker, seen from here."""
+
+    actor: Any
+    place: Place
+    address: str
+    streams: dict[str, LineStream]
+    ended: Ended | None = None
+    unfinished: bool = False
+    ended_at: float = 0.0
+
+
+@contextlib.contextmanager
+def _started(ray: Any, group: Any, count: int, needs: Mapping[str, float]) -> Iterator[list[_Worker]]:
+    """Starts an actor for each worker; the workers are numbered machine by machine, and know their ports."""
+    machine_of = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    machines = list(dict.fromkeys(machine_of[bundle] for bundle in range(count)))
+    hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    out, err = sinks()
+    workers: list[_Worker] = []
+    actors = []
+    try:
+        for number, machine in enumerate(machines):
+            bundles = [bundle for bundle in range(count) if machine_of[bundle] == machine]
+            actors += [
+                (_actor(ray, group, bundle, needs), Place(0, local, len(bundles), number), hosts[machine])
+                for local, bundle in enumerate(bundles)
+            ]
+        ports = _ports(ray, [actor.hold_port.remote(host) for actor, _, host in actors])
+        for index, ((actor, place, host), port) in enumerate(zip(actors, ports, strict=True)):
+            place = dataclasses.replace(place, index=index)
+            prefix = f"[worker {index}] " if count > 1 else ""
+            streams = {"out": LineStream(out, prefix, index == 0), "err": LineStream(err, prefix, index == 0)}
+            workers.append(_Worker(actor, place, join_address(host, port), streams))
+        yield workers
+    finally:
+        left = [worker.actor.end.remote() for worker in workers if worker.ended is None]
+        if left:  # this process was interrupted, or they did not answer
+            ray.wait(left, num_returns=len(left), timeout=_PATIENCE)
+        for worker in workers:
+            for stream in worker.streams.values():
+                stream.close()
+        for actor, *_ in actors:
+            ray.kill(actor)
+
+
+def _actor(ray: Any, group: Any, bundle: int, needs: Mapping[str, float]) -> Any:
+    others = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=bundle
+    )
+    options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": others}
+    # At the same time it runs the worker, tells of it, and ends it.
+    return (
+        ray.remote(WorkerActor).options(**options, scheduling_strategy=strategy, max_concurrency=4).remote()
+    )
+
+
+def _ports(ray: Any, asked: Sequence[Any]) -> list[int]:
+    try:
+        return ray.get(list(asked), timeout=liveness.join_timeout())
+    except ray.exceptions.RayError as error:
+        raise LaunchError(
+            "A worker could not be started on the Ray cluster.",
+            hint=f"kdist must be installed on all of its machines: pip install kdist\n{error}",
+        ) from error
+
+
+def _run_all(
+    workers: Sequence[_Worker],
+    call: Call,
+    payload: bytes,
+    needs: Mapping[str, float],
+    deadline: float,
+) -> None:
+    # Ray's processes do not have this one's environment. The threads are those of the cores that they got.
+    told = {name: str(max(1, int(needs.get("CPU", 1)))) for name in THREADS}
+    told |= {name: value for name, value in os.environ.items() if name.startswith("KDIST_")}
+    told.pop(JOB_VARIABLE, None)
+    backend = call.backend or environment.get("KERAS_BACKEND") or None
+    addresses = [worker.address for worker in workers]
+    timeout = None if deadline == _FOREVER else max(0.1, deadline - time.monotonic())
+    for worker in workers:
+        worker.actor.run.remote(payload, addresses, worker.place, backend, told | dict(call.env), timeout)
+
+
+class _Job:
+    """Passes on what the workers print, and ends all of them when one fails.
+
+    Args:
+        ray: The package.
+        workers: The workers, which run.
+        deadline: When their actors end them if they run still.
+    """
+
+    def __init__(self, ray: Any, workers: Sequence[_Worker], deadline: float) -> None:
+        self._ray = ray
+        self._workers = workers
+        self._asked = {worker.actor.news.remote(): worker for worker in workers}
+        self._judge_at = _FOREVER
+        self._give_up_at = deadline + _ENDING
+        self._failed: _Worker | None = None
+
+    def run(self) -> Ending:
+        """Runs the job to its end."""
+        while self._asked and time.monotonic() < self._give_up_at:
+            patience = min(0.25, max(0.0, self._judge_at - time.monotonic()))
+            ready, _ = self._ray.wait(list(self._asked), timeout=patience)
+            for reference in ready:
+                self._hear(self._asked.pop(reference), reference)
+            for worker in self._workers:
+                for stream in worker.streams.values():
+                    stream.tick()
+            if time.monotonic() >= self._judge_at:
+                self._end_all()
+        if self._failed is None:
+            self._judge()
+        ended = [worker.ended or Ended(worker.place.index, None, [], None) for worker in self._workers]
+        slow = [
+            one
+            for worker, one in zip(self._workers, ended, strict=True)
+            if worker.unfinished or (not worker.ended and self._failed is None)
+        ]
+        return Ending(ended, self._failed.ended if self._failed else None, slow)
+
+    def _hear(self, worker: _Worker, reference: Any) -> None:
+        try:
+            news = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:  # the actor has died, perhaps with its machine
+            lines = str(error).splitlines()
+            lost = Ended(worker.place.index, -signal.SIGKILL, lines, None)
+            news = [Ending([lost], lost)]
+        for one in news:
+            if isinstance(one, Ending):
+                self._note_end(worker, one)
+            else:
+                stream, data = one
+                worker.streams[stream].feed(data)
+        if worker.ended is None:
+            self._asked[worker.actor.news.remote()] = worker
+
+    def _note_end(self, worker: _Worker, ending: Ending) -> None:
+        (worker.ended,) = ending.workers
+        worker.unfinished = bool(ending.unfinished)
+        worker.ended_at = time.monotonic()
+        if ending.failed is not None and not worker.unfinished and self._failed is None:
+            self._judge_at = min(self._judge_at, time.monotonic() + _WINDOW)
+
+    def _judge(self) -> None:
+        """Decides which worker failed first: one with a reason of its own, if there is one."""
+        failed = [worker for worker in self._workers if worker.ended and worker.ended.exit_code != 0]
+        failed = [worker for worker in failed if not worker.unfinished]
+        own = [worker for worker in failed if worker.ended and not worker.ended.has_lost_another]
+        self._failed = min(own or failed, key=lambda worker: worker.ended_at, default=None)
+
+    def _end_all(self) -> None:
+        self._judge_at = _FOREVER
+        self._judge()
+        self._give_up_at = time.monotonic() + _ENDING
+        for worker in self._workers:
+            if worker.ended is None:
+                worker.actor.end.remote()
