@@ -18,6 +18,14 @@ from kdist.launch.options import target as read_target
 from kdist.launch.plan import check_backend, parse_hosts, resolve_num_workers
 from kdist.launch.restarts import Job
 
+_EXAMPLES = """examples:
+  kdist demo
+  kdist run -n 2 train.py
+  kdist manifest kubernetes -n 4 --gpus 1 --image registry/train:1 train.py | kubectl apply -f -
+  kdist manifest slurm -n 4 --gpus 1 --output train.sh train.py && sbatch train.sh
+
+kdist COMMAND --help says more.
+"""
 _RUN_EXAMPLES = """examples:
   kdist run --num-workers 2 train.py --epochs 5
   kdist run -n auto --backend jax -m package.train
@@ -30,7 +38,11 @@ _RUN_EXAMPLES = """examples:
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="kdist", description="Run a Keras script on several workers.", allow_abbrev=False
+        prog="kdist",
+        description="Run a Keras script on several workers.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)

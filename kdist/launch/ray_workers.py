@@ -61,12 +61,17 @@ def _connected(ray: Any) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    # It looks at RAY_ADDRESS, and for a cluster of this machine, before it starts one.
-    ray.init(include_dashboard=False, logging_level="error", log_to_driver=False)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    # Ray leaves both behind: a handler that does nothing any more, and a debugger of its own.
+    handler = signal.getsignal(signal.SIGTERM)
+    with environment.patched(PYTHONBREAKPOINT=environment.get("PYTHONBREAKPOINT")):
+        try:
+            # It looks at RAY_ADDRESS, and for a cluster of this machine, before it starts one.
+            ray.init(include_dashboard=False, logging_level="error", log_to_driver=False)
+            yield
+        finally:
+            ray.shutdown()
+            if signal.getsignal(signal.SIGTERM) is not handler:
+                signal.signal(signal.SIGTERM, handler)
 
 
 def _needs(ray: Any, resources: Mapping[str, float] | None) -> dict[str, float]:

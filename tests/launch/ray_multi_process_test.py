@@ -109,9 +109,9 @@ def test_a_failure_is_raised_with_its_cause(nothing_stays, tmp_path):
 def test_a_killed_worker(nothing_stays, victim):
     def work():
         if os.environ["RANK"] == "0":
-            os.kill(os.getpid() if victim == "worker" else os.getppid(), signal.SIGKILL)
-        elif victim == "worker":
             time.sleep(0.2)
+            os.kill(os.getpid() if victim == "worker" else os.getppid(), signal.SIGKILL)
+        elif victim == "worker":  # ends first, and says that it is not its fault
             print("The job cannot go on without worker 0", file=sys.stderr)
             os._exit(1)
         time.sleep(100)
@@ -169,8 +169,11 @@ def test_two_workers_train_on_a_cluster_that_is_started_and_stopped(tmp_path):
         "    by_hand.fit(model, 2)\n"
         "    return [float(v) for part in model.get_weights() for v in part.ravel()], strategy.num_replicas_in_sync\n"
         "from kdist.testing import no_leaks\n"
-        "with no_leaks(settle=10, ignore_threads='ray|Thread-', ignore_variables='RAY_'):\n"
+        "import signal\n"
+        "handler = signal.getsignal(signal.SIGTERM)\n"
+        "with no_leaks(settle=10, ignore_variables='RAY_'):\n"
         "    results = kdist.launch(train, on='ray', backend='jax', timeout=150)\n"
+        "assert signal.getsignal(signal.SIGTERM) is handler\n"
         "import ray\n"
         "print(json.dumps(results), ray.is_initialized())\n"
     )
