@@ -17,7 +17,11 @@ from tests.environment import ROOT
 from tests.processes import BACKENDS, Script, run, strategy
 
 # Where another test runs an example, in place of this one.
-ELSEWHERE = {"loops 0": "loops_test.py", "launcher 0": "below: it starts workers of its own"}
+ELSEWHERE = {
+    "loops 0": "loops_test.py",
+    "launcher 0": "below: it starts workers of its own",
+    "launcher 1": "launch/ray_multi_process_test.py",
+}
 # What a machine without GPUs cannot do, what would take too long, and what follows from how often somebody looks: which
 # order an epoch gets, where each has another.
 REPLACED = {

@@ -4,6 +4,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from kdist.cluster import discover
+
 BASE = ["-n", "4", "--image", "registry/train:1"]
 EVERYTHING = [
     *BASE, "--name", "big", "--namespace", "team", "--backend", "jax", "--cpus", "8", "--gpus", "2", "--memory", "16G",
@@ -69,6 +71,17 @@ def test_a_pod_for_each_worker_that_the_others_find(objects):
     assert float(told["KDIST_JOIN_TIMEOUT"]) > 600, (
         "as long as Kubernetes may wait before it starts a pod again"
     )
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_the_workers_find_their_cluster(objects, number):
+    told = environment_of(
+        objects("-n", str(number), "--image", "train", "--name", "big", "--port", "3333", "train.py")
+    )
+    for index in range(number):
+        cluster = discover(environ=told | {"JOB_COMPLETION_INDEX": str(index)})
+        assert (cluster.worker_index, cluster.num_workers) == (index, number)
+        assert cluster.coordinator == ("big-0.big:3333" if number > 1 else None)
 
 
 def test_a_failure_counts_once_a_worker_and_a_preemption_does_not(objects):
