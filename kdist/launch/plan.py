@@ -73,6 +73,11 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
+def is_auto(num_workers: str | int | None) -> bool:
+    """Says whether the number of workers is left to what there is."""
+    return num_workers is None or str(num_workers).strip().lower() == "auto"
+
+
 def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | None = None) -> int:
     """Turns the option `--num-workers` into a number: "auto" is one worker a GPU, or one a core without a GPU.
 
@@ -85,7 +90,7 @@ def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | Non
     >>> resolve_num_workers("auto", {"CUDA_VISIBLE_DEVICES": "0,1,2"})
     3
     """
-    if text is None or str(text).strip().lower() == "auto":
+    if text is None or is_auto(text):
         return len(visible_gpus(environ)) or count_cores()
     number = str(text).strip()
     if (

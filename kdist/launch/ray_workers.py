@@ -17,7 +17,7 @@ from kdist.launch import shipping
 from kdist.launch.call import Call, Ended, Ending
 from kdist.launch.linux import JOB_VARIABLE
 from kdist.launch.output import LineStream, sinks
-from kdist.launch.plan import THREADS, Place, check_backend_name, resolve_num_workers
+from kdist.launch.plan import THREADS, Place, check_backend_name, is_auto, resolve_num_workers
 from kdist.launch.ray_actor import WorkerActor
 
 # Exits this close together are judged together: news travel through the cluster.
@@ -33,11 +33,11 @@ def run(call: Call) -> Ending:
     check_backend_name(call.backend)
     deadline = _FOREVER if call.timeout is None else time.monotonic() + call.timeout
     payload = shipping.pack_call(call.fn, call.args, call.kwargs, None)
-    if call.num_workers != "auto":
-        resolve_num_workers(call.num_workers)  # a wrong number is told before a cluster is started
+    # A wrong number is told before a cluster is started.
+    wanted = None if is_auto(call.num_workers) else resolve_num_workers(call.num_workers)
     with _connected(ray):
         needs = _needs(ray, call.resources)
-        count = _room(ray, needs) if call.num_workers == "auto" else resolve_num_workers(call.num_workers)
+        count = _room(ray, needs) if wanted is None else wanted
         _check_room(ray, count, needs)
         with _reserved(ray, count, needs, deadline) as group, _started(ray, group, count, needs) as workers:
             _run_all(workers, call, payload, needs, deadline)
