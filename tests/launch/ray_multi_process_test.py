@@ -129,7 +129,7 @@ def test_timeout_shows_where_the_workers_are(nothing_stays):
             time.sleep(100)
 
     with pytest.raises(WorkerTimeoutError, match="worker 1 did not") as info:
-        kdist.launch(stuck_here, timeout=3, on="ray")
+        kdist.launch(stuck_here, timeout=8, on="ray")
     assert "in stuck_here" in str(info.value) and "worker 0 was here" not in str(info.value)
 
 
