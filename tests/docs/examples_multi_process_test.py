@@ -21,6 +21,7 @@ ELSEWHERE = {
     "loops 0": "loops_test.py",
     "launcher 0": "below: it starts workers of its own",
     "launcher 1": "launch/ray_multi_process_test.py",
+    "cluster 1": "tpu_strategy_multi_process_test.py, without TPUs",
 }
 # What a machine without GPUs cannot do, what would take too long, and what follows from how often somebody looks: which
 # order an epoch gets, where each has another.

@@ -13,7 +13,6 @@ from typing import Any
 
 from kdist.cluster import liveness, split_address
 from kdist.errors import InvalidArgumentError
-from kdist.launch.manifest import yaml
 from kdist.launch.manifest.request import Request
 from kdist.launch.manifest.request import add_options as add_common_options
 from kdist.launch.plan import THREADS
@@ -49,7 +48,9 @@ def write(request: Request, options: argparse.Namespace) -> str:
     for one in objects:
         if options.namespace:
             one["metadata"]["namespace"] = options.namespace
-    return _head(request, options) + "---\n".join(yaml.dump(one) for one in objects)
+    from kdist.launch.manifest import yaml  # PyYAML, which nothing else needs
+
+    return _head(request, options) + yaml.dump(objects)
 
 
 def _check(request: Request, options: argparse.Namespace) -> None:
