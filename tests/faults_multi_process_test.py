@@ -35,13 +35,13 @@ import keras, numpy, kdist
 
 folder = os.environ.get("BACKUP", "backup")
 goes_on = os.path.isdir(folder) and any(name.startswith("ckpt-") for name in os.listdir(folder))
-strategy = kdist.MultiWorkerMirroredStrategy()
+strategy = eval(os.environ.get("STRATEGY", "kdist.MultiWorkerMirroredStrategy()"))
 with strategy.scope():
     # Where a backup is, other weights are in its way: a job that does not restore it ends elsewhere.
     begin = keras.initializers.RandomNormal(seed=2 if goes_on else 1)
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1, kernel_initializer=begin)])
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1, kernel_initializer=begin)])
     model.compile("adam", "mse")
-x = numpy.random.RandomState(1).rand(16, 3).astype("float32")
+x = numpy.random.RandomState(1).rand(16, 4).astype("float32")
 backup = kdist.callbacks.BackupAndRestore(folder, 2, delete_checkpoint=False)
 
 class Batches(keras.utils.PyDataset):
@@ -97,6 +97,11 @@ PLACES["dataset"] = ("step=6", "step [1-4] of epoch 2")
 PLACES["reading"] = ("step=1000", "step [1-4] of epoch 1|the beginning of (fit|epoch 1)")
 IN_BACKGROUND = [*SAVES][1:]
 OF_CHIEF = [*SAVES][3:]
+# Strategies that hold their variables in another way: on which backends, with how many workers, and how a job makes
+# them. They meet a kill and, where there is somebody to notice, a hang.
+STRATEGIES = {
+    "central": (BACKENDS, 1, 'kdist.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])'),
+}
 # There the first backup, made after the second step, may not be complete yet.
 BEFORE_BACKUPS = ("begin", "reading", "validation")
 
@@ -112,6 +117,7 @@ class Cell:
     num_workers: int
     restarts: bool  # whether the job is started again after it
     is_pair: bool  # whether it is part of `make test`
+    strategy: str = ""  # a key of `STRATEGIES`, or nothing for the usual one
     workers: list[Script] = field(default_factory=list, repr=False)
     began: float = 0.0
     failed_at: float = 0.0
@@ -121,7 +127,8 @@ class Cell:
     done: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def __str__(self) -> str:
-        return f"{self.backend}-{self.kind}-{self.place}-{self.victim}-of-{self.num_workers}"
+        strategy = f"{self.strategy}-" if self.strategy else ""
+        return f"{self.backend}-{strategy}{self.kind}-{self.place}-{self.victim}-of-{self.num_workers}"
 
     @property
     def limit(self) -> float:
@@ -144,6 +151,8 @@ class Cell:
                 "KDIST_HANG_TIMEOUT": f"{0.7 * HEARTBEAT:g}",
                 "KDIST_JOIN_TIMEOUT": "60",
             }
+            if self.strategy:
+                env["STRATEGY"] = STRATEGIES[self.strategy][2]
             if self.place in ("dataset", "reading"):
                 env["DATASET"] = "1"
             if self.place == "reading" and index == self.victim and not self.is_restarted:
@@ -176,7 +185,8 @@ class Cell:
             with pytest.raises(ProcessLookupError):  # nor has anybody that it has started
                 os.killpg(worker.process.pid, 0)
         assert victim.exit_code == (KINDS | FROZEN)[self.kind], f"exit code {victim.exit_code}"
-        self.ended_after = max(w.ended_at for w in self.workers if w is not victim) - self.failed_at
+        others = [worker.ended_at for worker in self.workers if worker is not victim]
+        self.ended_after = max(others, default=self.failed_at) - self.failed_at
         assert self.ended_after < self.limit, f"{self.ended_after:.1f} s"
         if self.kind == "hang":
             said = f"worker {self.victim} ({self.addresses[self.victim]}) has hung"
@@ -252,6 +262,10 @@ def all_cells(backend: str) -> Iterator[Cell]:
             for option in options:
                 is_pair = kind in here and option == options[(k + p + offset) % len(options)]
                 yield Cell(backend, kind, place, *option, restarts=is_pair and kind == again, is_pair=is_pair)
+    for strategy, (backends, num_workers, _) in STRATEGIES.items():
+        for k, kind in enumerate(("kill", "hang")[:num_workers] if backend in backends else ()):
+            is_pair = (k + offset) % 2 == 0 or num_workers == 1
+            yield Cell(backend, kind, "step", k, num_workers, True, is_pair, strategy)
 
 
 class Runner:
@@ -359,7 +373,8 @@ def test_the_others_end_and_name_the_worker(
     backend: str, cell: Cell, runner: Runner, record_property: Any
 ) -> None:
     runner.wait(cell)
-    row = f"{backend}: {cell.kind} of worker {cell.victim} of {cell.num_workers}"
+    what = f"{cell.strategy} {cell.kind}".strip()
+    row = f"{backend}: {what} of worker {cell.victim} of {cell.num_workers}"
     result = "FAIL" if cell.problem else f"{cell.ended_after:.1f} s{' ↺' if cell.is_restarted else '  '}"
     record_property("fault matrix", [row, cell.place, result])
     assert not cell.problem, cell.report()
