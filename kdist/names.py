@@ -1,25 +1,55 @@
-"""What is said about a name that a module of kdist does not have."""
+"""Names that are not there: those of `tf.distribute` that kdist leaves out, and what is said about any other."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
-_SYNCHRONOUS = "Use kdist.MultiWorkerMirroredStrategy, which trains on all workers synchronously."
+_Class = TypeVar("_Class", bound=type)
 
-# Names of `tf.distribute` that kdist does not have yet, and what to use instead.
-_INSTEAD = {
-    "ClusterCoordinator": _SYNCHRONOUS,
-    "ParameterServerStrategy": _SYNCHRONOUS,
-    "PreemptionWatcher": "Use kdist.experimental.PreemptionCheckpointHandler.",
-    "Server": _SYNCHRONOUS,
-    "coordinator": _SYNCHRONOUS,
-    "partitioners": _SYNCHRONOUS,
+_NO_SERVERS = (
+    "Asynchronous training with parameter servers is not there yet. "
+    "Use kdist.MultiWorkerMirroredStrategy, which trains on all workers synchronously."
+)
+_SESSIONS = "It configures the sessions of TensorFlow 1. Leave the call out."
+_ITERATORS = "It is about the iterators of TensorFlow 1. Use "
+_NAMED_TUPLE = "It is a method of tuples, which these options are in TensorFlow alone."
+
+LEFT_OUT = {
+    "ParameterServerStrategy": _NO_SERVERS,
+    "Server": _NO_SERVERS,
+    "coordinator": _NO_SERVERS,
+    "experimental.ParameterServerStrategy": _NO_SERVERS,
+    "experimental.coordinator": _NO_SERVERS,
+    "experimental.partitioners": _NO_SERVERS,
+    "experimental.rpc": (
+        "It calls functions of TensorFlow's graphs in a server, which the other backends do not have. "
+        "Workers exchange objects with kdist.all_gather_object and kdist.broadcast."
+    ),
+    "experimental.PreemptionWatcher": (
+        "It tells a coordinator to connect to its TPU workers anew, in Google's own data centres alone; "
+        "a worker of kdist is the program itself, and is started anew. "
+        "Use kdist.experimental.PreemptionCheckpointHandler, or kdist.callbacks.BackupAndRestore in fit."
+    ),
+    "Strategy.colocate_vars_with": "It moved. Use strategy.extended.colocate_vars_with.",
+    "Strategy.configure": _SESSIONS,
+    "Strategy.experimental_run": _ITERATORS + "strategy.run(fn, args=(next(iterator),)).",
+    "Strategy.group": "It groups the operations of a graph of TensorFlow 1. Use strategy.experimental_local_results.",
+    "Strategy.make_dataset_iterator": _ITERATORS + "iter(strategy.experimental_distribute_dataset(dataset)).",
+    "Strategy.make_input_fn_iterator": _ITERATORS + "iter(strategy.distribute_datasets_from_function(fn)).",
+    "Strategy.unwrap": "It was renamed. Use strategy.experimental_local_results.",
+    "Strategy.update_config_proto": _SESSIONS,
+    "InputOptions.count": _NAMED_TUPLE,
+    "InputOptions.index": _NAMED_TUPLE,
+    "RunOptions.count": _NAMED_TUPLE,
+    "RunOptions.index": _NAMED_TUPLE,
 }
+"""Names, modules and members of `tf.distribute` that kdist does not have: why not, and what to use instead."""
 
 
 def no_such_name(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Returns the error for a name that a module does not have: with what to use instead, or the nearest name.
+    """Returns the error for a name that a module does not have: why it is left out, or the nearest name.
 
     Args:
         module: The module's name.
@@ -27,7 +57,28 @@ def no_such_name(module: str, name: str, known: Iterable[str]) -> AttributeError
         known: The names that it has.
     """
     message = f"module {module!r} has no attribute {name!r}"
-    if name in _INSTEAD:
-        return AttributeError(f"{message} yet. {_INSTEAD[name]}")
+    reason = LEFT_OUT.get(f"{module}.{name}".removeprefix("kdist."))
+    if reason is not None:
+        return AttributeError(f"{message}. {reason}", name=name)
     near = difflib.get_close_matches(name, known, n=1)
     return AttributeError(f"{message}. Did you mean {near[0]!r}?" if near else message, name=name)
+
+
+class _LeftOut:
+    """A member that is not there: `hasattr` says so, and whoever asks for it is told why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self._name, self._reason = name, reason
+
+    def __get__(self, owner: object, kind: type) -> Any:
+        message = f"{kind.__name__!r} has no attribute {self._name!r}. {self._reason}"
+        raise AttributeError(message, name=self._name)
+
+
+def without_left_out(kind: _Class) -> _Class:
+    """Decorates a class of which members are left out: they say why, also in classes that are made from it."""
+    for name, reason in LEFT_OUT.items():
+        owner, _, member = name.partition(".")
+        if owner == kind.__name__:
+            setattr(kind, member, _LeftOut(member, reason))
+    return kind

@@ -13,6 +13,10 @@ def test_a_wrong_name_is_answered_with_the_nearest_one():
         (kdist.experimental, "CommunicationOption", "Did you mean 'CommunicationOptions'?"),
         (kdist.cluster_resolver, "TFConfigResolver", "Did you mean 'TFConfigClusterResolver'?"),
         (kdist, "ParameterServerStrategy", "yet. Use kdist.MultiWorkerMirroredStrategy"),
+        (kdist, "coordinator", "yet. Use kdist.MultiWorkerMirroredStrategy"),
+        (kdist.experimental, "partitioners", "yet. Use kdist.MultiWorkerMirroredStrategy"),
+        (kdist.experimental, "rpc", "kdist.all_gather_object"),
+        (kdist.experimental, "PreemptionWatcher", "Use kdist.experimental.PreemptionCheckpointHandler"),
         (kdist.cluster_resolver, "TPUResolver", "Did you mean 'TPUClusterResolver'?"),
     ):
         with pytest.raises(
@@ -21,3 +25,13 @@ def test_a_wrong_name_is_answered_with_the_nearest_one():
             getattr(module, name)
         assert answer in str(info.value)
     assert not hasattr(kdist, "nothing_like_it")
+
+
+def test_what_tensorflow_1_left_in_strategies_says_what_to_use_instead():
+    default, member, unknown = kdist.get_strategy(), "unwrap", "unknown"
+    for owner in (default, type(default), kdist.MirroredStrategy):
+        assert not hasattr(owner, member)
+        with pytest.raises(AttributeError, match="'unwrap'.*Use strategy.experimental_local_results"):
+            getattr(owner, member)
+    with pytest.raises(AttributeError, match="'unknown'"):
+        getattr(default, unknown)

@@ -2,84 +2,72 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from kdist.names import LEFT_OUT
+from tests import names_page
+from tests.names_page import join, modules, own, public, reason_of_member, values_of
 from tests.processes import run
 
-# What TensorFlow has beside its documented names: leftovers of TensorFlow 1, and of named tuples.
-LEFTOVERS = {
-    "colocate_vars_with",
-    "configure",
-    "count",
-    "experimental_run",
-    "group",
-    "index",
-    "make_dataset_iterator",
-    "make_input_fn_iterator",
-    "unwrap",
-    "update_config_proto",
-}
 # Users make neither: a strategy is made by its subclass, and makes the other.
 MADE_INSIDE = {"Strategy", "StrategyExtended"}
 
 
-def differences(left_out: set[str], made_inside: set[str]) -> list[str]:
-    """What `tf.distribute` has, and kdist not, or in another way; run where TensorFlow is."""
-    import inspect
-    import types
+def arguments(function: Any) -> list[str]:
+    kept = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    return [p.name for p in kept if p.name != "self"]
 
+
+def compare(name: str, native: Any, ours: Any) -> Iterator[str]:
+    wanted, have = arguments(native), arguments(ours)
+    if have[: len(wanted)] != wanted:
+        yield f"{name}: {wanted} and here {have}"
+
+
+def compare_class(name: str, native: type, ours: type) -> Iterator[str]:
+    is_enum = hasattr(native, "__members__")
+    if name not in MADE_INSIDE and not is_enum:
+        yield from compare(name, native, ours)
+    for member in {*public(native), *getattr(native, "__members__", ())}:
+        if hasattr(ours, member) == bool(reason_of_member(native, member)):
+            yield f"{name}.{member}: it is either there or left out"
+        elif hasattr(ours, member) and inspect.isfunction(getattr(native, member)):
+            yield from compare(f"{name}.{member}", getattr(native, member), getattr(ours, member))
+
+
+def differences() -> list[str]:
+    """What `tf.distribute` has, and kdist not, or in another way; run where TensorFlow is."""
     import tensorflow as tf
 
-    import kdist
-    import kdist.cluster_resolver
-    import kdist.experimental
-
-    found = []
-
-    def arguments(function):
-        kept = [
-            p
-            for p in inspect.signature(function).parameters.values()
-            if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        ]
-        return [p.name for p in kept if p.name != "self"]
-
-    def compare(name, theirs, ours):
-        wanted, have = arguments(theirs), arguments(ours)
-        if have[: len(wanted)] != wanted:
-            found.append(f"{name}: {wanted} and here {have}")
-
-    for theirs, ours in (
-        (tf.distribute, kdist),
-        (tf.distribute.experimental, kdist.experimental),
-        (tf.distribute.cluster_resolver, kdist.cluster_resolver),
-    ):
-        for name in (name for name in dir(theirs) if not name.startswith("_")):
-            native = getattr(theirs, name)
-            if isinstance(native, types.ModuleType):
-                continue
-            try:
-                own = getattr(ours, name)
-            except AttributeError as error:
-                if "yet." not in str(error):
-                    found.append(f"{name}: missing, and {error}")
-                continue
-            if not inspect.isclass(native):
-                compare(name, native, own)
-                continue
-            found += [
-                f"{name}.{m}: missing" for m in getattr(native, "__members__", ()) if not hasattr(own, m)
-            ]
-            if name not in made_inside and not hasattr(native, "__members__"):
-                compare(name, native, own)
-            for member in dir(native):
-                if member.startswith("_") or member in left_out:
-                    continue
-                if not hasattr(own, member):
-                    found.append(f"{name}.{member}: missing")
-                elif inspect.isfunction(getattr(native, member)):
-                    compare(f"{name}.{member}", getattr(native, member), getattr(own, member))
-    return found
+    found, known = [], set()
+    for where, theirs in modules(tf.distribute):
+        ours = own(where)
+        for name, native in values_of(theirs):
+            full = join(where, name)
+            known |= {full, where, *(f"{full}.{member}" for member in public(native))}
+            if (ours is None or full in LEFT_OUT) == hasattr(ours, name):
+                found.append(f"{full}: it is either there or left out")
+            elif inspect.isclass(native) and hasattr(ours, name):
+                found += compare_class(full, native, getattr(ours, name))
+            elif hasattr(ours, name):
+                found += compare(full, native, getattr(ours, name))
+    return found + [
+        f"{name}: left out, and not there in TensorFlow" for name in LEFT_OUT if name not in known
+    ]
 
 
 def test_names_and_arguments_are_those_of_tensorflow() -> None:
-    (found,) = run("tensorflow", 1, differences, LEFTOVERS, MADE_INSIDE)
+    (found,) = run("tensorflow", 1, differences)
     assert not found, "\n".join(found)
+
+
+def test_the_page_of_names_is_that_of_the_installed_tensorflow() -> None:
+    (page,) = run("tensorflow", 1, names_page.write)
+    written = names_page.PAGE.read_text(encoding="utf-8")
+    assert written == page, "Write it anew: python -m tests.names_page"

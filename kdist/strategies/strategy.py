@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.context import Scope, current_replica, has_strategy, note_joined
 from kdist.data.input_options import InputOptions
+from kdist.names import without_left_out
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kdist.values import ReduceOp
 
 
+@without_left_out
 class Strategy:
     """A policy for distributing computation over devices and workers.
 
