@@ -19,7 +19,7 @@ from kdist.backends.workers import Workers
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions
 from kdist.context import StrategyLike
-from kdist.errors import KdistError
+from kdist.errors import KdistError, UnsupportedError
 from kdist.topology import Topology
 
 
@@ -177,6 +177,18 @@ class Runtime(ABC):
         `None` where it is read as it is.
         """
         return None
+
+    def element_of(self, iterator: Any) -> Any:
+        """Returns what stands for a distributed iterator among the arguments of a `tf.function`.
+
+        Raises:
+            UnsupportedError: The backend is not TensorFlow.
+        """
+        raise UnsupportedError(
+            "tf.function compiles programs of TensorFlow alone.",
+            received={"argument": type(iterator).__name__},
+            hint="Use kdist.function, and kdist.value_and_grad in place of the tape.",
+        )
 
     def begin_loop(self) -> None:
         """Called where Python begins to loop over a distributed dataset.

@@ -296,8 +296,7 @@ class DistributedIterator:
     def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
         import numpy as np
 
-        runtime: Any = self._dataset._runtime  # TensorFlow's, whoever calls this
-        return (runtime.element_of(self),), (np.asarray(self.number),)
+        return (self._dataset._runtime.element_of(self),), (np.asarray(self.number),)
 
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: Sequence[Any]) -> Any:
