@@ -111,9 +111,10 @@ DIFFER = {
     "tf.data.Dataset.from_tensors(([1.], [1.])).repeat(100)": "tf.data.Dataset.from_tensor_slices(rows())",
     "np.ones((100, 1)), np.ones((100, 1))": "rows()",
 }
+TWO_DEVICES = 'kdist.MirroredStrategy(["cpu:0", "cpu:1"])'
 ONE_WORKER = (
     "kdist.MirroredStrategy()",  # as the guide writes it: all devices there are
-    'kdist.MirroredStrategy(devices=["/cpu:0", "/cpu:1"])',
+    TWO_DEVICES,
     'kdist.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=kdist.HierarchicalCopyAllReduce())',
     'kdist.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])',
     'kdist.OneDeviceStrategy(device="/cpu:0")',
@@ -137,10 +138,7 @@ def fit_under(strategies):
     """The losses of the guide's `fit` and `evaluate` under each."""
     found = {}
     for strategy in strategies:
-        changes = DIFFER | {
-            'kdist.MirroredStrategy(["cpu:0", "cpu:1"])': "nothing",
-            "kdist.MirroredStrategy()": strategy,
-        }
+        changes = DIFFER | {TWO_DEVICES: "nothing", "kdist.MirroredStrategy()": strategy}
         _, two_epochs, evaluated, two_more, *_ = play(KERAS, changes, rows=rows, nothing=Nothing())
         found[strategy] = [*two_epochs, evaluated, *two_more]
     return found
@@ -157,23 +155,25 @@ def test_fit(backend, num_workers):
             assert losses == pytest.approx(expected, rel=1e-5), strategy
 
 
-def loops():
+def loops(strategy):
     """The guide's loop, and on TensorFlow the one with `tf.GradientTape`, too: there only "none" is spelled anew."""
     import keras
 
-    changes = [DIFFER]
+    changes = [DIFFER | {TWO_DEVICES: strategy}]
     if keras.backend.backend() == "tensorflow":
-        changes.append(DIFFER | {"keras.losses.Reduction.NONE": '"none"'})
+        changes.append(changes[0] | {"keras.losses.Reduction.NONE": '"none"'})
     return [play(LOOPS, change, rows=rows) for change in changes]
 
 
 @each_backend
-def test_loops(backend):
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_loops(backend, num_workers):
     batches = [[part[i : i + 10] for part in rows()] for i in range(0, 100, 10)]
-    for start, after_an_epoch, after_ten_more in run(backend, 1, loops)[0]:
-        _, by_hand = descend(start, 2 * batches, binary, 0.01)
-        same(after_an_epoch, by_hand[9])
-        same(after_ten_more, by_hand[19])
+    for found in run(backend, num_workers, loops, TWO_DEVICES if num_workers == 1 else SEVERAL[0]):
+        for start, after_an_epoch, after_ten_more in found:
+            _, by_hand = descend(start, 2 * batches, binary, 0.01)
+            same(after_an_epoch, by_hand[9])
+            same(after_ten_more, by_hand[19])
 
 
 def input_of_the_guide():
