@@ -32,7 +32,9 @@ _CONTENTS = {
     "kdist.strategies.extended": ("StrategyExtended",),
     "kdist.strategies.running": ("RunOptions",),
     "kdist.strategies.strategy": ("Strategy",),
+    "kdist.strategies.fully_sharded": ("FullyShardedStrategy",),
     "kdist.strategies.mirrored": ("MirroredStrategy",),
+    "kdist.strategies.model_parallel": ("ModelParallelStrategy",),
     "kdist.strategies.multi_worker_mirrored": ("MultiWorkerMirroredStrategy",),
     "kdist.strategies.one_device": ("OneDeviceStrategy",),
     "kdist.strategies.tpu": ("TPUStrategy",),
@@ -106,7 +108,9 @@ if TYPE_CHECKING:
     from kdist.functions import function, value_and_grad
     from kdist.strategies.default import get_replica_context, get_strategy
     from kdist.strategies.extended import StrategyExtended
+    from kdist.strategies.fully_sharded import FullyShardedStrategy
     from kdist.strategies.mirrored import MirroredStrategy
+    from kdist.strategies.model_parallel import ModelParallelStrategy
     from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
     from kdist.strategies.one_device import OneDeviceStrategy
     from kdist.strategies.running import RunOptions

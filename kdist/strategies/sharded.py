@@ -1,0 +1,47 @@
+"""What strategies share whose variables are divided over devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kdist import gaps
+from kdist.backends import get_backend
+from kdist.cluster import ClusterResolver, TFConfigClusterResolver
+from kdist.communication.options import CommunicationOptions
+from kdist.strategies.places import check_options, find_workers
+from kdist.strategies.strategy import Strategy
+from kdist.topology import Sharded, Topology
+
+
+class ShardedStrategy(Strategy):
+    """Base of the strategies whose variables are divided over the devices of all workers.
+
+    Args:
+        storage: How they are divided.
+        devices: Names of the devices of this worker; `None` for all of them, or one CPU.
+        cluster_resolver: Says who the workers are; `None` to look at the environment.
+        communication_options: A `kdist.experimental.CommunicationOptions`.
+    """
+
+    def __init__(
+        self,
+        storage: Sharded,
+        devices: Sequence[str] | None,
+        cluster_resolver: ClusterResolver | None,
+        communication_options: CommunicationOptions | None,
+    ) -> None:
+        backend: Any = get_backend()
+        gaps.require(type(self).__name__, backend.name)
+        options = check_options(communication_options)
+        cluster, names = find_workers(cluster_resolver, devices)
+        if len(names) > 1:
+            gaps.require(type(self).__name__, backend.name, "devices", {"devices": names})
+        self._cluster_resolver = cluster.resolver or TFConfigClusterResolver()
+        topology = Topology(names, cluster if cluster.num_workers > 1 else None, storage)
+        super().__init__(backend.create_runtime(topology, options))
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver given at construction, else that of the environment."""
+        return self._cluster_resolver
