@@ -33,6 +33,7 @@ _CONTENTS = {
     "kdist.strategies.running": ("RunOptions",),
     "kdist.strategies.strategy": ("Strategy",),
     "kdist.strategies.fully_sharded": ("FullyShardedStrategy",),
+    "kdist.strategies.keras_distribution": ("KerasDistributionStrategy",),
     "kdist.strategies.mirrored": ("MirroredStrategy",),
     "kdist.strategies.model_parallel": ("ModelParallelStrategy",),
     "kdist.strategies.multi_worker_mirrored": ("MultiWorkerMirroredStrategy",),
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
     from kdist.strategies.default import get_replica_context, get_strategy
     from kdist.strategies.extended import StrategyExtended
     from kdist.strategies.fully_sharded import FullyShardedStrategy
+    from kdist.strategies.keras_distribution import KerasDistributionStrategy
     from kdist.strategies.mirrored import MirroredStrategy
     from kdist.strategies.model_parallel import ModelParallelStrategy
     from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy

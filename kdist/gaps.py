@@ -24,6 +24,7 @@ CAPABILITIES = {
     "numpy_dataset": "`make_experimental_numpy_dataset`",
     "save": "`model.save`",
     "checkpoint": "`kdist.Checkpoint`",
+    "distribution": "`strategy.keras_distribution`",
 }
 
 
@@ -32,7 +33,7 @@ class Gap:
     """One thing that a strategy cannot do on one backend.
 
     Args:
-        strategy: Name of its class.
+        strategy: Name of its class; "Strategy" for all.
         backend: "tensorflow", "jax" or "torch".
         capability: A key of `CAPABILITIES`; without "create" there is nothing else.
         reason: Why, in one sentence.
@@ -79,6 +80,33 @@ GAPS = (
         )
         for strategy in ("FullyShardedStrategy", "ModelParallelStrategy", "KerasDistributionStrategy")
     ),
+    *(
+        Gap(
+            "Strategy",
+            backend,
+            "distribution",
+            f"On {name} keras.distribution does nothing, so no strategy amounts to one.",
+            "Ask the strategy itself, or choose KERAS_BACKEND=jax.",
+        )
+        for backend, name in (("tensorflow", "TensorFlow"), ("torch", "PyTorch"))
+    ),
+    *(
+        Gap(
+            "CentralStorageStrategy",
+            backend,
+            "distribution",
+            "No keras.distribution holds its variables on one device alone.",
+            "Ask the strategy itself, or use kdist.MirroredStrategy().",
+        )
+        for backend in ("tensorflow", "jax", "torch")
+    ),
+    Gap(
+        "KerasDistributionStrategy",
+        "torch",
+        "create",
+        "On PyTorch keras.distribution does nothing before Keras 3.16, and kdist does not take it yet.",
+        "Use kdist.FullyShardedStrategy() or kdist.ModelParallelStrategy(), or KERAS_BACKEND=jax.",
+    ),
     Gap(
         "TPUStrategy",
         "tensorflow",
@@ -106,7 +134,8 @@ _BY_KEY = {(gap.strategy, gap.backend, gap.capability): gap for gap in GAPS}
 
 def find(strategy: str, backend: str, capability: str) -> Gap | None:
     """Returns the gap that keeps a strategy from something on a backend, or `None`."""
-    return _BY_KEY.get((strategy, backend, "create")) or _BY_KEY.get((strategy, backend, capability))
+    keys = ((strategy, backend, "create"), (strategy, backend, capability), ("Strategy", backend, capability))
+    return next((_BY_KEY[key] for key in keys if key in _BY_KEY), None)
 
 
 def require(

@@ -44,6 +44,10 @@ class Sharded:
     batch_axis: str
     layout: Callable[[str, tuple[int, ...], Mapping[str, int]], Layout]
 
+    def unused_rules(self) -> list[str]:
+        """Returns the rules of the layout, where it has any, that were for nothing yet."""
+        return sorted(getattr(self.layout, "unused", ()))
+
     def mesh_shape(self, num_devices: int) -> tuple[int, ...]:
         """Returns the lengths of all axes.
 

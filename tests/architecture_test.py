@@ -43,6 +43,7 @@ EXTRA_FILES = {
         "programs.py",  # JAX compiles pure functions, and Keras code has state
         "scopes.py",  # which is shown to it while it is traced
         "collectives.py",  # which come apart from the replicas where one program speaks for all
+        "storage.py",  # arrays over a mesh are JAX's own
         "uneven_run.py",  # and only for equal shapes on all devices
     },
     "torch": {

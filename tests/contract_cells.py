@@ -27,8 +27,13 @@ class Cell:
 
 
 def _kind(name: str) -> tuple[str, bool, bool]:
-    """The strategy of a configuration, whether it has several workers, and whether a worker has several devices."""
+    """The strategy of a configuration, whether it has several workers, and whether a worker has several devices.
+
+    Those that divide variables are one kind.
+    """
     configuration = CONFIGURATIONS[name]
+    if configuration.strategy in ("FullySharded", "ModelParallel"):
+        return "Divided", False, False
     return configuration.strategy, configuration.num_workers > 1, configuration.devices_per_worker > 1
 
 
@@ -39,15 +44,14 @@ def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
     that hold their variables in another way meet each case once.
     """
     groups = [[*names] for _, names in itertools.groupby(CONFIGURATIONS, _kind)]
-    able = [[b for b in case.backends if b in CONFIGURATIONS[names[0]].backends] for names in groups]
-    for names, backends in zip(groups, able, strict=True):
-        if CONFIGURATIONS[names[0]].strategy != "Mirrored" and backends:
-            rounds, place = divmod(turn, len(backends))
-            yield backends[place], names[rounds % len(names)]
+    for names in groups:
+        able = [(b, name) for name in names for b in case.backends if b in CONFIGURATIONS[name].backends]
+        if CONFIGURATIONS[names[0]].strategy != "Mirrored" and able:
+            yield able[turn % len(able)]
     kinds = [names for names in groups if CONFIGURATIONS[names[0]].strategy == "Mirrored"]
-    able = [[b for b in case.backends if b in CONFIGURATIONS[names[0]].backends] for names in kinds]
-    kinds, able = [k for k, b in zip(kinds, able, strict=True) if b], [b for b in able if b]
-    meets_all = [backends for backends in itertools.product(*able) if {*backends} == {*case.backends}]
+    backends = [[b for b in case.backends if b in CONFIGURATIONS[names[0]].backends] for names in kinds]
+    kinds, backends = [k for k, b in zip(kinds, backends, strict=True) if b], [b for b in backends if b]
+    meets_all = [chosen for chosen in itertools.product(*backends) if {*chosen} == {*case.backends}]
     rounds, place = divmod(turn, len(meets_all))
     for backend, names in zip(meets_all[place], kinds, strict=True):
         yield backend, names[rounds % len(names)]

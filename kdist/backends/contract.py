@@ -20,7 +20,7 @@ from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions
 from kdist.context import StrategyLike
 from kdist.errors import KdistError, UnsupportedError
-from kdist.topology import Topology
+from kdist.topology import Sharded, Topology
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,10 @@ class Backend(ABC):
         Raises:
             DeviceError: A device is not there, or it is too late to create it.
         """
+
+    def own_devices(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Returns those devices of this process, by their short names, that `keras.distribution` has by these."""
+        return tuple(names)
 
     @abstractmethod
     def create_runtime(
@@ -235,9 +239,31 @@ class Runtime(ABC):
         `"train"` and `"test"` return logs, `"predict"` all rows, on every worker.
         """
 
+    @property
+    def all_devices(self) -> list[str]:
+        """The devices of all workers, those of worker 0 first, by the names that `keras.distribution` has for them."""
+        return list(self.devices) * self.num_workers
+
+    @property
+    def takes_variables(self) -> bool:
+        """Whether something is to be done with new variables: `broadcast_variables`."""
+        return self.num_workers > 1 or isinstance(self.topology.storage, Sharded)
+
+    @property
+    def divides_over_workers(self) -> bool:
+        """Whether other workers hold parts of variables that this one lacks: all must read and save together."""
+        return self.num_workers > 1 and isinstance(self.topology.storage, Sharded)
+
+    def kept_whole(self, variables: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Within this, this worker reads variables by itself, though others hold parts. All workers must enter it."""
+        return contextlib.nullcontext()
+
     @abstractmethod
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Gives every worker the values that the chief has, for Keras variables in the same order."""
+        """Gives every worker the values that the chief has, for Keras variables in the same order.
+
+        New ones are divided, where the topology says so. What is divided already has one value on all workers.
+        """
 
     def local_values(self, variable: Any) -> Sequence[Any]:
         """Returns the values of a Keras variable that this worker holds: one, or one for each replica."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from kdist.checkpoint import plain, state
 from kdist.checkpoint.index import DTYPES, Tensor
-from kdist.checkpoint.shards import cut
+from kdist.checkpoint.shards import Span, cut
 from kdist.checkpoint.writing import Share
 from kdist.errors import CheckpointError
 from kdist.version import __version__
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
     from kdist.checkpoint.folders import Folder
     from kdist.context import StrategyLike
+
+# Of divided variables, so much is gathered at once.
+_GROUP_BYTES = 64 << 20
 
 
 @dataclass
@@ -83,13 +87,12 @@ def take(
     counter: int,
 ) -> Share:
     """Returns this worker's share, whose bytes are still those of the variables."""
-    sources = contents.sources
     spans = cut([tensor.size for tensor in contents.tensors], folder.rank, len(folder.members))
 
-    def read() -> Iterator[Any]:
-        for span in spans:
-            array = np.ascontiguousarray(state.to_host(sources[span.tensor])).reshape(-1)
-            yield array[span.first : span.last].view(np.uint8)
+    read: Callable[[], Iterable[Any]] = functools.partial(_read, contents.sources, spans)
+    if runtime is not None and runtime.divides_over_workers:
+        parts = _gather(contents, spans, runtime)
+        read = functools.partial(iter, parts)
 
     facts = {
         "id": save_id,
@@ -107,6 +110,48 @@ def take(
         else {},
     }
     return Share(contents.tensors, spans, read, facts, contents.states)
+
+
+def _read(sources: Sequence[Any], spans: Sequence[Span]) -> Iterator[Any]:
+    for span in spans:
+        yield _bytes_of(sources[span.tensor], span)
+
+
+def _bytes_of(source: Any, span: Span) -> Any:
+    array = np.ascontiguousarray(state.to_host(source)).reshape(-1)
+    return array[span.first : span.last].view(np.uint8)
+
+
+def _gather(contents: Contents, spans: Sequence[Span], runtime: Runtime) -> list[Any]:
+    """Reads a share of variables of which other workers hold parts: all read all, some at a time, and keep theirs."""
+    variables = [source for source in contents.sources if isinstance(source, keras.Variable)]
+    place = {id(source): number for number, source in enumerate(contents.sources)}
+    found: dict[Span, Any] = {}
+    for some in _in_groups(variables, contents.tensors, place):
+        numbers = {place[id(variable)] for variable in some}
+        with runtime.kept_whole(some):
+            found |= {
+                s: _bytes_of(contents.sources[s.tensor], s).copy() for s in spans if s.tensor in numbers
+            }
+    return [
+        found[span] if span in found else _bytes_of(contents.sources[span.tensor], span) for span in spans
+    ]
+
+
+def _in_groups(
+    variables: Sequence[Any], tensors: Sequence[Tensor], place: Mapping[int, int]
+) -> Iterator[list[Any]]:
+    some: list[Any] = []
+    size = 0
+    for variable in variables:
+        of_this = tensors[place[id(variable)]].size
+        if some and size + of_this.elements * of_this.itemsize > _GROUP_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(variable)
+        size += of_this.elements * of_this.itemsize
+    if some:
+        yield some
 
 
 def copy(share: Share) -> None:

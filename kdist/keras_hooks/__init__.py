@@ -18,6 +18,8 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 - `Layer.add_loss` once more: a scalar that is known to be a sum over the rows is added up over the replicas; see
   `training/probe.py`.
 - `CompileLoss._flat_losses`: the same for a loss, whose class may have a `__call__` of its own that nobody can wrap.
+- `Variable.__array__` on JAX: the parts of a variable that other workers hold are gathered.
+- `Optimizer.add_variable_from_reference`: notes whose variable it is, which is divided as that one.
 - `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after.
 - TensorFlow's optimiser: its own `tf.distribute` branches reduce a second time, or fail in a `cond` and outside of
   replicas; but in a strategy of `tf.distribute`'s own, the backend-neutral methods of the base class are right.
@@ -56,6 +58,8 @@ from kdist.keras_hooks.models import (
     build_layers,
     callback_list,
     joined_ragged,
+    layer_paths,
+    without_distribution,
 )
 from kdist.keras_hooks.optimizers import hook_tensorflow_optimizers
 from kdist.keras_hooks.own import (
@@ -88,7 +92,9 @@ from kdist.keras_hooks.variables import (
     hide_state,
     hook_assignments,
     hook_cond,
+    hook_reading,
     native_value,
+    owner_path,
     set_native_value,
     show_state,
     stateless_scope,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kdist import context, handlers
@@ -55,7 +55,24 @@ def _dispatch(name: str, original: Callable[..., Any], self: Any, /, *args: Any,
         )
         with _outside_of_scopes():
             return original(self, *args, **kwargs)
-    return handlers.call(name, strategy, self, *args, **kwargs)
+    with without_distribution():
+        return handlers.call(name, strategy, self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_distribution() -> Iterator[None]:
+    """Within this, Keras sees no `keras.distribution`: the strategy, which says the same, does all there is to do."""
+    import keras
+
+    current = keras.distribution.distribution()
+    if current is None:
+        yield
+        return
+    keras.distribution.set_distribution(None)
+    try:
+        yield
+    finally:
+        keras.distribution.set_distribution(current)
 
 
 def _outside_of_scopes() -> contextlib.AbstractContextManager[Any]:
@@ -120,6 +137,11 @@ def build_layers(model: Any, steps_build: bool, data_batch: Any) -> None:
     _unless_steps_build(
         model, steps_build, lambda: backend.compute_output_spec(model, symbolic, training=False)
     )
+
+
+def layer_paths(model: Any) -> list[str]:
+    """Returns the paths of a model's layers, by which they ask for the layout of what they return."""
+    return [layer.path for layer in model._flatten_layers() if getattr(layer, "path", None)]
 
 
 def all_variables(model: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist.context import has_strategy
-from kdist.keras_hooks.wrapping import running_replica, wrap
+from kdist.keras_hooks.wrapping import OWNER, running_replica, wrap
 
 
 def hook_optimizers() -> None:
@@ -31,6 +31,15 @@ def hook_optimizers() -> None:
         replica = running_replica()
         return scaled if replica is None or scaled is loss else replica.weight_loss(scaled)
 
+    def from_reference(
+        original: Callable[..., Any], self: Any, reference_variable: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        variable = original(self, reference_variable, *args, **kwargs)
+        if has_strategy():
+            setattr(variable, OWNER, getattr(reference_variable, "path", None))
+        return variable
+
+    wrap(BaseOptimizer, "add_variable_from_reference", from_reference)
     wrap(BaseOptimizer, "scale_loss", scale_loss)
     wrap(LossScaleOptimizer, "scale_loss", scale_loss)
     wrap(BaseOptimizer, "apply", apply)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdist import context
-from kdist.keras_hooks.wrapping import replace, wrap
+from kdist.keras_hooks.wrapping import OWNER, replace, wrap
 
 
 def hook_variables() -> None:
@@ -30,15 +30,49 @@ def hook_variables() -> None:
         wrap(keras.Variable, name, addition)
 
 
-def hook_assignments(assigned: Callable[[Any], None]) -> None:
-    """Calls a function after a Keras variable was assigned to outside of replicas; called once, by the backend."""
+def hook_assignments(
+    assigned: Callable[[Any], None], value_of: Callable[[Any, Any], Any] = lambda variable, value: value
+) -> None:
+    """Has functions called where a Keras variable is assigned to outside of replicas; called once, by the backend.
+
+    Args:
+        assigned: Called with the variable after.
+        value_of: Called with the variable and the value before; returns what is assigned.
+    """
     import keras
 
     def direct(original: Callable[..., Any], self: Any, value: Any) -> None:
-        original(self, value)
+        original(self, value_of(self, value))
         assigned(self)
 
     wrap(keras.Variable, "_direct_assign", direct)
+
+
+def hook_reading(read: Callable[[Any], Any]) -> None:
+    """Lets a function read the value of a Keras variable as a NumPy array; called once, by the backend.
+
+    `keras.ops.convert_to_numpy`, `get_weights` and all files of Keras's come to this, and an array that several workers
+    hold together must be gathered first.
+
+    Args:
+        read: Returns the value of a variable; `None` for what Keras makes of it.
+    """
+    import keras
+
+    def array(original: Callable[..., Any], self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+        value = read(self) if stateless_scope() is None else None
+        if value is None:
+            value = original(self, dtype)
+        elif dtype is not None:
+            value = value.astype(dtype, copy=False)
+        return value.copy() if copy else value  # NumPy has it done here, where it may be
+
+    wrap(keras.Variable, "__array__", array)
+
+
+def owner_path(variable: Any) -> str:
+    """Returns the path of a variable; of one of an optimiser's, that of the variable that it belongs to."""
+    return vars(variable).get(OWNER) or variable.path
 
 
 def native_value(variable: Any) -> Any:

@@ -14,6 +14,10 @@ from kdist import context
 strategies: weakref.WeakKeyDictionary[Any, context.StrategyLike] = weakref.WeakKeyDictionary()
 
 
+# An attribute of an optimiser's variable: the path of the variable that it belongs to.
+OWNER = "_kdist_owner"
+
+
 def strategy_of(model: Any) -> context.StrategyLike | None:
     """Returns the strategy that a model was created under, or `None`."""
     return strategies.get(model)

@@ -29,7 +29,7 @@ class NewVariables:
     def add(self, variable: Any) -> None:
         """Notes a variable."""
         self._seen[variable] = True
-        if self._runtime.num_workers > 1:
+        if self._runtime.takes_variables:
             self._found.append(variable)
 
     def forget(self) -> None:
@@ -50,12 +50,15 @@ class NewVariables:
         return self._seen.get(variable) is not None
 
     def share(self) -> None:
-        """Gives every worker the chief's values. All workers must call it, having created the same variables.
+        """Gives every worker the chief's values, held as the topology says.
+
+        All workers must call it, having created the same variables.
 
         Raises:
             WorkerMismatchError: The workers have created different variables.
+            InvalidArgumentError: A layout does not divide its variable.
         """
-        if self._runtime.num_workers == 1:
+        if not self._runtime.takes_variables:
             return
         variables = [variable for variable in self._found if keras_hooks.native_value(variable) is not None]
         noted, self._found = bool(self._found), []

@@ -47,6 +47,7 @@ def run(
     """Calls a function in every replica; see `Strategy.run`."""
     import keras
 
+    from kdist import keras_hooks
     from kdist.backends import debugging
     from kdist.strategies.reductions import check_components, require_cross_replica
 
@@ -78,7 +79,8 @@ def run(
         strategy.new_variables.share()
         if debugging.is_on() and runtime.can_exchange:
             debugging.check(runtime, f"Strategy.run({getattr(fn, '__qualname__', fn)})")
-        results = runtime.run(strategy, fn, tuple(args), dict(kwargs or {}))
+        with keras_hooks.without_distribution():
+            results = runtime.run(strategy, fn, tuple(args), dict(kwargs or {}))
     for index, other in enumerate(results[1:], start=1):
         try:
             keras.tree.assert_same_structure(results[0], other)

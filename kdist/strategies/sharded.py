@@ -11,7 +11,7 @@ from kdist.cluster import ClusterResolver, TFConfigClusterResolver
 from kdist.communication.options import CommunicationOptions
 from kdist.strategies.places import check_options, find_workers
 from kdist.strategies.strategy import Strategy
-from kdist.topology import Sharded, Topology
+from kdist.topology import Mirrored, Sharded, Topology
 
 
 class ShardedStrategy(Strategy):
@@ -26,7 +26,7 @@ class ShardedStrategy(Strategy):
 
     def __init__(
         self,
-        storage: Sharded,
+        storage: Sharded | Mirrored,
         devices: Sequence[str] | None,
         cluster_resolver: ClusterResolver | None,
         communication_options: CommunicationOptions | None,

@@ -49,11 +49,13 @@ class Strategy:
     def __init__(self, runtime: Runtime) -> None:
         from kdist import keras_hooks
         from kdist.backends import get_backend
+        from kdist.strategies.distributions import check_current
         from kdist.strategies.new_variables import NewVariables
 
         keras_hooks.install(get_backend().native_moments)
         self._runtime = runtime
         self.new_variables = NewVariables(runtime)
+        check_current(self)
         if runtime.num_workers > 1:
             note_joined(self)
 
@@ -79,6 +81,23 @@ class Strategy:
         """The resolver of a multi-worker strategy; `None` for a strategy of one process."""
         return None
 
+    @property
+    def keras_distribution(self) -> Any:
+        """The `keras.distribution.Distribution` that this strategy amounts to, for code that asks Keras.
+
+        kdist needs no distribution to be set. One that is set when a strategy is made, or its scope is entered, must
+        say the same; in the scope, and while the strategy's models train, Keras sees none.
+
+        Returns:
+            A `keras.distribution.DataParallel`, or a `ModelParallel` where variables are divided.
+
+        Raises:
+            UnsupportedError: On the backend `keras.distribution` does nothing, or it has nothing like this strategy.
+        """
+        from kdist.strategies.distributions import distribution_of
+
+        return distribution_of(self._runtime)
+
     def scope(self) -> Scope:
         """Returns a context manager that makes this strategy current.
 
@@ -98,8 +117,12 @@ class Strategy:
 
     @contextlib.contextmanager
     def _resources(self) -> Iterator[None]:
+        from kdist import keras_hooks
+        from kdist.strategies.distributions import check_current
+
+        check_current(self)
         try:
-            with self._runtime.scope():
+            with keras_hooks.without_distribution(), self._runtime.scope():
                 yield
         except BaseException:
             # The other workers may have come further, or not as far.

@@ -33,17 +33,23 @@ def describe(callbacks: Any) -> list[list[str]]:
 
 
 @contextlib.contextmanager
-def of_this_worker(callbacks: Any, worker_index: int, chief_has: Sequence[Sequence[str]]) -> Iterator[Any]:
+def of_this_worker(
+    callbacks: Any, worker_index: int, chief_has: Sequence[Sequence[str]], is_divided: bool
+) -> Iterator[Any]:
     """Gives the callbacks that this worker is to run, and leaves them as they were at the end.
 
-    `chief_has` is what `describe` said on the chief.
+    Args:
+        callbacks: Those that the user passed on this worker.
+        worker_index: Of this worker.
+        chief_has: What `describe` said on the chief.
+        is_divided: Whether variables are divided over the workers: then all must read, save and load them.
     """
     if worker_index == 0:
         yield callbacks
         return
     shared = {tuple(entry) for entry in chief_has}
     with contextlib.ExitStack() as stack:
-        kept = [callback for callback in _members(callbacks) if _prepare(callback, shared, stack) is not None]
+        kept = [c for c in _members(callbacks) if _prepare(c, shared, stack, is_divided)]
         if isinstance(callbacks, keras.callbacks.CallbackList):
             _change(stack, callbacks, "callbacks", kept)
             yield callbacks
@@ -51,26 +57,32 @@ def of_this_worker(callbacks: Any, worker_index: int, chief_has: Sequence[Sequen
             yield kept
 
 
-def _prepare(callback: Any, shared: set[tuple[str, ...]], stack: contextlib.ExitStack) -> Any:
-    """Returns a callback as a worker beside the chief runs it, or `None` if it does not."""
+def _prepare(
+    callback: Any, shared: set[tuple[str, ...]], stack: contextlib.ExitStack, is_divided: bool
+) -> bool:
+    """Makes a callback what a worker beside the chief runs; says whether it does."""
     if isinstance(callback, _kinds(_TALKERS)):
         _change(stack, callback, "verbose", 0)
     found = _described(callback)
     if found is None:
-        return callback
+        return True
     if found not in shared:
         for name in ("on_epoch_end", "on_train_batch_end"):
             _change(stack, callback, name, _alone(getattr(callback, name)))
-        return callback
+        return True
     kind, _ = found
     if kind == "ModelCheckpoint":
-        return callback  # `model.save` waits for the chief's file
-    if kind in ("CSVLogger", "TensorBoard") and not type(callback).__module__.startswith("keras."):
+        return True  # `model.save` waits for the chief's file
+    if kind == "BackupAndRestore" and is_divided:
+        _change(stack, callback, "on_train_end", lambda logs=None: None)  # the chief deletes
+        return True
+    is_own = not type(callback).__module__.startswith("keras.")
+    if (kind in ("CSVLogger", "TensorBoard") and is_own) or (kind == "TensorBoard" and is_divided):
         # A class of the user's may compute with the model, and then needs all workers.
         folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         _change(stack, callback, _PATHS[kind], folder if kind == "TensorBoard" else f"{folder}/log.csv")
-        return callback
-    return None
+        return True
+    return False
 
 
 def _alone(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,8 @@ Workers may call `model.save` in three ways, and none may hang or lose a file: a
 alone, or each with a path of its own. So the chief never waits. It posts what it saves and where, and a worker
 that saves the same state to the same path waits for that file instead of writing it again. Wherever it is in
 doubt, a worker writes its own file: all have the same contents, and a file is moved into place as a whole, so
-that a second writer does no harm.
+that a second writer does no harm. Only where variables are divided over the workers must all call `save`, since
+no file can be written of the chief's parts alone.
 """
 
 from __future__ import annotations
@@ -57,10 +58,15 @@ def save(strategy: StrategyLike, model: Any, target: Any, write: Callable[[Any],
         What `write` returned; `None` where another worker wrote the file.
     """
     keras_hooks.sync_state(model)
+    runtime = strategy.runtime
+    with runtime.kept_whole(keras_hooks.all_variables(model)):
+        return _save(runtime, model, target, write)
+
+
+def _save(runtime: Runtime, model: Any, target: Any, write: Callable[[Any], Any]) -> Any:
     if not isinstance(target, (str, os.PathLike)):
         return write(target)
     path = normal(target)
-    runtime = strategy.runtime
     if runtime.num_workers == 1:
         return write_whole(path, write, runtime.worker_index)[0]
     wanted = (path, fingerprint(model))

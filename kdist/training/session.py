@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from kdist.backends.contract import StepFunction
 from kdist.backends.messages import call_on_all, check_equal, read_on_all
 from kdist.context import StrategyLike
 from kdist.errors import InvalidArgumentError, StrategyScopeError, WorkerFailedError
+from kdist.topology import Sharded
 from kdist.training import keras_callbacks, probe
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
@@ -93,7 +95,10 @@ class Session:
         notes = check_equal(self.runtime, what, facts, _SAME_CALL, note)
         if any(note["loaded"] for note in notes):
             self._num_shared = -1
-        return keras_callbacks.of_this_worker(callbacks, self.runtime.worker_index, notes[0]["files"])
+        runtime = self.runtime
+        return keras_callbacks.of_this_worker(
+            callbacks, runtime.worker_index, notes[0]["files"], runtime.divides_over_workers
+        )
 
     def run_callbacks(self, function: Callable[[], None]) -> None:
         """Calls callbacks on every worker and waits for all.
@@ -136,6 +141,19 @@ class Session:
         variables = keras_hooks.all_variables(self.model)
         if len(variables) != self._num_shared:
             self._share(variables)
+            self._check_layouts(variables)
+
+    def _check_layouts(self, variables: list[Any]) -> None:
+        storage = self.runtime.topology.storage
+        unused = storage.unused_rules() if isinstance(storage, Sharded) else []
+        outputs = [f"{path}/output" for path in keras_hooks.layer_paths(self.model)] if unused else []
+        unused = [rule for rule in unused if not any(re.fullmatch(rule, path) for path in outputs)]
+        if unused:
+            raise InvalidArgumentError(
+                "Every layout must be for a variable, but some match the path of none.",
+                received={"layouts": unused, "paths": [variable.path for variable in variables][:20]},
+                hint='Patterns match whole paths: ".*dense/kernel".',
+            )
 
     def _share(self, variables: list[Any]) -> None:
         # Without names, which carry counters ("dense_1"): a worker may have built another model before.
@@ -148,7 +166,7 @@ class Session:
             },
             "Run the same script on every worker, without branches on the worker.",
         )
-        if self.runtime.num_workers > 1:
+        if self.runtime.takes_variables:
             self.runtime.broadcast_variables(variables)
         self._num_shared = len(variables)
         self.has_loaded = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 from typing import Any
 
@@ -11,11 +12,12 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
-from kdist.backends.jax import functions, programs, scopes, workers
+from kdist.backends.jax import functions, programs, scopes, storage, workers
 from kdist.backends.jax.runtime import JaxRuntime
+from kdist.cluster import visible_gpus
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions, hint_ignored
-from kdist.topology import Topology
+from kdist.topology import Sharded, Topology
 
 # NumPy's Mersenne Twister: position, whether a second Gaussian is waiting, and that Gaussian; then the words.
 _GENERATOR = struct.Struct("<qqd")
@@ -33,11 +35,14 @@ class JaxBackend(Backend):
 
     def __init__(self) -> None:
         keras_hooks.hook_cond(scopes.cond)
-        keras_hooks.hook_assignments(programs.assigned)
+        keras_hooks.hook_assignments(programs.assigned, storage.assigned_value)
+        keras_hooks.hook_reading(storage.read)
 
     def native_batches(self, adapter: Any) -> Any:
         """Returns an iterator of NumPy arrays."""
         return adapter.get_jax_iterator()
+
+    own_devices = staticmethod(jax_devices.own_devices)
 
     def create_runtime(
         self,
@@ -48,10 +53,11 @@ class JaxBackend(Backend):
         """Joins the workers of the cluster (if any) and returns the runtime of one strategy."""
         if ops is not None:
             hint_ignored(f"cross_device_ops={ops!r}", "on JAX, XLA chooses.")
-        group = workers.join(topology.devices, topology.cluster, options or CommunicationOptions())
+        wished = topology.devices or _cpus_of_mesh(topology)
+        group = workers.join(wished, topology.cluster, options or CommunicationOptions())
         names = topology.devices or jax_devices.list_devices()
         if not topology.devices and names[0].startswith("cpu"):
-            names = names[:1]
+            names = wished or names[:1]
         return JaxRuntime(dataclasses.replace(topology, devices=names), group)
 
     def random_state(self) -> bytes:
@@ -66,3 +72,12 @@ class JaxBackend(Backend):
         position, has_gauss, gauss = _GENERATOR.unpack_from(state)
         words = np.frombuffer(state, dtype="<u4", offset=_GENERATOR.size).astype(np.uint32)
         np.random.set_state(("MT19937", words, position, has_gauss, gauss))
+
+
+def _cpus_of_mesh(topology: Topology) -> tuple[str, ...]:
+    """As many CPUs as the mesh of this process alone has places; none where it says no number, or there are GPUs."""
+    storage = topology.storage
+    if not isinstance(storage, Sharded) or topology.cluster is not None or visible_gpus():
+        return ()
+    lengths = list(storage.axes.values())
+    return () if None in lengths else tuple(f"cpu:{i}" for i in range(math.prod(filter(None, lengths))))

@@ -44,15 +44,16 @@ class MeshCollectives:
         self._equal_shapes = equal_shapes or runtime.num_workers == 1
         self._num_replicas = runtime.num_replicas
         self._num_local = len(runtime.devices)
+        self._axes: tuple[str, ...] = runtime.mesh.axis_names
         alone = self._num_replicas == 1
-        self.replica_id: Any = 0 if alone else jax.lax.axis_index(BATCH_AXIS)
+        self.replica_id: Any = 0 if alone else jax.lax.axis_index(self._axes)
         self.local_index: Any = 0 if self._num_local == 1 else self.replica_id % self._num_local
 
     def sum(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums each tensor over all devices."""
         if self._num_replicas == 1:
             return list(tensors)
-        totals = jax.lax.psum(tuple(tensors), BATCH_AXIS)
+        totals = jax.lax.psum(tuple(tensors), self._axes)
         # The sum of truth values would be a number.
         return [total.astype(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
 
@@ -61,7 +62,7 @@ class MeshCollectives:
         if self._num_replicas == 1:
             return rows, 0
         self._require_equal_shapes()
-        return jax.lax.all_gather(rows, BATCH_AXIS, tiled=True), self.replica_id * rows.shape[0]
+        return jax.lax.all_gather(rows, self._axes, tiled=True), self.replica_id * rows.shape[0]
 
     def merge(self, function: Callable[..., Any], values: Any) -> Any:
         """Calls a function on every device, with the values of all devices of its worker."""
@@ -73,7 +74,7 @@ class MeshCollectives:
         def join(leaf: Any) -> Any:
             if not isinstance(leaf, (jax.Array, np.ndarray)):
                 return leaf
-            everyone = jax.lax.all_gather(leaf, BATCH_AXIS)
+            everyone = jax.lax.all_gather(leaf, self._axes)
             return PerReplica([everyone[first + i] for i in range(self._num_local)])
 
         def choose(leaf: Any) -> Any:

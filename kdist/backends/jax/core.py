@@ -7,7 +7,8 @@ is: state is replicated, batches are split by rows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,17 +18,22 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kdist import keras_hooks
 from kdist.arrays.rows import is_ragged, is_scipy, is_tf_sparse, to_dense, torch_to_numpy
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, Runtime
+from kdist.backends.jax import storage
 from kdist.backends.jax.collectives import BATCH_AXIS
-from kdist.backends.jax.devices import find_devices
+from kdist.backends.jax.devices import find_devices, local_devices
 from kdist.backends.jax.dispatched import note_dispatched
 from kdist.backends.jax.meeting import without_chatter
+from kdist.backends.jax.storage import Storage, arranged, is_divided
 from kdist.backends.jax.workers import all_devices
 from kdist.backends.workers import Workers
 from kdist.errors import DatasetError
-from kdist.topology import Central, Topology
+from kdist.topology import Central, Sharded, Topology
+
+_MOST_BYTES = 64 << 20
 
 
 class JaxCore(Runtime):
@@ -40,13 +46,21 @@ class JaxCore(Runtime):
     def __init__(self, topology: Topology, group: Workers) -> None:
         super().__init__(topology, group)
         self.local_devices = find_devices(self.devices)
-        # Where variables are created, and where what speaks for all replicas computes.
+        # Where what speaks for all replicas computes; variables are created there too, but for those that are divided.
         (self.holder,) = find_devices(topology.parameter_devices[:1])
         self.is_central = isinstance(topology.storage, Central)
-        everyone = all_devices(group, self.local_devices)
-        self.mesh, local_mesh = (Mesh(np.array(d), (BATCH_AXIS,)) for d in (everyone, self.local_devices))
+        everyone = np.array(all_devices(group, self.local_devices))
+        sharded = topology.storage if isinstance(topology.storage, Sharded) else None
+        if sharded is None:
+            self.mesh, batch_axis = Mesh(everyone, (BATCH_AXIS,)), BATCH_AXIS
+        else:
+            shape = sharded.mesh_shape(len(everyone))
+            self.mesh, batch_axis = Mesh(everyone.reshape(shape), tuple(sharded.axes)), sharded.batch_axis
+        self.storage = None if sharded is None else Storage(self, sharded)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
-        self.by_rows = NamedSharding(self.mesh, PartitionSpec(BATCH_AXIS))
+        self.by_rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+        self._by_batch = NamedSharding(self.mesh, PartitionSpec(batch_axis))
+        local_mesh = Mesh(np.array(self.local_devices), (BATCH_AXIS,))
         self._local_replicated = NamedSharding(local_mesh, PartitionSpec())
         # Several executions in flight on several CPU devices can exhaust XLA's threads, each waiting for the
         # other's collectives. PJRT_NPROC makes this unlikely, one execution at a time makes it impossible.
@@ -55,11 +69,18 @@ class JaxCore(Runtime):
             with without_chatter(), group.working():
                 self.broadcast([np.zeros(1, np.float32)])  # a broken connection shows here
 
+    @property
+    def all_devices(self) -> list[str]:
+        """The devices of the mesh, in its order."""
+        return [f"{device.platform}:{device.id}" for device in self.mesh.devices.flat]
+
     def scope(self) -> AbstractContextManager[Any]:
-        """Creates variables on the device that holds them, or on the strategy's first device."""
-        if self.holder == jax.local_devices()[0]:
+        """Creates variables on the device that holds them; those that no device need hold whole, on the host."""
+        hosts = [] if self.storage is None else local_devices("cpu")
+        device = self.holder if self.holder.platform == "cpu" else (*hosts, self.holder)[0]
+        if device == jax.local_devices()[0]:
             return contextlib.nullcontext()  # JAX's default anyway; setting it would trace functions anew
-        return jax.default_device(self.holder)
+        return jax.default_device(device)
 
     @property
     def can_exchange(self) -> bool:
@@ -73,11 +94,15 @@ class JaxCore(Runtime):
         ]
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Gives every worker the values that the chief has."""
+        """Gives every worker the values that the chief has, and divides what is new."""
         if self.num_workers > 1:
-            values = self.broadcast([variable.value for variable in variables])
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
+            # A divided variable has had the chief's value since it was divided.
+            for some in _in_parts([v for v in variables if not is_divided(v)], self.storage is not None):
+                values = self.broadcast([variable.value for variable in some])
+                for variable, value in zip(some, values, strict=True):
+                    variable.assign(value if self.storage is None else np.asarray(value))
+        if self.storage is not None:
+            self.storage.take(variables)
 
     def place_state(self, values: Any) -> Any:
         """Copies process-local arrays to all devices.
@@ -105,6 +130,18 @@ class JaxCore(Runtime):
             None if part is None else keras.tree.map_structure(lambda leaf, d=device: put(leaf, d), part)
             for part, device in zip(parts, self.local_devices, strict=True)
         ]
+
+    def place_eagerly(self, data: Any) -> Any:
+        """Returns data of this worker's for a step outside of any program, on its first device, or beside any array."""
+        if self.storage is None:
+            return jax.device_put(data, self.holder)
+        return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, data)
+
+    def show_eager(self, outputs: Any) -> Any:
+        """Returns what such a step has computed as arrays of this worker."""
+        if self.storage is None:
+            return outputs
+        return jax.tree.map(lambda leaf: arranged(leaf, self.replicated), outputs)
 
     def join_parts(self, batch: ReplicaBatches) -> Any:
         """Returns the global batch that is on the devices; nothing is sent.
@@ -154,11 +191,50 @@ class JaxCore(Runtime):
         """
 
         def constrain(leaf: Any) -> Any:
-            if not isinstance(leaf, jax.Array) or leaf.ndim == 0 or leaf.shape[0] < self.num_replicas:
+            if not isinstance(leaf, jax.Array) or leaf.ndim == 0 or not self._divides(leaf.shape[0]):
                 return leaf
-            return jax.lax.with_sharding_constraint(leaf, self.by_rows)
+            return jax.lax.with_sharding_constraint(leaf, self._by_batch)
 
         return keras.tree.map_structure(constrain, batch)
+
+    def _divides(self, num_rows: int) -> bool:
+        """Says whether a program divides so many rows.
+
+        Along one axis of several it does not pad: XLA's partitioner then counts some rows of a scatter (the gradient
+        of an embedding, a confusion matrix) twice (jaxlib 0.10.2).
+        """
+        length = self.mesh.shape[self._by_batch.spec[0]]
+        return num_rows >= length and (num_rows % length == 0 or length == self.num_replicas)
+
+    def place_variables(self, variables: Sequence[Any]) -> list[Any]:
+        """Returns the values of variables on all devices; those of divided ones are the variables' own arrays."""
+        values = [keras_hooks.native_value(variable) for variable in variables]
+        whole_ones = [i for i, variable in enumerate(variables) if not is_divided(variable)]
+        placed = self.place_state([values[i] for i in whole_ones])
+        for i, value in zip(whole_ones, placed, strict=True):
+            values[i] = value
+        return values
+
+    def shardings(self, variables: Sequence[Any]) -> Any:
+        """Returns how a program is to leave variables; `None` for as it likes."""
+        return None if self.storage is None else [self.storage.sharding(variable) for variable in variables]
+
+    def show_variables(self, variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Returns what variables hold of the values that a program has left; nothing is copied but to a holder."""
+        if self.storage is None:
+            return list(self.show(list(values)))
+        return [
+            arranged(value, self.storage.sharding(variable))
+            for variable, value in zip(variables, values, strict=True)
+        ]
+
+    def kept_whole(self, variables: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Gathers the variables for as long as this lasts, in the memory of the host."""
+        return storage.kept_whole(self, variables)
+
+    def local_values(self, variable: Any) -> Sequence[Any]:
+        """Returns the value of a variable, whole."""
+        return [np.asarray(variable)] if is_divided(variable) else [variable.value]
 
     def show(self, values: Any) -> Any:
         """Returns this worker's view of replicated arrays: plain arrays of one device, copied only to a holder."""
@@ -195,6 +271,20 @@ class JaxCore(Runtime):
 
         copies = jax.device_put(values, self._local_replicated)
         return jax.tree.map(over_workers, copies) if self.num_workers > 1 else copies
+
+
+def _in_parts(variables: Sequence[Any], bounded: bool) -> Iterator[Sequence[Any]]:
+    """Variables as they travel: all at once, or only so many that a device has room for them beside its part."""
+    some: list[Any] = []
+    size = 0
+    for variable in variables:
+        some.append(variable)
+        size += math.prod(variable.shape) * 4
+        if bounded and size > _MOST_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
 
 def _words(data: bytes) -> Any:

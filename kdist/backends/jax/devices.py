@@ -71,6 +71,16 @@ def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
+def own_devices(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the short names of those devices, named by their ids over all processes, that this process has."""
+    ids = {
+        f"{device.platform}:{device.id}": f"{kind}:{index}"
+        for kind in KINDS
+        for index, device in enumerate(local_devices(kind))
+    }
+    return tuple(ids[name] for name in names if name in ids)
+
+
 def find_devices(names: Sequence[str]) -> list[Any]:
     """Returns JAX's device objects for short names, or raises a `DeviceError`."""
     found = []

@@ -18,7 +18,7 @@ from kdist.arrays.rows import torch_to_numpy
 from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.jax import uneven_run
-from kdist.backends.jax.collectives import BATCH_AXIS, MeshCollectives, UnknownShapes
+from kdist.backends.jax.collectives import MeshCollectives, UnknownShapes
 from kdist.backends.jax.components import has_components
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.programs import (
@@ -165,7 +165,9 @@ class _Program:
         self._call = call
         self._scalar = [not parts[0].shape for parts in call.data]
         self._variables = self._discover(call)
-        self._compiled = jax.jit(self._whole, donate_argnums=0)
+        shardings = runtime.shardings(self._written)
+        results = {} if shardings is None else {"out_shardings": (shardings, None)}
+        self._compiled = jax.jit(self._whole, donate_argnums=0, **results)
 
     def __call__(self, placed: Placed, call: _Call) -> Sequence[Any]:
         debugging.check_all(self._runtime, self._collectives)
@@ -206,7 +208,7 @@ class _Program:
     def _over_mesh(self, body: Callable[..., Any]) -> Callable[..., Any]:
         if self._num_replicas == 1:
             return body
-        split, whole = PartitionSpec(BATCH_AXIS), PartitionSpec()
+        split, whole = self._runtime.by_rows.spec, PartitionSpec()
 
         def mapped(*args: Any) -> Any:
             specs = (*[whole] * (len(args) - 1), split)

@@ -17,6 +17,7 @@ import jax.extend.backend
 from kdist.backends.jax.watch import service_client
 from kdist.backends.joining import wait_for_all
 from kdist.cluster import Cluster, environment, is_loopback, liveness, split_address, visible_gpus
+from kdist.errors import StrategyScopeError
 
 # A worker that has sent no heartbeat for this share of the timeout counts as lost; JAX's own default is 100 s.
 _SILENCE = 0.4
@@ -46,6 +47,24 @@ def meet(cluster: Cluster, timeout: float, devices: Sequence[str]) -> None:
             initialization_timeout=60,  # all workers are there already
             heartbeat_timeout_seconds=max(1, round(liveness.heartbeat_timeout() * _SILENCE)),
             coordinator_bind_address=coordinator if is_loopback(split_address(coordinator)[0]) else None,
+        )
+
+
+def check_session(cluster: Cluster) -> None:
+    """Raises unless the session of `jax.distributed` that the user has made is that of a cluster."""
+    from jax._src import distributed
+
+    state = distributed.global_state
+    if (state.process_id, state.num_processes) != (cluster.worker_index, cluster.num_workers):
+        raise StrategyScopeError(
+            "A session of jax.distributed that exists already must be that of the strategy's cluster.",
+            received={
+                "process_id": state.process_id,
+                "num_processes": state.num_processes,
+                "cluster": cluster.worker_names,
+                "worker_index": cluster.worker_index,
+            },
+            hint="Leave `jax.distributed.initialize` to kdist.",
         )
 
 

@@ -24,6 +24,7 @@ from kdist.backends.aggregation import is_on_read
 from kdist.backends.jax.components import has_components, place_components, place_shares
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.scopes import Values, initial_value
+from kdist.backends.jax.storage import is_divided
 from kdist.backends.variable_table import VariableTable
 
 _NOTHING: tuple[Any, Any] = (None, None)
@@ -61,6 +62,9 @@ class Placed:
         found: list[Any] = [None] * len(variables)
         missing, components = [], {}
         for i, variable in enumerate(variables):
+            if is_divided(variable):
+                found[i] = _own_array(variable, donated)
+                continue
             shown, placed = self._known.get(variable) or _NOTHING
             known = shown is not None and keras_hooks.native_value(variable) is shown
             if not known or (donated and sys.getrefcount(shown) > self._holders):
@@ -96,13 +100,30 @@ class Placed:
 
     def _show(self, variable: Any, placed: Any) -> Any:
         is_pair = isinstance(placed, tuple)
-        shown = self._runtime.show(placed[1] if is_pair else placed)
+        (shown,) = self._runtime.show_variables([variable], [placed[1] if is_pair else placed])
         keras_hooks.set_native_value(variable, shown)
+        if is_divided(variable):
+            return placed  # the variable's own
         if self._runtime.is_central and not is_pair:
             return placed  # until the end of the call: only components stay on the devices
         self._known[variable] = (shown, placed)
         self._holders = sys.getrefcount(shown)  # the variable, this object and the local name, as in `read`
         return placed
+
+
+def _own_array(variable: Any, donated: bool) -> Any:
+    """The array of a divided variable; a copy where it is donated, and somebody else holds it, too."""
+    value = keras_hooks.native_value(variable)
+    is_held = donated and sys.getrefcount(value) > _own_holders()
+    return jax.numpy.copy(value) if is_held else value
+
+
+@functools.cache
+def _own_holders() -> int:
+    """How many references `_own_array` counts where only the variable holds the array."""
+    holder = [object()]
+    value = holder[0]
+    return sys.getrefcount(value)
 
 
 def initialize(variables: Sequence[Any]) -> bool:

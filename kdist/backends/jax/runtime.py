@@ -11,7 +11,6 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.arrays.gathering import gather_rows
 from kdist.backends.contract import StepFunction
-from kdist.backends.jax.collectives import BATCH_AXIS
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.functions import Functions, leave_function
 from kdist.backends.jax.steps import JaxSteps
@@ -54,7 +53,7 @@ class JaxRuntime(JaxCore):
             return list(tensors)
         leave_function()
         if not self.can_exchange:
-            return [_sum_in_program(tensor, len(self.devices)) for tensor in tensors]
+            return [_sum_in_program(tensor, self) for tensor in tensors]
         with self.group.working():
             others = len(self.devices) - 1  # of this worker, whose first device has the tensor
             parts = [[tensor[None], *[jax.numpy.zeros_like(tensor)[None]] * others] for tensor in tensors]
@@ -66,7 +65,7 @@ class JaxRuntime(JaxCore):
             return tensor
         leave_function()
         if not self.can_exchange:
-            return _gather_in_program(tensor, len(self.devices))
+            return _gather_in_program(tensor, self)
         rows = gather_rows(self.group, [np.asarray(tensor)])
         return jax.device_put(rows, self.holder)
 
@@ -83,15 +82,15 @@ class JaxRuntime(JaxCore):
         return JaxSteps(self, model, kind)
 
 
-def _sum_in_program(tensor: Any, num_local: int) -> Any:
+def _sum_in_program(tensor: Any, runtime: JaxCore) -> Any:
     """In a `merge_call`, where all devices of a worker have its tensor: the sum over the workers."""
     tensor = jax.numpy.asarray(tensor)
-    total = jax.lax.psum(tensor, BATCH_AXIS)
-    return divide(total, num_local).astype(tensor.dtype)
+    total = jax.lax.psum(tensor, runtime.mesh.axis_names)
+    return divide(total, len(runtime.devices)).astype(tensor.dtype)
 
 
-def _gather_in_program(rows: Any, num_local: int) -> Any:
+def _gather_in_program(rows: Any, runtime: JaxCore) -> Any:
     """In a `merge_call`: the rows of all workers, of which each has as many."""
     rows = jax.numpy.asarray(rows)
-    everyone = jax.lax.all_gather(rows, BATCH_AXIS)[::num_local]
+    everyone = jax.lax.all_gather(rows, runtime.mesh.axis_names)[:: len(runtime.devices)]
     return everyone.reshape(-1, *rows.shape[1:])

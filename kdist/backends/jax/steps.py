@@ -7,6 +7,8 @@ moving statistic is the one of a single device.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +22,7 @@ from kdist.arrays.gathering import gather_rows
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, StepFunction
 from kdist.backends.jax.core import JaxCore
+from kdist.backends.jax.storage import is_divided
 
 # What each step's state consists of, in the order of Keras's JAX trainer.
 _STATE = {
@@ -54,11 +57,7 @@ class JaxSteps(StepFunction):
         if self._eager:
             self._step = step
         else:
-            self._step = jax.jit(
-                lambda state, data: step(state, runtime.divide(data)),
-                donate_argnums=0,
-                out_shardings=runtime.replicated,
-            )
+            self._step = self._compile(step)
 
     def __enter__(self) -> JaxSteps:
         """Ends what other steps of the model have under way, such as the `fit` whose callback evaluates."""
@@ -67,10 +66,15 @@ class JaxSteps(StepFunction):
         self._working.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *exc: Any) -> None:
         """Shows the state in the variables; after an error, the last state that was computed."""
         if kind is not None:
             self._forget_failed()
+            if self._has_lost_divided():
+                exc[0].add_note(
+                    "The step had taken the memory of the model's divided variables: their values are gone. "
+                    "Make the model anew, and restore a checkpoint."
+                )
         self._working.__exit__(None, None, None)
         self.sync()
 
@@ -91,9 +95,9 @@ class JaxSteps(StepFunction):
         if self._eager:
             data = batch.parts[0]
             if not have_all_rows(batch.split):
-                data = jax.device_put(gather_rows(self._runtime.group, batch.parts), self._runtime.holder)
-            outputs, self._state = self._step(self._state, data)
-            return outputs
+                data = gather_rows(self._runtime.group, batch.parts)
+            outputs, self._state = self._step(self._state, self._runtime.place_eagerly(data))
+            return self._runtime.show_eager(outputs)
         data = self._runtime.join_parts(batch)
         try:
             outputs, self._state = self._step(self._state, data)
@@ -103,6 +107,7 @@ class JaxSteps(StepFunction):
         self._runtime.throttle((outputs, self._state))
         if self._runtime.is_central:
             self.sync()  # back to the device that holds it
+        self._show_divided()
         return self._runtime.show(outputs)
 
     def sync(self) -> None:
@@ -113,16 +118,45 @@ class JaxSteps(StepFunction):
         keras_hooks.hide_state(self._model())
         # An execution that failed after it was started raises here, and not where its values are used.
         jax.block_until_ready(state)
-        if not self._eager:
-            state = self._runtime.show(state)
         for variables, values in zip(_state_variables(self._model(), self._kind), state, strict=True):
-            for variable, value in zip(variables, values, strict=True):
+            shown = values if self._eager else self._runtime.show_variables(variables, values)
+            for variable, value in zip(variables, shown, strict=True):
                 variable.assign(value)
 
     def _read(self) -> Any:
         groups = _state_variables(self._model(), self._kind)
-        state = tuple([variable.value for variable in variables] for variables in groups)
-        return state if self._eager else self._runtime.place_state(state)
+        if self._eager:
+            return tuple([variable.value for variable in variables] for variables in groups)
+        return tuple(self._runtime.place_variables(variables) for variables in groups)
+
+    def _compile(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """Returns the program of the step, which leaves each variable as its layout says."""
+        runtime = self._runtime
+
+        def traced(state: Any, data: Any) -> tuple[Any, Any]:
+            with contextlib.nullcontext() if runtime.storage is None else runtime.storage.outputs():
+                return step(state, runtime.divide(data))
+
+        @functools.cache
+        def compiled() -> Callable[[Any, Any], tuple[Any, Any]]:  # once the model has all its variables
+            groups = _state_variables(self._model(), self._kind)
+            state = tuple(runtime.shardings(variables) or runtime.replicated for variables in groups)
+            return jax.jit(traced, donate_argnums=0, out_shardings=(runtime.replicated, state))
+
+        return lambda state, data: compiled()(state, data)
+
+    def _has_lost_divided(self) -> bool:
+        variables = [v for group in _state_variables(self._model(), self._kind) for v in group]
+        return any(is_divided(v) and keras_hooks.native_value(v).is_deleted() for v in variables)
+
+    def _show_divided(self) -> None:
+        """Shows divided variables their new parts: the step has taken the memory of the old ones."""
+        if self._runtime.storage is None:
+            return
+        for variables, values in zip(_state_variables(self._model(), self._kind), self._state, strict=True):
+            for variable, value in zip(variables, values, strict=True):
+                if is_divided(variable):
+                    keras_hooks.set_native_value(variable, value)
 
     def _forget_failed(self) -> None:
         """Drops a state that a failed execution has taken or left without values.

@@ -134,12 +134,14 @@ def all_devices(group: Workers, local: Sequence[Any]) -> list[Any]:
 def join(devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions) -> Workers:
     """Waits for all workers of the cluster and connects them; `None` for this process alone.
 
-    A process joins once: another strategy with the same cluster shares the connection.
+    A process joins once: another strategy with the same cluster shares the connection. Where the user has called
+    `jax.distributed.initialize`, that session is taken.
 
     Raises:
         WorkerTimeoutError: A worker did not come in time; names it.
         ClusterConfigError: The port of the chief is in use.
-        StrategyScopeError: JAX has computed something already, or this process has joined another cluster.
+        StrategyScopeError: JAX has computed something already, or this process has joined another cluster,
+            by kdist or by `jax.distributed.initialize`.
         DeviceError: NCCL was asked for and there is no GPU.
     """
     _check_options(devices, options, 0 if cluster is None else cluster.worker_index)
@@ -149,14 +151,18 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
         return Workers()
 
     def connect(timeout: float) -> JoinedWorkers:
-        if has_started():
+        is_joined = service_client() is not None
+        if is_joined:
+            meeting.check_session(cluster)
+        elif has_started():
             raise StrategyScopeError(
                 "The workers must be joined before JAX has computed anything, and it already has.",
                 received={"this_worker": cluster.worker_names[cluster.worker_index]},
                 hint="Create kdist.MultiWorkerMirroredStrategy() at the start of the program.",
             )
         request_cpus(names)
-        meeting.meet(cluster, timeout, names)
+        if not is_joined:
+            meeting.meet(cluster, timeout, names)
         return JoinedWorkers(cluster, options.timeout_seconds)
 
     return join_once(cluster, options.timeout_seconds, connect)

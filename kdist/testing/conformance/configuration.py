@@ -34,6 +34,9 @@ class Configuration:
         return self.num_workers * self.devices_per_worker
 
 
+_MESH = {"batch": 2, "model": 2}
+_NO_SHARDS = "nothing on the other backends divides a variable of Keras's"
+
 CONFIGURATIONS = {
     c.name: c
     for c in (
@@ -50,10 +53,32 @@ CONFIGURATIONS = {
             why_not_all="a worker of tf.distribute's MultiWorkerMirroredStrategy has its GPUs or one CPU",
         ),
         Configuration("central-2", "CentralStorage, 2 devices", 1, 2, "CentralStorage"),
+        Configuration(
+            "fully-sharded-2", "FullySharded, 2 devices", 1, 2, "FullySharded", ("jax",), _NO_SHARDS
+        ),
+        Configuration(
+            "fully-sharded-2x1", "FullySharded, 2 processes", 2, 1, "FullySharded", ("jax",), _NO_SHARDS
+        ),
+        Configuration(
+            "model-parallel-2x2",
+            "ModelParallel, 2 processes of 2 devices",
+            2,
+            2,
+            "ModelParallel",
+            ("jax",),
+            _NO_SHARDS,
+        ),
     )
 }
 
 _strategies: dict[str, Any] = {}
+
+
+def _along_the_model(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """Divides the last axis of a variable over "model", and its first over "batch", where they can be."""
+    *others, last = shape
+    first = ("batch" if axis == 0 and length % 2 == 0 else None for axis, length in enumerate(others))
+    return (*first, "model" if last % 2 == 0 else None)
 
 
 def make_strategy(name: str) -> Any:
@@ -65,6 +90,10 @@ def make_strategy(name: str) -> Any:
         devices = [f"cpu:{i}" for i in range(configuration.devices_per_worker)]
         if configuration.strategy == "CentralStorage":
             _strategies[name] = kdist.experimental.CentralStorageStrategy(devices, "cpu:0")
+        elif configuration.strategy == "FullySharded":
+            _strategies[name] = kdist.FullyShardedStrategy(devices)
+        elif configuration.strategy == "ModelParallel":
+            _strategies[name] = kdist.ModelParallelStrategy(_along_the_model, mesh=_MESH, devices=devices)
         elif configuration.num_workers == 1:
             _strategies[name] = kdist.MirroredStrategy(devices)
         else:

@@ -24,17 +24,22 @@ STRATEGIES = {
     "experimental.CentralStorageStrategy": 1,
     "MultiWorkerMirroredStrategy": 2,
     "TPUStrategy": 1,
+    "FullyShardedStrategy": 2,
+    "ModelParallelStrategy": 2,
+    "KerasDistributionStrategy": 1,
 }
 ROWS, BATCH, RATE = 12, 5, 0.1
-X = np.random.RandomState(5).randn(ROWS, 3).astype("float32")
+X = np.random.RandomState(5).randn(ROWS, 4).astype("float32")
 Y = np.random.RandomState(6).randn(ROWS, 1).astype("float32")
-START = np.array([[0.5], [-1.0], [0.25]], "float32")
+START = np.array([[0.5], [-1.0], [0.25], [2.0]], "float32")
 
 _functions: dict[str, Callable[[Any, str], None]] = {}
 
 
 def make_strategy(name: str) -> Any:
     """Returns a strategy on two CPU devices of this process, or on one of each of its workers."""
+    import keras
+
     import kdist
     from kdist.cluster_resolver import TPUClusterResolver
 
@@ -48,6 +53,13 @@ def make_strategy(name: str) -> Any:
         ),
         "MultiWorkerMirroredStrategy": kdist.MultiWorkerMirroredStrategy,
         "TPUStrategy": lambda: kdist.TPUStrategy(TPUClusterResolver(environ=one_host), devices=two),
+        "FullyShardedStrategy": kdist.FullyShardedStrategy,
+        "ModelParallelStrategy": lambda: kdist.ModelParallelStrategy(
+            {".*/kernel": ("model", None)}, mesh={"batch": 1, "model": 2}
+        ),
+        "KerasDistributionStrategy": lambda: kdist.KerasDistributionStrategy(
+            keras.distribution.DataParallel(devices=two)
+        ),
     }[name]()
 
 
@@ -109,7 +121,7 @@ def _model(strategy: Any) -> Any:
     import keras
 
     with strategy.scope():
-        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1, use_bias=False)])
         model.compile(keras.optimizers.SGD(RATE), "mse")
     model.set_weights([START])
     return model
@@ -255,6 +267,11 @@ def _checkpoint(strategy: Any, folder: str) -> None:
     model.set_weights([START])
     checkpoint.restore(path).assert_consumed()
     _same(model.get_weights()[0], trained[0])
+
+
+@_capability
+def _distribution(strategy: Any, folder: str) -> None:
+    assert strategy.keras_distribution.device_mesh.devices.size == strategy.num_replicas_in_sync
 
 
 # The page -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,88 @@
+"""What `keras.distribution` says of a strategy: the distribution that it amounts to, and one that is set beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kdist import gaps
+from kdist.backends import get_backend
+from kdist.backends.contract import Runtime
+from kdist.errors import StrategyScopeError
+from kdist.strategies.layouts import LayoutRules, read_layouts
+from kdist.topology import Central, Sharded
+
+
+def distribution_of(runtime: Runtime) -> Any:
+    """Returns the distribution that says what a runtime does; see `Strategy.keras_distribution`."""
+    import keras
+
+    library: Any = keras.distribution
+    storage = runtime.topology.storage
+    kind = "CentralStorageStrategy" if isinstance(storage, Central) else "Strategy"
+    gaps.require(kind, get_backend().name, "distribution")
+    if not isinstance(storage, Sharded):
+        return library.DataParallel(devices=runtime.all_devices, auto_shard_dataset=False)
+    lengths = _lengths(runtime, storage)
+    mesh = library.DeviceMesh(tuple(lengths.values()), list(lengths), runtime.all_devices)
+    strategy_layout = storage.layout
+
+    class Divided(library.ModelParallel):
+        """Asks the layout of the strategy, which knows a variable's shape too."""
+
+        layout = staticmethod(strategy_layout)
+
+        def get_variable_layout(self, variable: Any) -> Any:
+            if getattr(variable, "_layout", None) is not None:
+                return variable._layout
+            axes = strategy_layout(variable.path, tuple(variable.shape), lengths)
+            return library.TensorLayout(axes, mesh)
+
+    layout_map = library.LayoutMap(mesh)
+    for pattern, axes in getattr(strategy_layout, "rules", {}).items():
+        layout_map[pattern] = axes
+    return Divided(layout_map=layout_map, batch_dim_name=storage.batch_axis, auto_shard_dataset=False)
+
+
+def check_current(strategy: Any) -> None:
+    """Raises if a `keras.distribution` is set that says something else than a strategy."""
+    import keras
+
+    current = keras.distribution.distribution()
+    if current is None:
+        return
+    runtime = strategy.runtime
+    storage = runtime.topology.storage
+    own: Any = (runtime.all_devices, None, None, None)
+    if isinstance(storage, Sharded):
+        own = (runtime.all_devices, _lengths(runtime, storage), storage.batch_axis, storage.layout)
+    if isinstance(storage, Central) or _comparable(facts_of(current)) != _comparable(own):
+        raise StrategyScopeError(
+            "A keras.distribution that is set must say the same as the strategy, but they differ.",
+            received={"distribution": current, "its_devices": facts_of(current)[0], "strategy": strategy},
+            hint="Leave keras.distribution.set_distribution out, or take "
+            "kdist.KerasDistributionStrategy(distribution).",
+        )
+
+
+def _lengths(runtime: Runtime, storage: Sharded) -> dict[str, int]:
+    return dict(zip(storage.axes, storage.mesh_shape(len(runtime.all_devices)), strict=True))
+
+
+def facts_of(distribution: Any) -> Any:
+    """The devices, the axes, the batch's axis and the layout of a distribution; without axes, it divides nothing."""
+    mesh = distribution.device_mesh
+    names = [str(name) for name in mesh.devices.flatten()]
+    axes = dict(zip(mesh.axis_names, map(int, mesh.shape), strict=True))
+    layout_map = getattr(distribution, "_layout_map", None)
+    if layout_map is None and len(axes) == 1:
+        return names, None, None, None
+    layout = getattr(distribution, "layout", None)  # of one that `distribution_of` has made
+    if layout is None:
+        layout = LayoutRules({}) if layout_map is None else read_layouts(layout_map, None)[1]
+    return names, axes, distribution.batch_dim_name, layout
+
+
+def _comparable(facts: Any) -> Any:
+    """Rules are equal where they say the same, other layouts where they are the same."""
+    *others, layout = facts
+    return *others, getattr(layout, "rules", layout)

@@ -1,0 +1,122 @@
+"""Layouts of variables: rules by their paths, or a function of the user's, checked against the mesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kdist.errors import InvalidArgumentError
+from kdist.topology import Layout
+
+_EXAMPLE = 'kdist.ModelParallelStrategy({".*dense.*/kernel": (None, "model")}, mesh={"batch": 2, "model": 2})'
+
+
+class LayoutRules:
+    """Finds the layout of a variable by its path; notes which rules have found one."""
+
+    def __init__(self, layouts: Mapping[str, Layout]) -> None:
+        self.rules = dict(layouts)
+        self._patterns = [re.compile(pattern) for pattern in layouts]
+        self.unused = set(layouts)
+
+    def __call__(self, path: str, shape: tuple[int, ...], lengths: Mapping[str, int]) -> Layout:
+        """Returns the layout of a variable.
+
+        Raises:
+            InvalidArgumentError: It does not divide the variable.
+        """
+        pattern = self._find(path)
+        if pattern is None:
+            return (None,) * len(shape)
+        return _checked(self.rules[pattern], path, shape, lengths, f'"{pattern}"')
+
+    def of_output(self, path: str) -> Layout | None:
+        """Returns the layout of what a layer returns, by its path with "/output"; `None` for as the engine likes."""
+        pattern = self._find(path)
+        return None if pattern is None else self.rules[pattern]
+
+    def _find(self, path: str) -> str | None:
+        if path in self.rules:
+            found = [path]
+        else:
+            found = [p.pattern for p in self._patterns if p.fullmatch(path)]
+        if len(found) > 1:
+            raise InvalidArgumentError(
+                "Only one layout may be for a path.", received={"path": path, "layouts": found}
+            )
+        self.unused.difference_update(found)
+        return found[0] if found else None
+
+
+class LayoutFunction:
+    """Asks a function of the user's for the layout of a variable."""
+
+    def __init__(self, function: Callable[[str, tuple[int, ...]], Layout]) -> None:
+        self._function = function
+
+    def __call__(self, path: str, shape: tuple[int, ...], lengths: Mapping[str, int]) -> Layout:
+        """Returns the layout of a variable.
+
+        Raises:
+            InvalidArgumentError: It does not divide the variable.
+        """
+        return _checked(tuple(self._function(path, shape)), path, shape, lengths, f'".*{path}"')
+
+
+def _checked(
+    layout: Layout, path: str, shape: tuple[int, ...], lengths: Mapping[str, int], pattern: str
+) -> Layout:
+    names = [name for name in layout if name is not None]
+    fits = len(layout) == len(shape) and all(
+        name is None or (name in lengths and length % lengths[name] == 0)
+        for name, length in zip(layout, shape, strict=True)
+    )
+    if not fits or len(set(names)) != len(names):
+        raise InvalidArgumentError(
+            "A layout names for each axis of its variables another axis of the mesh, whose length divides it, "
+            "or None.",
+            received={"path": path, "shape": shape, "layout": layout, "mesh": dict(lengths)},
+            hint=f"For example: {{{pattern}: {(None,) * len(shape)}}}",
+        )
+    return layout
+
+
+def read_layouts(
+    layout_map: Any, mesh: Mapping[str, int] | None
+) -> tuple[dict[str, int], LayoutRules | LayoutFunction]:
+    """Returns the axes of the mesh and the layouts, of Keras's objects or of plain ones."""
+    device_mesh = getattr(layout_map, "device_mesh", None)
+    if device_mesh is not None and mesh is None:
+        mesh = dict(zip(device_mesh.axis_names, device_mesh.shape, strict=True))
+    is_function = callable(layout_map)
+    if not (isinstance(layout_map, Mapping) or is_function) or not isinstance(mesh, Mapping) or not mesh:
+        raise InvalidArgumentError(
+            "layout_map must be a keras.distribution.LayoutMap with its device mesh, or a mapping or a function "
+            "beside `mesh`.",
+            received={"layout_map": layout_map, "mesh": mesh},
+            hint=_EXAMPLE,
+        )
+    for name, length in mesh.items():
+        if not isinstance(name, str) or not isinstance(length, int) or length < 1:
+            raise InvalidArgumentError(
+                "mesh must have names and positive lengths.", received={"mesh": dict(mesh)}, hint=_EXAMPLE
+            )
+    if is_function:
+        return dict(mesh), LayoutFunction(layout_map)
+    layouts: dict[str, Layout] = {
+        pattern: tuple(getattr(layout, "axes", None) or layout) for pattern, layout in layout_map.items()
+    }
+    for name in {name: None for layout in layouts.values() for name in layout if name is not None}:
+        check_axis(name, mesh)
+    return dict(mesh), LayoutRules(layouts)
+
+
+def check_axis(name: str, mesh: Mapping[str, int]) -> None:
+    """Raises unless a mesh has an axis."""
+    if name not in mesh:
+        raise InvalidArgumentError(
+            "batch_dim_name and layouts must name axes of the mesh.",
+            received={"axis": name, "mesh": dict(mesh)},
+            hint=_EXAMPLE,
+        )
