@@ -29,6 +29,8 @@ REPLACED = {
     "quickstart 1": ("gpu:", "cpu:"),
     "resuming 2": ("10_000", "20"),
     "input 0": ("seed=1)", "seed=1, reshuffle_each_iteration=False)"),
+    "sharding 1": ('"batch": 2, "model": 4', '"batch": 1, "model": 2'),
+    "sharding 2": ("(2, 4)", "(1, 2)"),
 }
 
 
@@ -289,8 +291,38 @@ def saving_1(example):
         assert_same(new_model(), loaded)
 
 
+def sharding_0(example):
+    def make_a_large_model():
+        import keras
+
+        return keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+
+    import kdist
+
+    model = example(kdist=kdist, make_a_large_model=make_a_large_model, **rows())["model"]
+    assert not model.layers[0].kernel.value.is_fully_replicated
+
+
+def sharding_1(example):
+    import kdist
+
+    assert example(kdist=kdist)["strategy"].num_replicas_in_sync == 2
+
+
+def sharding_2(example):
+    import keras
+
+    import kdist
+
+    strategy = example(keras=keras, kdist=kdist)["strategy"]
+    assert tuple(strategy.keras_distribution.device_mesh.shape) == (1, 2)
+
+
 NAMES = [name for name in examples() if name not in ELSEWHERE]
-CASES = sorted((BACKENDS[i % len(BACKENDS)], name) for i, name in enumerate(NAMES))
+CASES = sorted(
+    ("jax" if name.startswith("sharding") else BACKENDS[i % len(BACKENDS)], name)
+    for i, name in enumerate(NAMES)
+)
 
 
 def in_worker_example(name, source, folder):

@@ -1,0 +1,224 @@
+"""What the workers of these tests run: a small transformer under strategies whose variables are divided."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+WORDS, LENGTH, WIDTH = 24, 6, 16
+_strategies: dict[str, Any] = {}
+
+
+def prepare(devices: int) -> None:
+    """Makes the strategies of a pool's workers, before anything is computed."""
+    import kdist
+
+    names = [f"cpu:{i}" for i in range(devices)]
+    workers = int(os.environ["WORLD_SIZE"])
+    _strategies["fully"] = kdist.FullyShardedStrategy(names)
+    _strategies["mirrored"] = (
+        kdist.MirroredStrategy(names) if workers == 1 else kdist.MultiWorkerMirroredStrategy(devices=names)
+    )
+    number = _strategies["fully"].num_replicas_in_sync
+    _strategies["model"] = kdist.ModelParallelStrategy(
+        {
+            ".*query/kernel": (None, "model", None),
+            ".*up/kernel": (None, "model"),
+            ".*down/kernel": ("model", None),
+        },
+        mesh={"batch": number // 2, "model": 2},
+        devices=names,
+    )
+
+
+def strategy(name: str) -> Any:
+    return _strategies[name]
+
+
+def transformer(rate: float) -> Any:
+    """Four blocks, embeddings that are tied to the output, BatchNormalization and Dropout."""
+    import keras
+
+    layers = keras.layers
+    keras.utils.set_random_seed(3)
+    words = layers.ReversibleEmbedding(WORDS, WIDTH, name="words")
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = words(tokens)
+    for block in range(4):
+        attended = layers.MultiHeadAttention(2, 8, dropout=rate, name=f"attention_{block}")(x, x)
+        x = layers.LayerNormalization(name=f"norm_{block}")(x + attended)
+        inner = layers.Dense(32, activation="gelu", name=f"{block}_up")(x)
+        x = x + layers.Dropout(rate)(layers.Dense(WIDTH, name=f"{block}_down")(inner))
+        if block == 1:
+            x = layers.BatchNormalization()(x)
+    model = keras.Model(tokens, words(x, reverse=True))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
+def data(rows: int = 21) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that neither two nor four replicas divide."""
+    tokens = np.random.RandomState(0).randint(0, WORDS, (rows, LENGTH + 1))
+    return tokens[:, :-1].astype("int32"), tokens[:, 1:].astype("int32")
+
+
+def values_of(model: Any) -> list[np.ndarray]:
+    """All variables of a model as arrays, those of its optimiser too."""
+    import keras
+
+    return [keras.ops.convert_to_numpy(v).copy() for v in (*model.variables, *model.optimizer.variables)]
+
+
+def held(model: Any) -> float:
+    """The bytes of weights and optimiser state that the first device of this worker holds."""
+    variables = {id(v): v for v in (*model.variables, *model.optimizer.variables)}
+    return sum(_held(v.value) for v in variables.values())
+
+
+def _held(value: Any) -> float:
+    if hasattr(value, "addressable_shards"):  # of JAX
+        first = min(value.sharding.addressable_devices, key=lambda device: device.id)
+        return sum(shard.data.nbytes for shard in value.addressable_shards if shard.device == first)
+    local = value.to_local() if hasattr(value, "to_local") else value  # of PyTorch
+    return local.numel() * local.element_size()
+
+
+def train(name: str | None, rate: float = 0.0) -> dict[str, Any]:
+    """Trains the transformer under a strategy, or with plain Keras; returns what can be compared, and the memory."""
+    import contextlib
+
+    x, y = data()
+    with contextlib.nullcontext() if name is None else strategy(name).scope():
+        model = transformer(rate)
+    history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return {
+        "losses": history.history["loss"],
+        "evaluated": model.evaluate(x, y, batch_size=8, verbose=0),
+        "predicted": model.predict(x, batch_size=8, verbose=0),
+        "values": values_of(model),
+        "bytes": held(model),
+    }
+
+
+def small(normalized: bool = True) -> Any:
+    """What the tests use that need no transformer: it is compiled in a moment."""
+    import keras
+
+    keras.utils.set_random_seed(4)
+    model = keras.Sequential(
+        [
+            keras.Input((LENGTH,)),
+            keras.layers.Dense(8, activation="relu", name="up"),
+            *([keras.layers.BatchNormalization()] if normalized else []),
+            keras.layers.Dense(4, name="down"),
+        ]
+    )
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+def rows(number: int = 21) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.RandomState(1).rand(number, LENGTH).astype("float32")
+    return x, x[:, :4] * 2
+
+
+def save(name: str, folder: str) -> tuple[str, str, list[np.ndarray]]:
+    """Trains and saves, as a checkpoint and as Keras's file; returns the paths and the values."""
+    import kdist
+
+    with strategy(name).scope():
+        model = small()
+    model.fit(*rows(), batch_size=8, shuffle=False, verbose=0)
+    path = kdist.Checkpoint(model=model).save(os.path.join(folder, "checkpoints"))
+    file = os.path.join(folder, "model.keras")
+    model.save(file)
+    return path, file, values_of(model)
+
+
+def restore(name: str, path: str, file: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What a new model holds after each way to have the saved one back."""
+    import keras
+
+    import kdist
+
+    with strategy(name).scope():
+        model = small()
+    kdist.Checkpoint(model=model).restore(path)
+    with strategy(name).scope():
+        loaded = keras.saving.load_model(file)
+    found = values_of(model), values_of(loaded)
+    for each in (model, loaded):  # and they go on from there
+        each.fit(*rows(), batch_size=8, shuffle=False, verbose=0)
+    np.testing.assert_allclose(values_of(model)[0], values_of(loaded)[0], rtol=1e-5, atol=1e-6)
+    return found
+
+
+def loop(name: str) -> dict[str, Any]:
+    """A loop of the user's with uneven batches and a metric."""
+    import keras
+
+    import kdist
+
+    ours = strategy(name)
+    x, y = rows()
+    with ours.scope():
+        model = small(normalized=False)
+        metric = keras.metrics.MeanSquaredError()
+    variables = model.trainable_variables
+
+    def step(batch: Any) -> Any:
+        inputs, targets = batch
+
+        def loss_fn() -> Any:
+            predicted = model(inputs)
+            return keras.ops.sum((predicted - targets) ** 2) / 32, predicted
+
+        (loss, predicted), gradients = kdist.value_and_grad(loss_fn, variables, has_aux=True)()
+        model.optimizer.apply(gradients, variables)
+        metric.update_state(targets, predicted)
+        return loss
+
+    losses = []
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, len(x), 8)]
+    for batch in ours.experimental_distribute_dataset(batches):
+        kept = variables[0].value  # somebody else holds the array that the step would take
+        losses.append(float(ours.reduce("SUM", ours.run(step, args=(batch,)), axis=None)))
+        assert not getattr(kept, "is_deleted", lambda: False)()
+    return _told(losses, metric, model, x)
+
+
+def plain_loop() -> dict[str, Any]:
+    """The same with plain Keras on one device, whose own step has the same sum for its loss."""
+    import keras
+
+    class Sum(keras.losses.Loss):
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return keras.ops.sum((y_pred - y_true) ** 2, axis=-1) / 32
+
+    x, y = rows()
+    model = small(normalized=False)
+    model.compile("adam", Sum(reduction="sum"))
+    metric = keras.metrics.MeanSquaredError()
+    losses = []
+    for i in range(0, len(x), 8):
+        batch = x[i : i + 8], y[i : i + 8]
+        predicted = model(batch[0])
+        metric.update_state(batch[1], predicted)
+        losses.append(float(keras.ops.sum((predicted - batch[1]) ** 2) / 32))
+        model.train_on_batch(*batch)
+    return _told(losses, metric, model, x)
+
+
+def _told(losses: list[float], metric: Any, model: Any, x: Any) -> dict[str, Any]:
+    import keras
+
+    first = model.trainable_variables[0]
+    first.assign(first * 2)
+    return {
+        "losses": losses,
+        "metric": float(metric.result()),
+        "values": values_of(model),
+        "called": np.asarray(keras.ops.mean(model(x))),
+    }

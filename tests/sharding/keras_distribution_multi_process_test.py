@@ -1,0 +1,161 @@
+"""`keras.distribution` as a strategy, a strategy as `keras.distribution`, and one that says something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kdist.testing import free_ports
+from tests.processes import Script, run, run_plain, strategy, tf_config
+from tests.sharding import jobs
+
+
+def _trained(model: Any, rows: int = 21) -> list[np.ndarray]:
+    model.fit(*jobs.rows(rows), batch_size=8, shuffle=False, verbose=0)
+    return jobs.values_of(model)
+
+
+def plain() -> tuple[list[np.ndarray], list[np.ndarray]]:
+    return _trained(jobs.small()), _trained(jobs.small(), 16)
+
+
+def as_strategies() -> tuple[list[Any], list[str], list[str]]:
+    """Numbers under each distribution that a strategy was made of, whether it is set or not; what is refused."""
+    import keras
+
+    import kdist
+
+    library = keras.distribution
+    names = ["cpu:0", "cpu:1"]
+    parallel = library.DataParallel(devices=names)
+    layout_map = library.LayoutMap(library.DeviceMesh((1, 2), ["batch", "model"], names))
+    layout_map[".*/up/kernel"] = (None, "model")
+    model_parallel = library.ModelParallel(layout_map=layout_map)
+    values, facts, refused = [], [], []
+    for distribution in (parallel, model_parallel):
+        for is_set in (False, True):
+            library.set_distribution(distribution if is_set else None)
+            ours = kdist.KerasDistributionStrategy(distribution)
+            with ours.scope():
+                assert library.distribution() is None
+                model = jobs.small()
+            values.append(_trained(model))
+            assert library.distribution() is (distribution if is_set else None)
+            library.set_distribution(ours.keras_distribution)
+            with ours.scope():
+                facts.append(str(ours.keras_distribution.get_variable_layout(model.layers[0].kernel).axes))
+            library.set_distribution(None)
+    mirrored = strategy()
+    library.set_distribution(mirrored.keras_distribution)
+    with mirrored.scope():
+        values.append(_trained(jobs.small()))
+    outside = jobs.small()  # of Keras's own, which kdist leaves alone
+    facts.append(str(tuple(outside.layers[0].kernel.value.sharding.spec)))
+    values.append(_trained(outside, 16))  # Keras wants batches that the devices divide
+    tries = [
+        (model_parallel, lambda: kdist.MirroredStrategy(names)),
+        (model_parallel, lambda: mirrored.scope().__enter__()),
+        (parallel, lambda: kdist.FullyShardedStrategy(names)),
+        (parallel, lambda: kdist.KerasDistributionStrategy(model_parallel)),
+        (None, lambda: kdist.KerasDistributionStrategy("data")),
+        (None, lambda: kdist.experimental.CentralStorageStrategy(names, "cpu:0").keras_distribution),
+    ]
+    for current, function in tries:
+        library.set_distribution(current)
+        try:
+            function()
+            refused.append("nothing")
+        except kdist.errors.KdistError as error:
+            refused.append(f"{type(error).__name__}: {error}")
+        finally:
+            library.set_distribution(None)
+    return values, facts, refused
+
+
+def test_distributions_are_strategies_and_the_other_way_round() -> None:
+    uneven, even = run_plain("jax", plain)
+    ((values, facts, refused),) = run("jax", 1, as_strategies)
+    for actual, expected in zip(values, [uneven] * 5 + [even], strict=True):
+        for ours, theirs in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-6)
+    assert facts == ["(None, None)"] * 2 + ["(None, 'model')"] * 2 + ["(None, None)"]
+    for said, kind in zip(refused, ["StrategyScopeError"] * 4, strict=False):
+        assert said.startswith(kind), said
+        assert "device_mesh" in said
+        assert "Strategy" in said
+    assert refused[4].startswith("InvalidArgumentError: distribution must be")
+    assert refused[5].startswith("UnsupportedError")
+
+
+def without(backend: str) -> list[str]:
+    import keras
+
+    import kdist
+
+    said = []
+    for function in (
+        lambda: strategy().keras_distribution,
+        lambda: kdist.KerasDistributionStrategy(keras.distribution),
+        lambda: kdist.FullyShardedStrategy(["cpu:0", "cpu:1"]),
+    ):
+        try:
+            function()
+            said.append("nothing")
+        except kdist.errors.UnsupportedError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_where_keras_distribution_does_nothing_an_error_says_so(backend: str) -> None:
+    ((amounts, strategy_of, sharded),) = run(backend, 1, without, backend)
+    assert "keras.distribution does nothing" in amounts
+    assert "keras.distribution does nothing" in strategy_of
+    assert ("divides it" if backend == "tensorflow" else "kdist run --num-workers") in sharded
+
+
+SESSION = """
+import os
+import jax
+rank = int(os.environ["RANK_HERE"])
+jax.distributed.initialize("127.0.0.1:{port}", 2, rank)
+import keras, kdist, numpy as np
+if {refused}:
+    try:
+        kdist.FullyShardedStrategy()
+    except kdist.errors.StrategyScopeError as error:
+        print("REFUSED", error, flush=True)
+else:
+    strategy = kdist.KerasDistributionStrategy(keras.distribution.DataParallel())
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((5, 3)), np.ones(5), verbose=0)
+    print("TRAINED", strategy.num_replicas_in_sync, strategy.keras_distribution.device_mesh.shape, flush=True)
+"""
+
+
+@pytest.mark.parametrize("is_refused", [False, True], ids=["adopted", "refused"])
+def test_a_session_of_jax_distributed_is_adopted_if_it_is_the_cluster_s(
+    is_refused: bool, tmp_path: Path
+) -> None:
+    ports = free_ports(2)
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    source = SESSION.format(port=ports[0], refused=is_refused)
+    scripts = []
+    try:
+        for rank in (0, 1):
+            # The cluster of the environment has the workers the other way round, where it is to be refused.
+            task = 1 - rank if is_refused else rank
+            env = {"KERAS_BACKEND": "jax", "TF_CONFIG": tf_config(addresses, task), "RANK_HERE": str(rank)}
+            scripts.append(Script(tmp_path, f"worker{rank}", source, env))
+        for script in scripts:
+            assert script.wait(120) == 0, script.stdout() + script.stderr()
+            wanted = "REFUSED A session of jax.distributed" if is_refused else "TRAINED 2 (2,)"
+            assert wanted in script.stdout(), script.stdout() + script.stderr()
+    finally:
+        for script in scripts:
+            script.kill()

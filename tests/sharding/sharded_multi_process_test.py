@@ -1,0 +1,236 @@
+"""Variables that are divided: memory, numbers, files that any other strategy reads, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kdist.testing import WorkerPool
+from tests.processes import run_plain, start_pool
+from tests.sharding import jobs
+
+# Backend, worker processes, and devices in each.
+TWO_WORKERS = ("jax", 2, 1)
+FOUR_DEVICES = ("jax", 1, 4)
+# Where dropout draws one mask for the global batch, the numbers are those of one device with it, too.
+RATES = {"jax": 0.1}
+# How much of weights and optimiser state a device may hold, by strategy and replicas. The layouts of "model" divide
+# somewhat more than half of them by two.
+SHARES = {("fully", 2): 0.6, ("fully", 4): 0.35, ("model", 4): 0.8}
+
+
+class Pools:
+    """Workers with the strategies of `jobs.prepare`, kept for the next test."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[str, int, int], WorkerPool] = {}
+        self._plain: dict[str, Any] = {}
+
+    def run(self, place: tuple[str, int, int], function: Any, *args: Any) -> list[Any]:
+        backend, workers, devices = place
+        if place not in self._pools:
+            self._pools[place] = start_pool(workers, backend)
+            self._pools[place].run(jobs.prepare, devices)
+        try:
+            return self._pools[place].run(function, *args)
+        except BaseException:
+            self._pools.pop(place).close()
+            raise
+
+    def plain(self, backend: str) -> Any:
+        """What one device gives."""
+        if backend not in self._plain:
+            self._plain[backend] = run_plain(backend, jobs.train, None, RATES.get(backend, 0.0))
+        return self._plain[backend]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    found = Pools()
+    yield found
+    found.close()
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-6)
+
+
+# A transformer takes its time to compile: pairs, where a mesh has two axes for `ModelParallelStrategy`.
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(TWO_WORKERS, "fully"), (FOUR_DEVICES, "fully"), (FOUR_DEVICES, "model")],
+    ids=["two-workers-fully", "four-devices-fully", "four-devices-model"],
+)
+def test_a_transformer_has_the_numbers_of_one_device(name: str, place: Any, pools: Pools) -> None:
+    rate = RATES.get(place[0], 0.0)
+    expected = pools.plain(place[0])
+    for actual in pools.run(place, jobs.train, name, rate):
+        assert_equal(actual["losses"], expected["losses"])
+        assert_equal(actual["evaluated"], expected["evaluated"])
+        assert_equal([actual["predicted"]], [expected["predicted"]])
+        floats = [i for i, value in enumerate(expected["values"]) if value.dtype.kind == "f"]
+        assert_equal([actual["values"][i] for i in floats], [expected["values"][i] for i in floats])
+        assert actual["bytes"] <= SHARES[name, place[1] * place[2]] * expected["bytes"]
+
+
+def test_files_of_divided_variables_are_read_by_all(pools: Pools, tmp_path: Path) -> None:
+    places = [(TWO_WORKERS, "fully"), (FOUR_DEVICES, "model"), (TWO_WORKERS, "mirrored")]
+    for i, (place, name) in enumerate(places):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        saved = pools.run(place, jobs.save, name, str(folder))
+        path, file, values = saved[0]
+        for other_path, _, others in saved:
+            assert other_path == path
+            assert_exactly(others, values)
+        for other, theirs in places[i + 1 :] + places[:i]:
+            for restored, loaded in pools.run(other, jobs.restore, theirs, path, file):
+                assert_exactly(restored, values)
+                assert_exactly(loaded, values)
+
+
+def assert_exactly(actual: Any, expected: Any) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(TWO_WORKERS, "fully"), (FOUR_DEVICES, "model")], ids=["fully", "model"]
+)
+def test_a_loop_of_the_user_s_has_the_numbers_of_one_device(name: str, place: Any, pools: Pools) -> None:
+    expected = run_plain(place[0], jobs.plain_loop)
+    for actual in pools.run(place, jobs.loop, name):
+        for key, value in expected.items():
+            assert_equal(actual[key], value) if key == "values" else assert_equal([actual[key]], [value])
+
+
+def save_alone(folder: str) -> str:
+    import os
+
+    import kdist
+
+    with jobs.strategy("fully").scope():
+        model = jobs.small()
+    x, y = jobs.rows(8)
+    try:
+        if os.environ["RANK"] == "0":
+            model.save(f"{folder}/alone.keras")
+        model.fit(x, y, verbose=0)
+    except kdist.errors.WorkerMismatchError as error:
+        return f"mismatch: {error}"
+    except kdist.errors.KdistError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_worker_that_saves_alone_is_an_error_and_no_hang(tmp_path: Path, pools: Pools) -> None:
+    chief, other = pools.run(TWO_WORKERS, save_alone, str(tmp_path))
+    assert "mismatch: Worker 0 reads variables that are divided over the workers" in chief
+    assert "does something else" in chief
+    assert other != "nothing"
+
+
+def back_up(folder: str) -> tuple[list[Any], list[Any], list[str]]:
+    """Keras's callbacks that write and read files, in a `fit` that fails and the one after it."""
+    import os
+
+    import keras
+
+    class Failing(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                raise ValueError("on purpose")
+
+    x, y = jobs.rows()
+    arguments = {"batch_size": 8, "shuffle": False, "verbose": 0, "epochs": 4}
+    with jobs.strategy("fully").scope():
+        whole, failed, resumed = (jobs.small() for _ in range(3))
+    whole.fit(x, y, **arguments, callbacks=[keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.keras")])
+    try:
+        failed.fit(x, y, **arguments, callbacks=[keras.callbacks.BackupAndRestore(f"{folder}/b"), Failing()])
+    except ValueError:
+        pass
+    history = resumed.fit(x, y, **arguments, callbacks=[keras.callbacks.BackupAndRestore(f"{folder}/b")])
+    assert history.epoch == [2, 3], history.epoch
+    with jobs.strategy("fully").scope():
+        best = keras.saving.load_model(f"{folder}/4.keras")
+    assert_exactly(jobs.values_of(best), jobs.values_of(whole))
+    return jobs.values_of(whole), jobs.values_of(resumed), sorted(os.listdir(folder))
+
+
+def test_keras_s_callbacks_write_and_resume(tmp_path: Path, pools: Pools) -> None:
+    for whole, resumed, files in pools.run(TWO_WORKERS, back_up, str(tmp_path)):
+        assert_equal(resumed, whole)
+        assert [f"{epoch}.keras" for epoch in range(1, 5)] == [name for name in files if "keras" in name]
+
+
+def mistakes() -> dict[str, str]:
+    """What each mistake raises, before anything is trained."""
+    import kdist
+
+    mesh = {"batch": 2, "model": 2}
+    names = [f"cpu:{i}" for i in range(4)]
+    x, y = jobs.rows(8)
+
+    def made(layouts: Any, **arguments: Any) -> Any:
+        return kdist.ModelParallelStrategy(layouts, **{"mesh": mesh, "devices": names} | arguments)
+
+    def build(layouts: Any) -> Any:
+        with made(layouts).scope():
+            return jobs.small()
+
+    tried = {
+        "does not divide": lambda: build(
+            {".*/up/kernel": ("model", "batch"), ".*/gamma": ("model", "batch")}
+        ),
+        "two axes": lambda: build(lambda path, shape: ("model",) * len(shape)),
+        "two layouts": lambda: build({".*up/kernel": (None, "model"), ".*/kernel": (None, "model")}),
+        "no such axis": lambda: made({".*kernel": (None, "modle")}),
+        "no such batch axis": lambda: made({".*kernel": (None, "model")}, batch_dim_name="rows"),
+        "for no variable": lambda: build({".*/up/kernel": (None, "model"), ".*/sideways": ("model",)}).fit(
+            x, y
+        ),
+        "too few devices": lambda: made({".*kernel": (None, "model")}, devices=names[:2]),
+        "no such device": lambda: kdist.FullyShardedStrategy(["cpu:0", "gpu:7"]),
+        "no layouts": lambda: kdist.ModelParallelStrategy(),
+        "no mesh": lambda: kdist.ModelParallelStrategy({".*kernel": (None, "model")}),
+    }
+    said = {}
+    for what, function in tried.items():
+        try:
+            function()
+            said[what] = "nothing"
+        except kdist.errors.KdistError as error:
+            said[what] = f"{type(error).__name__}: {error}"
+    build({".*/up/kernel": (None, "model"), ".*/up/output": ("batch", "model")}).fit(x, y, verbose=0)
+    return said
+
+
+def test_mistakes_are_named_before_anything_is_trained(pools: Pools) -> None:
+    (said,) = pools.run(FOUR_DEVICES, mistakes)
+    wanted = {
+        "does not divide": "/gamma', shape=(8,), layout=('model', 'batch'), mesh={'batch': 2, 'model': 2}",
+        "two axes": "names for each axis of its variables another axis of the mesh",
+        "two layouts": "Only one layout may be for a path",
+        "no such axis": "axis='modle'",
+        "no such batch axis": "axis='rows'",
+        "for no variable": "layouts=['.*/sideways']",
+        "too few devices": "mesh={'batch': 2, 'model': 2}, devices=2",
+        "no such device": "device='gpu:7'",
+        "no layouts": "layout_map must be",
+        "no mesh": "mesh=None",
+    }
+    for what, words in wanted.items():
+        kind = "DeviceError" if what == "no such device" else "InvalidArgumentError"
+        assert said[what].startswith(kind), said[what]
+        assert words in said[what]
