@@ -52,6 +52,7 @@ docs: .venv/ready
 
 bench: .venv/ready
 	for backend in jax torch tensorflow; do .venv/bin/python benchmarks/step_time.py $$backend || exit 1; .venv/bin/python benchmarks/input_speed.py $$backend || exit 1; .venv/bin/python benchmarks/loop_time.py $$backend || exit 1; .venv/bin/python benchmarks/checkpoint_speed.py $$backend || exit 1; done
+	.venv/bin/python benchmarks/sharded_memory.py jax
 
 # Runs the contract and writes its result into the README, and what each strategy can do into a page.
 table: .venv/ready
