@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 
 from kdist.cluster import ClusterResolver
 from kdist.communication.options import CommunicationOptions
+from kdist.errors import InvalidArgumentError
 from kdist.strategies.sharded import ShardedStrategy
 from kdist.topology import Layout, Sharded
 
@@ -24,10 +27,12 @@ class FullyShardedStrategy(ShardedStrategy):
     Args:
         devices: Names of the devices of this worker, a replica each, as many on every worker. `None` for all GPUs
             (or TPU cores), or one CPU.
+        min_size: How many elements a variable must have to be divided: to gather a small one costs more than it frees.
         cluster_resolver: Says who the workers are; `None` to look at the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.
 
     Raises:
+        InvalidArgumentError: `min_size` is no number of elements.
         UnsupportedError: The backend cannot divide variables, or not over devices of one process.
         DeviceError: A device is not there.
         WorkerTimeoutError: A worker did not come in time.
@@ -49,14 +54,24 @@ class FullyShardedStrategy(ShardedStrategy):
         self,
         devices: Sequence[str] | None = None,
         *,
+        min_size: int = 1024,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
-        storage = Sharded({_AXIS: None}, _AXIS, along_largest_axis)
+        if not isinstance(min_size, int) or min_size < 0:
+            raise InvalidArgumentError(
+                "`min_size` must be a number of elements.",
+                received={"min_size": min_size},
+                hint="kdist.FullyShardedStrategy(min_size=1024)",
+            )
+        layout = functools.partial(along_largest_axis, min_size=min_size)
+        storage = Sharded({_AXIS: None}, _AXIS, layout)
         super().__init__(storage, devices, cluster_resolver, communication_options)
 
 
-def along_largest_axis(path: str, shape: tuple[int, ...], lengths: Mapping[str, int]) -> Layout:
+def along_largest_axis(
+    path: str, shape: tuple[int, ...], lengths: Mapping[str, int], min_size: int = 0
+) -> Layout:
     """Divides a variable along the largest of its axes that the number of replicas divides; else it is whole.
 
     Example:
@@ -69,4 +84,6 @@ def along_largest_axis(path: str, shape: tuple[int, ...], lengths: Mapping[str, 
     """
     fitting = [axis for axis, length in enumerate(shape) if length and length % lengths[_AXIS] == 0]
     chosen = max(fitting, key=lambda axis: shape[axis], default=None)
+    if math.prod(shape) < min_size:
+        chosen = None
     return tuple(_AXIS if axis == chosen else None for axis in range(len(shape)))
