@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.backends.contract import Runtime
@@ -55,6 +55,31 @@ def check_equal(
                     hint=hint,
                 )
     return [message["note"] for message in messages]
+
+
+def meet_to_read(runtime: Runtime, variables: Sequence[Any]) -> None:
+    """Waits until all workers read the same variables, of which each holds a part: their collectives must not differ.
+
+    Args:
+        runtime: The runtime whose workers hold the parts.
+        variables: What has a path, a shape and a dtype.
+
+    Raises:
+        WorkerMismatchError: A worker does something else.
+    """
+    reads = [[list(v.shape), str(v.dtype)] for v in variables]
+    what = f"reads variables that are divided over the workers, from {variables[0].path!r}"
+    # To a worker that waits for something else, this is a failure of this one's.
+    everyone = gather(
+        runtime, {"error": f"it {what}, and all must", "facts": {"reading": reads}, "note": None}
+    )
+    for index, theirs in enumerate(everyone):
+        if not isinstance(theirs, dict) or (theirs.get("facts") or {}).get("reading") != reads:
+            raise WorkerMismatchError(
+                f"Worker {runtime.worker_index} {what}, but worker {index} does something else.",
+                received={"variable": variables[0].path, "shape": tuple(variables[0].shape)},
+                hint="Read, save and restore such variables on all workers, without branches on the worker.",
+            )
 
 
 def _first_difference(a: Any, b: Any) -> tuple[Any, Any]:

@@ -18,9 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdist import keras_hooks
 from kdist.backends.aggregation import is_on_read
-from kdist.backends.messages import gather
+from kdist.backends.messages import meet_to_read
 from kdist.backends.variable_table import VariableTable
-from kdist.errors import WorkerMismatchError
 from kdist.topology import Sharded
 
 _EACH_DIVIDES = ("int8", "uint8")  # quantized weights; other integers are counters and seeds
@@ -152,7 +151,7 @@ def read(variable: Any) -> np.ndarray | None:
     if kept is not None or not is_over_workers(variable):
         return kept
     runtime, sharding = _places.get(variable)  # type: ignore[misc]
-    meet(runtime, [variable])
+    meet_to_read(runtime, [variable])
     with runtime.engine_errors(), runtime.group.working():
         return whole(keras_hooks.native_value(variable), sharding.mesh)
 
@@ -162,27 +161,6 @@ def is_over_workers(variable: Any) -> bool:
     return is_divided(variable) and not keras_hooks.native_value(variable).is_fully_addressable
 
 
-def meet(runtime: Any, variables: Sequence[Any]) -> None:
-    """Waits until all workers read the same variables: a collective that meets another one would be nonsense.
-
-    Raises:
-        WorkerMismatchError: A worker does something else.
-    """
-    reads = [[list(v.shape), str(v.dtype)] for v in variables]
-    what = f"reads variables that are divided over the workers, from {variables[0].path!r}"
-    # To a worker that waits for something else, this is a failure of this one's.
-    everyone = gather(
-        runtime, {"error": f"it {what}, and all must", "facts": {"reading": reads}, "note": None}
-    )
-    for index, theirs in enumerate(everyone):
-        if not isinstance(theirs, dict) or (theirs.get("facts") or {}).get("reading") != reads:
-            raise WorkerMismatchError(
-                f"Worker {runtime.worker_index} {what}, but worker {index} does something else.",
-                received={"variable": variables[0].path, "shape": tuple(variables[0].shape)},
-                hint="Read, save and restore such variables on all workers, without branches on the worker.",
-            )
-
-
 @contextlib.contextmanager
 def kept_whole(runtime: Any, variables: Sequence[Any]) -> Iterator[None]:
     """Within this, this worker reads variables that are divided over workers by itself. All workers must enter it."""
@@ -190,7 +168,7 @@ def kept_whole(runtime: Any, variables: Sequence[Any]) -> Iterator[None]:
     if not divided:
         yield
         return
-    meet(runtime, divided)
+    meet_to_read(runtime, divided)
     try:
         with runtime.engine_errors(), runtime.group.working():
             for variable in divided:
