@@ -47,6 +47,8 @@ EXTRA_FILES = {
         "uneven_run.py",  # and only for equal shapes on all devices
     },
     "torch": {
+        "storage.py",  # PyTorch divides tensors, and not what Keras makes of them
+        "divided.py",  # Keras's layers on PyTorch compute with whole tensors
         "lifeline.py",  # PyTorch does not notice a worker that dies or stands still
         "modules.py",  # modules of PyTorch inside a Keras model read their parameters directly
     },

@@ -193,6 +193,15 @@ class Replica(ReplicaContext):
 
         return self.merge_call(merge, args=(weighted,))
 
+    @property
+    def divides_variables(self) -> bool:
+        """Whether `take_variables` divides variables that an optimiser makes in a replica."""
+        return False
+
+    def take_variables(self, variables: Sequence[Any]) -> None:
+        """Divides new variables, of equal values on all replicas."""
+        return
+
     def apply_gradients(self, apply: Callable[[], Any]) -> Any:
         """Runs Keras's `optimizer.apply` on what is this replica's own; all replicas do the same sums."""
         assert self.scope is not None

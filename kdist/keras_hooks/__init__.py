@@ -20,7 +20,8 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 - `CompileLoss._flat_losses`: the same for a loss, whose class may have a `__call__` of its own that nobody can wrap.
 - `Variable.__array__` on JAX: the parts of a variable that other workers hold are gathered.
 - `Optimizer.add_variable_from_reference`: notes whose variable it is, which is divided as that one.
-- `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after.
+- `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after; where variables are
+  divided, those that it makes are, too.
 - TensorFlow's optimiser: its own `tf.distribute` branches reduce a second time, or fail in a `cond` and outside of
   replicas; but in a strategy of `tf.distribute`'s own, the backend-neutral methods of the base class are right.
 - `SeedGenerator.next`: replicas must draw different random numbers.

@@ -22,7 +22,14 @@ def hook_optimizers() -> None:
         try:
             variables = trainable_variables or self._trainable_variables
             grads = _sum_gradients(replica, list(grads), list(variables))
-            return replica.apply_gradients(lambda: original(self, grads, trainable_variables))
+
+            def apply_sums() -> Any:
+                if not self.built and replica.divides_variables:
+                    _build(self, list(variables))
+                    replica.take_variables(self.variables)
+                return original(self, grads, trainable_variables)
+
+            return replica.apply_gradients(apply_sums)
         finally:
             replica.applying = False
 
@@ -44,6 +51,15 @@ def hook_optimizers() -> None:
     wrap(LossScaleOptimizer, "scale_loss", scale_loss)
     wrap(BaseOptimizer, "apply", apply)
     wrap(LossScaleOptimizer, "apply", apply)
+
+
+def _build(optimizer: Any, variables: list[Any]) -> None:
+    """Builds an optimiser as its `apply` does."""
+    from keras.src.backend import name_scope
+
+    with name_scope(optimizer.name, caller=optimizer):
+        optimizer.build(variables)
+    optimizer.built = True
 
 
 def _sum_gradients(replica: Any, grads: list[Any], variables: list[Any]) -> list[Any]:

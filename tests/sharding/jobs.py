@@ -17,7 +17,7 @@ def prepare(devices: int) -> None:
 
     names = [f"cpu:{i}" for i in range(devices)]
     workers = int(os.environ["WORLD_SIZE"])
-    _strategies["fully"] = kdist.FullyShardedStrategy(names)
+    _strategies["fully"] = kdist.FullyShardedStrategy(names, min_size=2)
     _strategies["mirrored"] = (
         kdist.MirroredStrategy(names) if workers == 1 else kdist.MultiWorkerMirroredStrategy(devices=names)
     )
@@ -155,6 +155,18 @@ def restore(name: str, path: str, file: str) -> tuple[list[np.ndarray], list[np.
     return found
 
 
+def restore_checkpoint(name: str, path: str) -> list[np.ndarray]:
+    """What a new model holds after a checkpoint, whatever has written it, and that it goes on from there."""
+    import kdist
+
+    with strategy(name).scope():
+        model = small()
+    kdist.Checkpoint(model=model).restore(path)
+    found = values_of(model)
+    model.fit(*rows(), batch_size=8, shuffle=False, verbose=0)
+    return found
+
+
 def loop(name: str) -> dict[str, Any]:
     """A loop of the user's with uneven batches and a metric."""
     import keras
@@ -206,7 +218,7 @@ def plain_loop() -> dict[str, Any]:
         batch = x[i : i + 8], y[i : i + 8]
         predicted = model(batch[0])
         metric.update_state(batch[1], predicted)
-        losses.append(float(keras.ops.sum((predicted - batch[1]) ** 2) / 32))
+        losses.append(float(keras.ops.sum(keras.ops.subtract(predicted, batch[1]) ** 2) / 32))
         model.train_on_batch(*batch)
     return _told(losses, metric, model, x)
 
@@ -220,5 +232,5 @@ def _told(losses: list[float], metric: Any, model: Any, x: Any) -> dict[str, Any
         "losses": losses,
         "metric": float(metric.result()),
         "values": values_of(model),
-        "called": np.asarray(keras.ops.mean(model(x))),
+        "called": keras.ops.convert_to_numpy(keras.ops.mean(model(x))),
     }

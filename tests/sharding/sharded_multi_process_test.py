@@ -16,6 +16,7 @@ from tests.sharding import jobs
 # Backend, worker processes, and devices in each.
 TWO_WORKERS = ("jax", 2, 1)
 FOUR_DEVICES = ("jax", 1, 4)
+TORCH_WORKERS = ("torch", 2, 1)
 # Where dropout draws one mask for the global batch, the numbers are those of one device with it, too.
 RATES = {"jax": 0.1}
 # How much of weights and optimiser state a device may hold, by strategy and replicas. The layouts of "model" divide
@@ -84,7 +85,11 @@ def test_a_transformer_has_the_numbers_of_one_device(name: str, place: Any, pool
 
 
 def test_files_of_divided_variables_are_read_by_all(pools: Pools, tmp_path: Path) -> None:
-    places = [(TWO_WORKERS, "fully"), (FOUR_DEVICES, "model"), (TWO_WORKERS, "mirrored")]
+    places = [
+        (TWO_WORKERS, "fully"),
+        (FOUR_DEVICES, "model"),
+        (TWO_WORKERS, "mirrored"),
+    ]
     for i, (place, name) in enumerate(places):
         folder = tmp_path / str(i)
         folder.mkdir()
@@ -99,13 +104,25 @@ def test_files_of_divided_variables_are_read_by_all(pools: Pools, tmp_path: Path
                 assert_exactly(loaded, values)
 
 
+def test_checkpoints_of_divided_variables_are_read_by_another_backend(pools: Pools, tmp_path: Path) -> None:
+    places = [TWO_WORKERS, TORCH_WORKERS]
+    for place, other in (places, places[::-1]):
+        folder = tmp_path / place[0]
+        folder.mkdir()
+        path, _, values = pools.run(place, jobs.save, "fully", str(folder))[0]
+        for restored in pools.run(other, jobs.restore_checkpoint, "fully", path):
+            assert_exactly(restored, values)
+
+
 def assert_exactly(actual: Any, expected: Any) -> None:
     for ours, theirs in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(TWO_WORKERS, "fully"), (FOUR_DEVICES, "model")], ids=["fully", "model"]
+    ("place", "name"),
+    [(TWO_WORKERS, "fully"), (FOUR_DEVICES, "model"), (TORCH_WORKERS, "fully")],
+    ids=["fully", "model", "torch"],
 )
 def test_a_loop_of_the_user_s_has_the_numbers_of_one_device(name: str, place: Any, pools: Pools) -> None:
     expected = run_plain(place[0], jobs.plain_loop)
@@ -133,8 +150,9 @@ def save_alone(folder: str) -> str:
     return "nothing"
 
 
-def test_a_worker_that_saves_alone_is_an_error_and_no_hang(tmp_path: Path, pools: Pools) -> None:
-    chief, other = pools.run(TWO_WORKERS, save_alone, str(tmp_path))
+@pytest.mark.parametrize("place", [TWO_WORKERS, TORCH_WORKERS], ids=["jax", "torch"])
+def test_a_worker_that_saves_alone_is_an_error_and_no_hang(tmp_path: Path, place: Any, pools: Pools) -> None:
+    chief, other = pools.run(place, save_alone, str(tmp_path))
     assert "mismatch: Worker 0 reads variables that are divided over the workers" in chief
     assert "does something else" in chief
     assert other != "nothing"
@@ -168,8 +186,9 @@ def back_up(folder: str) -> tuple[list[Any], list[Any], list[str]]:
     return jobs.values_of(whole), jobs.values_of(resumed), sorted(os.listdir(folder))
 
 
-def test_keras_s_callbacks_write_and_resume(tmp_path: Path, pools: Pools) -> None:
-    for whole, resumed, files in pools.run(TWO_WORKERS, back_up, str(tmp_path)):
+@pytest.mark.parametrize("place", [TWO_WORKERS, TORCH_WORKERS], ids=["jax", "torch"])
+def test_keras_s_callbacks_write_and_resume(tmp_path: Path, place: Any, pools: Pools) -> None:
+    for whole, resumed, files in pools.run(place, back_up, str(tmp_path)):
         assert_equal(resumed, whole)
         assert [f"{epoch}.keras" for epoch in range(1, 5)] == [name for name in files if "keras" in name]
 

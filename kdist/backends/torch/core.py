@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
+import torch
 
+from kdist import keras_hooks
 from kdist.backends.contract import Runtime
 from kdist.backends.threads import ReplicaThreads
 from kdist.backends.torch.components import Components
 from kdist.backends.torch.devices import torch_device
+from kdist.backends.torch.divided import Divided
 from kdist.backends.torch.replicas import VariableCopies
+from kdist.backends.torch.storage import Storage, in_parts
 from kdist.backends.torch.workers import Workers
-from kdist.topology import Central, Topology
+from kdist.topology import Central, Sharded, Topology
 
 
 class TorchCore(Runtime):
@@ -25,7 +30,15 @@ class TorchCore(Runtime):
     def __init__(self, topology: Topology, group: Workers) -> None:
         super().__init__(topology, group)
         self.torch_devices = tuple(torch_device(name) for name in self.devices)
+        sharded = topology.storage
+        self.storage: Storage | None = None
+        if isinstance(sharded, Sharded):
+            sharded.mesh_shape(self.num_replicas)
+            if self.num_workers > 1:
+                self.storage = Storage(self, sharded, self.torch_devices[0])
         self._holder = torch_device(topology.parameter_devices[0])
+        # Variables that are to be divided are created on the host: a device need not hold any of them whole.
+        self._cradle = self._holder if self.storage is None else torch.device("cpu")
         copies = [VariableCopies(device) for device in self.torch_devices]
         # The first replica works on the real variables, unless they are held elsewhere.
         is_central = isinstance(topology.storage, Central)
@@ -36,8 +49,8 @@ class TorchCore(Runtime):
         self.threads = ReplicaThreads([f"replica {first + i} ({n})" for i, n in enumerate(self.devices)])
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Variables are created on the device that holds them."""
-        return keras.device(str(self._holder))
+        """Variables are created on the device that holds them; those that are to be divided on the host."""
+        return keras.device(str(self._cradle))
 
     def to_holder(self, parts: Sequence[Any]) -> list[Any]:
         """Returns tensors on the device that holds variables."""
@@ -57,10 +70,20 @@ class TorchCore(Runtime):
         return tensor if self.num_workers == 1 else self.group.gather_uneven(tensor.detach())[0]
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Sends the chief's values in one collective."""
-        if variables:
-            self.group.broadcast([variable.value.detach() for variable in variables], self.torch_devices[0])
+        """Sends the chief's values in one collective; in several where variables are divided."""
+        tensors = [keras_hooks.native_value(variable) for variable in variables]
+        # A divided variable has had the chief's value since it was divided.
+        tensors = [tensor.detach() for tensor in tensors if not isinstance(tensor, Divided)]
+        for some in [tensors] if self.storage is None else in_parts(tensors):
+            if some:
+                self.group.broadcast(some, self.torch_devices[0])
+        if self.storage is not None:
+            self.storage.take(variables)
 
     def local_values(self, variable: Any) -> Sequence[Any]:
-        """Returns the real value, on the host; the copies of other replicas follow it at every step."""
+        """Returns the real value, whole, on the host; the copies of other replicas follow it at every step."""
         return [variable.value.detach().cpu()]
+
+    def kept_whole(self, variables: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Within this, this worker reads variables by itself, though others hold parts. All workers must enter it."""
+        return contextlib.nullcontext() if self.storage is None else self.storage.kept_whole(variables)

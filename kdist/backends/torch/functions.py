@@ -14,6 +14,7 @@ from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import RowShare, equal_shares
 from kdist.backends.threads import Baton
+from kdist.backends.torch import divided
 from kdist.backends.torch.core import TorchCore
 from kdist.backends.torch.replicas import TorchReplica, TorchScope
 from kdist.values import component
@@ -51,6 +52,8 @@ def in_replicas(
             stack.enter_context(keras.device(str(runtime.torch_devices[index])))
             stack.enter_context(replica)
             stack.enter_context(torch.set_grad_enabled(gradients))
+            if runtime.storage is not None:
+                stack.enter_context(divided.in_step(runtime.storage, replica))
             stack.enter_context(TorchScope(replica, runtime.copies_of[index]))
             return body(replica, index)
 

@@ -17,6 +17,7 @@ from kdist.backends import debugging
 from kdist.backends.aggregation import ReplicaScope
 from kdist.backends.replica import Replica, RowShare
 from kdist.backends.threads import Baton
+from kdist.backends.torch.divided import Divided, DTensor, on_parts
 from kdist.backends.torch.workers import Workers
 from kdist.backends.variable_table import VariableTable
 from kdist.context import cross_replica
@@ -113,10 +114,27 @@ class TorchReplica(Replica):
 
     def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Returns the gradients of the global loss: where `apply_gradients` needs them, on the variables' device."""
-        sums = super().sum_gradients(gradients, variables)
-        if self.local_index > 0 or self.scope is None or self.scope.copies is None:
+        # Those of divided variables have arrived as sums.
+        own = [i for i, gradient in enumerate(gradients) if not isinstance(gradient, DTensor)]
+        sums = super().sum_gradients([gradients[i] for i in own], [variables[i] for i in own])
+        if self.local_index > 0:
             return sums
-        return [s.to(keras_hooks.native_value(v).device) for s, v in zip(sums, variables, strict=True)]
+        if self.scope is not None and self.scope.copies is not None:
+            holders = (keras_hooks.native_value(variables[i]).device for i in own)
+            sums = [total.to(holder) for total, holder in zip(sums, holders, strict=True)]
+        results = list(gradients)
+        for i, total in zip(own, sums, strict=True):
+            results[i] = total
+        return results
+
+    @property
+    def divides_variables(self) -> bool:
+        """Whether the workers hold parts of variables."""
+        return self.strategy.runtime.storage is not None
+
+    def take_variables(self, variables: Sequence[Any]) -> None:
+        """Divides the variables that an optimiser has made."""
+        self.strategy.runtime.storage.take(variables)
 
     def apply_gradients(self, apply: Callable[[], Any]) -> Any:
         """Lets the first local replica run Keras's `optimizer.apply` on the real variables.
@@ -127,7 +145,8 @@ class TorchReplica(Replica):
         if self.local_index > 0:
             return None
         assert isinstance(self.scope, TorchScope)
-        return self.scope.change_real_variables(apply)
+        with on_parts():
+            return self.scope.change_real_variables(apply)
 
     def gather_tensor(self, tensor: Any, axis: int) -> Any:
         """Concatenates the tensors of all replicas along an axis, differentiably."""
@@ -147,10 +166,6 @@ class TorchReplica(Replica):
         what = ("gathering", (tensor.dtype, tuple(tensor.shape[1:])))
         whole, starts = self._baton.meet(self.local_index, what, mine, combine)
         return whole.to(tensor.device), starts[self.local_index]
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Gives the replicas of all workers the chief's values, in place."""
-        self._workers.broadcast([tensor.detach()], tensor.device)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -229,6 +244,8 @@ class TorchScope(ReplicaScope):
         self._components = runtime.components
         # The first replica writes the real variables, too, which the copies of the others follow.
         self._is_first = replica.local_index == 0
+        # What is written to divided variables, whole, until it is aggregated.
+        self._written_whole: dict[int, torch.Tensor] = {}
         self._others = replica.copies if self._is_first else ()
 
     def local(self, variable: Any) -> torch.Tensor:
@@ -237,6 +254,8 @@ class TorchScope(ReplicaScope):
             self._initialize(variable)
         if self.has_component(variable):
             return self._components.get(variable, self.replica.local_index)
+        if (written := self._written_whole.get(id(variable))) is not None:
+            return written
         return keras_hooks.native_value(variable) if self.copies is None else self.copies.get(variable)
 
     def write(self, variable: Any, value: Any) -> None:
@@ -246,12 +265,23 @@ class TorchScope(ReplicaScope):
             with torch.no_grad():
                 self._components.write(variable, self.replica.local_index, value)
             return
+        real = keras_hooks.native_value(variable)
+        if isinstance(real, Divided) and not self.is_untracked:
+            self._written_whole[id(variable)] = value.detach().clone().requires_grad_(real.requires_grad)
+            return
         for copies in self._others:
             copies.get(variable)  # who has not looked at the variable yet must find its old value
         with torch.no_grad():
             self.local(variable).copy_(value)
             if self._is_first and self.copies is not None:
                 keras_hooks.native_value(variable).copy_(value)
+
+    def aggregated(self, variable: Any, value: Any) -> None:
+        """Takes the value that all replicas share now; of a divided variable its part."""
+        if self._written_whole.pop(id(variable), None) is None:
+            self.write(variable, value)
+        else:
+            keras_hooks.native_value(variable).write(value)
 
     def snapshot(self, variable: Any) -> torch.Tensor:
         """Returns a copy of the replica's tensor."""
@@ -286,7 +316,7 @@ class TorchScope(ReplicaScope):
         # Keras defers the value of a variable created in a scope until a scope is left that initialises.
         with self.suspended(), keras.StatelessScope():
             pass
-        self.replica.broadcast(keras_hooks.native_value(variable))
+        self.replica.strategy.runtime.broadcast_variables([variable])
 
 
 @dataclass

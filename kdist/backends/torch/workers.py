@@ -79,10 +79,18 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             lifeline.on_death(_abort_nccl)
         self._stalls.start()
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sums a tensor over the workers, in place."""
+    def all_reduce(self, tensor: torch.Tensor, group: Any = None) -> None:
+        """Sums a tensor over the workers, or those of a group, in place."""
         with self._explained("all_reduce"):
-            self._finish(dist.all_reduce(tensor, group=self._group(tensor), async_op=True), tensor)
+            work = dist.all_reduce(tensor, group=group or self._group(tensor), async_op=True)
+            self._finish(work, tensor)
+
+    def reduce_scatter(self, parts: Sequence[torch.Tensor], group: Any) -> torch.Tensor:
+        """Sums tensors of equal shape over the workers of a group; each gets the one of its place."""
+        total = torch.empty_like(parts[0])
+        with self._explained("reduce_scatter"):
+            self._finish(dist.reduce_scatter(total, list(parts), group=group, async_op=True), total)
+        return total
 
     def broadcast(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         """Gives every worker the chief's values, in place, in one collective for all shapes and dtypes."""
@@ -95,11 +103,12 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 tensor.copy_(packet[:size].clone().view(tensor.dtype).reshape(tensor.shape))
                 packet = packet[size:]
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Gathers tensors of equal shape, in the order of the workers."""
-        parts = [torch.empty_like(tensor) for _ in range(self.num_workers)]
+    def all_gather(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        """Gathers tensors of equal shape, in the order of the workers, or of those of a group."""
+        group = group or self._group(tensor)
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         with self._explained("all_gather"):
-            self._finish(dist.all_gather(parts, tensor, group=self._group(tensor), async_op=True), tensor)
+            self._finish(dist.all_gather(parts, tensor, group=group, async_op=True), tensor)
         return parts
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:

@@ -34,7 +34,6 @@ class Configuration:
         return self.num_workers * self.devices_per_worker
 
 
-_MESH = {"batch": 2, "model": 2}
 _NO_SHARDS = "nothing on the other backends divides a variable of Keras's"
 
 CONFIGURATIONS = {
@@ -57,7 +56,22 @@ CONFIGURATIONS = {
             "fully-sharded-2", "FullySharded, 2 devices", 1, 2, "FullySharded", ("jax",), _NO_SHARDS
         ),
         Configuration(
-            "fully-sharded-2x1", "FullySharded, 2 processes", 2, 1, "FullySharded", ("jax",), _NO_SHARDS
+            "fully-sharded-2x1",
+            "FullySharded, 2 processes",
+            2,
+            1,
+            "FullySharded",
+            ("jax", "torch"),
+            _NO_SHARDS,
+        ),
+        Configuration(
+            "model-parallel-2x1",
+            "ModelParallel, 2 processes",
+            2,
+            1,
+            "ModelParallel",
+            ("jax", "torch"),
+            _NO_SHARDS,
         ),
         Configuration(
             "model-parallel-2x2",
@@ -91,9 +105,10 @@ def make_strategy(name: str) -> Any:
         if configuration.strategy == "CentralStorage":
             _strategies[name] = kdist.experimental.CentralStorageStrategy(devices, "cpu:0")
         elif configuration.strategy == "FullySharded":
-            _strategies[name] = kdist.FullyShardedStrategy(devices)
+            _strategies[name] = kdist.FullyShardedStrategy(devices, min_size=2)
         elif configuration.strategy == "ModelParallel":
-            _strategies[name] = kdist.ModelParallelStrategy(_along_the_model, mesh=_MESH, devices=devices)
+            mesh = {"batch": configuration.num_replicas // 2, "model": 2}
+            _strategies[name] = kdist.ModelParallelStrategy(_along_the_model, mesh=mesh, devices=devices)
         elif configuration.num_workers == 1:
             _strategies[name] = kdist.MirroredStrategy(devices)
         else:

@@ -53,7 +53,7 @@ def make_strategy(name: str) -> Any:
         ),
         "MultiWorkerMirroredStrategy": kdist.MultiWorkerMirroredStrategy,
         "TPUStrategy": lambda: kdist.TPUStrategy(TPUClusterResolver(environ=one_host), devices=two),
-        "FullyShardedStrategy": kdist.FullyShardedStrategy,
+        "FullyShardedStrategy": lambda: kdist.FullyShardedStrategy(min_size=2),
         "ModelParallelStrategy": lambda: kdist.ModelParallelStrategy(
             {".*/kernel": ("model", None)}, mesh={"batch": 1, "model": 2}
         ),

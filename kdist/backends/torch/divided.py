@@ -1,0 +1,312 @@
+"""`Divided`: a parameter of which each worker holds a part, and with which it computes as if it were whole.
+
+Any function of PyTorch's gets the gathered tensor in its place, and whoever writes to it writes the part; so Keras's
+layers, modules of PyTorch's and whoever saves a model need not know. Two things are done on the parts alone, as the
+`DTensor`s that they are: gradients arrive summed and divided, and optimisers compute with them (`on_parts`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+_T = torch.Tensor
+# What is asked of the parameter itself: neither its value nor that of its parts.
+_PROPERTIES = (
+    "shape dtype device ndim layout requires_grad is_leaf grad grad_fn is_cuda is_meta is_sparse is_quantized"
+)
+_METHODS = (
+    "dim size numel nelement element_size is_floating_point is_complex stride is_contiguous requires_grad_ retain_grad "
+    "register_hook register_post_accumulate_grad_hook __hash__ __len__"
+)
+_ITS_OWN = {
+    *(getattr(_T, name).__get__ for name in _PROPERTIES.split()),
+    *(getattr(_T, name) for name in _METHODS.split()),
+    *(_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad, torch.autograd.backward),
+}
+_CASTS = {_T.to, _T.type, _T.half, _T.float, _T.double, _T.bfloat16}
+
+
+class Divided(torch.Tensor):
+    """A parameter of which this worker holds a part.
+
+    Args:
+        shards: The parts.
+        storage: The `Storage` that divides it.
+        path: Of its variable, for messages.
+        requires_grad: Whether it is trained.
+    """
+
+    shards: DTensor
+    kept: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, shards: DTensor, storage: Any, path: str, requires_grad: bool) -> Divided:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shards.shape, dtype=shards.dtype, device=shards.device, requires_grad=requires_grad
+        )
+
+    def __init__(self, shards: DTensor, storage: Any, path: str, requires_grad: bool) -> None:
+        self.shards = shards
+        self.storage = storage
+        self.path = path
+        self.kept = None
+        self.version = 0  # changes with every write; the parts' own does not
+        self._is_param = True  # what `torch.nn.Parameter` asks of tensors of other classes
+
+    def __repr__(self) -> str:
+        facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, placements={self.shards.placements}"
+        return f"Divided({self.path}, {facts})"
+
+    def to_local(self) -> torch.Tensor:
+        """Returns what this worker holds, as `DTensor.to_local` does."""
+        return self.shards._local_tensor
+
+    def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns the gathered tensor, differentiably, cast before it travels. All workers must call it."""
+        dtype = dtype or self.dtype
+        if self.kept is not None:
+            return self.kept.to(dtype)
+        replica = self.storage.replica
+        if replica is None:
+            self.storage.meet([self])
+            return _Gather.apply(self, dtype, None)
+        is_differentiable = torch.is_grad_enabled() and self.requires_grad
+        recent, version = self.storage.recent, self.version
+        found = recent.get((id(self), dtype, is_differentiable), version)
+        if found is None and not is_differentiable:
+            found = recent.get((id(self), dtype, True), version)
+            found = None if found is None else found.detach()
+        if found is None:
+            found = _Gather.apply(self, dtype, replica)
+            recent.keep((id(self), dtype, is_differentiable), version, found)
+            _wholes[found.untyped_storage().data_ptr()] = weakref.ref(found), self, version
+        return found
+
+    def write(self, whole: torch.Tensor) -> None:
+        """Takes its part of a new value."""
+        self.version += 1
+        with torch.no_grad():
+            value = whole.detach().broadcast_to(self.shape)
+            self.to_local().copy_(self.storage.part_of(value, self.shards.placements))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function with the gathered tensors."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _ITS_OWN:
+                return func(*args, **kwargs)
+            if func is _T._version.__get__:
+                return args[0].version
+            if func is _T.copy_ and isinstance(args[0], Divided):
+                args[0].write(_plain(args[1]))
+                return args[0]
+            if func in _CASTS and (dtype := _dtype_of(func, args, kwargs)) is not None:
+                args = (args[0].whole(dtype), *args[1:])
+                return func(*args, **kwargs)
+            if func in (_T.__deepcopy__, _T.__reduce_ex__):
+                leaf = torch.nn.Parameter(args[0].whole().detach(), args[0].requires_grad)
+                return getattr(leaf, func.__name__)(*args[1:], **kwargs)
+            if _is_in_place(func):
+                return _in_place(func, args, kwargs)
+            args, kwargs = tree_map_only(Divided, Divided.whole, (args, kwargs))
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Only the engine's own code comes here: autograd, which asks for nothing but a name of the tensor."""
+        if func is torch.ops.aten.detach.default:
+            return Divided(args[0].shards, args[0].storage, args[0].path, False)
+        args, kwargs = tree_map_only(Divided, lambda p: p.whole().detach(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+# Of each gathered tensor that lives, by where it lies: itself, whose it is, and of which version.
+_wholes: dict[int, tuple[weakref.ref[torch.Tensor], Divided, int]] = {}
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers a parameter; its gradient is this worker's part of the sum over the replicas.
+
+    Outside of replicas all workers compute the same, and there is nothing to sum. It keeps the replica, since a GPU's
+    backward pass runs in another thread.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Divided, dtype: torch.dtype, replica: Any) -> torch.Tensor:
+        ctx.parameter, ctx.replica = parameter, replica
+        return parameter.storage.gather(parameter.to_local().to(dtype), parameter.shards.placements)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return _Scatter.apply(gradient, ctx.parameter, ctx.replica), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """The way back of a gathered parameter, whose own way back gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, parameter: Divided, replica: Any) -> DTensor:
+        ctx.parameter, ctx.weight = parameter, 1.0 if replica is None else replica.gradient_weight
+        places, storage = parameter.shards.placements, parameter.storage
+        gradient = gradient.to(parameter.dtype)
+        if replica is None:
+            part = storage.part_of(gradient, places)
+        else:
+            part = storage.sum_part(gradient * ctx.weight, places)
+        return storage.of_part(part, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        storage, places = ctx.parameter.storage, ctx.parameter.shards.placements
+        part = gradient.redistribute(placements=places).to_local() if isinstance(gradient, DTensor) else None
+        whole = gradient if part is None else storage.gather(part, places)
+        return whole * ctx.weight, None, None
+
+
+def _plain(tensor: Any) -> Any:
+    """Returns the whole tensor of what may be divided."""
+    if isinstance(tensor, Divided):
+        return tensor.whole()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _dtype_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+    """Returns the dtype of a cast of a divided parameter."""
+    if not isinstance(args[0], Divided):
+        return None
+    named = {
+        _T.half: torch.float16,
+        _T.float: torch.float32,
+        _T.double: torch.float64,
+        _T.bfloat16: torch.bfloat16,
+    }
+    return named.get(func) or next(
+        (v for v in (*args[1:], *kwargs.values()) if isinstance(v, torch.dtype)), None
+    )
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in (
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+    )
+
+
+def _written(args: Any) -> list[Divided]:
+    first = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+    return [parameter for parameter in first if isinstance(parameter, Divided)]
+
+
+def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function on the gathered tensors, and writes what it has left in those that it writes to."""
+    written = _written(args)
+    wholes = {id(p): p.whole().detach().clone() for p in written}
+
+    def plain(tensor: Any) -> Any:
+        found = wholes.get(id(tensor))
+        return _plain(tensor) if found is None else found
+
+    plain_args, plain_kwargs = tree_map_only(torch.Tensor, plain, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    for parameter in written:
+        parameter.write(wholes[id(parameter)])
+    return args[0] if written and not isinstance(args[0], (list, tuple)) else result
+
+
+class _Sums(TorchFunctionMode):
+    """Within this, what is computed of `DTensor`s is complete on every worker, such as the norm of a gradient.
+
+    PyTorch would else leave each worker its part of a sum, and `float` or `bool` of it would be that part.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return _completed(result) if isinstance(result, DTensor) else result
+
+
+class _OnParts(TorchFunctionMode):
+    """Within this, functions compute with the `DTensor`s of divided parameters."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_in_place(func):
+            for parameter in _written(args):
+                parameter.version += 1
+        args, kwargs = tree_map_only(Divided, lambda p: p.shards, (args, kwargs or {}))
+        if func is _T.copy_ and not isinstance(args[0], DTensor):
+            args = (args[0], _plain(args[1]), *args[2:])
+        return tree_map_only(DTensor, _completed, func(*args, **kwargs))
+
+
+def _completed(tensor: DTensor) -> DTensor:
+    if not any(place.is_partial() for place in tensor.placements):
+        return tensor
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+
+
+@contextlib.contextmanager
+def on_parts() -> Iterator[None]:
+    """Within this, whatever is computed with divided parameters is computed on their parts: for optimisers."""
+    with _OnParts():
+        yield
+
+
+@contextlib.contextmanager
+def in_step(storage: Any, replica: Any) -> Iterator[None]:
+    """Around the function of a replica: no gathered parameter is kept from the forward pass for the backward pass."""
+    storage.replica = replica
+    try:
+        with implicit_replication(), _Sums(), torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+            yield
+    finally:
+        storage.replica = None
+        storage.recent.clear()
+        _wholes.clear()
+
+
+def _pack(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, (DTensor, Divided)):
+        return tensor
+    found = _wholes.get(tensor.untyped_storage().data_ptr())
+    if found is None or (whole := found[0]()) is None:
+        return tensor
+    if whole.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        return tensor
+    _, parameter, version = found
+    return _Again(parameter, version, tensor)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    return packed.tensor() if isinstance(packed, _Again) else packed
+
+
+class _Again:
+    """A view of a gathered parameter, which the backward pass gathers once more."""
+
+    def __init__(self, parameter: Divided, version: int, tensor: torch.Tensor) -> None:
+        self._parameter, self._version, self._dtype = parameter, version, tensor.dtype
+        self._view = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def tensor(self) -> torch.Tensor:
+        """Returns the view."""
+        if self._parameter.version != self._version:
+            raise RuntimeError(
+                "One of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a divided parameter of shape {tuple(self._parameter.shape)} was assigned to before `backward`."
+            )
+        with torch.no_grad():
+            return self._parameter.whole(self._dtype).as_strided(*self._view)

@@ -1,0 +1,208 @@
+"""Variables that are divided over the workers: who holds which part, and how the whole one and its gradient travel.
+
+PyTorch's `DTensor` has the parts. Where a layer computes with a divided variable it is gathered, and where its
+gradient arrives each worker gets the sum of its part; they travel by the collectives of `Workers`, which notice a lost
+worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, init_device_mesh
+
+from kdist import keras_hooks
+from kdist.backends.aggregation import is_on_read
+from kdist.backends.messages import meet_to_read
+from kdist.backends.torch.divided import Divided
+from kdist.backends.torch.workers import JoinedWorkers
+from kdist.errors import StrategyScopeError
+from kdist.topology import Sharded
+
+_MOST_BYTES = 64 << 20
+
+
+class Storage:
+    """The divided variables of one runtime.
+
+    Args:
+        runtime: Its workers hold the parts.
+        sharded: How variables are divided.
+        device: Where this worker holds its part.
+    """
+
+    def __init__(self, runtime: Any, sharded: Sharded, device: torch.device) -> None:
+        self._runtime = runtime
+        self._layout = sharded.layout
+        self._group: JoinedWorkers = runtime.group
+        self._device = device
+        shape = sharded.mesh_shape(runtime.num_workers)
+        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(sharded.axes))
+        self._lengths = dict(zip(sharded.axes, shape, strict=True))
+        self.recent = Recent()
+        self.replica: Any = (
+            None  # that which runs; an attribute, since a GPU's backward pass runs in another thread
+        )
+
+    def take(self, variables: Sequence[Any]) -> None:
+        """Divides variables that are whole on every worker, with equal values, and puts all on the device.
+
+        Raises:
+            InvalidArgumentError: A layout does not divide its variable.
+        """
+        placements = [self._placements(variable) for variable in variables]  # all errors first
+        for variable, places in zip(variables, placements, strict=True):
+            parameter = keras_hooks.native_value(variable)
+            if isinstance(parameter, Divided):
+                continue
+            if not any(place.is_shard() for place in places):
+                parameter.data = parameter.data.to(self._device)
+                continue
+            part = self.part_of(parameter.detach(), places).to(self._device)
+            divided = Divided(self.of_part(part, places), self, variable.path, parameter.requires_grad)
+            self.recent.largest = max(self.recent.largest, parameter.numel() * parameter.element_size())
+            _swap(variable, parameter, divided)
+
+    def _placements(self, variable: Any) -> tuple[Placement, ...]:
+        """Returns for each axis of the mesh how it divides a variable."""
+        layout: Sequence[str | None] = ()
+        if _may_be_divided(variable):
+            layout = self._layout(keras_hooks.owner_path(variable), tuple(variable.shape), self._lengths)
+        return tuple(
+            Shard(layout.index(name)) if length > 1 and name in layout else Replicate()
+            for name, length in self._lengths.items()
+        )
+
+    def of_part(self, part: torch.Tensor, places: Sequence[Placement]) -> DTensor:
+        """Returns the tensor of which this worker holds a part."""
+        return DTensor.from_local(part, self.mesh, places, run_check=False)
+
+    def part_of(self, whole: torch.Tensor, places: Sequence[Placement]) -> torch.Tensor:
+        """Returns a copy of what this worker holds of a whole tensor."""
+        part = whole
+        for axis, place in enumerate(places):
+            if isinstance(place, Shard):
+                part = part.chunk(self.mesh.size(axis), place.dim)[self.mesh.get_local_rank(axis)]
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def gather(self, part: torch.Tensor, places: Sequence[Placement]) -> torch.Tensor:
+        """Returns the whole tensor of which each worker holds a part."""
+        for axis, place in enumerate(places):
+            if isinstance(place, Shard):
+                parts = self._group.all_gather(part.contiguous(), self.mesh.get_group(axis))
+                part = torch.cat(parts, place.dim)
+        return part
+
+    def sum_part(self, whole: torch.Tensor, places: Sequence[Placement]) -> torch.Tensor:
+        """Returns this worker's part of the sum of the workers' whole tensors."""
+        part = whole
+        for axis, place in enumerate(places):
+            if isinstance(place, Shard):
+                parts = [p.contiguous() for p in part.chunk(self.mesh.size(axis), place.dim)]
+                part = self._group.reduce_scatter(parts, self.mesh.get_group(axis))
+        part = part.clone(memory_format=torch.contiguous_format) if part is whole else part
+        for axis, place in enumerate(places):
+            if not isinstance(place, Shard) and self.mesh.size(axis) > 1:
+                self._group.all_reduce(part, self.mesh.get_group(axis))
+        return part
+
+    def meet(self, parameters: Sequence[Divided]) -> None:
+        """Waits until all workers read the same parameters."""
+        with self._runtime.engine_errors():
+            meet_to_read(self._runtime, parameters)
+
+    @contextlib.contextmanager
+    def kept_whole(self, variables: Sequence[Any]) -> Iterator[None]:
+        """Within this, this worker reads divided variables by itself. All workers must enter it."""
+        found = [keras_hooks.native_value(v) for v in variables]
+        parameters = [p for p in found if isinstance(p, Divided) and p.kept is None]
+        if parameters:
+            self.meet(parameters)
+        try:
+            with self._runtime.engine_errors():
+                for parameter in parameters:
+                    parameter.kept = self.gather(parameter.to_local(), parameter.shards.placements)
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.kept = None
+
+
+def _swap(variable: Any, parameter: torch.Tensor, divided: Divided) -> None:
+    """Makes a parameter the divided one; whoever holds it goes on: the variable, its layer, a module of PyTorch's."""
+    try:
+        torch.utils.swap_tensors(parameter, divided)
+        return
+    except RuntimeError:
+        gc.collect()  # what was computed to build a model may still lie about
+    try:
+        torch.utils.swap_tensors(parameter, divided)
+    except RuntimeError as error:
+        raise StrategyScopeError(
+            "When a scope ends its variables are divided over the workers, and none may be part of a computation "
+            "that something still holds.",
+            received={"variable": variable.path, "error": str(error)},
+            hint="Leave the scope before you compute with the model, or forget what you have computed: del y",
+        ) from error
+
+
+def _may_be_divided(variable: Any) -> bool:
+    """Not what metrics count, nor counters and seeds; nor the small statistics that each step writes."""
+    if is_on_read(variable) or variable.aggregation == "sum" or not variable.shape:
+        return False
+    is_statistic = not variable.trainable and len(variable.shape) == 1
+    if is_statistic and keras_hooks.owner_path(variable) == variable.path:
+        return False
+    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype))
+
+
+def in_parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors as they travel: only so many at once that a device has room for them beside its part."""
+    some: list[torch.Tensor] = []
+    for tensor in tensors:
+        if some and sum(t.nbytes for t in some) + tensor.nbytes > _MOST_BYTES:
+            yield some
+            some = []
+        some.append(tensor)
+    yield some
+
+
+class Recent:
+    """The whole tensors that a step gathered last: as many as twice the largest has room for.
+
+    A layer that reads a variable at every step of a loop gathers it once. All workers read the same variables in the
+    same order, so they find the same ones here.
+    """
+
+    def __init__(self) -> None:
+        self.largest = 0
+        self._found: OrderedDict[Any, tuple[int, torch.Tensor]] = OrderedDict()
+        self._size = 0
+
+    def get(self, key: Any, version: int) -> torch.Tensor | None:
+        """Returns what is kept, of a version of the variable."""
+        known, tensor = self._found.get(key, (None, None))
+        return tensor if known == version else None
+
+    def keep(self, key: Any, version: int, tensor: torch.Tensor) -> None:
+        """Keeps a tensor, and forgets others."""
+        self._forget(key)
+        self._found[key] = version, tensor
+        self._size += tensor.nbytes
+        while self._size > 2 * self.largest:
+            self._forget(next(iter(self._found)))
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._found.clear()
+        self._size = 0
+
+    def _forget(self, key: Any) -> None:
+        _, tensor = self._found.pop(key, (None, None))
+        self._size -= 0 if tensor is None else tensor.nbytes
