@@ -101,6 +101,7 @@ OF_CHIEF = [*SAVES][3:]
 # them. They meet a kill and, where there is somebody to notice, a hang.
 STRATEGIES = {
     "central": (BACKENDS, 1, 'kdist.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])'),
+    "divided": (("jax", "torch"), 2, "kdist.FullyShardedStrategy(min_size=2)"),
 }
 # There the first backup, made after the second step, may not be complete yet.
 BEFORE_BACKUPS = ("begin", "reading", "validation")
