@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +145,7 @@ class TorchReplica(Replica):
         if self.local_index > 0:
             return None
         assert isinstance(self.scope, TorchScope)
-        with on_parts():
+        with on_parts() if self.divides_variables else nullcontext():
             return self.scope.change_real_variables(apply)
 
     def gather_tensor(self, tensor: Any, axis: int) -> Any:
