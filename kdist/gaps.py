@@ -80,15 +80,12 @@ GAPS = (
         )
         for strategy in ("FullyShardedStrategy", "ModelParallelStrategy", "KerasDistributionStrategy")
     ),
-    *(
-        Gap(
-            "Strategy",
-            backend,
-            "distribution",
-            f"On {name} keras.distribution does nothing, so no strategy amounts to one.",
-            "Ask the strategy itself, or choose KERAS_BACKEND=jax.",
-        )
-        for backend, name in (("tensorflow", "TensorFlow"), ("torch", "PyTorch"))
+    Gap(
+        "Strategy",
+        "tensorflow",
+        "distribution",
+        "On TensorFlow keras.distribution does nothing, so no strategy amounts to one.",
+        "Ask the strategy itself, or choose KERAS_BACKEND=jax.",
     ),
     *(
         Gap(
@@ -99,13 +96,6 @@ GAPS = (
             "Ask the strategy itself, or use kdist.MirroredStrategy().",
         )
         for backend in ("tensorflow", "jax", "torch")
-    ),
-    Gap(
-        "KerasDistributionStrategy",
-        "torch",
-        "create",
-        "On PyTorch keras.distribution does nothing before Keras 3.16, and kdist does not take it yet.",
-        "Use kdist.FullyShardedStrategy() or kdist.ModelParallelStrategy(), or KERAS_BACKEND=jax.",
     ),
     Gap(
         "TPUStrategy",

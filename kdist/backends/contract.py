@@ -83,9 +83,10 @@ class Backend(ABC):
             DeviceError: A device is not there, or it is too late to create it.
         """
 
-    def own_devices(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Returns those devices of this process, by their short names, that `keras.distribution` has by these."""
-        return tuple(names)
+    def own_devices(self, names: Sequence[str], num_workers: int) -> tuple[str, ...]:
+        """Returns those devices of this worker, by their short names, that `keras.distribution` has by these."""
+        kind, each = names[0].split(":")[0], len(names) // num_workers
+        return tuple(names) if num_workers == 1 else tuple(f"{kind}:{i}" for i in range(each))
 
     @abstractmethod
     def create_runtime(
@@ -242,7 +243,10 @@ class Runtime(ABC):
     @property
     def all_devices(self) -> list[str]:
         """The devices of all workers, those of worker 0 first, by the names that `keras.distribution` has for them."""
-        return list(self.devices) * self.num_workers
+        kind = self.devices[0].split(":")[0]
+        return (
+            list(self.devices) if self.num_workers == 1 else [f"{kind}:{i}" for i in range(self.num_replicas)]
+        )
 
     @property
     def takes_variables(self) -> bool:

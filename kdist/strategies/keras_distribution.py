@@ -6,7 +6,7 @@ from typing import Any
 
 from kdist import gaps
 from kdist.backends import get_backend
-from kdist.cluster import ClusterResolver
+from kdist.cluster import ClusterResolver, discover
 from kdist.communication.options import CommunicationOptions
 from kdist.errors import InvalidArgumentError
 from kdist.strategies.distributions import facts_of
@@ -21,8 +21,9 @@ class KerasDistributionStrategy(ShardedStrategy):
     own trainer has no part in it. Once this strategy is made, the distribution need not be set.
 
     Args:
-        distribution: The distribution. Its devices are those of all workers, the devices of worker 0 first: with
-            several workers, `keras.distribution.initialize` or `jax.distributed.initialize` comes before it.
+        distribution: The distribution. Its devices are those of all workers, the devices of worker 0 first. On JAX,
+            with several workers, `keras.distribution.initialize` or `jax.distributed.initialize` comes before it; on
+            PyTorch they are numbered over the workers: `["gpu:0", "gpu:1"]` for two of one GPU each.
         cluster_resolver: Says who the workers are; `None` to look at the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.
 
@@ -64,7 +65,8 @@ class KerasDistributionStrategy(ShardedStrategy):
             )
         names, axes, batch_axis, layout = facts_of(distribution)
         storage = Mirrored() if axes is None else Sharded(axes, batch_axis, layout)
-        super().__init__(storage, backend.own_devices(names), cluster_resolver, communication_options)
+        own = backend.own_devices(names, discover(cluster_resolver).num_workers)
+        super().__init__(storage, own or None, cluster_resolver, communication_options)
         if self.runtime.all_devices != names:
             raise InvalidArgumentError(
                 "The devices of a distribution must be those of all workers, the devices of worker 0 first.",

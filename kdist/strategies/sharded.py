@@ -35,7 +35,7 @@ class ShardedStrategy(Strategy):
         gaps.require(type(self).__name__, backend.name)
         options = check_options(communication_options)
         cluster, names = find_workers(cluster_resolver, devices)
-        if len(names) > 1:
+        if len(names) > 1 and isinstance(storage, Sharded):
             gaps.require(type(self).__name__, backend.name, "devices", {"devices": names})
         self._cluster_resolver = cluster.resolver or TFConfigClusterResolver()
         topology = Topology(names, cluster if cluster.num_workers > 1 else None, storage)

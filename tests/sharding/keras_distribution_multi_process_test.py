@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,60 @@ def test_distributions_are_strategies_and_the_other_way_round() -> None:
     assert refused[5].startswith("UnsupportedError")
 
 
-def without(backend: str) -> list[str]:
+def plain_without_normalization() -> list[np.ndarray]:
+    return _trained(jobs.small(False))
+
+
+def as_strategies_of_workers() -> tuple[list[Any], list[Any], str]:
+    """The same on PyTorch, whose workers have one device each; for the data alone, one worker may have several."""
+    import keras
+
+    import kdist
+
+    library = keras.distribution
+    names = ["cpu:0", "cpu:1"]
+    layout_map = library.LayoutMap(library.DeviceMesh((1, 2), ["batch", "model"], names))
+    layout_map[".*/up/kernel"] = (None, "model")
+    parallel, model_parallel = (
+        library.DataParallel(devices=names),
+        library.ModelParallel(layout_map=layout_map),
+    )
+    values, facts, refused = [], [], ""
+    divides = int(os.environ["WORLD_SIZE"]) > 1
+    for distribution in (parallel, model_parallel)[: 1 + divides]:
+        library.set_distribution(distribution)
+        ours = kdist.KerasDistributionStrategy(distribution)
+        with ours.scope():
+            model = jobs.small(False)  # replicas normalise by themselves there
+        library.set_distribution(None)
+        values.append(_trained(model))
+        own = ours.keras_distribution
+        facts.append([type(own).__name__, [str(n) for n in own.device_mesh.devices.flatten()]])
+        facts[-1].append(jobs.held(model) < 0.9 * sum(v.nbytes for v in values[-1]))
+    library.set_distribution(model_parallel)
+    try:
+        kdist.KerasDistributionStrategy(parallel)
+    except kdist.errors.StrategyScopeError as error:
+        refused = str(error)
+    library.set_distribution(None)
+    return values, facts, refused
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_distributions_are_strategies_on_pytorch(num_workers: int) -> None:
+    expected = run_plain("torch", plain_without_normalization)
+    for values, facts, refused in run("torch", num_workers, as_strategies_of_workers):
+        for actual in values:
+            for ours, theirs in zip(actual, expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-6)
+        assert [(names, is_less) for _, names, is_less in facts] == [
+            (["cpu:0", "cpu:1"], False),
+            (["cpu:0", "cpu:1"], True),
+        ][:num_workers]
+        assert "must say the same" in refused
+
+
+def without() -> list[str]:
     import keras
 
     import kdist
@@ -109,12 +163,11 @@ def without(backend: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
-def test_where_keras_distribution_does_nothing_an_error_says_so(backend: str) -> None:
-    ((amounts, strategy_of, sharded),) = run(backend, 1, without, backend)
+def test_where_keras_distribution_does_nothing_an_error_says_so() -> None:
+    ((amounts, strategy_of, sharded),) = run("tensorflow", 1, without)
     assert "keras.distribution does nothing" in amounts
     assert "keras.distribution does nothing" in strategy_of
-    assert ("divides it" if backend == "tensorflow" else "kdist run --num-workers") in sharded
+    assert "divides it" in sharded
 
 
 SESSION = """

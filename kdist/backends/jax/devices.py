@@ -71,7 +71,7 @@ def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def own_devices(names: Sequence[str]) -> tuple[str, ...]:
+def own_devices(names: Sequence[str], num_workers: int) -> tuple[str, ...]:
     """Returns the short names of those devices, named by their ids over all processes, that this process has."""
     ids = {
         f"{device.platform}:{device.id}": f"{kind}:{index}"

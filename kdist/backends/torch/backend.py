@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,10 @@ class TorchBackend(Backend):
     def native_batches(self, adapter: Any) -> Any:
         """Returns a `DataLoader`."""
         return adapter.get_torch_dataloader()
+
+    def own_devices(self, names: Sequence[str], num_workers: int) -> tuple[str, ...]:
+        """Returns the devices of this worker: which GPU is the only one of a worker, `torch_devices` knows."""
+        return () if len(names) == num_workers > 1 else super().own_devices(names, num_workers)
 
     def create_runtime(
         self,
