@@ -93,6 +93,21 @@ OF_CHIEF = [*SAVES][3:]
 STRATEGIES = {
     "central": (BACKENDS, 1, 'kdist.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])'),
     "divided": (("jax", "torch"), 2, "kdist.FullyShardedStrategy(min_size=2)"),
+    "parallel": (
+        ("jax", "torch"),
+        2,
+        'kdist.ModelParallelStrategy({".*kernel": ("model", None)}, mesh={"batch": 1, "model": 2})',
+    ),
+    "tpu": (
+        ("jax",),
+        2,
+        'kdist.TPUStrategy(kdist.cluster_resolver.TFConfigClusterResolver(), devices=["cpu:0"])',
+    ),
+    "keras": (
+        ("torch",),
+        2,
+        'kdist.KerasDistributionStrategy(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))',
+    ),
 }
 # There the first backup, made after the second step, may not be complete yet.
 BEFORE_BACKUPS = ("begin", "reading", "validation")
