@@ -37,6 +37,9 @@ model, optimizer = plain, keras.optimizers.SGD(0.1)
 x, y = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
 """,
     "kdist.nn.scale_regularization_loss": "loss, model = 0.0, plain",
+    "kdist.strategies.fully_sharded.FullyShardedStrategy": """
+make_a_large_model = lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+""",
     "kdist.strategies.strategy.Strategy.distribute_datasets_from_function": """
 import tensorflow as tf
 with strategy.scope():  # without targets, the regulariser is the loss
@@ -69,10 +72,13 @@ HOLDS = {
         near(strategy.reduce("MEAN", kdist.DistributedValues([x, 3 * x]), axis=None), 2 * x) and strategy.own_ops
     """,
     "kdist.strategies.central_storage.CentralStorageStrategy": "steps(model) == 3",
+    "kdist.strategies.fully_sharded.FullyShardedStrategy": "steps(model) == 3",
+    "kdist.strategies.keras_distribution.KerasDistributionStrategy": "strategy.num_replicas_in_sync == 2",
     "kdist.strategies.mirrored.MirroredStrategy": "strategy.num_replicas_in_sync == 2 and steps(model) == 3",
     "kdist.strategies.multi_worker_mirrored.MultiWorkerMirroredStrategy": "steps(model) == 3",
     "kdist.strategies.one_device.OneDeviceStrategy": "strategy.num_replicas_in_sync == 1",
-    "kdist.strategies.strategy.Strategy": "strategy.num_replicas_in_sync == 1 and steps(model) == 3",
+    "kdist.strategies.model_parallel.ModelParallelStrategy": "strategy.num_replicas_in_sync == 2",
+    "kdist.strategies.strategy.Strategy": "steps(model) == 3",
     "kdist.strategies.strategy.Strategy.distribute_datasets_from_function": "steps(model) == 3",
     "kdist.strategies.strategy.Strategy.experimental_distribute_dataset": """
         [len(part) for part in local(batch[0])] == [22, 22]
@@ -152,6 +158,8 @@ def cells():
     for index, example in enumerate(EXAMPLES):
         # TensorFlow's own names need it, and to import it beside another framework takes seconds.
         backend = "tensorflow" if "tf." in example.source else BACKENDS[index % 3]
+        if "distribution" in example.source or "Parallel" in example.source or "Sharded" in example.source:
+            backend = "jax"  # which divides over the devices of one process
         found.append((backend, 2 if "MultiWorker" in example.source else 1, example))
     return sorted(found, key=lambda cell: (BACKENDS.index(cell[0]), cell[1]))
 

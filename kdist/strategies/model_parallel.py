@@ -44,7 +44,7 @@ class ModelParallelStrategy(ShardedStrategy):
     ```python
     strategy = kdist.ModelParallelStrategy(
         {".*dense.*/kernel": (None, "model"), ".*dense.*/bias": ("model",)},
-        mesh={"batch": 2, "model": 2},
+        mesh={"batch": 1, "model": 2},
     )
     ```
     """

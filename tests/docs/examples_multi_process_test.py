@@ -295,7 +295,7 @@ def sharding_0(example):
     def make_a_large_model():
         import keras
 
-        return keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        return keras.Sequential([keras.Input((8,)), keras.layers.Dense(256), keras.layers.Dense(1)])
 
     import kdist
 
