@@ -21,8 +21,9 @@ class KerasDistributionStrategy(ShardedStrategy):
     own trainer has no part in it. Once this strategy is made, the distribution need not be set.
 
     Args:
-        distribution: The distribution. Its devices are those of all workers, the devices of worker 0 first. On JAX,
-            with several workers, `keras.distribution.initialize` or `jax.distributed.initialize` comes before it; on
+        distribution: The distribution. Its devices are those of all workers, the devices of worker 0 first. On JAX
+            Keras starts JAX for it: CPU devices must be there before, by `jax.config.update("jax_num_cpu_devices", 2)`, and
+            with several workers `keras.distribution.initialize` or `jax.distributed.initialize` comes before it; on
             PyTorch they are numbered over the workers: `["gpu:0", "gpu:1"]` for two of one GPU each.
         cluster_resolver: Says who the workers are; `None` to look at the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.

@@ -170,6 +170,26 @@ def test_where_keras_distribution_does_nothing_an_error_says_so() -> None:
     assert "divides it" in sharded
 
 
+FRESH = """
+import jax, keras, kdist
+{first}
+strategy = kdist.KerasDistributionStrategy(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))
+print("REPLICAS", strategy.num_replicas_in_sync)
+"""
+
+
+def test_keras_starts_jax_so_that_devices_must_be_there_before(tmp_path: Path) -> None:
+    first = 'jax.config.update("jax_num_cpu_devices", 2)'
+    env = {"KERAS_BACKEND": "jax"}
+    late = Script(tmp_path, "late", FRESH.format(first=""), env)
+    assert late.wait() != 0
+    assert "DeviceError: Logical CPU devices" in late.stderr()
+    assert first in late.stderr()
+    in_time = Script(tmp_path, "in_time", FRESH.format(first=first), env)
+    assert in_time.wait() == 0, in_time.stderr()
+    assert "REPLICAS 2" in in_time.stdout()
+
+
 SESSION = """
 import os
 import jax

@@ -73,6 +73,8 @@ def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 def own_devices(names: Sequence[str], num_workers: int) -> tuple[str, ...]:
     """Returns the short names of those devices, named by their ids over all processes, that this process has."""
+    if num_workers == 1:
+        request_cpus(names)  # Keras has started JAX: where there are too few, this says how to have more
     ids = {
         f"{device.platform}:{device.id}": f"{kind}:{index}"
         for kind in KINDS
