@@ -22,9 +22,10 @@ class KerasDistributionStrategy(ShardedStrategy):
 
     Args:
         distribution: The distribution. Its devices are those of all workers, the devices of worker 0 first. On JAX
-            Keras starts JAX for it: CPU devices must be there before, by `jax.config.update("jax_num_cpu_devices", 2)`, and
-            with several workers `keras.distribution.initialize` or `jax.distributed.initialize` comes before it; on
-            PyTorch they are numbered over the workers: `["gpu:0", "gpu:1"]` for two of one GPU each.
+            Keras starts JAX to make it: CPU devices must be there before
+            (`jax.config.update("jax_num_cpu_devices", 2)`), and with several workers
+            `keras.distribution.initialize` or `jax.distributed.initialize` comes before it. On PyTorch devices are
+            numbered over the workers: `["gpu:0", "gpu:1"]` for two of one GPU each.
         cluster_resolver: Says who the workers are; `None` to look at the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.
 
