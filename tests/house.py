@@ -40,6 +40,7 @@ ORDER = (
     "synchrony",
     "checkpoint",
     "training",
+    "coordinator",
     "callbacks",
     "cluster_resolver",
     "experimental",
