@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from kdist.cluster import roles
 from kdist.cluster.addresses import is_loopback, split_address
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.errors import ClusterTypeError
@@ -147,7 +148,12 @@ def survey(environ: Mapping[str, str] | None = None) -> list[SourceReport]:
 
 def _summary(source: Source, environ: Mapping[str, str]) -> str:
     try:
-        cluster = _from_resolver(source.make(environ), source.name)
+        resolver = source.make(environ)
+        task_type, spec = resolver.task_type, resolver.cluster_spec()
+        if task_type is not None and ("ps" in spec.jobs or task_type == "evaluator"):
+            task_id = roles.server_cluster(resolver).task_id if "ps" in spec.jobs else 0
+            return roles.describe(spec, task_type, task_id)
+        cluster = _from_resolver(resolver, source.name)
     except ClusterConfigError as error:
         return f"wrong: {error}"
     return f"{cluster.worker_names[cluster.worker_index]} of {cluster.num_workers}"

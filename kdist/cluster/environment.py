@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 
+TOKEN_VARIABLE = "KDIST_CLUSTER_TOKEN"
 _GPU_FILES = "/dev/nvidia[0-9]*"
 
 
@@ -54,6 +55,20 @@ def _write(variables: Mapping[str, object]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = str(value)
+
+
+def cluster_token(environ: Mapping[str, str] | None = None) -> str | None:
+    """Returns the secret that the tasks of a job share, `None` where there is none.
+
+    A server lets only those connect that know it. `kdist run` makes one for each job, unless it is set already.
+
+    Example:
+
+    >>> from kdist.cluster import environment
+    >>> environment.cluster_token({"KDIST_CLUSTER_TOKEN": "a secret"})
+    'a secret'
+    """
+    return (os.environ if environ is None else environ).get(TOKEN_VARIABLE, "").strip() or None
 
 
 def keras_backend_choice(environ: Mapping[str, str] | None = None) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from tests.processes import run
 
 def both_say(own: bool) -> list[Any]:
     """What the resolvers of TensorFlow say, or kdist's; run where TensorFlow is."""
+    import json
     from types import SimpleNamespace as Object
 
     import tensorflow as tf
@@ -37,6 +38,19 @@ def both_say(own: bool) -> list[Any]:
     with environment.patched(SM_HOSTS='["algo-2", "algo-10", "algo-1"]', SM_CURRENT_HOST="algo-2"):
         found.append(said(sagemaker()))
         found.append(said(sagemaker(80, "worker", 1, "grpc", "cloud")))
+
+    tasks = [("chief", 0), ("worker", 1), ("ps", 0), ("evaluator", 0)]
+    cluster = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["d:1"]}
+    for job, index in tasks:
+        config = {"cluster": cluster, "task": {"type": job, "index": index}, "rpc_layer": "grpc"}
+        with environment.patched(TF_CONFIG=json.dumps(config)):
+            resolver = module.TFConfigClusterResolver()
+            spec = resolver.cluster_spec()
+            found.append([resolver.task_type, resolver.task_id, resolver.rpc_layer, spec.as_dict()])
+            found.append([[spec.num_tasks(name), spec.job_tasks(name)] for name in cluster])
+        simple = module.SimpleClusterResolver(spec, task_type=job, task_id=index, rpc_layer="grpc")
+        found.append([simple.task_type, simple.task_id, simple.cluster_spec().task_address("worker", 1)])
+        found.append([simple.master(), simple.master("ps", 0)])
 
     # On the network of their node, as TensorFlow's resolver takes it.
     pods = [
@@ -72,4 +86,4 @@ def both_say(own: bool) -> list[Any]:
 def test_they_say_what_tensorflow_s_say() -> None:
     (theirs,) = run("tensorflow", 1, both_say, False)
     (ours,) = run("tensorflow", 1, both_say, True)
-    assert ours == theirs and len(ours) == 7
+    assert ours == theirs and len(ours) == 7 + 16

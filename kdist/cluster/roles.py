@@ -1,0 +1,256 @@
+"""Tasks with different work: a chief that coordinates, workers, parameter servers (`ps`), an evaluator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kdist.cluster.addresses import is_loopback, split_address
+from kdist.cluster.cluster_spec import ClusterSpec
+from kdist.cluster.errors import ClusterTypeError
+from kdist.cluster.resolver import require
+from kdist.cluster.tf_config import KNOWN_JOBS, TFConfigClusterResolver
+from kdist.errors import ClusterConfigError
+
+_EXAMPLE = (
+    'For example: ClusterSpec({"chief": ["host0:2222"], "worker": ["host1:2222", "host2:2222"], '
+    '"ps": ["host3:2222"]}), or: kdist run --num-workers 2 --num-ps 1 train.py'
+)
+_ONE_OF_A_KIND = ("chief", "evaluator")
+# How a cluster is described: one of a job, several of it.
+_WORDS = {
+    "chief": ("chief", "chiefs"),
+    "worker": ("worker", "workers"),
+    "ps": ("parameter server", "parameter servers"),
+    "evaluator": ("evaluator", "evaluators"),
+}
+
+
+def task_name(task_type: str, task_id: int, address: str | None = None) -> str:
+    """Returns how messages name a task.
+
+    Example:
+
+    >>> from kdist.cluster.roles import task_name
+    >>> task_name("ps", 1, "host1:2222"), task_name("chief", 0)
+    ('ps 1 (host1:2222)', 'chief')
+    """
+    name = task_type if task_type in _ONE_OF_A_KIND else f"{task_type} {task_id}"
+    return f"{name} ({address})" if address else name
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerCluster:
+    """A cluster that trains with parameter servers, and this process's task in it.
+
+    Args:
+        task_type: The job of this process: "chief" is the coordinator's, also where nobody has said so.
+        task_id: Its index within the job.
+        workers: The workers' addresses, in their order.
+        servers: Those of the parameter servers.
+        chief: The coordinator's, `None` where it is not told: nobody connects to it.
+        rpc_layer: The protocol that TensorFlow's tasks speak, where it is given.
+    """
+
+    task_type: str
+    task_id: int
+    workers: tuple[str, ...]
+    servers: tuple[str, ...]
+    chief: str | None = None
+    rpc_layer: str | None = None
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """How messages name the workers, such as "worker 1 (host1:2222)"."""
+        return tuple(task_name("worker", index, address) for index, address in enumerate(self.workers))
+
+    @property
+    def server_names(self) -> tuple[str, ...]:
+        """How messages name the parameter servers, such as "ps 1 (host3:2222)"."""
+        return tuple(task_name("ps", index, address) for index, address in enumerate(self.servers))
+
+    @property
+    def name(self) -> str:
+        """How messages name this task."""
+        return task_name(self.task_type, self.task_id, self.address)
+
+    @property
+    def address(self) -> str | None:
+        """Where this task listens; `None` for the evaluator and for a coordinator without an address."""
+        if self.task_type == "chief":
+            return self.chief
+        return (
+            {"worker": self.workers, "ps": self.servers}[self.task_type][self.task_id]
+            if self.serves
+            else None
+        )
+
+    @property
+    def serves(self) -> bool:
+        """Whether this is a worker or a parameter server, which do what the coordinator asks for."""
+        return self.task_type in ("worker", "ps")
+
+
+def server_cluster(resolver: Any = None, environ: Mapping[str, str] | None = None) -> ServerCluster:
+    """Checks that a cluster can train with parameter servers, and returns its addresses.
+
+    Args:
+        resolver: A resolver of kdist or of `tf.distribute.cluster_resolver`; `None` for `TF_CONFIG`. One that knows no
+            task of its own is the coordinator's.
+        environ: The environment that `TF_CONFIG` is read from; by default the process's own.
+
+    Returns:
+        A `ServerCluster`.
+
+    Raises:
+        ClusterConfigError: If there is no worker or no server, a job is unknown or has too many tasks, an address is
+            wrong or there twice, or this process is none of the tasks.
+
+    Example:
+
+    >>> from kdist.cluster import ClusterSpec, SimpleClusterResolver
+    >>> from kdist.cluster.roles import server_cluster
+    >>> spec = ClusterSpec({"worker": ["host1:2222"], "ps": ["host2:2222"]})
+    >>> found = server_cluster(SimpleClusterResolver(spec, task_type="ps", task_id=0))
+    >>> found.name, found.workers
+    ('ps 0 (host2:2222)', ('host1:2222',))
+    >>> server_cluster(SimpleClusterResolver(spec)).task_type
+    'chief'
+    """
+    if resolver is None:
+        resolver = TFConfigClusterResolver(environ=environ)
+    if not callable(getattr(resolver, "cluster_spec", None)):
+        raise ClusterTypeError(
+            "cluster_resolver must be a ClusterResolver of kdist or of tf.distribute.",
+            received={"cluster_resolver": resolver},
+            hint="For example: kdist.cluster_resolver.TFConfigClusterResolver()",
+        )
+    spec = ClusterSpec(resolver.cluster_spec())
+    _check_jobs(spec)
+    _check_addresses(spec)
+    task_type, task_id = _own_task(spec, resolver.task_type, resolver.task_id)
+    return ServerCluster(
+        task_type,
+        task_id,
+        _all_of(spec, "worker"),
+        _all_of(spec, "ps"),
+        chief=next(iter(_all_of(spec, "chief")), None),
+        rpc_layer=getattr(resolver, "rpc_layer", None),
+    )
+
+
+def coordinator_cluster(resolver: Any = None, environ: Mapping[str, str] | None = None) -> ServerCluster:
+    """Returns the same for the process that coordinates, where alone a strategy can be made.
+
+    Raises:
+        ClusterConfigError: As `server_cluster`, and in any other task than the chief's.
+    """
+    cluster = server_cluster(resolver, environ)
+    if cluster.task_type == "evaluator":
+        hint = "In the evaluator, make the model without a strategy: kdist.SidecarEvaluator(model, …).start()"
+    else:
+        hint = (
+            'if resolver.task_type in ("worker", "ps"): kdist.Server(resolver.cluster_spec(), '
+            "job_name=resolver.task_type, task_index=resolver.task_id).join()"
+        )
+    require(
+        cluster.task_type == "chief",
+        "A strategy with parameter servers is made in the task that coordinates, the chief; the others serve it.",
+        hint,
+        this_task=cluster.name,
+    )
+    return cluster
+
+
+def describe(spec: ClusterSpec, task_type: str, task_id: int) -> str:
+    """Says which task of which cluster this is.
+
+    Example:
+
+    >>> from kdist.cluster import ClusterSpec
+    >>> from kdist.cluster.roles import describe
+    >>> describe(ClusterSpec({"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}), "ps", 0)
+    'ps 0 (d:1) of 1 chief, 2 workers, 1 parameter server'
+    """
+    known = task_type in spec.jobs and task_id in spec.task_indices(task_type)
+    name = task_name(task_type, task_id, spec.task_address(task_type, task_id) if known else None)
+    counts = [(spec.num_tasks(job), job) for job in KNOWN_JOBS if job in spec.jobs and spec.num_tasks(job)]
+    listed = ", ".join(f"{count} {_WORDS[job][count > 1]}" for count, job in counts)
+    return f"{name} of {listed}"
+
+
+def _check_jobs(spec: ClusterSpec) -> None:
+    received: dict[str, Any] = {"cluster": spec.as_dict()}
+    counts = {job: spec.num_tasks(job) for job in spec.jobs}
+    if "master" in counts:
+        both = " and the cluster has both" if "chief" in counts else ""
+        raise ClusterConfigError(
+            f'The task that coordinates is the one of the job "chief". "master" was its name in TensorFlow 1{both}.',
+            received=received,
+            hint='Name it "chief".' if not both else 'Leave "master" out.',
+        )
+    for job in spec.jobs:
+        require(
+            job in KNOWN_JOBS, f"A job must be one of {', '.join(KNOWN_JOBS)}.", _EXAMPLE, job=job, **received
+        )
+    for job in _ONE_OF_A_KIND:
+        require(
+            counts.get(job, 0) <= 1, f'A cluster must have at most one task of the job "{job}".', **received
+        )
+    for job, what in (("worker", "worker"), ("ps", "parameter server, a task of the job ps")):
+        require(
+            counts.get(job, 0) > 0,
+            f"Training with parameter servers needs at least one {what}.",
+            _EXAMPLE,
+            **received,
+        )
+        missing = sorted(set(range(max(spec.task_indices(job)))) - set(spec.task_indices(job)))
+        require(
+            not missing,
+            f"The address of every task must be known; {task_name(job, missing[0]) if missing else ''} is missing.",
+            "List all tasks without a gap.",
+            **received,
+        )
+
+
+def _check_addresses(spec: ClusterSpec) -> None:
+    seen: dict[tuple[str, int], str] = {}
+    for job in spec.jobs:
+        for index in spec.task_indices(job):
+            address, name = spec.task_address(job, index), task_name(job, index)
+            host, port = split_address(address, f"address of {name}")
+            place = ("loopback" if is_loopback(host) else host.lower(), port)
+            require(
+                place not in seen,
+                f"One port serves one task, but {seen.get(place)} and {name} have the same.",
+                "Give each task a port of its own.",
+                address=address,
+            )
+            seen[place] = name
+
+
+def _own_task(spec: ClusterSpec, task_type: Any, task_id: Any) -> tuple[str, int]:
+    received = {"task_type": task_type, "task_id": task_id, "cluster": spec.as_dict()}
+    if task_type in (None, ""):
+        return "chief", 0
+    require(task_type in KNOWN_JOBS, f"task_type must be one of {', '.join(KNOWN_JOBS)}.", **received)
+    if task_type not in spec.jobs or not spec.num_tasks(task_type):
+        # Nobody connects to an evaluator, so that it need not be in the cluster.
+        require(task_type == "evaluator", "task_type must be a job of the cluster.", _EXAMPLE, **received)
+        return task_type, 0
+    indices = spec.task_indices(task_type)
+    if task_id is None and task_type in _ONE_OF_A_KIND:
+        return task_type, indices[0]
+    require(
+        isinstance(task_id, int) and task_id in indices,
+        f'task_id must be the index of a task of the job "{task_type}": {indices}.',
+        **received,
+    )
+    return task_type, task_id
+
+
+def _all_of(spec: ClusterSpec, job: str) -> tuple[str, ...]:
+    return (
+        tuple(spec.task_address(job, index) for index in spec.task_indices(job)) if job in spec.jobs else ()
+    )
