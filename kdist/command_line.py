@@ -15,6 +15,7 @@ from kdist.launch import restarts
 from kdist.launch.info import print_info
 from kdist.launch.manifest import command as manifest_command
 from kdist.launch.options import target as read_target
+from kdist.launch.options import whole_number
 from kdist.launch.plan import check_backend, parse_hosts, resolve_num_workers
 from kdist.launch.restarts import Job
 
@@ -30,6 +31,7 @@ _RUN_EXAMPLES = """examples:
   kdist run --num-workers 2 train.py --epochs 5
   kdist run -n auto --backend jax -m package.train
   kdist run -n 4 --max-restarts 3 --min-workers 2 train.py
+  kdist run -n 2 --num-ps 2 --evaluator train.py
   kdist run -n 2 --inject kill:worker=1,step=30 train.py
   kdist run -n 1 --hosts host0:5000,host1:5000 --host-index 0 train.py
 """
@@ -75,6 +77,16 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         default="auto",
         metavar="N",
         help="workers of this machine; auto (the default) is one a GPU, else one a core",
+    )
+    run.add_argument(
+        "--num-ps",
+        "--num_ps",
+        default="0",
+        metavar="M",
+        help="parameter servers, which hold the variables; a coordinator is started too (default 0, none)",
+    )
+    run.add_argument(
+        "--evaluator", action="store_true", help="also start an evaluator, a task beside those that train"
     )
     run.add_argument("--backend", help="tensorflow, jax or torch; by default what KERAS_BACKEND says")
     run.add_argument("--log-dir", metavar="DIR", help="also write each worker's output to DIR/worker-I.log")
@@ -143,10 +155,13 @@ def _run(options: argparse.Namespace) -> int:
             "--grace-period must not be negative.", received={"grace_period": options.grace_period}
         )
     count = resolve_num_workers(options.num_workers)
-    policy = restarts.read_options(options, count, hosts)
+    num_ps = whole_number("--num-ps", options.num_ps, 0)
+    policy = restarts.read_options(options, count, hosts, num_ps)
     job = Job(
         command=command,
         local_workers=count,
+        num_ps=num_ps,
+        evaluator=options.evaluator,
         hosts=hosts,
         host_index=options.host_index or 0,
         backend=options.backend,

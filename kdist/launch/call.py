@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kdist.cluster.roles import task_name
 from kdist.launch.shipping import Result
 
 
@@ -22,6 +23,7 @@ class Call:
         env: More environment variables for them.
         timeout: How many seconds the whole job may take; `None` for as long as it needs.
         resources: What each worker gets of a cluster; `None` for what is usual there.
+        num_ps: How many parameter servers there are; with some, a coordinator alone runs the function.
     """
 
     fn: Callable[..., Any]
@@ -32,6 +34,7 @@ class Call:
     env: Mapping[str, str]
     timeout: float | None
     resources: Mapping[str, float] | None
+    num_ps: int = 0
 
 
 @dataclasses.dataclass
@@ -44,6 +47,7 @@ class Ended:
         lines: The last lines of its stderr.
         result: What it has told; `None` if it did not come so far.
         has_lost_another: Whether it says that it failed because another worker had ended.
+        role: What kind of task it is.
     """
 
     index: int
@@ -51,11 +55,12 @@ class Ended:
     lines: list[str]
     result: Result | None
     has_lost_another: bool = False
+    role: str = "worker"
 
     @property
     def name(self) -> str:
         """How messages name it."""
-        return f"worker {self.index}"
+        return task_name(self.role, self.index)
 
 
 @dataclasses.dataclass
@@ -63,7 +68,7 @@ class Ending:
     """How all of them have ended.
 
     Args:
-        workers: All, in their order.
+        workers: All that run the function, in their order.
         failed: The one that failed first.
         unfinished: Those that had not ended when the time was up.
     """

@@ -23,6 +23,7 @@ def launch(
     timeout: float | None = None,
     on: str = "processes",
     resources: Mapping[str, float] | None = None,
+    num_ps: int = 0,
 ) -> list[Any]:
     """Runs a function in several fresh worker processes, of this machine or of a Ray cluster.
 
@@ -33,6 +34,9 @@ def launch(
     On Ray, a cluster that this process is connected to is used, else the one that `RAY_ADDRESS` names or that runs on
     this machine; else one is started here, and stopped at the end. All workers get their place at the same time, or
     none does. kdist and the backend must be installed on the cluster's machines.
+
+    With `num_ps`, the function runs in a coordinator alone. The workers and the parameter servers each run a
+    `kdist.Server`, until it returns.
 
     Args:
         fn: The function. Import the framework inside it: this process's Keras backend is not the workers'.
@@ -45,9 +49,10 @@ def launch(
         on: Where they run: "processes" for this machine, or "ray".
         resources: What each worker gets of a Ray cluster, such as `{"CPU": 4, "GPU": 1}`; by default a core, and a
             GPU where the cluster has some.
+        num_ps: How many parameter servers, on this machine.
 
     Returns:
-        What the function returned, one entry a worker.
+        What the function returned, one entry a worker; with parameter servers, one entry, the coordinator's.
 
     Raises:
         LaunchError: If a worker fails; the others are ended within a second, on Ray within a few. The message has
@@ -84,6 +89,12 @@ def launch(
             received={"on": on},
             hint='For example: kdist.launch(train, num_workers=2, on="ray")',
         )
+    if not isinstance(num_ps, int) or num_ps < 0 or (num_ps and on != "processes"):
+        raise InvalidArgumentError(
+            "`num_ps` must be a number of parameter servers, which are processes of this machine.",
+            received={"num_ps": num_ps, "on": on},
+            hint="For example: kdist.launch(train, num_workers=2, num_ps=1)",
+        )
     ending = _PLACES[on](
         Call(
             fn=fn,
@@ -94,6 +105,7 @@ def launch(
             env={name: str(value) for name, value in (env or {}).items()},
             timeout=timeout,
             resources=resources,
+            num_ps=num_ps,
         )
     )
     if ending.unfinished:

@@ -12,9 +12,19 @@ from kdist.errors import InvalidArgumentError
 from kdist.launch import shipping
 from kdist.launch.call import Call, Ended, Ending
 from kdist.launch.output import Sink, sinks
-from kdist.launch.plan import JobPlan, check_backend, plan_job, resolve_num_workers
+from kdist.launch.plan import JobPlan, WorkerPlan, check_backend, resolve_num_workers
+from kdist.launch.role_supervisor import RoleSupervisor
+from kdist.launch.roles import plan_roles
 from kdist.launch.supervisor import Supervisor
 from kdist.launch.worker_process import WorkerProcess
+
+# What workers and parameter servers run; in words, since the launcher itself imports no framework.
+_SERVE = """import sys
+sys.path[:] = {path!r}
+import kdist
+resolver = kdist.cluster_resolver.TFConfigClusterResolver()
+kdist.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()
+"""
 
 
 def run(call: Call) -> Ending:
@@ -28,8 +38,8 @@ def run(call: Call) -> Ending:
         )
     count = resolve_num_workers(call.num_workers)
     payload = shipping.pack_call(call.fn, call.args, call.kwargs, sys.path)
-    plan = plan_job(count, backend=call.backend, extra=call.env)
-    return run_plan(plan, payload, *sinks(), timeout=call.timeout, prefixed=count > 1)
+    plan = plan_roles(count, call.num_ps, backend=call.backend, extra=call.env)
+    return run_plan(plan, payload, *sinks(), timeout=call.timeout, prefixed=plan.num_workers > 1)
 
 
 def run_plan(
@@ -52,31 +62,38 @@ def run_plan(
         workers = [
             WorkerProcess(
                 worker,
-                shipping.worker_command(
-                    "kdist.launch.function_worker", path, _result_path(folder, worker.index)
-                ),
+                _command(worker, path, folder),
                 out,
                 err,
                 prefix=f"[{worker.name}] " if prefixed else "",
             )
             for worker in plan.workers
         ]
-        outcome = Supervisor(workers, plan, timeout=timeout).run()
-        ended = {worker.plan.index: _ended(worker, folder) for worker in workers}
+        if any(worker.helps for worker in plan.workers):
+            outcome = RoleSupervisor(workers, plan, err=err, timeout=timeout).run()
+        else:
+            outcome = Supervisor(workers, plan, timeout=timeout).run()
+        ended = {worker.name: _ended(worker, folder) for worker in workers}
     return Ending(
-        list(ended.values()),
-        ended[outcome.failed.plan.index] if outcome.failed else None,
-        [ended[worker.plan.index] for worker in outcome.unfinished],
+        [ended[worker.name] for worker in workers if not worker.plan.helps],
+        ended[outcome.failed.name] if outcome.failed else None,
+        [ended[worker.name] for worker in outcome.unfinished if not worker.plan.helps],
     )
+
+
+def _command(worker: WorkerPlan, path: str, folder: str) -> list[str]:
+    if worker.helps:
+        return [sys.executable, "-c", _SERVE.format(path=sys.path)]
+    return shipping.worker_command("kdist.launch.function_worker", path, _result_path(folder, worker))
 
 
 def _ended(worker: WorkerProcess, folder: str) -> Ended:
     result: shipping.Result | None = None
-    with contextlib.suppress(FileNotFoundError), open(_result_path(folder, worker.plan.index), "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open(_result_path(folder, worker.plan), "rb") as file:
         result = pickle.load(file)
-    tail = worker.tail
-    return Ended(worker.plan.index, worker.exit_code, tail.lines(), result, tail.has_lost_another)
+    tail, plan = worker.tail, worker.plan
+    return Ended(plan.index, worker.exit_code, tail.lines(), result, tail.has_lost_another, plan.role)
 
 
-def _result_path(folder: str, index: int) -> str:
-    return os.path.join(folder, f"result-{index}")
+def _result_path(folder: str, worker: WorkerPlan) -> str:
+    return os.path.join(folder, f"result of {worker.name}")

@@ -12,11 +12,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from kdist.cluster import check_port_free, hold_free_ports, join_address, split_address, visible_gpus
+from kdist.cluster.roles import task_name
 from kdist.errors import BackendError, InvalidArgumentError
 from kdist.launch.linux import JOB_VARIABLE
 
 BACKENDS = ("tensorflow", "jax", "torch")  # names of the packages, too
 THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")  # how many an engine takes, if they say nothing else
+GPUS = "CUDA_VISIBLE_DEVICES"
 # torchrun's agent sets these for its own workers; below kdist's launcher they would be lies.
 _STALE = (
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -39,16 +41,31 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerPlan:
-    """One worker of this machine."""
+    """One task of this machine, which is a worker unless it is told otherwise.
+
+    Args:
+        index: Its number among those of its role.
+        address: Where it listens; empty where nobody connects to it.
+        environ: What it is told.
+        role: "worker", "chief", "ps" or "evaluator".
+        helps: Whether the job ends without it, when those that do not help have ended.
+    """
 
     index: int
     address: str
     environ: dict[str, str]
+    role: str = "worker"
+    helps: bool = False
 
     @property
     def name(self) -> str:
         """How messages name it."""
-        return f"worker {self.index}"
+        return task_name(self.role, self.index)
+
+    @property
+    def full_name(self) -> str:
+        """The same with its address."""
+        return task_name(self.role, self.index, self.address or None)
 
 
 @dataclasses.dataclass
@@ -200,7 +217,7 @@ def plan_job(
     workers = []
     for local_index in range(local_workers):
         place = Place(host_index * local_workers + local_index, local_index, local_workers, host_index)
-        shares = _shares(environ, local_index, local_workers)
+        shares = thread_share(environ, local_workers) | _gpu_share(environ, local_index, local_workers)
         workers.append(plan_worker(job_id, addresses, place, backend, environ, {**shares, **(extra or {})}))
     return JobPlan(job_id, len(addresses), workers, held)
 
@@ -223,11 +240,23 @@ def plan_worker(
         environ: The environment that it inherits.
         extra: More variables; they win over everything else.
     """
-    told = _variables(addresses, place) | {JOB_VARIABLE: job_id, "PYTHONUNBUFFERED": "1"}
+    told = environ_of(job_id, _variables(addresses, place), backend, environ, extra)
+    return WorkerPlan(place.index, addresses[place.index], told)
+
+
+def environ_of(
+    job_id: str,
+    variables: Mapping[str, str],
+    backend: str | None,
+    environ: Mapping[str, str],
+    extra: Mapping[str, str],
+) -> dict[str, str]:
+    """Returns the environment of one task: what it inherits, what says which task it is, and `extra`, which wins."""
+    inherited = {name: value for name, value in environ.items() if name not in _STALE}
+    told = {**inherited, **variables, JOB_VARIABLE: job_id, "PYTHONUNBUFFERED": "1"}
     if backend is not None:
         told["KERAS_BACKEND"] = backend.lower()
-    inherited = {name: value for name, value in environ.items() if name not in _STALE}
-    return WorkerPlan(place.index, addresses[place.index], {**inherited, **told, **extra})
+    return {**told, **extra}
 
 
 def _addresses_of_hosts(hosts: Sequence[str], host_index: int, local_workers: int) -> list[str]:
@@ -271,11 +300,13 @@ def _variables(addresses: Sequence[str], place: Place) -> dict[str, str]:
     }
 
 
-def _shares(environ: Mapping[str, str], local_index: int, local_workers: int) -> dict[str, str]:
-    """The worker's share of the machine: threads unless the user chose them, and one GPU."""
+def thread_share(environ: Mapping[str, str], local_workers: int) -> dict[str, str]:
+    """A worker's share of the machine's cores, unless the user chose how many threads there are."""
     threads = str(max(1, count_cores() // local_workers))
-    shares = {name: threads for name in THREADS if name not in environ}
+    return {name: threads for name in THREADS if name not in environ}
+
+
+def _gpu_share(environ: Mapping[str, str], local_index: int, local_workers: int) -> dict[str, str]:
+    """One GPU a worker, where there are enough."""
     gpus = visible_gpus(environ)
-    if local_workers > 1 and len(gpus) >= local_workers:
-        shares["CUDA_VISIBLE_DEVICES"] = gpus[local_index]
-    return shares
+    return {GPUS: gpus[local_index]} if local_workers > 1 and len(gpus) >= local_workers else {}

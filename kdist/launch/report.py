@@ -76,6 +76,7 @@ def failure_block(
     log_file: str | None = None,
     others: Sequence[str] = (),
     frozen: bool = False,
+    kind: str = "workers",
 ) -> str:
     """Returns the block that ends the output of a failed job, of at most 20 lines.
 
@@ -86,13 +87,14 @@ def failure_block(
         log_file: Where its whole output is.
         others: The names of the other workers of this machine, which have been ended.
         frozen: Whether it was stopped by a signal.
+        kind: What they are.
     """
     head = f"──── kdist: {name} failed first: it {describe_exit(exit_code, frozen)} ────"
     foot = []
     if exit_code == -9 and not frozen:
         foot.append("SIGKILL that nobody sent on purpose usually comes from the kernel when memory is short.")
     if others:
-        foot.append(f"kdist has ended the other workers: {_listed(others)}.")
+        foot.append(f"kdist has ended the other {kind}: {_listed(others)}.")
     if log_file:
         foot.append(f"All of its output: {log_file}")
     body = last_traceback(stderr_lines, MOST_LINES - 1 - len(foot))

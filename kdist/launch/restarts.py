@@ -15,7 +15,9 @@ from kdist.errors import InvalidArgumentError
 from kdist.launch import linux, report
 from kdist.launch.options import whole_number
 from kdist.launch.output import Sink, sinks
-from kdist.launch.plan import JobPlan, plan_job
+from kdist.launch.plan import JobPlan
+from kdist.launch.role_supervisor import EVALUATOR_TIMEOUT, TASK_RESTARTS, RoleSupervisor
+from kdist.launch.roles import plan_roles
 from kdist.launch.supervisor import Outcome, Supervisor
 from kdist.launch.worker_process import WorkerProcess
 
@@ -26,6 +28,8 @@ class Policy:
 
     Args:
         max_restarts: How often the job is started again.
+        task_restarts: How often a task is that the job need not end with: see `role_supervisor`.
+        evaluator_timeout: Seconds that the evaluator has once training has ended.
         min_workers: With how few workers the job goes on once some are lost; `None` if it needs all.
         heartbeat_timeout: Seconds after which a worker that is dead or stopped must have been noticed; `None` for
             what the environment says.
@@ -34,6 +38,8 @@ class Policy:
     """
 
     max_restarts: int = 0
+    task_restarts: int = TASK_RESTARTS
+    evaluator_timeout: float = EVALUATOR_TIMEOUT
     min_workers: int | None = None
     heartbeat_timeout: float | None = None
     hang_timeout: float | None = None
@@ -44,9 +50,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kdist run` that a `Policy` consists of."""
     parser.add_argument(
         "--max-restarts",
-        default="0",
         metavar="R",
-        help="start the whole job again after a failure, so many times (default 0)",
+        help="start the whole job again after a failure, so many times (default 0); with --num-ps each worker alone "
+        f"(default {TASK_RESTARTS})",
+    )
+    parser.add_argument(
+        "--evaluator-timeout",
+        metavar="S",
+        help=f"seconds that the evaluator has once training has ended (default {EVALUATOR_TIMEOUT:g})",
     )
     parser.add_argument(
         "--min-workers",
@@ -73,13 +84,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_options(options: argparse.Namespace, local_workers: int, hosts: Sequence[str]) -> Policy:
+def read_options(
+    options: argparse.Namespace, local_workers: int, hosts: Sequence[str], num_ps: int = 0
+) -> Policy:
     """Checks the options that `add_options` has added, for the workers of this machine and all machines of the job.
 
     Raises:
         InvalidArgumentError: If one of them cannot be.
     """
     total = local_workers * max(1, len(hosts))
+    if num_ps and (len(hosts) > 1 or options.min_workers is not None):
+        raise InvalidArgumentError(
+            "--num-ps needs a job of one machine, and no --min-workers: each worker is started again by itself.",
+            received={"num_ps": num_ps, "hosts": list(hosts), "min_workers": options.min_workers},
+            hint="On several machines, start each task with its TF_CONFIG and the same KDIST_CLUSTER_TOKEN.",
+        )
     fewest = None
     if options.min_workers is not None:
         fewest = whole_number("--min-workers", options.min_workers, 1)
@@ -97,8 +116,14 @@ def read_options(options: argparse.Namespace, local_workers: int, hosts: Sequenc
                 f"A fault must be of a worker of this job, from 0 to {total - 1}.",
                 received={"inject": str(fault)},
             )
+    restarts = None
+    if options.max_restarts is not None:
+        restarts = whole_number("--max-restarts", options.max_restarts, 0)
+    patience = _seconds("--evaluator-timeout", options.evaluator_timeout)
     return Policy(
-        max_restarts=whole_number("--max-restarts", options.max_restarts, 0),
+        max_restarts=0 if num_ps else restarts or 0,
+        task_restarts=TASK_RESTARTS if restarts is None else restarts,
+        evaluator_timeout=EVALUATOR_TIMEOUT if patience is None else patience,
         min_workers=fewest,
         heartbeat_timeout=_seconds("--heartbeat-timeout", options.heartbeat_timeout),
         hang_timeout=_seconds("--hang-timeout", options.hang_timeout),
@@ -117,6 +142,8 @@ class Job:
     Args:
         command: What a worker runs.
         local_workers: How many workers this machine has; fewer once some are lost.
+        num_ps: How many parameter servers it has.
+        evaluator: Whether the job has an evaluator.
         hosts: The machines of the job; empty for this one alone.
         host_index: Which of them this machine is.
         backend: The Keras backend; `None` for what the environment says.
@@ -127,6 +154,8 @@ class Job:
 
     command: Sequence[str]
     local_workers: int
+    num_ps: int = 0
+    evaluator: bool = False
     hosts: Sequence[str]
     host_index: int
     backend: str | None
@@ -168,8 +197,10 @@ class Job:
         ):
             if seconds is not None:
                 told[name] = f"{seconds:g}"
-        return plan_job(
+        return plan_roles(
             self.local_workers,
+            self.num_ps,
+            self.evaluator,
             hosts=self.hosts,
             host_index=self.host_index,
             backend=self.backend,
@@ -185,21 +216,40 @@ class Job:
                 out,
                 err,
                 prefix=f"[{worker.name}] " if several else "",
-                log_file=os.path.join(self.log_dir, f"worker-{worker.index}.log") if self.log_dir else None,
+                log_file=self._log_file(worker.name),
                 append=self._starts > 0,
                 keep_stdin=not several,
             )
             for worker in plan.workers
         ]
-        supervisor = Supervisor(workers, plan, grace=self.grace, whole_tree=True)
+        supervisor = self._supervisor(workers, plan, err)
         with supervisor.forwarding():
             outcome = supervisor.run()
             sys.stdout.flush()
         return workers, outcome
 
+    def _log_file(self, name: str) -> str | None:
+        return os.path.join(self.log_dir, f"{name.replace(' ', '-')}.log") if self.log_dir else None
+
+    def _supervisor(self, workers: Sequence[WorkerProcess], plan: JobPlan, err: Sink) -> Supervisor:
+        if not any(worker.helps for worker in plan.workers):
+            return Supervisor(workers, plan, grace=self.grace, whole_tree=True)
+        return RoleSupervisor(
+            workers,
+            plan,
+            err=err,
+            restarts=self.policy.task_restarts,
+            told_again={injection.VARIABLE: injection.join([f for f in self.policy.faults if f.always])},
+            evaluator_timeout=self.policy.evaluator_timeout,
+            grace=self.grace,
+            whole_tree=True,
+        )
+
     def _again(self, failed: WorkerProcess, outcome: Outcome) -> str | None:
         """Decides whether the job is started again. Returns what to tell the user then, else `None`."""
         policy = self.policy
+        if self.num_ps or failed.plan.helps:
+            return None
         why = f"{failed.name} {report.describe_exit(failed.exit_code or 1, failed.frozen)}"
         fewer = self._left(outcome)
         if failed.exit_code == liveness.PREEMPTED:
@@ -227,7 +277,7 @@ class Job:
 def _end_interrupted(workers: Sequence[WorkerProcess], signum: int) -> int:
     name = "Ctrl-C" if signum == signal.SIGINT else linux.signal_name(signum)
     print(f"kdist: {name}; all workers have ended.", file=sys.stderr)
-    codes = {worker.exit_code for worker in workers}
+    codes = {worker.exit_code for worker in workers if not worker.plan.helps}
     # Workers that took the signal as a wish (saved a checkpoint, ended in peace) make a job that ended well.
     if codes == {0}:
         return 0
@@ -236,12 +286,13 @@ def _end_interrupted(workers: Sequence[WorkerProcess], signum: int) -> int:
 
 def _failure(failed: WorkerProcess, workers: Sequence[WorkerProcess]) -> str:
     return report.failure_block(
-        f"{failed.name} ({failed.plan.address})" if len(workers) > 1 else failed.name,
-        failed.exit_code or 1,
+        failed.plan.full_name if len(workers) > 1 else failed.name,
+        1 if failed.exit_code is None else failed.exit_code,
         failed.tail.lines(),
         log_file=failed.log_file,
         others=[worker.name for worker in workers if worker is not failed],
         frozen=failed.frozen,
+        kind="tasks" if any(worker.plan.helps for worker in workers) else "workers",
     )
 
 

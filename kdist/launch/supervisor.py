@@ -76,7 +76,7 @@ class Supervisor:
             self._deadline = time.monotonic() + self._timeout
         try:
             self._start()
-            while any(worker.alive for worker in self._workers):
+            while self._is_running():
                 self._step(self._patience())
                 self._act()
             self._judge()
@@ -88,10 +88,15 @@ class Supervisor:
         self._plan.release_ports()
         for worker in self._workers:
             worker.start()
-            for fd in worker.channels:
+            self._watch(worker)
+
+    def _watch(self, worker: WorkerProcess) -> None:
+        for fd in (*worker.channels, worker.pidfd):
+            if fd is not None:
                 self._selector.register(fd, selectors.EVENT_READ, worker)
-            if worker.pidfd is not None:
-                self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
+
+    def _is_running(self) -> bool:
+        return any(worker.alive for worker in self._workers)
 
     def _patience(self) -> float | None:
         """How long to sleep if nothing happens."""
@@ -126,7 +131,11 @@ class Supervisor:
             self._selector.register(fd, selectors.EVENT_READ, worker)
 
     def _note_exit(self, worker: WorkerProcess) -> None:
-        if not worker.collect() or worker.exit_code == 0 or self._ending:
+        if worker.collect() and not self._ending:
+            self._on_exit(worker)
+
+    def _on_exit(self, worker: WorkerProcess) -> None:
+        if worker.exit_code == 0:
             return
         # Those that are preempted leave together, once the slowest has saved its share.
         window = self._grace if worker.exit_code == liveness.PREEMPTED else _WINDOW
@@ -267,6 +276,9 @@ class Supervisor:
         self._ending = True
         self._judge_at = _FOREVER
         self._kill_at = time.monotonic() + self._grace
+        self._pass_on(signum)
+
+    def _pass_on(self, signum: int) -> None:
         self._signal_all(signum)
 
 

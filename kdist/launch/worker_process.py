@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from kdist.launch.output import LineStream, Sink, Tail
@@ -90,7 +90,7 @@ class WorkerProcess:
         if self.log_file:
             mode = "ab" if self._append else "wb"
             self._log = open(self.log_file, mode, buffering=0)  # noqa: SIM115  # closed with the worker
-        eager = self.plan.index == 0 or not self._prefix
+        eager = (self.plan.index == 0 and not self.plan.helps) or not self._prefix
         out_read, out_write = self._open_stdout(eager)
         err_read, err_write = os.pipe()
         try:
@@ -113,6 +113,13 @@ class WorkerProcess:
         self.channels[err_read] = Channel(LineStream(self._err, self._prefix, eager), self.tail)
         with contextlib.suppress(OSError, AttributeError):
             self.pidfd = os.pidfd_open(self.process.pid)
+
+    def restart(self, told: Mapping[str, str]) -> None:
+        """Starts it once more, after it has ended, with more variables. Its log is written on."""
+        self.close()
+        self.plan = dataclasses.replace(self.plan, environ={**self.plan.environ, **told})
+        self.exit_code, self.tail, self._append = None, Tail(), True
+        self.start()
 
     def _open_stdout(self, eager: bool) -> tuple[int, int]:
         # Keras redraws its progress bar only where stdout is a terminal; else it prints a line a step.

@@ -11,6 +11,7 @@ import pytest
 
 import kdist.launch
 from kdist.errors import BackendError, InvalidArgumentError, LaunchError, WorkerTimeoutError
+from kdist.launch import local_workers
 from kdist.testing import no_leaks
 
 TIMEOUT = 30.0
@@ -144,3 +145,38 @@ def test_ctrl_c_ends_the_workers(tmp_path):
     assert text.endswith("interrupted\n")
     for line in text.splitlines()[:2]:
         assert not os.path.exists(f"/proc/{line.partition('pid=')[2]}")
+
+
+def test_with_servers_the_function_runs_in_the_coordinator_alone(monkeypatch, tmp_path, capfd):
+    # What the tasks beside it would run is `kdist.Server(…).join()`; here they say who they are, and wait.
+    said = "import os, time; print('serves', os.environ['TF_CONFIG'][-34:], flush=True); time.sleep(60)"
+    monkeypatch.setattr(local_workers, "_SERVE", said.replace("{", "{{"))
+
+    def train(folder):
+        import json
+        import os
+        import time
+
+        time.sleep(1)
+        config = json.loads(os.environ["TF_CONFIG"])
+        return config["task"]["type"], {job: len(tasks) for job, tasks in config["cluster"].items()}
+
+    found = kdist.launch(train, num_workers=2, num_ps=1, args=(str(tmp_path),))
+    assert found == [("chief", {"chief": 1, "worker": 2, "ps": 1})]
+    printed = capfd.readouterr().out
+    assert all(f"[{name}] serves" in printed for name in ("worker 0", "worker 1", "ps 0"))
+
+    def fail():
+        raise ValueError("no")
+
+    with pytest.raises(LaunchError, match="chief failed: ValueError: no"):
+        kdist.launch(fail, num_workers=1, num_ps=1)
+    monkeypatch.setattr(local_workers, "_SERVE", "raise SystemExit(5)")
+    with pytest.raises(LaunchError, match="worker 0 ended with exit code 5"):
+        kdist.launch(time.sleep, num_workers=1, args=(60,), num_ps=1)
+
+
+@pytest.mark.parametrize("options", [{"num_ps": -1}, {"num_ps": 1.5}, {"num_ps": 1, "on": "ray"}])
+def test_a_number_of_servers_that_cannot_be(options):
+    with pytest.raises(InvalidArgumentError, match="num_ps"):
+        kdist.launch(print, num_workers=1, **options)

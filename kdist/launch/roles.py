@@ -1,0 +1,125 @@
+"""What each task of a job is told whose tasks have different work: a coordinator, workers, servers, an evaluator."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+
+from kdist.cluster import environment, hold_free_ports, join_address, visible_gpus
+from kdist.launch.plan import GPUS, JobPlan, WorkerPlan, environ_of, plan_job, thread_share
+
+# What torchrun sets for workers that are all alike.
+_TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def plan_roles(
+    local_workers: int,
+    num_ps: int = 0,
+    evaluator: bool = False,
+    *,
+    hosts: Sequence[str] = (),
+    host_index: int = 0,
+    backend: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    extra: Mapping[str, str] | None = None,
+) -> JobPlan:
+    """Works out what the tasks of this machine are told, and holds their ports until `release_ports`.
+
+    Without parameter servers these are the workers of `plan_job`. With them, a coordinator comes first, then the
+    workers and the servers. The evaluator comes last, on the first machine; it is not in `TF_CONFIG`'s cluster, since
+    nobody connects to it.
+
+    Args:
+        local_workers: How many workers there are; as in `plan_job`, and the others also.
+        num_ps: How many parameter servers; they need a job of one machine.
+        evaluator: Whether there is an evaluator.
+        hosts: See `plan_job`.
+        host_index: See `plan_job`.
+        backend: See `plan_job`.
+        environ: See `plan_job`.
+        extra: See `plan_job`.
+
+    Example:
+
+    >>> from kdist.launch.roles import plan_roles
+    >>> plan = plan_roles(2, num_ps=1, evaluator=True)
+    >>> plan.release_ports()
+    >>> [task.name for task in plan.workers]
+    ['chief', 'worker 0', 'worker 1', 'ps 0', 'evaluator']
+    """
+    environ = dict(os.environ if environ is None else environ)
+    extra = dict(extra or {})
+    if num_ps:
+        plan = _plan_servers(local_workers, num_ps, backend, environ, extra)
+    else:
+        plan = plan_job(
+            local_workers, hosts=hosts, host_index=host_index, backend=backend, environ=environ, extra=extra
+        )
+    if evaluator and host_index == 0:
+        plan.workers.append(_evaluator_of(plan, local_workers, num_ps, environ, extra))
+        plan.num_workers += 1
+    return plan
+
+
+def _plan_servers(
+    num_workers: int, num_ps: int, backend: str | None, environ: Mapping[str, str], extra: Mapping[str, str]
+) -> JobPlan:
+    held = hold_free_ports(1 + num_workers + num_ps)
+    addresses = [join_address("127.0.0.1", kept.getsockname()[1]) for kept in held]
+    cluster = {
+        "chief": addresses[:1],
+        "worker": addresses[1 : 1 + num_workers],
+        "ps": addresses[1 + num_workers :],
+    }
+    token = environment.cluster_token({**environ, **extra}) or secrets.token_hex(16)
+    inherited = {name: value for name, value in environ.items() if name not in _TORCHRUN}
+    job_id = uuid.uuid4().hex
+    tasks = []
+    for role, listed in cluster.items():
+        for index, address in enumerate(listed):
+            variables = {
+                "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}}),
+                environment.TOKEN_VARIABLE: token,
+                **thread_share(environ, num_workers),
+                **_gpu_share(environ, role, index, num_workers),
+            }
+            told = environ_of(job_id, variables, backend, inherited, extra)
+            tasks.append(WorkerPlan(index, address, told, role, helps=role != "chief"))
+    return JobPlan(job_id, len(tasks), tasks, held)
+
+
+def _evaluator_of(
+    plan: JobPlan, num_workers: int, num_ps: int, environ: Mapping[str, str], extra: Mapping[str, str]
+) -> WorkerPlan:
+    first = plan.workers[0].environ
+    config = json.loads(first["TF_CONFIG"]) | {"task": {"type": "evaluator", "index": 0}}
+    told = {name: value for name, value in first.items() if name not in _TORCHRUN}
+    told["TF_CONFIG"] = json.dumps(config)
+    if visible_gpus(environ):
+        # Behind the chief's, where there is one; a worker that trains alone has them all.
+        told |= _gpu_share(environ, "evaluator", 1 if num_ps else 0, num_workers)
+        told |= {GPUS: "-1"} if num_workers == 1 and not num_ps else {}
+    return WorkerPlan(0, "", {**told, **extra}, "evaluator", helps=True)
+
+
+def _gpu_share(environ: Mapping[str, str], role: str, index: int, num_workers: int) -> dict[str, str]:
+    """The GPU of a task: one a worker, then what is left for the chief and the evaluator. Servers need none."""
+    gpus = visible_gpus(environ)
+    if not gpus or (role == "worker" and len(gpus) < num_workers):
+        return {}
+    if role == "worker":
+        return {GPUS: gpus[index]}
+    # "-1" is none: whoever saw a GPU would take its memory from the worker whose it is.
+    left = [] if role == "ps" else gpus[num_workers + index :]
+    return {GPUS: left[0] if left else "-1"}
