@@ -93,7 +93,7 @@ def read_options(
         InvalidArgumentError: If one of them cannot be.
     """
     total = local_workers * max(1, len(hosts))
-    if num_ps and (len(hosts) > 1 or options.min_workers is not None):
+    if num_ps and (hosts or options.min_workers is not None):
         raise InvalidArgumentError(
             "--num-ps needs a job of one machine, and no --min-workers: each worker is started again by itself.",
             received={"num_ps": num_ps, "hosts": list(hosts), "min_workers": options.min_workers},

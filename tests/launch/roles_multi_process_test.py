@@ -118,7 +118,7 @@ def test_a_worker_is_started_again_alone_at_its_port(start, tmp_path):
         say("RESTART", restart, config["cluster"]["worker"][1], os.environ["KDIST_INJECT"] or "none")
         import socket
         host, port = config["cluster"]["worker"][1].split(":")
-        socket.create_server((host, int(port)))
+        server = socket.create_server((host, int(port)))
         if restart < 2:
             if os.fork() == 0: serve()  # holds the port
             time.sleep(0.1)
@@ -254,7 +254,7 @@ def test_the_secret_is_new_and_never_printed(start, tmp_path):
         (("--num-ps", "1", "--min-workers", "1"), "--num-ps needs a job of one machine"),
         (
             ("--num-ps", "1", "--hosts", "a:1,b:1", "--host-index", "0"),
-            "the same KDIST_CLUSTER_TOKEN for all",
+            "start each task with its TF_CONFIG and the same KDIST_CLUSTER_TOKEN",
         ),
         (("--evaluator", "--evaluator-timeout", "0"), "A timeout must be a number of seconds"),
     ],
