@@ -77,6 +77,7 @@ def failure_block(
     others: Sequence[str] = (),
     frozen: bool = False,
     kind: str = "workers",
+    after: str = "",
 ) -> str:
     """Returns the block that ends the output of a failed job, of at most 20 lines.
 
@@ -88,8 +89,10 @@ def failure_block(
         others: The names of the other workers of this machine, which have been ended.
         frozen: Whether it was stopped by a signal.
         kind: What they are.
+        after: The name of a server that was lost before.
     """
-    head = f"──── kdist: {name} failed first: it {describe_exit(exit_code, frozen)} ────"
+    when = f"after the loss of {after}" if after else "first"
+    head = f"──── kdist: {name} failed {when}: it {describe_exit(exit_code, frozen)} ────"
     foot = []
     if exit_code == -9 and not frozen:
         foot.append("SIGKILL that nobody sent on purpose usually comes from the kernel when memory is short.")

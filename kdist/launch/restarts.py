@@ -178,7 +178,7 @@ class Job:
                     return _end_interrupted(workers, outcome.interrupted)
                 if failed is None:
                     return 0
-                _say("\n" + _failure(failed, workers))
+                _say("\n" + _failure(failed, workers, outcome.lost_server))
                 again = self._again(failed, outcome)
                 if again is None:
                     return report.shell_exit_code(failed.exit_code or 1)
@@ -284,7 +284,9 @@ def _end_interrupted(workers: Sequence[WorkerProcess], signum: int) -> int:
     return liveness.PREEMPTED if codes <= {0, liveness.PREEMPTED} else 128 + signum
 
 
-def _failure(failed: WorkerProcess, workers: Sequence[WorkerProcess]) -> str:
+def _failure(
+    failed: WorkerProcess, workers: Sequence[WorkerProcess], lost_server: WorkerProcess | None
+) -> str:
     return report.failure_block(
         failed.plan.full_name if len(workers) > 1 else failed.name,
         1 if failed.exit_code is None else failed.exit_code,
@@ -292,6 +294,7 @@ def _failure(failed: WorkerProcess, workers: Sequence[WorkerProcess]) -> str:
         log_file=failed.log_file,
         others=[worker.name for worker in workers if worker is not failed],
         frozen=failed.frozen,
+        after=lost_server.plan.full_name if lost_server not in (None, failed) else "",
         kind="tasks" if any(worker.plan.helps for worker in workers) else "workers",
     )
 

@@ -117,6 +117,7 @@ class RoleSupervisor(Supervisor):
                 f"{_what(worker)}: the variables on it are lost, and the job ends. "
                 f"The chief has {_LAST_WORDS:g} s to end by itself."
             )
+            self._outcome.lost_server = self._outcome.lost_server or worker
             self._later(_LAST_WORDS, self._end_because_of, worker)
         elif worker.plan.role == "worker" or worker.exit_code != 0:
             # What it has started may hold its port. The group's number is its own until all of them have ended.

@@ -34,6 +34,7 @@ class Outcome:
 
     failed: WorkerProcess | None = None
     lost: int = 0  # workers that were killed, or did not move any more
+    lost_server: WorkerProcess | None = None
     interrupted: int | None = None
     unfinished: list[WorkerProcess] = dataclasses.field(default_factory=list)  # when the time was up
 
