@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from kdist import coordinator
 from kdist.communication.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
+from kdist.coordinator import partitioners
+from kdist.coordinator.strategy import ParameterServerStrategy
 from kdist.data.input_context import ValueContext
 from kdist.names import no_such_name
 from kdist.strategies.central_storage import CentralStorageStrategy
@@ -25,11 +28,14 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
     "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
     "check_in_sync",
+    "coordinator",
+    "partitioners",
 ]
 
 

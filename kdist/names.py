@@ -8,21 +8,12 @@ from typing import Any, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
 
-_NO_SERVERS = (
-    "Asynchronous training with parameter servers is not there yet. "
-    "Use kdist.MultiWorkerMirroredStrategy, which trains on all workers synchronously."
-)
 _SESSIONS = "It configures the sessions of TensorFlow 1. Leave the call out."
 _ITERATORS = "It is about the iterators of TensorFlow 1. Use "
 _NAMED_TUPLE = "It is a method of tuples, which these options are in TensorFlow alone."
 
 LEFT_OUT = {
-    "ParameterServerStrategy": _NO_SERVERS,
-    "Server": _NO_SERVERS,
-    "coordinator": _NO_SERVERS,
-    "experimental.ParameterServerStrategy": _NO_SERVERS,
-    "experimental.coordinator": _NO_SERVERS,
-    "experimental.partitioners": _NO_SERVERS,
+    "Server.server_def": "It is a message of TensorFlow's. Use server.target.",
     "experimental.rpc": (
         "It calls functions of TensorFlow's graphs in a server, which the other backends do not have. "
         "Workers exchange objects with kdist.all_gather_object and kdist.broadcast."

@@ -85,7 +85,8 @@ def _under_strategy(name: str, configuration: str) -> Any:
     with warnings.catch_warnings():
         # What the contract holds for must not be warned of.
         warnings.filterwarnings("error", message=".* gives other numbers with")
-        return run_case(name, make_strategy(configuration))
+        strategy = make_strategy(configuration)
+        return None if strategy is None else run_case(name, strategy)
 
 
 def _oracle(plain: WorkerPool, backend: str, case: str, folder: Path) -> Any:
@@ -131,7 +132,7 @@ def test_numbers_are_those_of_one_device(cell: Cell, pools: Pools, oracle_folder
     except BaseException:
         pools.close()  # workers that failed at different places must not run the next case together
         raise
-    for numbers in actual:
+    for numbers in [numbers for numbers in actual if numbers is not None]:
         compare(CASES[cell.case], expected, numbers)
 
 

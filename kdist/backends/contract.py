@@ -47,6 +47,8 @@ class Backend(ABC):
     """Whether the step of a model can create its variables: where it cannot, Keras builds every model before."""
     keeps_batches: bool = False
     """Whether what `native_batches` returns serves all epochs of a `fit`."""
+    coordination_engine: Callable[[], Any] | None = None
+    """Makes what kdist's own parameter servers need, an `Engine`; `None` where the engine has servers itself."""
 
     @abstractmethod
     def native_batches(self, adapter: Any) -> Any:

@@ -62,7 +62,14 @@ from kdist.keras_hooks.models import (
     layer_paths,
     without_distribution,
 )
-from kdist.keras_hooks.optimizers import hook_tensorflow_optimizers
+from kdist.keras_hooks.optimizers import (
+    build_optimizer,
+    clipped,
+    count_step,
+    hook_tensorflow_optimizers,
+    is_undecayed,
+    taking_gradients,
+)
 from kdist.keras_hooks.own import (
     compute_step,
     has_torch_modules,
@@ -75,6 +82,17 @@ from kdist.keras_hooks.own import (
 from kdist.keras_hooks.saving import without_tensorflow
 from kdist.keras_hooks.scalars import OwnLoss, add_up, handed, of_all_rows
 from kdist.keras_hooks.seeds import global_seed_generator, hook_torch_dropout
+from kdist.keras_hooks.served import (
+    arriving,
+    new_variable,
+    offset_seed,
+    record_of,
+    reduced,
+    serve,
+    stays_local,
+    variable_like,
+    variable_state,
+)
 from kdist.keras_hooks.threads import ThreadState
 from kdist.keras_hooks.trainer import (
     compiled_state,

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kdist.context import has_strategy
 from kdist.keras_hooks.wrapping import OWNER, running_replica, wrap
+
+
+class _Taking(threading.local):
+    def __init__(self) -> None:
+        self.taker: Callable[[Any, list[Any], list[Any]], None] | None = None
+
+
+_taking = _Taking()
+
+
+@contextlib.contextmanager
+def taking_gradients(taker: Callable[[Any, list[Any], list[Any]], None]) -> Iterator[None]:
+    """Within this, optimisers of this thread do not apply gradients: a function takes them.
+
+    Args:
+        taker: Called with the optimiser, the gradients and their variables.
+    """
+    outer, _taking.taker = _taking.taker, taker
+    try:
+        yield
+    finally:
+        _taking.taker = outer
+
+
+def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Returns gradients as an optimiser clips them."""
+    return list(optimizer._clip_gradients(list(gradients)))
 
 
 def hook_optimizers() -> None:
@@ -15,6 +44,9 @@ def hook_optimizers() -> None:
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
     def apply(original: Callable[..., Any], self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if _taking.taker is not None:
+            variables = trainable_variables or self._trainable_variables
+            return _taking.taker(self, list(grads), list(variables))
         replica = running_replica()
         if replica is None or getattr(replica, "applying", False):
             return original(self, grads, trainable_variables)
@@ -25,7 +57,7 @@ def hook_optimizers() -> None:
 
             def apply_sums() -> Any:
                 if not self.built and replica.divides_variables:
-                    _build(self, list(variables))
+                    build_optimizer(self, list(variables))
                     replica.take_variables(self.variables)
                 return original(self, grads, trainable_variables)
 
@@ -53,10 +85,22 @@ def hook_optimizers() -> None:
     wrap(LossScaleOptimizer, "apply", apply)
 
 
-def _build(optimizer: Any, variables: list[Any]) -> None:
+def is_undecayed(optimizer: Any, variable: Any) -> bool:
+    """Says whether a variable was named to `exclude_from_weight_decay`."""
+    return optimizer._var_key(variable) in getattr(optimizer, "_exclude_from_weight_decay", ())
+
+
+def count_step(optimizer: Any) -> None:
+    """Counts a step of an optimiser that has nothing to update."""
+    optimizer._iterations.assign_add(1)
+
+
+def build_optimizer(optimizer: Any, variables: list[Any], undecayed: Sequence[Any] = ()) -> None:
     """Builds an optimiser as its `apply` does."""
     from keras.src.backend import name_scope
 
+    if undecayed:
+        optimizer.exclude_from_weight_decay(var_list=list(undecayed))
     with name_scope(optimizer.name, caller=optimizer):
         optimizer.build(variables)
     optimizer.built = True

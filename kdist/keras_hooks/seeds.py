@@ -11,7 +11,7 @@ from kdist.keras_hooks.wrapping import running_replica, wrap
 # Odd, and far above the number of draws between two replicas' seeds in any run; small enough that the seeds of
 # many replicas stay within int32. PyTorch's generator takes the sum of both words of a seed, so replicas must
 # not only differ in one of them.
-_SEED_STRIDE = 7_368_787
+SEED_STRIDE = 7_368_787
 
 
 def hook_seeds() -> None:
@@ -23,7 +23,7 @@ def hook_seeds() -> None:
             return original(self, ordered)
         with replica.scope.untracked():  # all replicas draw equally often
             seed = original(self, ordered)
-        offset = [replica.replica_id_in_sync_group * _SEED_STRIDE, 0]
+        offset = [replica.replica_id_in_sync_group * SEED_STRIDE, 0]
         return seed + keras.ops.cast(keras.ops.convert_to_tensor(offset), seed.dtype)
 
     wrap(keras.random.SeedGenerator, "next", next_seed)

@@ -15,6 +15,7 @@ from kdist.backends.jax import devices as jax_devices
 from kdist.backends.jax import functions, programs, scopes, storage, workers
 from kdist.backends.jax.runtime import JaxRuntime
 from kdist.cluster import visible_gpus
+from kdist.backends.jax.coordination import JaxEngine
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions, hint_ignored
 from kdist.topology import Sharded, Topology
@@ -27,6 +28,7 @@ class JaxBackend(Backend):
     """Keras on JAX."""
 
     name = "jax"
+    coordination_engine = JaxEngine
 
     list_devices = staticmethod(jax_devices.list_devices)
     require_devices = staticmethod(jax_devices.require_devices)

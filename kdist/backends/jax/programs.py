@@ -223,7 +223,8 @@ def _function_key(fn: Any, known: dict[int, Any]) -> Any:
     known[id(fn)] = "function", fn.__code__  # for one that refers to itself
 
     def key(value: Any) -> Any:
-        return _function_key(value, known) if isinstance(value, types.FunctionType) else constant_key(value)
+        is_function = isinstance(value, (types.FunctionType, types.MethodType))
+        return _function_key(value, known) if is_function else constant_key(value)
 
     cells = tuple(key(value) for value in _contents(fn.__closure__ or ()))
     there = () if _is_of_library(fn) else [name for name in _names(fn.__code__) if name in fn.__globals__]

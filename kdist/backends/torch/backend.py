@@ -15,6 +15,7 @@ from kdist.backends.torch import devices as torch_devices
 from kdist.backends.torch import functions, modules
 from kdist.backends.torch.runtime import TorchRuntime
 from kdist.backends.torch.workers import Workers, join
+from kdist.backends.torch.coordination import TorchEngine
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
 from kdist.errors import DeviceError
@@ -25,6 +26,7 @@ class TorchBackend(Backend):
     """Keras on PyTorch."""
 
     name = "torch"
+    coordination_engine = TorchEngine
 
     list_devices = staticmethod(torch_devices.list_devices)
     require_devices = staticmethod(torch_devices.require_devices)

@@ -82,10 +82,13 @@ CONFIGURATIONS = {
             ("jax",),
             _NO_SHARDS,
         ),
+        # A coordinator, two workers, two servers.
+        Configuration("servers-2", "ParameterServer, synchronous, 2 workers and 2 servers", 5, 1, "ParameterServer"),
     )
 }
 
 _strategies: dict[str, Any] = {}
+_servers: list[Any] = []
 
 
 def _along_the_model(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
@@ -95,8 +98,28 @@ def _along_the_model(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...
     return (*first, "model" if last % 2 == 0 else None)
 
 
+def _parameter_server() -> Any:
+    """In the first of five processes the strategy; the others work for it."""
+    import kdist
+
+    resolver = kdist.cluster_resolver.TFConfigClusterResolver()
+    addresses = resolver.cluster_spec().as_dict()["worker"]
+    cluster = {"chief": addresses[:1], "worker": addresses[1:3], "ps": addresses[3:]}
+    if resolver.task_id == 0:
+        spec = kdist.cluster_resolver.ClusterSpec(cluster)
+        partitioner = kdist.experimental.partitioners.FixedShardsPartitioner(2)
+        chief = kdist.cluster_resolver.SimpleClusterResolver(spec, task_type="chief", task_id=0)
+        return kdist.ParameterServerStrategy(chief, partitioner, synchronous=True)
+    job, index = ("worker", resolver.task_id - 1) if resolver.task_id < 3 else ("ps", resolver.task_id - 3)
+    _servers.append(kdist.Server(cluster, job, index))
+    return None
+
+
 def make_strategy(name: str) -> Any:
-    """Returns the strategy of a configuration; one a process, created at the first call."""
+    """Returns the strategy of a configuration; one a process, created at the first call.
+
+    `None` in a process that works for another one's.
+    """
     import kdist
 
     configuration = CONFIGURATIONS[name]
@@ -109,6 +132,8 @@ def make_strategy(name: str) -> Any:
         elif configuration.strategy == "ModelParallel":
             mesh = {"batch": configuration.num_replicas // 2, "model": 2}
             _strategies[name] = kdist.ModelParallelStrategy(_along_the_model, mesh=mesh, devices=devices)
+        elif configuration.strategy == "ParameterServer":
+            _strategies[name] = _parameter_server()
         elif configuration.num_workers == 1:
             _strategies[name] = kdist.MirroredStrategy(devices)
         else:

@@ -1,0 +1,182 @@
+"""The contract between training with parameter servers and what runs it: TensorFlow's own coordinator, or kdist's."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from kdist.backends.contract import Runtime, StepFunction
+from kdist.context import StrategyLike
+from kdist.errors import StrategyScopeError
+
+
+class RemoteValue(ABC):
+    """What a scheduled function returns, once it has run.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/coordinator/RemoteValue
+    """
+
+    @abstractmethod
+    def fetch(self) -> Any:
+        """Waits for the function and returns what it returned, as NumPy arrays and Python values.
+
+        Raises:
+            BaseException: What the function has raised.
+        """
+
+    @abstractmethod
+    def get(self) -> Any:
+        """Waits for the function and returns what it returned, as tensors."""
+
+
+class PerWorkerValues(ABC):
+    """One value for each worker: as an argument of a scheduled function, the one of the worker that runs it.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/coordinator/PerWorkerValues
+    """
+
+    @abstractmethod
+    def __iter__(self) -> PerWorkerValues:
+        """Returns a `PerWorkerValues` of iterators, where these are datasets."""
+
+    def __next__(self) -> Any:
+        """Raises: only a worker iterates over what it has."""
+        raise StrategyScopeError(
+            "A value for each worker is used by the functions that workers run.",
+            hint="coordinator.schedule(step, args=(iterator,)), where the step calls next(iterator).",
+        )
+
+
+# The older name is the plural's.
+PerWorkerValue = PerWorkerValues
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.worker: Any = None
+
+
+_current = _Current()
+
+
+@contextlib.contextmanager
+def on_worker(index: Any) -> Iterator[None]:
+    """Within this, a function of this thread's is run, or traced, for a worker of that index."""
+    outer, _current.worker = _current.worker, index
+    try:
+        yield
+    finally:
+        _current.worker = outer
+
+
+def experimental_get_current_worker_index() -> Any:
+    """Returns the index of the worker that runs this scheduled function, or makes its dataset.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/coordinator/experimental_get_current_worker_index
+
+    Returns:
+        An integer; on TensorFlow a scalar tensor, as the function is traced once for all workers.
+
+    Raises:
+        StrategyScopeError: It is not called in a function that runs on a worker.
+
+    Example:
+
+    ```python
+    def dataset_fn(context):
+        index = kdist.coordinator.experimental_get_current_worker_index()
+        return dataset.shard(num_shards=2, index=index)
+    ```
+    """
+    if _current.worker is None:
+        raise StrategyScopeError(
+            "There is a current worker only in a function that runs on one.",
+            hint="Call it in a function for `schedule` or `create_per_worker_dataset`.",
+        )
+    return _current.worker
+
+
+class Coordination(ABC):
+    """The workers and servers of one job, as its coordinator drives them."""
+
+    num_workers: int
+    num_servers: int
+
+    @abstractmethod
+    def scope(self) -> AbstractContextManager[Any]:
+        """Entered with the strategy's scope: variables created inside live on the servers."""
+
+    def give(self, variables: Sequence[Any]) -> None:
+        """Takes variables that were created in the scope, once it is left; does nothing where it has them by then."""
+        return
+
+    @abstractmethod
+    def in_closure(self) -> bool:
+        """Says whether a scheduled function is running, or being traced, in this thread."""
+
+    @abstractmethod
+    def run(
+        self, strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a function in the replica of the worker; called in scheduled functions alone."""
+
+    @abstractmethod
+    def schedule(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteValue:
+        """Lets some worker call a function, once. Raises what an earlier one has raised."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Waits until every scheduled function has run. Raises what one of them has raised."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Says whether every scheduled function has run. Raises what one of them has raised."""
+
+    @abstractmethod
+    def fetch(self, structure: Any) -> Any:
+        """Returns a structure with what its `RemoteValue`s have come to, as NumPy arrays and Python values."""
+
+    @abstractmethod
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
+        """Makes a dataset on each worker, by a function without arguments; or copies a dataset to each."""
+
+    @abstractmethod
+    def step_function(self, runtime: Runtime, model: Any) -> StepFunction:
+        """Returns what trains a model: for each batch it schedules a step, and does not wait.
+
+        Its `sync` waits for all. What it returns for a batch are the newest logs there are.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of workers and servers, which go on waiting for another coordinator."""
+
+
+class Engine(ABC):
+    """What kdist's own servers and workers need of an engine that has none; see `kdist/coordinator/`."""
+
+    @abstractmethod
+    def load(self, variable: Any, held: Any, array: np.ndarray) -> Any:
+        """Returns the native value of a Keras variable: what it holds, or `None`, with other numbers in it."""
+
+    @abstractmethod
+    def mark(self, held: Any) -> Any:
+        """Returns what `is_changed` tells a native value by."""
+
+    @abstractmethod
+    def is_changed(self, held: Any, mark: Any) -> bool:
+        """Says whether something may have been written to a native value since it was marked."""
+
+    @abstractmethod
+    def train_step(self, model: Any, data: Any) -> Any:
+        """Runs a model's `train_step` in a replica of one worker alone; returns its logs."""
+
+    @abstractmethod
+    def apply(self, optimizer: Any, gradients: Sequence[np.ndarray], variables: Sequence[Any]) -> None:
+        """Lets a Keras optimiser update some of its variables."""

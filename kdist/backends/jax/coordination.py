@@ -1,0 +1,72 @@
+"""What kdist's own parameter servers need of JAX."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from kdist.backends.coordination import Engine
+
+
+class JaxEngine(Engine):
+    """Values are arrays that nobody writes to; another value is another array."""
+
+    def __init__(self) -> None:
+        # The programs by which optimisers update the variables that are named.
+        self._programs: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def load(self, variable: Any, held: Any, array: np.ndarray) -> jax.Array:
+        """Puts the numbers on the device."""
+        with jax.ensure_compile_time_eval():  # a function that is being traced may be the first to read it
+            return keras.ops.convert_to_tensor(array, dtype=variable.dtype)
+
+    def mark(self, held: Any) -> Any:
+        """The array itself."""
+        return held
+
+    def is_changed(self, held: Any, mark: Any) -> bool:
+        """Says whether it is another array."""
+        return held is not mark
+
+    def train_step(self, model: Any, data: Any) -> Any:
+        """Runs Keras's stateless step over the variables as they are in the scope around it."""
+        # The optimiser's step happens elsewhere: of what it keeps for each variable nothing is needed here.
+        own = [v.value if v.ndim == 0 else jax.numpy.zeros(v.shape, v.dtype) for v in model.optimizer.variables]
+        groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
+        trained, others, metrics = ([v.value for v in group] for group in groups)
+        logs, (_, others, _, metrics) = model.train_step((trained, others, own, metrics), data)
+        for variable, value in zip([*groups[1], *groups[2]], [*others, *metrics], strict=True):
+            variable.assign(value)
+        return logs
+
+    def apply(self, optimizer: Any, gradients: Sequence[np.ndarray], variables: Sequence[Any]) -> None:
+        """Compiles the optimiser's step once for the variables that it is for."""
+        programs = self._programs.setdefault(optimizer, {})
+        key = tuple(map(id, variables))
+        if key not in programs:
+            programs[key] = _compiled(optimizer, list(variables))
+        programs[key](gradients)
+
+
+def _compiled(optimizer: Any, variables: list[Any]) -> Callable[[Sequence[np.ndarray]], None]:
+    state = [*variables, *optimizer.variables]
+
+    @jax.jit
+    def step(values: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        with keras.StatelessScope(list(zip(state, values, strict=True))) as scope:
+            optimizer.apply(gradients, variables)
+        found = [scope.get_current_value(variable) for variable in state]
+        return [value if new is None else new for value, new in zip(values, found, strict=True)]
+
+    def run(gradients: Sequence[np.ndarray]) -> None:
+        for variable, value in zip(state, step([v.value for v in state], list(gradients)), strict=True):
+            variable.assign(value)
+
+    return run

@@ -1,0 +1,242 @@
+"""The synchronous mode: the workers are one group, which the engine's own collectives join.
+
+Every worker trains as under `MultiWorkerMirroredStrategy`, with the numbers of one device. The variables live on the
+servers between the times when somebody may look at them: the workers read there what the coordinator has changed, and
+write there what they have made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from kdist import keras_hooks
+from kdist.arrays import rows
+from kdist.backends.contract import ReplicaBatches, StepFunction
+from kdist.backends.coordination import Engine, on_worker
+from kdist.cluster import ClusterSpec, SimpleClusterResolver
+from kdist.cluster.addresses import free_ports, join_address, split_address
+from kdist.coordinator import shipping
+from kdist.coordinator.rpc import Handler, Message, Peer, PeerLost
+from kdist.coordinator.served import Home, Served
+from kdist.coordinator.steps import TrainStep
+from kdist.data.agreement import split_batch
+from kdist.errors import KdistError, WorkerLostError
+from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from kdist.training.session import session_of
+
+_HINT = "The workers wait for each other in the synchronous mode: start the job again; it goes on from a backup."
+
+
+class Group:
+    """The workers of a synchronous job, as the coordinator calls them: all at once.
+
+    Args:
+        workers: The workers.
+        session: The name of the job's present run.
+    """
+
+    def __init__(self, workers: Sequence[Peer], session: str) -> None:
+        self._workers = workers
+        self._session = session
+        self._has_joined = False
+        self.sent: set[str] = set()
+
+    def join(self) -> None:
+        """Lets the workers join, once."""
+        if not self._has_joined:
+            places = [header["place"] for header, _ in self.call("place", {}, b"")]
+            self.call("join_group", {"workers": places}, b"")
+            self._has_joined = True
+
+    def call(self, method: str, header: Mapping[str, Any], data: bytes) -> list[tuple[dict[str, Any], list[np.ndarray]]]:
+        """Calls a method of every worker; returns the answers, in the workers' order.
+
+        Raises what one of them has raised: the one that was not left alone by another.
+        """
+        header = {"session": self._session} | dict(header)
+        waits = [peer.begin(method, header, [np.frombuffer(data, np.uint8)]) for peer in self._workers]
+        answers: list[Any] = [None] * len(waits)
+
+        def wait(index: int) -> None:
+            try:
+                answers[index] = waits[index]()
+            except KdistError as error:
+                answers[index] = error
+
+        with ThreadPoolExecutor(len(waits)) as pool:
+            list(pool.map(wait, range(len(waits))))
+        for answer in answers:
+            if isinstance(answer, PeerLost):
+                raise WorkerLostError(str(answer), hint=_HINT)
+        errors = [answer for answer in answers if isinstance(answer, KdistError)]
+        for peer, answer in zip(self._workers, answers, strict=True):
+            if not isinstance(answer, KdistError) and "raised" in answer[0]:
+                errors.append(shipping.load_error(answer[1][0].tobytes(), peer.name))
+        # Who waited for another one says so; what that one has raised comes first.
+        for error in sorted(errors, key=lambda error: isinstance(error, (WorkerLostError, PeerLost))):
+            raise error
+        return answers
+
+
+class GroupSteps(StepFunction):
+    """Trains a model on all workers, each on its rows of every batch."""
+
+    def __init__(self, coordination: Any, model: Any) -> None:
+        self._coordination = coordination
+        self._step = TrainStep(model)  # another one for each `compile`
+        self._name = ""
+
+    def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
+        """Runs a step a batch; returns the last logs."""
+        coordination, group = self._coordination, self._coordination.group
+        group.join()
+        changed = [record.home.number for record in coordination.served.changed()]
+        coordination.served.tell_values([coordination.served.records[number] for number in changed])
+        data = [rows.to_host(batch.parts[0]) for batch in batches]
+        self._name, pickled = coordination.function(self._step)
+        if self._name not in group.sent:
+            group.call("take_model", {"model": self._name}, pickled)
+            group.sent.add(self._name)
+        coordination.served.before_pull = self.sync
+        coordination.served.generation += 1
+        answers = group.call("step", {"model": self._name, "changed": changed}, coordination.dumps(data))
+        return shipping.loads(answers[0][1][0].tobytes(), coordination)
+
+    def sync(self) -> None:
+        """Lets the workers write to the servers what they have made."""
+        name, self._name = self._name, ""
+        if name:
+            self._coordination.group.call("write", {"model": name}, b"")
+            self._coordination.served.generation += 1
+
+
+class GroupTask:
+    """A worker in a synchronous session.
+
+    Args:
+        engine: What the backend adds.
+        index: The worker's index.
+        address: Its address.
+        session: The session's name.
+        servers: The servers.
+    """
+
+    # A process joins one group in its life: the engines can do no more.
+    _joined: tuple[int, int, Any] | None = None
+    _lock = threading.Lock()
+
+    def __init__(self, engine: Engine, index: int, address: str, session: str, servers: Sequence[Peer]) -> None:
+        self.index = index
+        self.strategy: Any = None
+        self.own_values: dict[int, Any] = {}
+        self._address = address
+        self._engine = engine
+        self._served = Served(engine, servers, session, tells=False)
+        self._variables: dict[int, tuple[Any, Home]] = {}
+        self._models: dict[str, Any] = {}
+        self._working: Any = None
+
+    def close(self) -> None:
+        """Ends the connections to the servers."""
+        for server in self._served.servers:
+            server.close()
+
+    def variable(self, number: int, spec: tuple[type, dict[str, Any], Home]) -> Any:
+        """Returns this worker's variable of a number: one of its own, with the value that the servers have."""
+        if number not in self._variables:
+            cls, state, home = spec
+            variable = keras_hooks.new_variable(cls, state, np.zeros(home.placement.shape, state["_dtype"]))
+            self._variables[number] = variable, home
+        return self._variables[number][0]
+
+    def handlers(self) -> dict[str, Handler]:
+        """The methods that the coordinator may call."""
+        names = ("place", "join_group", "take_model", "step", "write")
+        return {name: self._caught(getattr(self, name)) for name in names}
+
+    def place(self, header: Mapping[str, Any], data: bytes) -> Message:
+        """Returns where the group may meet this worker."""
+        host, _ = split_address(self._address)
+        return {"place": join_address(host, free_ports(1)[0])}, ()
+
+    def join_group(self, header: Mapping[str, Any], data: bytes) -> Message:
+        """Joins the other workers."""
+        workers = header["workers"]
+        with self._lock:
+            if GroupTask._joined is None or GroupTask._joined[:2] != (self.index, len(workers)):
+                resolver = SimpleClusterResolver(
+                    ClusterSpec({"worker": workers}), task_type="worker", task_id=self.index
+                )
+                GroupTask._joined = self.index, len(workers), MultiWorkerMirroredStrategy(resolver)
+            self.strategy = GroupTask._joined[2]
+        return {}, ()
+
+    def take_model(self, header: Mapping[str, Any], data: bytes) -> Message:
+        """Takes a model."""
+        known = set(self._variables)
+        self._models[header["model"]] = shipping.loads(data, self).model
+        self._read([number for number in self._variables if number not in known])
+        return {}, ()
+
+    def step(self, header: Mapping[str, Any], data: bytes) -> Message:
+        """Trains on global batches, together with the others."""
+        model = self._models[header["model"]]
+        function = session_of(self.strategy, model).function("train")
+        if header["changed"]:
+            self._leave()
+            self._read(header["changed"])
+        if self._working is not function:
+            self._leave()
+            self._working = function.__enter__()
+        batches = [split_batch(self.strategy.runtime, batch) for batch in shipping.loads(data, self)]
+        return {}, [_bytes(shipping.dumps(shipping.to_host(function(batches)), self.strategy))]
+
+    def write(self, header: Mapping[str, Any], data: bytes) -> Message:
+        """Gives the servers the values of the model's variables: each worker does it for some of the servers."""
+        self._leave()
+        model = self._models[header["model"]]
+        mine = {id(variable): number for number, (variable, _) in self._variables.items()}
+        number_of_workers = self.strategy.runtime.num_workers
+        sent: dict[int, tuple[list[str], list[np.ndarray]]] = {}
+        for variable in keras_hooks.all_variables(model):
+            number = mine[id(variable)]
+            _, home = self._variables[number]
+            parts = home.placement.cut(np.array(variable))
+            for part, server, key in home.all_keys(len(self._served.servers)):
+                if server % number_of_workers == self.index:
+                    keys, arrays = sent.setdefault(server, ([], []))
+                    keys.append(key)
+                    arrays.append(parts[part])
+        for server, (keys, arrays) in sent.items():
+            self._served.call(server, "assign", {"keys": keys}, arrays)
+        return {}, ()
+
+    def _leave(self) -> None:
+        working, self._working = self._working, None
+        if working is not None:
+            working.__exit__()
+
+    def _read(self, numbers: Sequence[int]) -> None:
+        """Takes the servers' values of variables."""
+        for number in numbers:
+            variable, home = self._variables[number]
+            variable.assign(self._served.value(home))
+
+    def _caught(self, method: Any) -> Handler:
+        def handle(header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+            try:
+                with on_worker(self.index):
+                    return method(header, arrays[0].tobytes())
+            except BaseException as error:
+                return {"raised": True}, [_bytes(shipping.dump_error(error))]
+
+        return handle
+
+
+def _bytes(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.uint8)

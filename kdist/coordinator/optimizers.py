@@ -1,0 +1,147 @@
+"""Optimisers, whose steps are made by the servers: each has those for the parts that it holds."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdist import keras_hooks
+from kdist.coordinator import shipping
+from kdist.coordinator.placement import Placement
+from kdist.coordinator.served import Home, Record, Served
+from kdist.errors import UnsupportedError
+
+NUMBER = "_kdist_number"
+"""The attribute of an optimiser in a closure by which the servers know it."""
+
+# Their step looks at each element by itself: also at those of a part.
+_ELEMENTWISE = (
+    "SGD",
+    "RMSprop",
+    "Adam",
+    "AdamW",
+    "Adadelta",
+    "Adagrad",
+    "Adamax",
+    "Ftrl",
+    "Nadam",
+    "Lion",
+)
+
+
+class Optimizers:
+    """The optimisers of one job, on its coordinator.
+
+    Args:
+        strategy: The coordinator's strategy.
+        served: The variables.
+        give: Gives variables to the servers.
+    """
+
+    def __init__(self, strategy: Any, served: Served, give: Callable[[Sequence[Any]], None]) -> None:
+        self._strategy = strategy
+        self._served = served
+        self._give = give
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._by_number: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._registered: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def reduced(self, optimizer: Any) -> Any:
+        """Returns how an optimiser is pickled for a worker; the servers have it by then."""
+        _check(optimizer)
+        number = self._numbers.setdefault(optimizer, len(self._numbers))
+        self._by_number[number] = optimizer
+        if optimizer.built and optimizer not in self._registered:
+            self._register(optimizer, number)
+        new, args, state, *rest = keras_hooks.reduced(optimizer)
+        return new, args, state | {NUMBER: number}, *rest
+
+    def build(self, number: int, variables: Sequence[Any]) -> None:
+        """Lets an optimiser make its variables, if it has none."""
+        optimizer = self._by_number[number]
+        if not optimizer.built:
+            keras_hooks.build_optimizer(optimizer, list(variables))
+
+    def _register(self, optimizer: Any, number: int) -> None:
+        trained = list(optimizer._trainable_variables)
+        self._give(trained)
+        homes = {}
+        for variable in trained:
+            home = keras_hooks.record_of(variable).home
+            homes.setdefault(variable.path, home)
+            if home.placement.num_shards > 1:
+                _check_divided(optimizer, variable)
+        for variable in optimizer.variables:
+            owner = homes.get(keras_hooks.owner_path(variable))
+            if owner is not None and tuple(variable.shape) == owner.placement.shape:
+                self._move(variable, owner.placement)
+            else:
+                self._move(variable, Placement(tuple(variable.shape), ((0, 1),), (0,)), is_everywhere=True)
+        with self._strategy.new_variables.left_out():
+            pickled = np.frombuffer(shipping.dumps(_unbuilt(optimizer), self._strategy), np.uint8)
+        for server in range(len(self._served.servers)):
+            header = {
+                "optimizer": number,
+                "trained": [key for v in trained for key in self._keys(v, server)],
+                "undecayed": [
+                    key for v in trained if keras_hooks.is_undecayed(optimizer, v) for key in self._keys(v, server)
+                ],
+                "own": [[v.name, key] for v in optimizer.variables for key in self._keys(v, server)],
+            }
+            self._served.call(server, "optimize", header, [pickled])
+        self._registered.add(optimizer)
+
+    def _keys(self, variable: Any, server: int) -> list[str]:
+        home = keras_hooks.record_of(variable).home
+        return [key for _, where, key in home.all_keys(len(self._served.servers)) if where == server]
+
+    def _move(self, variable: Any, placement: Placement, is_everywhere: bool = False) -> None:
+        """Puts one of an optimiser's variables where its steps are made."""
+        record = keras_hooks.record_of(variable)
+        if record is not None and record.home.placement == placement and record.home.is_everywhere == is_everywhere:
+            return
+        home = Home(self._served.new_number(), placement, is_everywhere)
+        if record is None:
+            record = Record(self._served, variable, home, keras_hooks.native_value(variable))
+            self._served.add(record)
+        self._served.hold(record, home)
+
+
+def _check(optimizer: Any) -> None:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise UnsupportedError(
+            "A LossScaleOptimizer looks at all gradients at once, which no server has.",
+            received={"optimizer": optimizer.name},
+            hint='Use the policy "mixed_bfloat16", which needs none, or ParameterServerStrategy(synchronous=True).',
+        )
+    if optimizer.gradient_accumulation_steps and optimizer.global_clipnorm:
+        raise UnsupportedError(
+            "The norm of all accumulated gradients is known to no server.",
+            received={"global_clipnorm": optimizer.global_clipnorm},
+            hint="Use clipvalue, or no gradient_accumulation_steps, or ParameterServerStrategy(synchronous=True).",
+        )
+
+
+def _check_divided(optimizer: Any, variable: Any) -> None:
+    looks_at_norm = optimizer.gradient_accumulation_steps and optimizer.clipnorm
+    if type(optimizer).__name__ in _ELEMENTWISE and not looks_at_norm:
+        return
+    raise UnsupportedError(
+        "Variables can be divided only for optimisers that look at each element by itself.",
+        received={"optimizer": type(optimizer).__name__, "variable": variable.path},
+        hint="Leave out the variable_partitioner: variables are then whole, each on one server.",
+    )
+
+
+def _unbuilt(optimizer: Any) -> Any:
+    """Returns an optimiser of the same settings without variables, which does not clip: the workers did."""
+    schedule = optimizer._learning_rate
+    is_number = isinstance(schedule, keras.Variable)
+    config = optimizer.get_config() | {"learning_rate": float(optimizer.learning_rate) if is_number else schedule}
+    if not optimizer.gradient_accumulation_steps:
+        config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))
+    return type(optimizer).from_config(config)

@@ -1,0 +1,231 @@
+"""Variables whose values are on servers: what this task knows of them, and what it is still to tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kdist import keras_hooks
+from kdist.backends.coordination import Engine
+from kdist.coordinator.placement import Placement
+from kdist.coordinator.rpc import Peer
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """Where a variable lives.
+
+    Args:
+        number: Its number in the job.
+        placement: Its parts, and the servers that hold them.
+        is_everywhere: Whether every server has a copy: what an optimiser counts, and its learning rate.
+    """
+
+    number: int
+    placement: Placement
+    is_everywhere: bool = False
+
+    def keys(self) -> list[tuple[int, str]]:
+        """The server and the name there of each part, to be read."""
+        return [(server, f"{self.number}.{part}") for part, server in enumerate(self.placement.servers)]
+
+    def all_keys(self, num_servers: int) -> list[tuple[int, int, str]]:
+        """The part, the server and the name there of each copy of each part, to be written."""
+        if self.is_everywhere:
+            return [(0, server, f"{self.number}.0") for server in range(num_servers)]
+        return [(part, server, key) for part, (server, key) in enumerate(self.keys())]
+
+
+class Record:
+    """What this task knows of one variable. The variable reads and writes its native value here."""
+
+    def __init__(self, served: Served, variable: Any, home: Home, held: Any = None) -> None:
+        self.served = served
+        self.home = home
+        self.variable = weakref.ref(variable)
+        self.held = held
+        self.generation = -1  # in which the value was asked for last
+        self.versions: list[int] = [-1] * home.placement.num_shards
+        self.parts: list[np.ndarray] = []
+        self.pulled: np.ndarray | None = None
+        self.mark: Any = None
+
+    def read(self) -> Any:
+        """Returns the native value, as new as this task is to see it."""
+        self.served.touched[self.home.number] = self
+        if self.generation != self.served.generation:
+            self.served.pull([self])
+        return self.held
+
+    def write(self, value: Any) -> None:
+        """Takes another native value, which the servers are told later."""
+        self.held = value
+
+    def is_changed(self) -> bool:
+        """Says whether this task has another value than it was given."""
+        if self.pulled is None or not self.served.engine.is_changed(self.held, self.mark):
+            return False
+        return not np.array_equal(self.value(), self.pulled)
+
+    def value(self) -> np.ndarray:
+        """Returns what this task has, as a NumPy array."""
+        return as_numpy(self.held)
+
+    def forget(self) -> None:
+        """Lets the value be asked for anew, whatever this task has."""
+        self.versions = [-1] * len(self.versions)
+        self.pulled = None
+        self.generation = -1
+
+    def take(self, value: np.ndarray) -> None:
+        """Notes what the servers have."""
+        self.pulled = value
+        self.held = self.served.engine.load(self.variable(), self.held, value)
+        self.mark = self.served.engine.mark(self.held)
+
+
+class Served:
+    """The variables of one job, as one of its tasks sees them.
+
+    Args:
+        engine: What the backend adds.
+        servers: The job's parameter servers.
+        session: The name of the job's present run.
+        tells: Whether a value that was changed here goes to the servers before theirs is read: on the coordinator.
+    """
+
+    def __init__(self, engine: Engine, servers: Sequence[Peer], session: str, tells: bool) -> None:
+        self.tells = tells
+        self.engine = engine
+        self.servers = servers
+        self.session = session
+        self.records: dict[int, Record] = {}
+        self.generation = 0
+        """A value that was asked for in an earlier one may be old."""
+        self.touched: dict[int, Record] = {}
+        self.before_pull: Callable[[], None] = lambda: None
+        """Called before the servers are asked: some may not have been told yet what there is."""
+        self.clock = 0
+        self._numbers = 0
+        """How many updates server 0 had made when it was last asked."""
+        self._lock = threading.RLock()
+
+    def add(self, record: Record) -> None:
+        """Takes a variable in."""
+        variable = record.variable()
+        self.records[record.home.number] = record
+        weakref.finalize(variable, self._forget, record)
+        keras_hooks.serve(variable, record)
+
+    def _forget(self, record: Record) -> None:
+        self.records.pop(record.home.number, None)
+
+    def new_number(self) -> int:
+        """Returns the number of the next variable."""
+        self._numbers += 1
+        return self._numbers
+
+    def hold(self, record: Record, home: Home) -> None:
+        """Gives a variable to the servers, in a home, with the value that it has here."""
+        value, variable = np.array(record.value()), record.variable()
+        parts = home.placement.cut(value)
+        for part, server, key in home.all_keys(len(self.servers)):
+            spec = {"key": key, "path": variable.path, "trainable": bool(variable.trainable)}
+            self.call(server, "hold", {"parts": [spec]}, [parts[part]])
+        with self._lock:
+            self.records.pop(record.home.number, None)
+            self.records[home.number] = record
+            record.home, record.versions, record.parts = home, [-1] * home.placement.num_shards, []
+            record.generation = self.generation
+            record.pulled, record.mark = value, self.engine.mark(record.held)
+
+    def call(
+        self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
+    ) -> dict[str, Any]:
+        """Calls a method of a server; returns the header of its answer."""
+        return self._begin(server, method, header, arrays)()[0]
+
+    def value(self, home: Home) -> np.ndarray:
+        """Returns what the servers have in a home."""
+        parts = []
+        for server, key in home.keys():
+            _, found = self._begin(server, "pull", {"keys": [key], "versions": [-1]})()
+            parts += found
+        return home.placement.join(parts)
+
+    def pull(self, records: Sequence[Record]) -> None:
+        """Asks the servers for the values of variables; of those that have not changed there, nothing travels."""
+        self.before_pull()
+        with self._lock:
+            if self.tells:
+                self.tell_values([record for record in records if record.is_changed()])
+            wanted: dict[int, list[tuple[Record, int, str]]] = {}
+            for record in records:
+                for part, (server, key) in enumerate(record.home.keys()):
+                    wanted.setdefault(server, []).append((record, part, key))
+            answers = []
+            for server, parts in wanted.items():
+                header = {"keys": [key for _, _, key in parts], "versions": [r.versions[p] for r, p, _ in parts]}
+                answers.append((parts, server, self._begin(server, "pull", header)))
+            changed: dict[int, Record] = {}
+            for parts, server, wait in answers:
+                header, arrays = wait()
+                if server == 0:
+                    self.clock = header["clock"]
+                found = iter(arrays)
+                for (record, part, _), version in zip(parts, header["versions"], strict=True):
+                    if version != record.versions[part]:
+                        record.versions[part] = version
+                        record.parts = record.parts or [None] * len(record.versions)  # type: ignore[list-item]
+                        record.parts[part] = next(found)
+                        changed[record.home.number] = record
+            for record in changed.values():
+                record.take(record.home.placement.join(record.parts))
+                if len(record.parts) == 1:
+                    record.parts = []
+            for record in records:
+                record.generation = self.generation
+
+    def changed(self) -> Iterator[Record]:
+        """The variables that have other values here than the servers gave."""
+        return (record for record in list(self.records.values()) if record.variable() is not None and record.is_changed())
+
+    def tell_values(self, records: Iterable[Record]) -> None:
+        """Gives the servers the values that this task has for variables."""
+        values = {record: record.value() for record in records}
+        if not values:
+            return
+        calls = []
+        for server, (keys, arrays) in enumerate(self.by_server(values.items())):
+            if keys:
+                calls.append(self._begin(server, "assign", {"keys": keys}, arrays))
+        for wait in calls:
+            wait()
+        for record, value in values.items():
+            record.pulled = np.array(value)
+            record.mark = self.engine.mark(record.held)
+
+    def by_server(self, values: Iterable[tuple[Record, np.ndarray]]) -> list[tuple[list[str], list[np.ndarray]]]:
+        """Cuts arrays that are like variables; returns for each server the names of the parts, and the parts."""
+        found: list[tuple[list[str], list[np.ndarray]]] = [([], []) for _ in self.servers]
+        for record, value in values:
+            parts = record.home.placement.cut(value)
+            for part, server, key in record.home.all_keys(len(self.servers)):
+                found[server][0].append(key)
+                found[server][1].append(parts[part])
+        return found
+
+    def _begin(self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> Any:
+        return self.servers[server].begin(method, {"session": self.session} | header, arrays)
+
+
+def as_numpy(tensor: Any) -> np.ndarray:
+    """Returns a tensor of the backend's as a NumPy array, which may share its memory."""
+    import keras
+
+    return keras.ops.convert_to_numpy(tensor)

@@ -1,0 +1,189 @@
+"""How functions travel to the job's workers and results come back: pickled, with Keras's objects taken apart.
+
+A variable that is on the servers travels as its number; the strategy and what each worker has of its own, by name. Only
+tasks that know the job's token are read from, and these run each other's code anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from kdist import keras_hooks
+from kdist.coordinator.served import as_numpy
+from kdist.errors import InvalidArgumentError
+
+_DEEP = 100_000  # calls: a model is as deep as its layers are many
+_STACK = 512 << 20  # bytes, which the system gives as they are used
+
+
+class _Arriving(threading.local):
+    def __init__(self) -> None:
+        self.task: Any = None
+
+
+_arriving = _Arriving()
+
+
+def variable_here(number: int, spec: Any) -> Any:
+    """What a variable is unpickled by: the one of this task."""
+    return _arriving.task.variable(number, spec)
+
+
+def strategy_here() -> Any:
+    """What the strategy is unpickled by."""
+    return _arriving.task.strategy
+
+
+def own_value_here(number: int) -> Any:
+    """What a value for each worker is unpickled by: this worker's."""
+    return _arriving.task.own_values[number]
+
+
+class Pickler(cloudpickle.Pickler):
+    """Pickles for the job's other tasks.
+
+    Args:
+        strategy: The strategy, which is another object there.
+        reduce: Returns what the `__reduce__` of objects that only the caller knows would; else `NotImplemented`.
+    """
+
+    def __init__(self, file: Any, strategy: Any, reduce: Callable[[Any], Any]) -> None:
+        super().__init__(file, protocol=5)
+        self._strategy = strategy
+        self._reduce = reduce
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Says how an object is pickled."""
+        import keras
+
+        if obj is self._strategy:
+            return strategy_here, ()
+        if (found := self._reduce(obj)) is not NotImplemented:
+            return found
+        if isinstance(obj, keras.Variable):
+            return reduced_variable(obj)
+        if (found := keras_hooks.reduced(obj)) is not NotImplemented:
+            return found
+        return super().reducer_override(obj)
+
+
+def reduced_variable(variable: Any) -> Any:
+    """Returns how a Keras variable is pickled: by its number, if it is on servers, or with its value."""
+    if (record := keras_hooks.record_of(variable)) is not None:
+        return variable_here, (record.home.number, (*keras_hooks.variable_state(variable), record.home))
+    cls, state = keras_hooks.variable_state(variable)
+    return _local_variable, (cls, state, np.array(as_numpy(keras_hooks.native_value(variable))))
+
+
+def _local_variable(cls: type, state: dict[str, Any], value: np.ndarray) -> Any:
+    index = getattr(_arriving.task, "index", 0)
+    return keras_hooks.new_variable(cls, state, keras_hooks.offset_seed(state, value, index))
+
+
+def dumps(value: Any, strategy: Any, reduce: Callable[[Any], Any] = lambda obj: NotImplemented) -> bytes:
+    """Pickles a value for another task.
+
+    Raises:
+        InvalidArgumentError: Something in it cannot be pickled.
+    """
+    file = io.BytesIO()
+    try:
+        _deeply(lambda: Pickler(file, strategy, reduce).dump(value))
+    except Exception as error:
+        raise InvalidArgumentError(
+            "What a worker is to run must be something that can be pickled, with all that it refers to.",
+            received={"value": value, "error": f"{type(error).__name__}: {error}"},
+            hint="Make files, locks and iterators inside of the function; datasets by create_per_worker_dataset.",
+        ) from error
+    return file.getvalue()
+
+
+def loads(data: bytes, task: Any) -> Any:
+    """Reads what `dumps` has written.
+
+    Args:
+        data: The pickle.
+        task: This task: its `variable(number, spec)`, `strategy`, `own_values` and `index`, as far as they are needed.
+    """
+
+    def load() -> Any:
+        _arriving.task = task
+        try:
+            with keras_hooks.arriving(getattr(task, "strategy", None)):
+                return pickle.loads(data)
+        finally:
+            _arriving.task = None
+
+    return _deeply(load)
+
+
+def _deeply(function: Callable[[], Any]) -> Any:
+    """Calls a function in a thread with a deep stack."""
+    outcome: list[Any] = []
+
+    def call() -> None:
+        try:
+            outcome.append((function(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    with _deep_recursion():
+        size = threading.stack_size(_STACK)
+        try:
+            thread = threading.Thread(target=call, name="kdist pickling")
+            thread.start()
+        finally:
+            threading.stack_size(size)
+        thread.join()
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+@contextlib.contextmanager
+def _deep_recursion() -> Iterator[None]:
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, _DEEP))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def dump_error(error: BaseException) -> bytes:
+    """Pickles an exception with its traceback; one that cannot be pickled as its text."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        pickled = cloudpickle.dumps((error, text))
+        pickle.loads(pickled)  # some exceptions can be written and not read
+    except Exception:
+        return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), text))
+    return pickled
+
+
+def load_error(data: bytes, worker: str) -> BaseException:
+    """Returns the exception, with a note of where it was raised."""
+    error, text = pickle.loads(data)
+    error.add_note(f"Raised on {worker}:\n{text}")
+    return error
+
+
+def to_host(structure: Any) -> Any:
+    """Returns a structure whose tensors are NumPy arrays, or Python's where they are scalars of Python's."""
+    import keras
+
+    def host(leaf: Any) -> Any:
+        return np.array(as_numpy(leaf)) if keras.ops.is_tensor(leaf) or isinstance(leaf, keras.Variable) else leaf
+
+    return keras.tree.map_structure(host, structure)

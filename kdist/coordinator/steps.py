@@ -1,0 +1,111 @@
+"""The steps of `fit`: each is scheduled, and nobody waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from kdist import keras_hooks
+from kdist.arrays import rows
+from kdist.backends import get_backend
+from kdist.backends.contract import ReplicaBatches, Runtime, StepFunction
+from kdist.backends.coordination import Coordination, PerWorkerValues
+
+_AHEAD = 2  # steps that wait or run for each worker: it finds the next one as it is done with one
+
+
+class ScheduledSteps(StepFunction):
+    """Schedules the training steps of a model.
+
+    Args:
+        coordination: Its `schedule` takes a function to be called with what a step has returned.
+        model: The model.
+    """
+
+    def __init__(self, coordination: Any, model: Any) -> None:
+        self._coordination = coordination
+        self._function = TrainStep(model)
+        self._logs: Any = {}
+
+    def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
+        """Schedules a step for each batch; returns the newest logs."""
+        self._coordination.closures.wait(_AHEAD * self._coordination.num_workers - 1)
+        data = [to_send(batch.parts[0]) for batch in batches]
+        result = self._coordination.schedule(self._function, (data,), {}, self._take)
+        if not self._logs:  # so that there are some from the beginning
+            result.fetch()
+        return self._logs
+
+    def _take(self, logs: Any) -> None:
+        self._logs = logs
+
+    def sync(self) -> None:
+        """Waits for all steps."""
+        self._coordination.join()
+        self._logs = {}
+
+    def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
+        if kind is not None:
+            self._coordination.closures.cancel()
+        else:
+            self.sync()
+
+
+class TrainStep:
+    """Trains a model on some batches, on a worker."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, batches: Sequence[Any]) -> Any:
+        strategy: Any = keras_hooks.strategy_of(self.model)
+        for batch in batches:
+            data = next(batch) if hasattr(batch, "__next__") else batch
+            logs = strategy.run(self.step, (data,))
+        return logs
+
+    def step(self, data: Any) -> Any:
+        """One step, in the replica."""
+        engine = get_backend().coordination_engine
+        assert engine is not None
+        return engine().train_step(self.model, data)
+
+
+def to_send(data: Any) -> Any:
+    """Returns a batch as NumPy arrays; the iterators of workers' own datasets as they are."""
+    return data if isinstance(data, PerWorkerValues) else rows.to_host(data)
+
+
+class CoordinatorRuntime:
+    """The runtime of the coordinator's own device, but that training is for the workers, and variables for the servers.
+
+    Args:
+        runtime: That of the device.
+        coordination: The workers and servers.
+    """
+
+    takes_variables = True
+
+    def __init__(self, runtime: Runtime, coordination: Coordination) -> None:
+        self._runtime = runtime
+        self._coordination = coordination
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    @contextlib.contextmanager
+    def scope(self) -> Any:
+        """Entered with the strategy's scope."""
+        with self._runtime.scope() as entered, self._coordination.scope():
+            yield entered
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        """Gives new variables to the servers."""
+        self._coordination.give(variables)
+
+    def step_function(self, model: Any, kind: str) -> StepFunction:
+        """Trains on the workers; evaluates and predicts here."""
+        if kind == "train":
+            return self._coordination.step_function(self._runtime, model)
+        return self._runtime.step_function(model, kind)

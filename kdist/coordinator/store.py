@@ -1,0 +1,167 @@
+"""What one parameter server holds: parts of variables, and the optimisers that update them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kdist import keras_hooks
+from kdist.backends.coordination import Engine
+from kdist.coordinator import shipping
+from kdist.coordinator.rpc import Handler, Message
+from kdist.coordinator.served import as_numpy
+
+_OK: Message = ({}, ())
+
+
+@dataclasses.dataclass
+class Part:
+    """A part of a variable.
+
+    Args:
+        variable: A Keras variable that holds it, with the path of the whole one.
+        version: What the server's clock showed when it was last written.
+    """
+
+    variable: Any
+    version: int
+
+
+class Store:
+    """The state of one server in one session. All its methods may be called by several tasks at once.
+
+    An update comes with the identity of the closure that has computed it, and is made once: a closure that is repeated,
+    because the worker was lost that had run it, changes nothing that it has changed before.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._parts: dict[str, Part] = {}
+        self._optimizers: dict[str, Any] = {}
+        # Closures whose updates have been made: those that may still be repeated.
+        self._made: set[tuple[int, int]] = set()
+        self._clock = 0
+        self._lock = threading.Lock()
+
+    def handlers(self) -> dict[str, Handler]:
+        """The methods that other tasks may call."""
+        return {
+            name: getattr(self, name) for name in ("hold", "drop", "assign", "optimize", "pull", "pull_rows", "commit")
+        }
+
+    def hold(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+        """Takes new parts, or the parts of variables in another place than before."""
+        with self._lock:
+            for one, array in zip(header["parts"], arrays, strict=True):
+                self._clock += 1
+                variable = keras_hooks.variable_like(array, one["path"], one["trainable"])
+                self._parts[one["key"]] = Part(variable, self._clock)
+        return _OK
+
+    def drop(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+        """Forgets parts of variables that are gone."""
+        with self._lock:
+            for key in header["keys"]:
+                self._parts.pop(key, None)
+        return _OK
+
+    def assign(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+        """Gives parts other values."""
+        with self._lock:
+            self._clock += 1
+            for key, array in zip(header["keys"], arrays, strict=True):
+                self._write(key, array)
+        return _OK
+
+    def pull(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+        """Returns the values of those parts of which the caller has an older version."""
+        with self._lock:
+            parts = [self._parts[key] for key in header["keys"]]
+            found = [
+                self._value(part)
+                for part, version in zip(parts, header["versions"], strict=True)
+                if part.version != version
+            ]
+            return {"versions": [part.version for part in parts], "clock": self._clock}, found
+
+    def pull_rows(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+        """Returns some rows of parts."""
+        with self._lock:
+            found = [
+                as_numpy(self._parts[key].variable.value)[rows]
+                for key, rows in zip(header["keys"], arrays, strict=True)
+            ]
+            return {"clock": self._clock}, found
+
+    def optimize(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+        """Takes an optimiser, for the parts that are here of the variables that it trains.
+
+        Its own variables take the values that they have here already, and their names.
+        """
+        with self._lock:
+            optimizer = shipping.loads(arrays[0].tobytes(), None)
+            trained = [self._parts[key].variable for key in header["trained"]]
+            undecayed = [self._parts[key].variable for key in header["undecayed"]]
+            keras_hooks.build_optimizer(optimizer, trained, undecayed)
+            # By name: two parts of one variable have one name, and stand in their order here and there.
+            names: dict[str, list[str]] = {}
+            for name, key in header["own"]:
+                names.setdefault(name, []).append(key)
+            for variable in optimizer.variables:
+                part = self._parts[names[variable.name].pop(0)]
+                variable.assign(part.variable)
+                part.variable = variable
+            self._optimizers[header["optimizer"]] = optimizer
+        return _OK
+
+    def commit(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+        """Makes the updates of a closure: gradients for optimisers, differences, and values."""
+        closure = tuple(header["closure"])
+        found = iter(arrays)
+        with self._lock:
+            before = self._clock
+            if closure in self._made:
+                return {"clock": before, "again": True}, ()
+            gradients = [(one, [self._gradient(key, kind, found) for key, kind in one["keys"]]) for one in header["gradients"]]
+            self._clock += 1
+            for one, values in gradients:
+                self._apply(one["optimizer"], [key for key, _ in one["keys"]], values)
+            for key in header["differences"]:
+                self._write(key, self._value(self._parts[key]) + next(found))
+            for key in header["values"]:
+                self._write(key, next(found))
+            self._made.add(closure)  # type: ignore[arg-type]
+            self._made = {one for one in self._made if one[0] >= header["oldest"]}
+            return {"clock": before, "again": False}, ()
+
+    def _gradient(self, key: str, kind: str, found: Any) -> np.ndarray:
+        if kind == "dense":
+            return next(found)
+        rows, values = next(found), next(found)
+        gradient = np.zeros(tuple(self._parts[key].variable.shape), values.dtype)
+        gradient[rows] = values  # each row is there once
+        return gradient
+
+    def _apply(self, name: str, keys: list[str], gradients: list[np.ndarray]) -> None:
+        optimizer = self._optimizers[name]
+        if keys:
+            self._engine.apply(optimizer, gradients, [self._parts[key].variable for key in keys])
+        else:  # of this closure's gradients none is for a part that is here, but all servers count alike
+            keras_hooks.count_step(optimizer)
+        touched = {id(variable) for variable in optimizer.variables}
+        for key, part in self._parts.items():
+            if key in keys or id(part.variable) in touched:
+                part.version = self._clock
+
+    def _value(self, part: Part) -> np.ndarray:
+        # A copy: what is sent must not change while it is on its way.
+        return np.array(as_numpy(part.variable.value))
+
+    def _write(self, key: str, array: np.ndarray) -> None:
+        part = self._parts[key]
+        part.variable.assign(array)
+        part.version = self._clock

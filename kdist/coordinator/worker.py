@@ -1,0 +1,230 @@
+"""What one worker does: runs the closures that the coordinator sends, on variables of the servers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kdist import keras_hooks
+from kdist.backends import get_backend
+from kdist.backends.coordination import Engine, on_worker
+from kdist.coordinator import shipping
+from kdist.coordinator.rpc import Handler, Message, Peer, PeerLost
+from kdist.coordinator.served import Home, Record, Served, as_numpy
+from kdist.errors import StrategyScopeError
+from kdist.strategies.strategy import Strategy
+from kdist.topology import Topology
+
+_OWN = "_kdist_number"  # an attribute of an optimiser, by which the servers know it
+
+
+class NotBuilt(BaseException):
+    """An optimiser has no variables yet: the coordinator makes them, and the closure runs again."""
+
+    def __init__(self, optimizer: int, variables: Sequence[int]) -> None:
+        super().__init__(optimizer, variables)
+        self.optimizer = optimizer
+        self.variables = list(variables)
+
+
+class WorkerStrategy(Strategy):
+    """The strategy as closures see it: one replica, whose gradients go to the servers."""
+
+    def __init__(self, task: Task) -> None:
+        backend = get_backend()
+        super().__init__(backend.create_runtime(Topology(backend.list_devices()[:1])))
+        self._task = task
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: Any = None,
+    ) -> Any:
+        """Calls a function on the newest values; when it has returned, the servers get what it has done."""
+
+        def taking(*args: Any, **kwargs: Any) -> Any:
+            taken: list[Any] = []
+            with keras_hooks.taking_gradients(lambda *one: taken.append(_described(*one))):
+                return fn(*args, **kwargs), taken
+
+        with self._task.update() as update:
+            result, update.gradients = super().run(taking, args, kwargs, options)
+        return result
+
+
+def _described(optimizer: Any, gradients: list[Any], variables: list[Any]) -> dict[str, Any]:
+    """What a compiled function can return of an optimiser's gradients: their tensors, among names."""
+    numbers = []
+    for variable in variables:
+        if (record := keras_hooks.record_of(variable)) is None:
+            raise StrategyScopeError(
+                "An optimiser must train variables that were created in the strategy's scope.",
+                received={"variable": variable.path},
+                hint="Create the model inside of `with strategy.scope():`.",
+            )
+        numbers.append(record.home.number)
+    if not optimizer.built:
+        raise NotBuilt(getattr(optimizer, _OWN), numbers)
+    present = [(number, g) for number, g in zip(numbers, gradients, strict=True) if g is not None]
+    gradients = [gradient for _, gradient in present]
+    if not optimizer.gradient_accumulation_steps:
+        gradients = keras_hooks.clipped(optimizer, gradients)
+    return {
+        "optimizer": getattr(optimizer, _OWN),
+        "numbers": [number for number, _ in present],
+        "gradients": gradients,
+    }
+
+
+class Update:
+    """What one run is to change on the servers."""
+
+    def __init__(self) -> None:
+        self.gradients: Sequence[Mapping[str, Any]] = ()
+
+
+class Task:
+    """A worker in one session.
+
+    Args:
+        engine: What the backend adds.
+        index: The worker's index.
+        session: The session's name.
+        servers: The servers.
+    """
+
+    def __init__(self, engine: Engine, index: int, session: str, servers: Sequence[Peer]) -> None:
+        self.index = index
+        self.served = Served(engine, servers, session, tells=False)
+        self.own_values: dict[int, Any] = {}
+        self.strategy = WorkerStrategy(self)
+        self.staleness = 0
+        self._functions: dict[str, Any] = {}
+        self._variables: dict[int, Any] = {}
+        self._touched: dict[str, dict[int, Record]] = {}
+        self._closure = (0, 0)
+        self._commits = itertools.count()
+        self._running = threading.Lock()
+        self._session = session
+
+    def close(self) -> None:
+        """Ends the connections to the servers."""
+        for server in self.served.servers:
+            server.close()
+
+    def variable(self, number: int, spec: tuple[type, dict[str, Any], Home]) -> Any:
+        """Returns this worker's variable of a number; makes it at first."""
+        if number not in self._variables:
+            cls, state, home = spec
+            variable = keras_hooks.new_variable(cls, state)
+            self.served.add(Record(self.served, variable, home))
+            self._variables[number] = variable
+        return self._variables[number]
+
+    def handlers(self) -> dict[str, Handler]:
+        """The methods that the coordinator may call."""
+        return {name: getattr(self, name) for name in ("ship", "own", "run")}
+
+    def ship(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+        """Takes a function, which closures name afterwards."""
+        self._functions[header["function"]] = shipping.loads(arrays[0].tobytes(), self)
+        return {}, ()
+
+    def own(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+        """Makes a value of this worker's own: what a function returns, or an iterator of another such value."""
+        with self._running:
+            try:
+                with on_worker(self.index), self.strategy.scope():
+                    self.own_values[header["number"]] = shipping.loads(arrays[0].tobytes(), self)()
+            except BaseException as error:
+                return {"raised": True}, [_bytes(shipping.dump_error(error))]
+        return {}, ()
+
+    def run(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+        """Runs a closure. What comes of it, well or badly, is the answer."""
+        with self._running:
+            self._closure, self._commits = (header["closure"], header["oldest"]), itertools.count()
+            self.staleness = 0
+            name = header["function"]
+            try:
+                with on_worker(self.index), self.strategy.scope():
+                    self._begin(name)
+                    args, kwargs = shipping.loads(arrays[0].tobytes(), self)
+                    result = self._functions[name](*args, **kwargs)
+                    self.commit(())
+                    self._touched[name] = self.served.touched
+                answer = shipping.dumps(shipping.to_host(result), self.strategy)
+            except NotBuilt as missing:
+                return {"build": [missing.optimizer, missing.variables]}, ()
+            except PeerLost as lost:
+                return {"lost": str(lost)}, ()
+            except BaseException as error:
+                return {"raised": True}, [_bytes(shipping.dump_error(error))]
+            return {"staleness": self.staleness}, [_bytes(answer)]
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[Update]:
+        """Within this, a closure changes variables: together, once, from the newest values."""
+        self.commit(())
+        self.served.generation += 1
+        self.served.pull(list(self.served.touched.values()))
+        update = Update()
+        yield update
+        self.commit(update.gradients)
+
+    def commit(self, gradients: Sequence[Mapping[str, Any]]) -> None:
+        """Gives the servers gradients, and how variables have changed otherwise."""
+        # Of a flag there is no difference.
+        changed = [(record, record.value()) for record in self.served.changed()]
+        values = [(record, new) for record, new in changed if new.dtype == bool]
+        differences = [(record, new - record.pulled) for record, new in changed if new.dtype != bool]
+        if not changed and not gradients:
+            return
+        closure = [self._closure[0], next(self._commits)]
+        servers = self.served.servers
+        headers: list[dict[str, Any]] = [
+            {"session": self._session, "closure": closure, "oldest": self._closure[1], "gradients": []}
+            for _ in servers
+        ]
+        sent: list[list[np.ndarray]] = [[] for _ in servers]
+        for one in gradients:
+            records = [self.served.records[number] for number in one["numbers"]]
+            tensors = map(as_numpy, one["gradients"])
+            for server, (keys, parts) in enumerate(self.served.by_server(zip(records, tensors, strict=True))):
+                kinds = [[key, "dense"] for key in keys]
+                headers[server]["gradients"].append({"optimizer": one["optimizer"], "keys": kinds})
+                sent[server] += parts
+        for name, found in (("differences", differences), ("values", values)):
+            for server, (keys, parts) in enumerate(self.served.by_server(found)):
+                headers[server][name] = keys
+                sent[server] += parts
+        calls = [
+            peer.begin("commit", header, arrays)
+            for peer, header, arrays in zip(servers, headers, sent, strict=True)
+            if arrays or header["gradients"]
+        ]
+        answers = [wait()[0] for wait in calls]
+        if gradients:
+            self.staleness = max(self.staleness, answers[0]["clock"] - self.served.clock)
+        for record, _ in changed:  # the servers have added it to what others have made of it
+            record.forget()
+        self.served.generation += 1
+
+    def _begin(self, function: str) -> None:
+        self.served.generation += 1
+        # What this function has used the last time is asked for at once, with one call a server.
+        self.served.touched = dict(self._touched.get(function, {}))
+        for record in self.served.records.values():
+            if record.is_changed():  # by a closure that failed before it was done
+                record.forget()
+
+
+def _bytes(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.uint8)

@@ -1,0 +1,175 @@
+"""Keras variables whose values are on servers, and objects of Keras's on their way to another task of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from kdist.keras_hooks.seeds import SEED_STRIDE
+from kdist.keras_hooks.wrapping import OWNER, strategies
+
+_RECORD = "_kdist_record"
+# Of models and layers: what is made anew where it is needed, or belongs to one process.
+_LEFT_BEHIND = frozenset(
+    (
+        "train_function",
+        "test_function",
+        "predict_function",
+        "history",
+        "_torch_params",
+        "_jax_state_synced",
+        "_jax_state",
+        "jax_state_sync",
+        "state_sync",
+    )
+)
+
+
+@functools.cache
+def _served_class(cls: type) -> type:
+    def direct_assign(self: Any, value: Any) -> None:
+        self.__dict__[_RECORD].read()  # what was assigned shows by what was there
+        cls._direct_assign(self, value)  # type: ignore[attr-defined]
+
+    names = {
+        "__module__": cls.__module__,
+        "_direct_assign": direct_assign,
+        "_kdist_base": cls,
+        "_value": property(
+            lambda self: self.__dict__[_RECORD].read(),
+            lambda self, value: self.__dict__[_RECORD].write(value),
+        ),
+    }
+    return type(cls.__name__, (cls,), names)
+
+
+def serve(variable: Any, record: Any) -> None:
+    """Lets a Keras variable read and write its native value through a record: its `read()` and `write(value)`."""
+    vars(variable).pop("_value", None)
+    vars(variable)[_RECORD] = record
+    variable.__class__ = _served_class(type(variable))
+
+
+def record_of(variable: Any) -> Any:
+    """Returns the record of a variable that is on servers, or `None`."""
+    return vars(variable).get(_RECORD)
+
+
+def variable_state(variable: Any) -> tuple[type, dict[str, Any]]:
+    """Returns a Keras variable without its value: its class, and its attributes."""
+    state = {name: value for name, value in vars(variable).items() if name not in ("_value", _RECORD)}
+    return getattr(type(variable), "_kdist_base", type(variable)), state
+
+
+def new_variable(cls: type, state: dict[str, Any], value: Any = None) -> Any:
+    """Returns the variable that `variable_state` has taken apart, with other numbers, or without a value."""
+    variable = object.__new__(cls)
+    vars(variable).update(state)
+    vars(variable)["_value"] = None
+    if value is not None:
+        variable._initialize(value)
+    return variable
+
+
+def stays_local(variable: Any) -> bool:
+    """Says whether a variable is each task's own: the state of random numbers.
+
+    An optimiser's for another variable go where that one is, once it is known.
+    """
+    return _is_seed(vars(variable)) or OWNER in vars(variable)
+
+
+def _is_seed(state: dict[str, Any]) -> bool:
+    return state["_name"] == "seed_generator_state"
+
+
+def offset_seed(state: dict[str, Any], value: Any, index: int) -> Any:
+    """Returns the value of a variable of one task's own: each of them draws other random numbers."""
+    if _is_seed(state):
+        value[0] += index * SEED_STRIDE
+    return value
+
+
+def variable_like(array: Any, path: str, trainable: bool) -> Any:
+    """Returns a new Keras variable with the path of another one, by which optimisers know it."""
+    import keras
+
+    variable = keras.Variable(array, dtype=array.dtype.name, trainable=trainable, name=path.split("/")[-1])
+    variable._path = path
+    return variable
+
+
+def reduced(value: Any) -> Any:
+    """Returns how an object of Keras's is pickled: by what it is made of, and not as a file that is saved.
+
+    Returns:
+        What `__reduce__` returns; `NotImplemented` for what is pickled as usual.
+    """
+    import keras
+    from keras.src.saving.keras_saveable import KerasSaveable
+    from keras.src.utils import tracking
+
+    if isinstance(value, (tracking.TrackedList, tracking.TrackedSet)):
+        return _new, (type(value),), (value.tracker, list(value)), None, None, _fill_container
+    if isinstance(value, tracking.TrackedDict):
+        return _new, (type(value),), (value.tracker, dict(value)), None, None, _fill_container
+    if isinstance(value, tracking.Tracker):
+        return _new, (type(value),), vars(value) | {"stored_ids": {}}, None, None, _fill
+    if isinstance(value, KerasSaveable) and not hasattr(value, "lookup_table"):  # TensorFlow's, which is made anew
+        state = {name: kept for name, kept in vars(value).items() if name not in _LEFT_BEHIND}
+        if "_modules" in state:  # of a layer that is a torch module
+            state["_modules"] = {n: m for n, m in state["_modules"].items() if n not in _LEFT_BEHIND}
+        if isinstance(value, keras.Model):
+            state |= dict.fromkeys(("train_function", "test_function", "predict_function"))
+        return _new, (type(value),), state, None, None, _fill
+    return NotImplemented
+
+
+def _new(cls: type) -> Any:
+    return cls.__new__(cls) if issubclass(cls, (list, dict, set)) else object.__new__(cls)
+
+
+class _Filled(threading.local):
+    def __init__(self) -> None:
+        self.objects: list[Any] | None = None
+
+
+_filled = _Filled()
+
+
+def _fill(value: Any, state: dict[str, Any]) -> None:
+    vars(value).update(state)
+    if _filled.objects is not None:
+        _filled.objects.append(value)
+
+
+def _fill_container(value: Any, state: tuple[Any, Any]) -> None:
+    value.tracker, items = state
+    kind = next(kind for kind in (list, dict, set) if isinstance(value, kind))
+    (kind.extend if kind is list else kind.update)(value, items)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def arriving(strategy: Any) -> Iterator[None]:
+    """Within this, objects of Keras's are unpickled; models are the strategy's afterwards."""
+    import keras
+    from keras.src.utils import tracking
+
+    outer, _filled.objects = _filled.objects, []
+    try:
+        yield
+        # Keras knows some objects by their identities, which are others here.
+        for value in _filled.objects:
+            if isinstance(value, tracking.Tracker):
+                value.stored_ids = {name: set(map(id, store)) for name, (_, store) in value.config.items()}
+            elif isinstance(value, keras.optimizers.Optimizer):
+                value._trainable_variables_indices = {
+                    value._var_key(variable): index for index, variable in enumerate(value._trainable_variables)
+                }
+            elif isinstance(value, keras.Model):
+                strategies[value] = strategy
+    finally:
+        _filled.objects = outer

@@ -1,0 +1,102 @@
+"""Clusters of real processes: workers, parameter servers, and the script of a coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.processes import Script, local_addresses
+
+_SERVER = """
+    import faulthandler, signal
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    import kdist
+
+    resolver = kdist.cluster_resolver.TFConfigClusterResolver()
+    kdist.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()
+"""
+_COORDINATOR = """
+    import faulthandler
+    faulthandler.dump_traceback_later({timeout}, exit=True)
+    import json, os, signal, sys, time
+    import numpy as np
+    import kdist, keras
+
+    def tell(**facts):
+        print("facts", json.dumps(facts), flush=True)
+"""
+
+
+class Cluster:
+    """The tasks of one job on this machine; each is a process, whose script waits in `kdist.Server`.
+
+    Args:
+        backend: Their Keras backend.
+        folder: For scripts and output.
+        num_workers: How many workers.
+        num_ps: How many servers.
+    """
+
+    def __init__(self, backend: str, folder: Path, num_workers: int = 2, num_ps: int = 2) -> None:
+        self.backend = backend
+        self.folder = folder
+        addresses = local_addresses(1 + num_workers + num_ps)
+        self.spec = {
+            "chief": addresses[:1],
+            "worker": addresses[1 : 1 + num_workers],
+            "ps": addresses[1 + num_workers :],
+        }
+        self.tasks: dict[tuple[str, int], Script] = {}
+        self._number = 0
+
+    def start(self, *without: tuple[str, int]) -> None:
+        """Starts workers and servers, but for some."""
+        for job in ("ps", "worker"):
+            for index in range(len(self.spec[job])):
+                if (job, index) not in without:
+                    self.start_task(job, index)
+
+    def start_task(self, job: str, index: int) -> None:
+        """Starts one task, perhaps anew."""
+        self.tasks[job, index] = self._script(f"{job}{index}", _SERVER, job, index)
+
+    def coordinate(self, source: str, timeout: float = 120.0) -> Script:
+        """Starts the coordinator, whose script finds `tell`, NumPy, Keras and kdist imported."""
+        return self._script("chief", _COORDINATOR.format(timeout=timeout) + source, "chief", 0)
+
+    def kill(self, job: str, index: int) -> None:
+        """Kills a task."""
+        self.tasks[job, index].kill()
+
+    def close(self) -> None:
+        """Ends all tasks."""
+        for task in self.tasks.values():
+            task.kill()
+
+    def _script(self, name: str, source: str, job: str, index: int) -> Script:
+        self._number += 1
+        config = {"cluster": self.spec, "task": {"type": job, "index": index}}
+        env = {"KERAS_BACKEND": self.backend, "TF_CONFIG": json.dumps(config), "KDIST_CLUSTER_TOKEN": "a secret"}
+        script = Script(self.folder, f"{name}-{self._number}", source, env)
+        if job == "chief":
+            self.tasks[job, index] = script
+        return script
+
+
+@contextlib.contextmanager
+def cluster(backend: str, folder: Path, num_workers: int = 2, num_ps: int = 2) -> Iterator[Cluster]:
+    """A cluster whose tasks run, until the block is left."""
+    found = Cluster(backend, folder, num_workers, num_ps)
+    try:
+        found.start()
+        yield found
+    finally:
+        found.close()
+
+
+def facts(script: Script) -> list[dict[str, object]]:
+    """What a coordinator has told, in its order."""
+    lines = script.stdout().splitlines()
+    return [json.loads(line.removeprefix("facts ")) for line in lines if line.startswith("facts ")]

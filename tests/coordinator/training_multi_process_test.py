@@ -1,0 +1,190 @@
+"""Digits, trained by two workers and two servers: by `fit`, by a coordinator's loop, and with tasks that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from tests.coordinator.clusters import cluster, facts
+from tests.processes import each_backend
+
+_MODEL = """
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    x = (x / 16).astype("float32")
+    strategy = kdist.ParameterServerStrategy(
+        variable_partitioner=kdist.experimental.partitioners.FixedShardsPartitioner(2)
+    )
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input((64,)),
+                keras.layers.Dense(48, activation="relu"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.1),
+                keras.layers.Dense(10),
+            ]
+        )
+        loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), loss=loss_fn, metrics=["accuracy"])
+"""
+_LOOP = """
+        optimizer = keras.optimizers.Adam(0.01)
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+        counter = keras.Variable(0, dtype="int32", trainable=False, aggregation="sum")
+    coordinator = kdist.coordinator.ClusterCoordinator(strategy)
+
+    def dataset_fn(context):
+        def batches():
+            rng = np.random.default_rng()
+            while True:
+                rows = rng.permutation(len(x))[:32]
+                yield x[rows], y[rows]
+
+        return batches
+
+    def per_worker_dataset_fn():
+        return strategy.distribute_datasets_from_function(dataset_fn)
+
+    @kdist.function
+    def step(iterator):
+        def replica_fn(features, labels):
+            def loss():
+                logits = model(features, training=True)
+                return loss_fn(labels, logits), logits
+
+            (value, logits), grads = kdist.value_and_grad(loss, model.trainable_variables, has_aux=True)()
+            optimizer.apply(grads, model.trainable_variables)
+            accuracy.update_state(labels, logits)
+            counter.assign_add(1)
+            return value
+
+        return strategy.run(replica_fn, args=next(iterator))
+
+    iterator = iter(coordinator.create_per_worker_dataset(per_worker_dataset_fn))
+"""
+
+
+@each_backend
+def test_fit_trains_and_survives_a_worker(backend: str, tmp_path: Path) -> None:
+    source = f"""
+    {_MODEL}
+        class Tell(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs):
+                print("epoch", epoch, flush=True)
+
+    history = model.fit(x[:1500], y[:1500], batch_size=32, epochs=6, verbose=0, callbacks=[Tell()])
+    tell(
+        accuracy=history.history["accuracy"][-1],
+        tested=model.evaluate(x[1500:], y[1500:], verbose=0, return_dict=True)["accuracy"],
+        iterations=int(model.optimizer.iterations),
+        counted=int(np.array(model.optimizer.iterations)),
+    )
+    """
+    with cluster(backend, tmp_path) as tasks:
+        chief = tasks.coordinate(source)
+        chief.wait_for("epoch 1")
+        tasks.kill("worker", 0)
+        assert chief.wait() == 0, chief.stderr()
+        (found,) = facts(chief)
+    assert found["iterations"] == found["counted"] == 6 * 47  # each step once, whatever the worker had done
+    assert found["accuracy"] > 0.95
+    assert found["tested"] > 0.85
+
+
+@each_backend
+def test_a_loop_trains_and_a_killed_worker_is_replaced(backend: str, tmp_path: Path) -> None:
+    source = f"""
+    {_MODEL}{_LOOP}
+    for epoch in range(4):
+        accuracy.reset_state()
+        for i in range(60):
+            result = coordinator.schedule(step, args=(iterator,))
+            if epoch == 2 and i == 20:
+                print("kill", flush=True)
+        coordinator.join()
+        tell(
+            accuracy=float(accuracy.result()), steps=int(np.array(counter)),
+            iterations=int(np.array(optimizer.iterations)), loss=float(coordinator.fetch(result)),
+        )
+    print("replace", flush=True)
+    steps, seen = 240, set()
+
+    def index():
+        time.sleep(0.01)
+        return int(kdist.coordinator.experimental_get_current_worker_index())
+
+    while len(seen) < 2:
+        seen |= set(coordinator.fetch([coordinator.schedule(index) for _ in range(8)]))
+    for _ in range(20):
+        coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+    assert coordinator.done()
+    tell(steps=int(np.array(counter)))
+    """
+    with cluster(backend, tmp_path) as tasks:
+        chief = tasks.coordinate(source)
+        chief.wait_for("kill")
+        tasks.kill("worker", 0)
+        chief.wait_for("replace")
+        tasks.start_task("worker", 0)
+        assert chief.wait() == 0, chief.stderr()
+        *epochs, last = facts(chief)
+    assert [one["steps"] for one in epochs] == [one["iterations"] for one in epochs] == [60, 120, 180, 240]
+    assert epochs[-1]["accuracy"] > 0.95
+    assert last["steps"] == 260
+
+
+@each_backend
+def test_a_lost_server_ends_the_job_with_its_name(backend: str, tmp_path: Path) -> None:
+    source = f"""
+    {_MODEL}
+    print("ready", flush=True)
+    model.fit(x, y, batch_size=32, epochs=1000, verbose=0)
+    """
+    with cluster(backend, tmp_path) as tasks:
+        chief = tasks.coordinate(source)
+        chief.wait_for("ready")
+        time.sleep(2.0)
+        began = time.monotonic()
+        tasks.kill("ps", 1)
+        assert chief.wait(20) == 1, chief.stderr()
+        assert time.monotonic() - began < 20
+        assert f"ps 1 ({tasks.spec['ps'][1]})" in chief.stderr()
+        assert "BackupAndRestore" in chief.stderr()
+        # The others wait for the next job.
+        assert tasks.tasks["worker", 0].exit_code is None
+
+
+@each_backend
+def test_an_error_of_a_function_is_raised_once(backend: str, tmp_path: Path) -> None:
+    source = f"""
+    {_MODEL}
+    coordinator = kdist.coordinator.ClusterCoordinator(strategy)
+
+    def fails():
+        raise ValueError("an error of its own")
+
+    coordinator.schedule(fails)
+    try:
+        coordinator.join()
+    except ValueError as error:
+        tell(error=str(error))
+    result = coordinator.schedule(lambda: 7)
+    coordinator.join()
+    tell(result=int(coordinator.fetch(result)))
+    """
+    with cluster(backend, tmp_path, 1, 1) as tasks:
+        chief = tasks.coordinate(source)
+        assert chief.wait() == 0, chief.stderr()
+        error, result = facts(chief)
+    assert "an error of its own" in str(error["error"])
+    assert result == {"result": 7}
+
+
+def stacks(pid: int) -> None:
+    """Lets a task print what it does, for who looks into a hang."""
+    os.kill(pid, signal.SIGUSR1)
