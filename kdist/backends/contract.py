@@ -49,6 +49,12 @@ class Backend(ABC):
     """Whether what `native_batches` returns serves all epochs of a `fit`."""
     coordination_engine: Callable[[], Any] | None = None
     """Makes what kdist's own parameter servers need, an `Engine`; `None` where the engine has servers itself."""
+    native_coordination: Callable[..., Any] | None = None
+    """Makes the `Coordination` of an engine that has servers itself, as `OwnCoordination` is made."""
+    synchronous_runtime: Callable[..., Any] | None = None
+    """Makes the `Runtime` of such an engine's workers, of which each has a replica, and servers hold the variables."""
+    start_server: Callable[..., Any] | None = None
+    """Starts a task of such an engine, by the cluster's specification, the job, the index, and its configuration."""
 
     @abstractmethod
     def native_batches(self, adapter: Any) -> Any:

@@ -107,6 +107,8 @@ class Coordination(ABC):
 
     num_workers: int
     num_servers: int
+    places_variables: bool = False
+    """Whether variables that are created in `scope` are on the servers from their beginning."""
 
     @abstractmethod
     def scope(self) -> AbstractContextManager[Any]:

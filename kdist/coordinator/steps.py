@@ -55,6 +55,8 @@ class ScheduledSteps(StepFunction):
 class TrainStep:
     """Trains a model on some batches, on a worker."""
 
+    any_rows = True
+
     def __init__(self, model: Any) -> None:
         self.model = model
 
@@ -68,8 +70,7 @@ class TrainStep:
     def step(self, data: Any) -> Any:
         """One step, in the replica."""
         engine = get_backend().coordination_engine
-        assert engine is not None
-        return engine().train_step(self.model, data)
+        return self.model.train_step(data) if engine is None else engine().train_step(self._model, data)
 
 
 def to_send(data: Any) -> Any:
@@ -97,8 +98,9 @@ class CoordinatorRuntime:
     @contextlib.contextmanager
     def scope(self) -> Any:
         """Entered with the strategy's scope."""
-        with self._runtime.scope() as entered, self._coordination.scope():
-            yield entered
+        local = contextlib.nullcontext() if self._coordination.places_variables else self._runtime.scope()
+        with local, self._coordination.scope():
+            yield
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives new variables to the servers."""
@@ -107,5 +109,5 @@ class CoordinatorRuntime:
     def step_function(self, model: Any, kind: str) -> StepFunction:
         """Trains on the workers; evaluates and predicts here."""
         if kind == "train":
-            return self._coordination.step_function(self._runtime, model)
+            return ScheduledSteps(self._coordination, model)
         return self._runtime.step_function(model, kind)

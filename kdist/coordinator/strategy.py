@@ -54,6 +54,9 @@ class ParameterServerStrategy(Strategy):
     ```
     """
 
+    coordination: Coordination | None = None
+    """Drives the workers; `None` where one program runs on all of them."""
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
@@ -66,10 +69,13 @@ class ParameterServerStrategy(Strategy):
         cluster = coordinator_cluster(self._cluster_resolver)
         _check(variable_partitioner, max_staleness)
         backend = get_backend()
+        if synchronous and backend.synchronous_runtime is not None:
+            super().__init__(backend.synchronous_runtime(cluster, timeout))
+            return
         closures = Closures(Staleness(max_staleness))
         common = (closures, cluster, variable_partitioner, synchronous, timeout)
         if backend.coordination_engine is None:
-            self.coordination: Coordination = backend.native_coordination(self, *common)
+            self.coordination = backend.native_coordination(self, *common)
         else:
             self.coordination = OwnCoordination(self, backend.coordination_engine(), *common)
         runtime = backend.create_runtime(Topology(backend.list_devices()[:1]))
@@ -88,7 +94,7 @@ class ParameterServerStrategy(Strategy):
         options: Any = None,
     ) -> Any:
         """Calls a function in the replica of the worker, in a scheduled function; elsewhere on the coordinator."""
-        if self.coordination.in_closure():
+        if self.coordination is not None and self.coordination.in_closure():
             return self.coordination.run(self, fn, tuple(args), dict(kwargs or {}))
         return super().run(fn, args, kwargs, options)
 

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kdist.context import has_strategy
+from kdist.keras_hooks.variables import stateless_scope
 from kdist.keras_hooks.wrapping import OWNER, running_replica, wrap
 
 
 class _Taking(threading.local):
     def __init__(self) -> None:
         self.taker: Callable[[Any, list[Any], list[Any]], None] | None = None
+        self.owner: Any = None
 
 
 _taking = _Taking()
@@ -32,6 +34,16 @@ def taking_gradients(taker: Callable[[Any, list[Any], list[Any]], None]) -> Iter
         yield
     finally:
         _taking.taker = outer
+
+
+def owner_in_creation() -> Any:
+    """Returns the variable for which an optimiser makes one of its own now, in this thread; or `None`."""
+    return _taking.owner
+
+
+def decays(optimizer: Any, variable: Any) -> bool:
+    """Says whether the weight decay of an optimiser is for a variable."""
+    return bool(optimizer._use_weight_decay(variable))
 
 
 def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
@@ -73,7 +85,11 @@ def hook_optimizers() -> None:
     def from_reference(
         original: Callable[..., Any], self: Any, reference_variable: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        variable = original(self, reference_variable, *args, **kwargs)
+        outer, _taking.owner = _taking.owner, reference_variable
+        try:
+            variable = original(self, reference_variable, *args, **kwargs)
+        finally:
+            _taking.owner = outer
         if has_strategy():
             setattr(variable, OWNER, getattr(reference_variable, "path", None))
         return variable
@@ -139,6 +155,10 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
         return not has_strategy() and in_native_scope()
 
     def neutral(name: str, original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # A scope may have a method of this name, for variables that are not here.
+        own = getattr(stateless_scope(), name, None)
+        if own is not None:
+            return own(self, *args, **kwargs)
         chosen = original if is_foreign() else getattr(base, name)
         return chosen(self, *args, **kwargs)
 
@@ -154,9 +174,9 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
             wrap(TFOptimizer, name, functools.partial(neutral, name))
 
     def var_key(original: Callable[..., Any], self: Any, variable: Any) -> Any:
-        # Not the copy that a replica may work on.
-        is_known = running_replica() is not None and getattr(variable, "_value", None) is not None
-        return original(self, variable._value if is_known else variable)
+        # Not the copy that a replica may work on, nor the part that a scope shows of it.
+        is_hidden = stateless_scope() is not None and getattr(variable, "_value", None) is not None
+        return original(self, variable._value if is_hidden else variable)
 
     def tf_apply(original: Callable[..., Any], self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         chosen = original if is_foreign() else loss_scale._common_apply

@@ -14,9 +14,11 @@ import tensorflow as tf
 from kdist import keras_hooks
 from kdist.backends import device_names
 from kdist.backends.contract import Backend
-from kdist.backends.tensorflow import components, functions, iteration, workers
+from kdist.backends.tensorflow import components, functions, iteration, tasks, workers
 from kdist.backends.tensorflow import devices as tensorflow_devices
+from kdist.backends.tensorflow.coordination import NativeCoordination
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
+from kdist.backends.tensorflow.synchronous import SynchronousRuntime
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.data.sources.tf_data import Iterated
@@ -36,6 +38,9 @@ class TensorFlowBackend(Backend):
     list_devices = staticmethod(tensorflow_devices.list_devices)
     require_devices = staticmethod(tensorflow_devices.require_devices)
     function = staticmethod(functions.function)
+    native_coordination = NativeCoordination
+    start_server = staticmethod(tasks.start_server)
+    synchronous_runtime = SynchronousRuntime
     value_and_grad = staticmethod(functions.value_and_grad)
 
     def __init__(self) -> None:
@@ -44,6 +49,7 @@ class TensorFlowBackend(Backend):
         iteration.register_loops()
         keras_hooks.hook_tensorflow_optimizers(tf.distribute.has_strategy)
         keras_hooks.hook_assignments(components.assigned)
+        keras_hooks.hook_taking_rows()
 
     def native_batches(self, adapter: Any) -> Any:
         """Returns a `tf.data.Dataset`'s batches; what kdist's own adapter gives as it is."""

@@ -166,8 +166,8 @@ class TensorFlowScope(ReplicaScope):
             check_branch(update[0])
 
     def snapshot(self, variable: Any) -> Any:
-        """Reads the component."""
-        return tf.identity(self.local(variable))
+        """Reads the component, of which servers may have several parts."""
+        return tf.identity(tf.convert_to_tensor(self.local(variable)))
 
     def old_value(self, variable: Any) -> Any:
         """The value at the start of the step, for variables known then."""

@@ -1,0 +1,252 @@
+"""`NativeCoordination`: training with TensorFlow's own parameter servers, driven by one coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.eager import executor as eager_executor
+
+from kdist import keras_hooks
+from kdist.backends.contract import Runtime, StepFunction
+from kdist.backends.coordination import Coordination, PerWorkerValues, RemoteValue
+from kdist.backends.tensorflow import scheduled, tasks
+from kdist.backends.tensorflow.effects import ClosureScope
+from kdist.backends.tensorflow.functions import converted
+from kdist.backends.tensorflow.per_worker import Values
+from kdist.backends.tensorflow.served import Placement
+from kdist.cluster import environment
+from kdist.cluster.roles import ServerCluster
+from kdist.context import ReplicaContext, StrategyLike, cross_replica
+from kdist.errors import WorkerLostError
+
+class _Lost(Exception):
+    """A worker is gone, or another process is in its place."""
+
+
+class NativeCoordination(Coordination):
+    """Drives each worker from a thread: TensorFlow runs functions on it, and carries tensors between the tasks.
+
+    Args:
+        strategy: The coordinator's strategy.
+        closures: What waits for a worker.
+        cluster: Where the tasks are.
+        partitioner: Divides variables among the servers.
+        synchronous: Never: see `SynchronousRuntime`.
+        timeout: Seconds in which all tasks must have come.
+    """
+
+    places_variables = True
+
+    def __init__(
+        self,
+        strategy: StrategyLike,
+        closures: Any,
+        cluster: ServerCluster,
+        partitioner: Callable[..., Any] | None,
+        synchronous: bool,
+        timeout: float,
+    ) -> None:
+        environment.set_default("GRPC_FAIL_FAST", "use_caller")
+        self._strategy = strategy
+        self.closures = closures
+        self._workers, self._servers = tasks.of(cluster)
+        self.num_workers, self.num_servers = len(self._workers), len(self._servers)
+        tasks.require([*self._workers, *self._servers], timeout)
+        # It connects to the tasks; what runs where, and when again, is for this class.
+        self.native = tf.distribute.ParameterServerStrategy(
+            tf.distribute.cluster_resolver.SimpleClusterResolver(tasks.native_spec(cluster), rpc_layer="grpc")
+        )
+        self.placement = Placement([server.device for server in self._servers], partitioner)
+        self._commits = threading.Lock()
+        self._recovery = threading.Lock()
+        self.incarnations = [0] * self.num_workers
+        """How often each worker was replaced."""
+        self._threads = [
+            threading.Thread(target=self._drive, args=(i,), name=f"kdist {task.name}", daemon=True)
+            for i, task in enumerate(self._workers)
+        ]
+        self._threads.append(threading.Thread(target=self._watch, name="kdist servers", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Puts new variables on the servers."""
+        with self.placement.scope():
+            yield
+
+    def in_closure(self) -> bool:
+        """Says whether a scheduled function is being traced in this thread."""
+        return isinstance(keras_hooks.stateless_scope(), ClosureScope)
+
+    def run(
+        self, strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls the function in the only replica that a closure has."""
+        if hasattr(fn, "python_function"):
+            fn = fn.python_function
+        with ReplicaContext(strategy, 0):
+            return converted(fn)(*args, **kwargs)
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        done: Callable[[Any], None] | None = None,
+    ) -> RemoteValue:
+        """Traces the function, unless that was done, and adds the call to those that wait."""
+        call = scheduled.Call(fn, tuple(args), dict(kwargs))
+        program = scheduled.compiled(self, fn, call.signature)
+        return self.closures.add(program, call.tensors, {}, done)
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[ClosureScope]:
+        """Within this, a function is traced; gives what notes what it does."""
+        with ClosureScope(self._initialize) as scope, keras_hooks.taking_gradients(self._take):
+            yield scope
+
+    def _take(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
+        if not optimizer.built:
+            with self._outside():
+                keras_hooks.build_optimizer(optimizer, variables)
+        scope: Any = keras_hooks.stateless_scope()
+        scope.take_gradients(optimizer, grads, variables)
+
+    def _initialize(self, variable: Any) -> None:
+        """Gives a value to a variable that a closure has made, which Keras defers."""
+        with self._outside(), keras.StatelessScope():
+            pass
+
+    @contextlib.contextmanager
+    def _outside(self) -> Iterator[None]:
+        with (
+            keras_hooks.without_scope(),
+            tf.init_scope(),
+            cross_replica(self._strategy),
+            self.placement.scope(),
+        ):
+            yield
+
+    def join(self) -> None:
+        """Waits for all."""
+        self.closures.wait()
+
+    def done(self) -> bool:
+        """Says whether none is left."""
+        return self.closures.done()
+
+    def fetch(self, structure: Any) -> Any:
+        """Waits for the values in a structure."""
+        return keras.tree.map_structure(
+            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, structure
+        )
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
+        """Makes the dataset here, and its copies on the workers."""
+        return Values(dataset_fn() if callable(dataset_fn) else dataset_fn)
+
+    def step_function(self, runtime: Runtime, model: Any) -> StepFunction:
+        """Not this class's: the steps of `fit` are scheduled as any function."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.closures.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _drive(self, index: int) -> None:
+        """Runs closures on one worker, as long as the job lasts."""
+        executor = eager_executor.new_executor(enable_async=False)
+        while not self.closures.is_closed:
+            closure = self.closures.take(tasks.PATIENCE)
+            if closure is None:
+                continue
+            try:
+                with eager_context.executor_scope(executor):
+                    value = self._execute(index, closure.fn, closure.args)
+            except _Lost:
+                self.closures.again(closure)
+                self._recover(index)
+            except BaseException as error:
+                self.closures.end(closure, error=error)
+            else:
+                self.closures.end(closure, value)
+
+    def _execute(self, index: int, compiled: scheduled.Compiled, tensors: Sequence[Any]) -> Any:
+        """Runs a function on a worker, and commits what it does once all of it has left the worker."""
+        try:
+            with tf.device(self._workers[index].device):
+                inputs = [t.on(self, index) if isinstance(t, Values) else t for t in tensors]
+                outputs, messages = compiled.run(inputs)
+            with tf.device(tasks.COORDINATOR):
+                outputs = [np.array(tf.identity(output)) for output in outputs]
+            staged = []
+            for message, device in zip(messages, compiled.plan.devices, strict=True):
+                with tf.device(device):
+                    staged.append(tf.identity(message))
+        except tf.errors.OpError as error:
+            raise self._explained(index, error) from error
+        if staged:
+            with self._commits, tf.device(tasks.COORDINATOR):
+                try:
+                    compiled.plan.commit(staged)
+                except tf.errors.OpError as error:
+                    raise self._lost_server() or error from error
+        return compiled.packed(outputs)
+
+    def _explained(self, index: int, error: tf.errors.OpError) -> BaseException:
+        """Says whose fault an error is: a server's, the worker's, or the function's own."""
+        text = str(error)
+        if "/job:ps" in text or isinstance(error, tf.errors.UnavailableError):
+            lost = self._lost_server()
+            if lost is not None:
+                return lost
+        of_connection = isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError))
+        if of_connection or any(word in text for word in _REPLACED) or not self._workers[index].answers():
+            return _Lost(text)
+        return error
+
+    def _lost_server(self) -> WorkerLostError | None:
+        lost = tasks.lost(self._servers)
+        return tasks.lost_error(lost) if lost else None
+
+    def _watch(self) -> None:
+        """Ends the job where a server is lost, also while nobody calls it."""
+        while not self.closures.is_closed:
+            time.sleep(1.0)
+            lost = self._lost_server()
+            if lost is not None:
+                self.closures.fail(lost)
+                return
+
+    def _recover(self, index: int) -> None:
+        """Waits until somebody is at the worker's address, and connects again."""
+        while not self.closures.is_closed:
+            time.sleep(tasks.PATIENCE)
+            if not self._workers[index].answers():
+                continue
+            with self._recovery, contextlib.suppress(tf.errors.OpError):
+                context = eager_context.context()
+                context.update_server_def(context.get_server_def())
+                self.incarnations[index] += 1
+                return
+
+
+# What TensorFlow says to who calls a worker that was started again.
+_REPLACED = (
+    "unknown device",
+    "Primary device is not remote",
+    "Unable to find the relevant tensor remote_handle",
+    "Unable to find a context_id",
+    "is neither a type of a primitive operation nor a name of a function registered",
+)

@@ -1,0 +1,346 @@
+"""What a scheduled function does to variables, on TensorFlow: noted while it is traced, committed once it has run.
+
+The function runs on a worker and only computes: gradients, and differences of what it writes. These are copied to the
+servers, and once all are there one function of the coordinator's adds them up, in which no worker takes part. So a
+worker that dies leaves either nothing behind, and its function is run again, or everything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute.sharded_variable import ShardedVariable
+from tensorflow.python.eager import record, tape
+
+from kdist import keras_hooks
+from kdist.backends.aggregation import NotesAdditions
+from kdist.backends.tensorflow.served import offsets_of, shards_of
+
+# Optimisers whose update of an element depends on that element alone: shards are updated where they are.
+_ELEMENTWISE = (
+    "SGD",
+    "RMSprop",
+    "Adam",
+    "AdamW",
+    "Adadelta",
+    "Adagrad",
+    "Adamax",
+    "Nadam",
+    "Ftrl",
+    "Lion",
+)
+
+
+@dataclass
+class Write:
+    """A variable that a function has written, and how its value goes on from the server's."""
+
+    variable: Any
+    is_addition: bool
+
+
+@dataclass
+class Update:
+    """A call of an optimiser's `apply`."""
+
+    optimizer: Any
+    variables: list[Any]
+
+
+class ClosureScope(NotesAdditions, keras.StatelessScope):
+    """Shows a function that is being traced the servers' variables, and notes what it does to them.
+
+    Of what is not trained the function sees one value from its beginning to its end, and its own writes.
+
+    Args:
+        initialize: Gives a value to a variable that has none yet.
+    """
+
+    def __init__(self, initialize: Callable[[Any], None]) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self._initialize = initialize
+        self._graph = tf.compat.v1.get_default_graph()
+        self._read: dict[int, Any] = {}
+        self._written: dict[int, tuple[Write, Any]] = {}
+        self._updates: list[tuple[Update, list[Any]]] = []
+
+    def get_current_value(self, variable: Any) -> Any:
+        """Overrides the lookup of `keras.StatelessScope`."""
+        if id(variable) in self._written:
+            return self._written[id(variable)][1]
+        if keras_hooks.native_value(variable) is None:
+            self._initialize(variable)
+        native = keras_hooks.native_value(variable)
+        if not variable.trainable or self.is_adding:
+            return self._value(variable)
+        if not isinstance(native, ShardedVariable):
+            return native
+        value = self._value(variable)
+        tape.variable_accessed(value)
+        return value
+
+    def _value(self, variable: Any) -> Any:
+        """Reads a variable once, outside of every loop and branch."""
+        if id(variable) not in self._read:
+            with self._graph.as_default():
+                value = tf.identity(tf.convert_to_tensor(keras_hooks.native_value(variable)))
+                # By these Keras and the tapes take it for a variable.
+                value.handle, value.trainable = value, True
+                self._read[id(variable)] = value
+        return self._read[id(variable)]
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Overrides the recording of `keras.StatelessScope`."""
+        variable, value = update
+        is_number = not variable.trainable and keras.backend.standardize_dtype(variable.dtype) != "bool"
+        known = self._written.get(id(variable))
+        is_addition = (self.is_adding or is_number) and (known is None or known[0].is_addition)
+        if is_addition:
+            self._value(variable)
+        self._written[id(variable)] = Write(variable, is_addition), tf.cast(value, variable.dtype)
+
+    def take_gradients(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Called in place of an optimiser's `apply`: it is applied on the servers."""
+        self._updates.append((Update(optimizer, list(variables)), list(grads)))
+
+    def take(self, variable: Any, indices: Any) -> Any:
+        """Returns rows of a variable, which alone are sent; `None` where all of it is needed."""
+        native = keras_hooks.native_value(variable)
+        if native is None or id(variable) in self._written or not isinstance(indices, tf.Tensor):
+            return None
+        if tf.compat.v1.get_default_graph() is not self._graph and isinstance(native, ShardedVariable):
+            return None
+        indices = tf.where(indices < 0, indices + tf.cast(native.shape[0], indices.dtype), indices)
+        unique, places = tf.unique(tf.reshape(indices, [-1]))
+        rows = tf.gather(self._rows(variable, native, unique), places)
+        return tf.reshape(rows, tf.concat([tf.shape(indices), native.shape[1:]], axis=0))
+
+    def _rows(self, variable: Any, native: Any, indices: Any) -> Any:
+        if not isinstance(native, ShardedVariable):
+            return tf.gather(native, indices)
+        with record.stop_recording():
+            rows = tf.nn.embedding_lookup(native, indices)
+        if variable.trainable:
+            # By the value as a whole, which is asked for the gradient and is not read for it.
+            value = self.get_current_value(variable)
+
+            def backward(upstream: Any) -> list[Any]:
+                return [tf.IndexedSlices(tf.convert_to_tensor(upstream), indices, tf.constant(native.shape.as_list()))]
+
+            record.record_operation("ServedRows", [rows], [value], backward)
+        return rows
+
+    def effects(self) -> tuple[Plan, list[Any]]:
+        """Returns what the function has done: what does not change from call to call, and the tensors that do."""
+        plan = Plan()
+        for update, grads in self._updates:
+            plan.add_update(update, grads)
+        for write, value in self._written.values():
+            if write.is_addition:
+                value = value - tf.cast(self._read[id(write.variable)], value.dtype)
+            plan.add_write(write, value)
+        return plan, plan.pack()
+
+
+class _Slot:
+    """Where in what is sent a tensor is: which message, and from which element on."""
+
+    def __init__(self, message: int, start: int = 0, shape: Sequence[int] | None = None) -> None:
+        self.message, self.start, self.shape = message, start, shape
+
+    def of(self, messages: Sequence[Any]) -> Any:
+        message = messages[self.message]
+        if self.shape is None:
+            return message
+        size = 1
+        for length in self.shape:
+            size *= length
+        return tf.reshape(message[self.start : self.start + size], self.shape)
+
+
+class Plan:
+    """The effects of a function, as messages to servers: dense ones as one for each server and dtype.
+
+    Made while the function is traced; the coordinator makes a function of it that commits the messages.
+    """
+
+    def __init__(self) -> None:
+        self.devices: list[str] = []
+        """The device of each message."""
+        self._writes: list[tuple[Write, list[Any]]] = []
+        self._updates: list[tuple[Update, list[Any]]] = []
+        self._tensors: list[Any] = []
+        self._flat: dict[tuple[str, Any], list[Any]] = {}
+        self._commit: Any = None
+        self._lock = threading.Lock()
+
+    def add_write(self, write: Write, value: Any) -> None:
+        native = keras_hooks.native_value(write.variable)
+        self._writes.append((write, self._dense(native, value)))
+
+    def add_update(self, update: Update, grads: Sequence[Any]) -> None:
+        entries: list[Any] = []
+        for variable, grad in zip(update.variables, grads, strict=True):
+            native = keras_hooks.native_value(variable)
+            if grad is None:
+                entries.append(None)
+            elif isinstance(grad, tf.IndexedSlices):
+                entries.append(self._sparse(native, grad))
+            else:
+                entries.append(self._dense(native, tf.reshape(tf.convert_to_tensor(grad), variable.shape)))
+        self._updates.append((update, entries))
+
+    def _dense(self, native: Any, value: Any) -> list[_Slot]:
+        shards = shards_of(native)
+        parts = tf.split(value, [int(s.shape[0]) for s in shards]) if len(shards) > 1 else [value]
+        slots = []
+        for shard, part in zip(shards, parts, strict=True):
+            slot = _Slot(-1, shape=[int(length) for length in part.shape])
+            self._flat.setdefault((shard.device, part.dtype), []).append((slot, part))
+            slots.append(slot)
+        return slots
+
+    def _sparse(self, native: Any, grad: Any) -> list[tuple[_Slot, _Slot]]:
+        shards, offsets = shards_of(native), offsets_of(native)
+        entries = []
+        for shard, first, end in zip(shards, offsets, offsets[1:], strict=False):
+            values, indices = grad.values, grad.indices
+            if len(shards) > 1:
+                mine = tf.logical_and(indices >= first, indices < end)
+                values, indices = tf.boolean_mask(values, mine), tf.boolean_mask(indices, mine) - first
+            entries.append((self._message(shard.device, values), self._message(shard.device, indices)))
+        return entries
+
+    def _message(self, device: str, tensor: Any) -> _Slot:
+        self.devices.append(device)
+        self._tensors.append(tensor)
+        return _Slot(len(self._tensors) - 1)
+
+    def pack(self) -> list[Any]:
+        """Returns the tensors to be sent."""
+        for (device, _), members in self._flat.items():
+            message = self._message(device, tf.concat([tf.reshape(part, [-1]) for _, part in members], axis=0))
+            start = 0
+            for slot, part in members:
+                slot.message, slot.start = message.message, start
+                start += part.shape.num_elements()
+        tensors, self._tensors, self._flat = self._tensors, [], {}  # of a trace, which they would keep
+        return tensors
+
+    def commit(self, messages: Sequence[Any]) -> None:
+        """Applies everything, once: the messages are where they are needed, and no worker takes part."""
+        with self._lock:
+            if self._commit is None:
+                self._commit = tf.function(self._apply, autograph=False, reduce_retracing=True)
+            self._commit(list(messages))
+
+    def _apply(self, messages: Sequence[Any]) -> None:
+        scope = CommitScope()
+        with scope:
+            for update, entries in self._updates:
+                grads = [
+                    scope.gradient(v, entry, messages)
+                    for v, entry in zip(update.variables, entries, strict=True)
+                ]
+                update.optimizer.apply(grads, update.variables)
+        for write, slots in self._writes:
+            native = keras_hooks.native_value(write.variable)
+            for shard, slot in zip(shards_of(native), slots, strict=True):
+                with tf.device(shard.device):
+                    value = slot.of(messages)
+                    shard.assign(shard + value if write.is_addition else value)
+
+
+class CommitScope(keras.StatelessScope):
+    """Lets optimisers update each variable on its server, those in shards shard by shard."""
+
+    def __init__(self) -> None:
+        super().__init__(initialize_variables=False)
+        self._shard: int | None = None
+        self._parts: dict[int, list[Any]] = {}
+        self._kept: list[Any] = []
+
+    def gradient(self, variable: Any, entry: Any, messages: Sequence[Any]) -> Any:
+        """Returns the gradient of a variable as a whole, and remembers its parts."""
+        if entry is None:
+            return None
+        native = keras_hooks.native_value(variable)
+        parts = []
+        for shard, part in zip(shards_of(native), entry, strict=True):
+            with tf.device(shard.device):
+                if isinstance(part, tuple):
+                    values, indices = (slot.of(messages) for slot in part)
+                    parts.append(tf.IndexedSlices(values, indices, tf.constant(shard.shape.as_list())))
+                else:
+                    parts.append(part.of(messages))
+        whole = parts[0] if len(parts) == 1 else _joined(parts, native)
+        self._parts[id(whole)] = parts
+        self._kept.append(whole)
+        return whole
+
+    def get_current_value(self, variable: Any) -> Any:
+        """Overrides the lookup of `keras.StatelessScope`."""
+        native = keras_hooks.native_value(variable)
+        if self._shard is not None and isinstance(native, ShardedVariable):
+            return native.variables[self._shard]
+        return native
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Overrides the recording of `keras.StatelessScope`."""
+        variable, value = update
+        native = self.get_current_value(variable)
+        with tf.device(shards_of(native)[0].device):
+            native.assign(tf.cast(value, native.dtype))
+
+    def _backend_update_step(
+        self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
+    ) -> None:
+        """Called in place of the optimiser's method: updates each variable where it is."""
+        elementwise = type(optimizer).__name__ in _ELEMENTWISE and not keras_hooks.is_own(optimizer)
+        for grad, variable in zip(grads, variables, strict=True):
+            native = keras_hooks.native_value(variable)
+            shards = shards_of(native)
+            if len(shards) == 1 or not elementwise:
+                with tf.device(shards[0].device):
+                    optimizer.update_step(grad, variable, learning_rate)
+                continue
+            for index, part in enumerate(self._parts.get(id(grad)) or _split(grad, native)):
+                self._shard = index
+                try:
+                    with tf.device(shards[index].device):
+                        optimizer.update_step(part, variable, learning_rate)
+                finally:
+                    self._shard = None
+
+    def _apply_weight_decay(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Called in place of the optimiser's method."""
+        for variable in variables if optimizer.weight_decay is not None else ():
+            if keras_hooks.decays(optimizer, variable):
+                for shard in shards_of(keras_hooks.native_value(variable)):
+                    with tf.device(shard.device):
+                        rate = tf.cast(optimizer.learning_rate, shard.dtype)
+                        shard.assign(shard - shard * tf.cast(optimizer.weight_decay, shard.dtype) * rate)
+
+
+def _joined(parts: Sequence[Any], native: Any) -> Any:
+    if not isinstance(parts[0], tf.IndexedSlices):
+        return tf.concat(parts, axis=0)
+    indices = [
+        part.indices + tf.cast(first, part.indices.dtype)
+        for part, first in zip(parts, offsets_of(native), strict=False)
+    ]
+    return tf.IndexedSlices(
+        tf.concat([part.values for part in parts], axis=0),
+        tf.concat(indices, axis=0),
+        tf.constant(native.shape.as_list()),
+    )
+
+
+def _split(grad: Any, native: Any) -> list[Any]:
+    """Divides a gradient that the optimiser has changed, by clipping."""
+    return list(tf.split(tf.convert_to_tensor(grad), [int(s.shape[0]) for s in shards_of(native)]))

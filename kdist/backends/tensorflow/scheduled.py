@@ -1,0 +1,159 @@
+"""Scheduled functions on TensorFlow: compiled, with tensors going in and out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.backends.coordination import RemoteValue
+from kdist.backends.tensorflow.effects import Plan
+from kdist.backends.tensorflow.iteration import spec_of_any_rows
+from kdist.backends.tensorflow.per_worker import Values
+from kdist.backends.tensorflow.steps import as_tensor
+
+
+class Call:
+    """A call of a function: its tensors, and the rest of its arguments, which is part of the program."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[Any] = []
+        leaves = [self._leaf(leaf) for leaf in keras.tree.flatten((args, kwargs))]
+        structure = keras.tree.map_structure(lambda leaf: 0, (args, kwargs))
+        any_rows = getattr(fn, "any_rows", False)
+        specs = [_spec(tensor, any_rows) for tensor in self.tensors]
+        self.signature = Signature(structure, leaves, specs)
+
+    def _leaf(self, leaf: Any) -> Any:
+        leaf = leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            leaf = as_tensor(np.asarray(leaf))
+        if not isinstance(leaf, Values) and not tf.is_tensor(leaf):
+            return leaf
+        self.tensors.append(leaf)
+        return _TENSOR
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What calls have in common that run the same program.
+
+    Args:
+        structure: That of the arguments.
+        leaves: What is the same in all of them; a mark in the place of each tensor.
+        specs: What the tensors have in common.
+    """
+
+    structure: Any
+    leaves: Sequence[Any]
+    specs: Sequence[Any]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Tells programs of one function apart."""
+        return repr(self.structure), repr(self.leaves), repr(self.specs)
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns the arguments of a call."""
+        present = iter(tensors)
+        leaves = [next(present) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        return keras.tree.pack_sequence_as(self.structure, leaves)
+
+
+def _spec(tensor: Any, any_rows: bool) -> Any:
+    if isinstance(tensor, Values):
+        return tensor.spec
+    return spec_of_any_rows(tensor) if any_rows else tf.type_spec_from_value(tensor)
+
+
+_TENSOR = object()
+
+
+_PROGRAMS = "_kdist_programs"
+
+
+def compiled(coordination: Any, fn: Callable[..., Any], signature: Signature) -> Compiled:
+    """Returns the program of a function for such calls; it is kept with the function, and for as long as that."""
+    known = vars(fn).setdefault(_PROGRAMS, weakref.WeakKeyDictionary()) if hasattr(fn, "__dict__") else {}
+    programs = known.setdefault(coordination, {})
+    if signature.key not in programs:
+        programs[signature.key] = Compiled(coordination, fn, signature)
+    return programs[signature.key]
+
+
+class Compiled:
+    """A program for workers, and what it does to variables.
+
+    Args:
+        coordination: Traces the function.
+        fn: The function.
+        signature: What its calls have in common.
+    """
+
+    plan: Plan
+
+    def __init__(self, coordination: Any, fn: Callable[..., Any], signature: Signature) -> None:
+        self._shapes: list[Any] = []
+        self._structure: Any = None
+        python_function, trace = _python_function(fn), coordination.trace
+
+        @tf.autograph.experimental.do_not_convert
+        def flat(*tensors: Any) -> Any:
+            args, kwargs = signature.arguments(tensors)
+            with trace() as scope:
+                result = python_function(*args, **kwargs)
+            self.plan, messages = scope.effects()
+            return self._outputs(result), messages
+
+        self._program = tf.function(flat, autograph=False).get_concrete_function(*signature.specs)
+
+    def run(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Runs the program; returns its outputs, and messages to servers."""
+        return self._program(*tensors)
+
+    def _outputs(self, result: Any) -> list[Any]:
+        """Puts the numbers among the results into one tensor for each dtype: each tensor would travel by itself."""
+        self._structure = keras.tree.map_structure(lambda leaf: 0, result)
+        self._shapes = []  # TensorFlow traces twice where the first time has made variables
+        tensors: list[Any] = []
+        flat: dict[Any, tuple[int, list[Any]]] = {}
+        for leaf in keras.tree.flatten(result):
+            if isinstance(leaf, keras.Variable):
+                leaf = tf.convert_to_tensor(leaf)
+            if not tf.is_tensor(leaf):
+                self._shapes.append((None, leaf))
+            elif leaf.shape == ():
+                if leaf.dtype not in flat:
+                    flat[leaf.dtype] = len(tensors), []
+                    tensors.append(None)
+                position, members = flat[leaf.dtype]
+                self._shapes.append((position, len(members)))
+                members.append(leaf)
+            else:
+                self._shapes.append((len(tensors), None))
+                tensors.append(leaf)
+        for position, members in flat.values():
+            tensors[position] = tf.stack(members)
+        return tensors
+
+    def packed(self, arrays: Sequence[np.ndarray]) -> Any:
+        """Returns what the function returned, of its outputs."""
+        leaves = []
+        for position, place in self._shapes:
+            if position is None:
+                leaves.append(place)
+            else:
+                leaves.append(arrays[position] if place is None else arrays[position][place])
+        return keras.tree.pack_sequence_as(self._structure, leaves)
+
+
+def _python_function(fn: Any) -> Callable[..., Any]:
+    """Returns what is traced for a function: of a `tf.function` what AutoGraph makes of it, unless it is not to."""
+    if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+        return tf.autograph.to_graph(fn.python_function) if getattr(fn, "_autograph", True) else fn.python_function
+    return getattr(fn, "python_function", fn)

@@ -1,0 +1,92 @@
+"""Variables that live on parameter servers: where each is put, whole or in shards, and what stands beside what."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute.sharded_variable import ShardedVariable
+
+from kdist import keras_hooks
+from kdist.errors import InvalidArgumentError
+
+
+class Shards(ShardedVariable):
+    """A variable in shards, of which an array can be made, as of any other."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.numpy().astype(dtype) if dtype is not None else self.numpy()
+
+
+def shards_of(native: Any) -> list[Any]:
+    """Returns the `tf.Variable`s of which a native variable consists: itself, where it is whole."""
+    return list(native.variables) if isinstance(native, ShardedVariable) else [native]
+
+
+def offsets_of(native: Any) -> list[int]:
+    """Returns the first row of each shard, and the number of rows of all."""
+    return [0, *itertools.accumulate(int(shard.shape[0]) for shard in shards_of(native))]
+
+
+class Placement:
+    """Puts new variables on the servers in turn, in shards if the partitioner says so.
+
+    What an optimiser keeps of a variable is put beside it, shard by shard.
+
+    Args:
+        devices: The device of each server.
+        partitioner: Called with the shape and dtype of a variable; returns the number of shards along each axis. `None`
+            for whole variables.
+    """
+
+    def __init__(self, devices: Sequence[str], partitioner: Callable[..., Any] | None) -> None:
+        self._next = itertools.cycle(devices)
+        self._partitioner = partitioner
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Within this, variables are put on servers."""
+        with tf.variable_creator_scope(self._create):
+            yield
+
+    def _create(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        for name in ("aggregation", "synchronization"):  # there is one of each, and nothing to aggregate
+            kwargs.pop(name, None)
+        owner = keras_hooks.owner_in_creation()
+        beside = [] if owner is None else shards_of(keras_hooks.native_value(owner))
+        initial, dtype = kwargs.pop("initial_value"), kwargs.pop("dtype", None)
+        value = initial() if callable(initial) else initial
+        value = tf.convert_to_tensor(value, dtype=dtype)
+        if beside and value.shape == owner.shape:
+            devices = [shard.device for shard in beside]
+        else:
+            devices = [next(self._next) for _ in range(self._number_of_shards(value))]
+        shards = []
+        sizes = [len(rows) for rows in _split(value.shape[0], len(devices))] if len(devices) > 1 else None
+        for part, device in zip(tf.split(value, sizes) if sizes else [value], devices, strict=True):
+            with tf.device(device):
+                shards.append(next_creator(initial_value=part, **kwargs))
+        return Shards(shards) if len(shards) > 1 else shards[0]
+
+    def _number_of_shards(self, value: Any) -> int:
+        if self._partitioner is None or not value.shape.rank:
+            return 1
+        numbers = list(self._partitioner(shape=value.shape, dtype=value.dtype))
+        if not numbers or numbers[0] < 1 or any(number != 1 for number in numbers[1:]):
+            raise InvalidArgumentError(
+                "A partitioner must return a number for each axis of a variable: how many shards along the first, "
+                "1 or more, and 1 for the others.",
+                received={"shape": tuple(value.shape), "partitions": numbers},
+                hint="Use kdist.experimental.partitioners.MinSizePartitioner().",
+            )
+        return min(numbers[0], value.shape[0]) or 1
+
+
+def _split(rows: int, parts: int) -> list[range]:
+    """Divides rows as evenly as possible, the larger parts first: what TensorFlow's sharded variables expect."""
+    base, extra = divmod(rows, parts)
+    starts = [i * base + min(i, extra) for i in range(parts + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(starts)]

@@ -1,0 +1,113 @@
+"""The workers and parameter servers of a cluster: TensorFlow's servers, and whether they are there."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.cluster import ClusterSpec, environment, split_address
+from kdist.cluster.roles import ServerCluster
+from kdist.errors import WorkerLostError, WorkerTimeoutError
+
+COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
+PATIENCE = 0.2
+"""Seconds after which who waits for a task looks again."""
+_JOBS = ("chief", "worker", "ps")
+_ANSWER = 2.0  # seconds in which a task that is there takes a connection
+_MISSES = 3  # as often a task must not have answered, to be lost
+_THREADS = 16
+
+
+def start_server(
+    cluster_spec: ClusterSpec, job_name: str, task_index: int, config: Any = None
+) -> tf.distribute.Server:
+    """Starts TensorFlow's server of a task of type "worker" or "ps", which `join` waits for.
+
+    Without word about threads it gets more than there are cores: a step waits in one of them for another's answer.
+    """
+    environment.set_default("GRPC_FAIL_FAST", "use_caller")  # or who calls a task that has ended waits for it
+    if config is None:
+        config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=_THREADS)
+    jobs = {job: tasks for job, tasks in cluster_spec.as_dict().items() if job in _JOBS}
+    return tf.distribute.Server(
+        tf.train.ClusterSpec(jobs), job_name=job_name, task_index=task_index, protocol="grpc", config=config
+    )
+
+
+class Task:
+    """A worker or server, and whether somebody is at its address."""
+
+    def __init__(self, job: str, index: int, address: str, name: str) -> None:
+        self.name, self.address = name, address
+        self.device = f"/job:{job}/replica:0/task:{index}/device:CPU:0"
+
+    def answers(self) -> bool:
+        """Says whether somebody takes connections."""
+        try:
+            socket.create_connection(split_address(self.address), timeout=_ANSWER).close()
+        except OSError:
+            return False
+        return True
+
+
+def of(cluster: ServerCluster) -> tuple[list[Task], list[Task]]:
+    """Returns the workers and the servers."""
+    workers = [
+        Task("worker", i, address, name)
+        for i, (address, name) in enumerate(zip(cluster.workers, cluster.worker_names, strict=True))
+    ]
+    servers = [
+        Task("ps", i, address, name)
+        for i, (address, name) in enumerate(zip(cluster.servers, cluster.server_names, strict=True))
+    ]
+    return workers, servers
+
+
+def native_spec(cluster: ServerCluster) -> tf.train.ClusterSpec:
+    """Returns TensorFlow's description of the cluster."""
+    jobs = {"worker": list(cluster.workers), "ps": list(cluster.servers)}
+    if cluster.chief is not None:
+        jobs["chief"] = [cluster.chief]
+    return tf.train.ClusterSpec(jobs)
+
+
+def require(tasks: Sequence[Task], timeout: float) -> None:
+    """Waits until all tasks are there.
+
+    Raises:
+        WorkerTimeoutError: Some did not come; names them.
+    """
+    deadline = time.monotonic() + timeout
+    missing = list(tasks)
+    while missing := [task for task in missing if not task.answers()]:
+        if time.monotonic() > deadline:
+            raise WorkerTimeoutError(
+                f"All workers and servers must come within {timeout:g} s; "
+                f"{', '.join(task.name for task in missing)} did not.",
+                hint="Run the script there, too: on these tasks it calls `kdist.Server(...).join()`.",
+            )
+        time.sleep(PATIENCE)
+
+
+def lost(tasks: Sequence[Task]) -> list[Task]:
+    """Returns the tasks that do not answer, however often they are asked."""
+    for attempt in range(_MISSES):
+        if attempt:
+            time.sleep(PATIENCE)
+        if not (tasks := [task for task in tasks if not task.answers()]):
+            break
+    return list(tasks)
+
+
+def lost_error(tasks: Sequence[Task]) -> WorkerLostError:
+    """Returns what to raise where these are gone."""
+    names = ", ".join(task.name for task in tasks)
+    return WorkerLostError(
+        f"{names} {'has' if len(tasks) == 1 else 'have'} ended, or cannot be reached.",
+        hint="What was there is lost. Start the job again: with kdist.callbacks.BackupAndRestore it goes on from the last "
+        "backup.",
+    )

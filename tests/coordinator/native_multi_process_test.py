@@ -1,0 +1,226 @@
+"""TensorFlow's own workers and parameter servers: numbers, exactly once, and what is lost when what dies."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kdist.testing.conformance import CASES, compare, run_case
+from tests.processes import Script, local_addresses, run_plain
+
+SERVER = """
+import kdist
+resolver = kdist.cluster_resolver.TFConfigClusterResolver()
+server = kdist.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
+print("ready", flush=True)
+server.join()
+"""
+# What the scripts of the coordinator share.
+HEAD = """
+import json, sys, threading, time
+import keras, kdist, numpy as np, tensorflow as tf
+from sklearn.datasets import load_digits
+x, y = load_digits(return_X_y=True)
+x = (x / 16).astype("float32")
+
+def make_model():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32, activation="relu"), keras.layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return model
+"""
+
+
+class Job:
+    """Two workers and two servers, and a coordinator to be started; each task is a process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        ports = local_addresses(5)
+        self.spec = {"chief": ports[:1], "worker": ports[1:3], "ps": ports[3:]}
+        self.tasks = {(job, i): self.start(job, i) for job in ("worker", "ps") for i in range(2)}
+
+    def start(self, job: str, index: int, source: str = SERVER) -> Script:
+        config = json.dumps({"cluster": self.spec, "task": {"type": job, "index": index}})
+        env = {"KERAS_BACKEND": "tensorflow", "TF_CONFIG": config}
+        name = f"{job}{index}-{time.monotonic_ns()}"
+        return Script(self.folder, name, source, env)
+
+    def coordinate(self, source: str) -> Script:
+        self.tasks["chief", 0] = self.start("chief", 0, HEAD + source)
+        return self.tasks["chief", 0]
+
+    def kill(self, job: str, index: int) -> None:
+        self.tasks[job, index].kill()
+
+    def replace(self, job: str, index: int) -> None:
+        self.kill(job, index)
+        self.tasks[job, index] = self.start(job, index)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    for task in made.tasks.values():
+        task.kill()
+
+
+def result_of(script: Script, timeout: float = 120) -> Any:
+    """Returns what the script has printed last, as JSON."""
+    assert script.wait(timeout) == 0, script.stdout() + script.stderr()[-4000:]
+    return json.loads(script.stdout().splitlines()[-1])
+
+
+def _plain_fit() -> list[np.ndarray]:
+    scope: dict[str, Any] = {}
+    exec(HEAD.replace("kdist, ", ""), scope)
+    model = scope["make_model"]()
+    model.fit(scope["x"], scope["y"], batch_size=64, epochs=1, verbose=0)
+    return model.get_weights()
+
+
+def test_fit_one_after_the_other_is_plain_keras_and_beside_each_other_learns(job, tmp_path):
+    script = job.coordinate(f"""
+
+strategy = kdist.ParameterServerStrategy(None, kdist.experimental.partitioners.FixedShardsPartitioner(2), max_staleness=0)
+with strategy.scope():
+    model = make_model()
+model.fit(x, y, batch_size=64, epochs=1, verbose=0)
+np.savez({str(tmp_path / "weights.npz")!r}, *model.get_weights())
+strategy.coordination.closures._staleness._most = None
+model.fit(x, y, batch_size=64, epochs=5, verbose=0)
+print(json.dumps([int(model.optimizer.iterations), model.evaluate(x, y, verbose=0)[1]]))
+""")
+    expected = run_plain("tensorflow", _plain_fit)
+    steps, accuracy = result_of(script)
+    assert steps == 6 * 29
+    assert accuracy > 0.95
+    with np.load(tmp_path / "weights.npz") as weights:
+        for name, value in zip(weights.files, expected, strict=True):
+            np.testing.assert_allclose(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+LOOP = """
+strategy = kdist.ParameterServerStrategy()
+with strategy.scope():
+    model, count = make_model(), keras.Variable(0, dtype="int32", trainable=False)
+coordinator = kdist.coordinator.ClusterCoordinator(strategy)
+iterator = iter(coordinator.create_per_worker_dataset(
+    lambda: tf.data.Dataset.from_tensor_slices((x, y)).shuffle(2000).repeat().batch(64)
+))
+
+@tf.function
+def step(iterator):
+    def replica(x, y):
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(y=y, y_pred=model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        count.assign_add(1)
+        return loss
+    return strategy.run(replica, args=next(iterator))
+"""
+
+
+def test_workers_die_and_come_back_and_each_closure_counts_once(job):
+    script = job.coordinate(
+        LOOP
+        + """
+results = []
+for number in range(600):
+    results.append(coordinator.schedule(step, args=(iterator,)))
+    if number % 20 == 0:
+        print("step", number, flush=True)
+        time.sleep(0.05)
+coordinator.join()
+assert len(coordinator.fetch(results)) == 600
+print("joined", int(count), int(model.optimizer.iterations), flush=True)
+while min(strategy.coordination.incarnations) < 1:
+    time.sleep(0.1)
+for _ in range(20):
+    coordinator.schedule(step, args=(iterator,))
+coordinator.join()
+accuracy = float(np.mean(model.predict(x, verbose=0).argmax(1) == y))
+print(json.dumps([int(count), int(model.optimizer.iterations), accuracy]))
+"""
+    )
+    for index, text in ((0, "step 100"), (1, "step 300")):
+        script.wait_for(text)
+        job.replace("worker", index)
+        job.tasks["worker", index].wait_for("ready")
+    assert result_of(script)[:2] == [620, 620]
+    assert result_of(script)[2] > 0.95
+
+
+def test_errors_of_closures_are_their_own_and_a_lost_server_is_named(job):
+    script = job.coordinate(
+        LOOP
+        + """
+def fails(number):
+    raise KeyError("own")
+try:
+    coordinator.schedule(fails, args=(1.0,))
+    coordinator.join()
+except KeyError as error:
+    print("raised", error, flush=True)
+coordinator.fetch(coordinator.schedule(step, args=(iterator,)))
+print("trains", flush=True)
+try:
+    while True:
+        coordinator.schedule(step, args=(iterator,))
+        time.sleep(0.005)
+except kdist.errors.WorkerLostError as error:
+    print(json.dumps([str(error), time.time()]), flush=True)
+"""
+    )
+    script.wait_for("trains")
+    killed = time.time()
+    job.kill("ps", 1)
+    message, noticed = result_of(script)
+    assert "raised 'own'" in script.stdout()
+    assert f"ps 1 ({job.spec['ps'][1]})" in message
+    assert "BackupAndRestore" in message
+    assert noticed - killed < 20
+
+
+def test_a_server_that_never_comes_is_named(job):
+    job.kill("ps", 0)
+    script = job.coordinate("kdist.ParameterServerStrategy(timeout=3)")
+    assert script.wait(60) != 0
+    assert "WorkerTimeoutError" in script.stderr()
+    assert f"ps 0 ({job.spec['ps'][0]})" in script.stderr()
+
+
+@pytest.mark.parametrize("mode", ["synchronous=True", "max_staleness=0"])
+def test_the_contract(job, tmp_path, mode):
+    names = CASES_OF_EACH_MODE
+    script = job.coordinate(f"""
+import pickle
+from kdist.testing.conformance import run_case
+strategy = kdist.ParameterServerStrategy({mode})
+numbers = {{name: run_case(name, strategy) for name in {names!r}}}
+pickle.dump(numbers, open({str(tmp_path / "numbers")!r}, "wb"))
+print("[]")
+""")
+    expected = run_plain("tensorflow", _plain_cases, names)
+    result_of(script)
+    import pickle
+
+    actual = pickle.loads((tmp_path / "numbers").read_bytes())
+    for name in names:
+        compare(CASES[name], expected[name], actual[name])
+
+
+CASES_OF_EACH_MODE = list(CASES)[:3]
+
+
+def _plain_cases(names: list[str]) -> dict[str, Any]:
+    return {name: run_case(name) for name in names}
