@@ -70,7 +70,7 @@ class TrainStep:
     def step(self, data: Any) -> Any:
         """One step, in the replica."""
         engine = get_backend().coordination_engine
-        return self.model.train_step(data) if engine is None else engine().train_step(self._model, data)
+        return self.model.train_step(data) if engine is None else engine().train_step(self.model, data)
 
 
 def to_send(data: Any) -> Any:

@@ -74,9 +74,10 @@ class ParameterServerStrategy(Strategy):
             return
         closures = Closures(Staleness(max_staleness))
         common = (closures, cluster, variable_partitioner, synchronous, timeout)
-        if backend.coordination_engine is None:
+        if backend.native_coordination is not None:
             self.coordination = backend.native_coordination(self, *common)
         else:
+            assert backend.coordination_engine is not None
             self.coordination = OwnCoordination(self, backend.coordination_engine(), *common)
         runtime = backend.create_runtime(Topology(backend.list_devices()[:1]))
         super().__init__(CoordinatorRuntime(runtime, self.coordination))  # type: ignore[arg-type]

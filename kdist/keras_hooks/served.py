@@ -118,7 +118,9 @@ def reduced(value: Any) -> Any:
         return _new, (type(value),), (value.tracker, dict(value)), None, None, _fill_container
     if isinstance(value, tracking.Tracker):
         return _new, (type(value),), vars(value) | {"stored_ids": {}}, None, None, _fill
-    if isinstance(value, KerasSaveable) and not hasattr(value, "lookup_table"):  # TensorFlow's, which is made anew
+    if isinstance(value, KerasSaveable) and not hasattr(
+        value, "lookup_table"
+    ):  # TensorFlow's, which is made anew
         state = {name: kept for name, kept in vars(value).items() if name not in _LEFT_BEHIND}
         if "_modules" in state:  # of a layer that is a torch module
             state["_modules"] = {n: m for n, m in state["_modules"].items() if n not in _LEFT_BEHIND}
@@ -167,7 +169,8 @@ def arriving(strategy: Any) -> Iterator[None]:
                 value.stored_ids = {name: set(map(id, store)) for name, (_, store) in value.config.items()}
             elif isinstance(value, keras.optimizers.Optimizer):
                 value._trainable_variables_indices = {
-                    value._var_key(variable): index for index, variable in enumerate(value._trainable_variables)
+                    value._var_key(variable): index
+                    for index, variable in enumerate(value._trainable_variables)
                 }
             elif isinstance(value, keras.Model):
                 strategies[value] = strategy

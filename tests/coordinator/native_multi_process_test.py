@@ -90,7 +90,8 @@ def _plain_fit() -> list[np.ndarray]:
 def test_fit_one_after_the_other_is_plain_keras_and_beside_each_other_learns(job, tmp_path):
     script = job.coordinate(f"""
 
-strategy = kdist.ParameterServerStrategy(None, kdist.experimental.partitioners.FixedShardsPartitioner(2), max_staleness=0)
+partitioner = kdist.experimental.partitioners.FixedShardsPartitioner(2)
+strategy = kdist.ParameterServerStrategy(None, partitioner, max_staleness=0)
 with strategy.scope():
     model = make_model()
 model.fit(x, y, batch_size=64, epochs=1, verbose=0)

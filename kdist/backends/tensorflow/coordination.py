@@ -27,6 +27,7 @@ from kdist.cluster.roles import ServerCluster
 from kdist.context import ReplicaContext, StrategyLike, cross_replica
 from kdist.errors import WorkerLostError
 
+
 class _Lost(Exception):
     """A worker is gone, or another process is in its place."""
 

@@ -130,7 +130,11 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
             value = self.get_current_value(variable)
 
             def backward(upstream: Any) -> list[Any]:
-                return [tf.IndexedSlices(tf.convert_to_tensor(upstream), indices, tf.constant(native.shape.as_list()))]
+                return [
+                    tf.IndexedSlices(
+                        tf.convert_to_tensor(upstream), indices, tf.constant(native.shape.as_list())
+                    )
+                ]
 
             record.record_operation("ServedRows", [rows], [value], backward)
         return rows
@@ -224,7 +228,9 @@ class Plan:
     def pack(self) -> list[Any]:
         """Returns the tensors to be sent."""
         for (device, _), members in self._flat.items():
-            message = self._message(device, tf.concat([tf.reshape(part, [-1]) for _, part in members], axis=0))
+            message = self._message(
+                device, tf.concat([tf.reshape(part, [-1]) for _, part in members], axis=0)
+            )
             start = 0
             for slot, part in members:
                 slot.message, slot.start = message.message, start

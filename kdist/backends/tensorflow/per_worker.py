@@ -29,7 +29,7 @@ class Values(PerWorkerValues):
         self._made: dict[int, tuple[int, Any]] = {}
         self._lock = threading.Lock()
 
-    def __iter__(self) -> Values:  # type: ignore[override]
+    def __iter__(self) -> Values:
         return Values(self._dataset, iterates=True)
 
     def __next__(self) -> Any:

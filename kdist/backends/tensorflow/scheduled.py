@@ -155,5 +155,9 @@ class Compiled:
 def _python_function(fn: Any) -> Callable[..., Any]:
     """Returns what is traced for a function: of a `tf.function` what AutoGraph makes of it, unless it is not to."""
     if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-        return tf.autograph.to_graph(fn.python_function) if getattr(fn, "_autograph", True) else fn.python_function
+        return (
+            tf.autograph.to_graph(fn.python_function)
+            if getattr(fn, "_autograph", True)
+            else fn.python_function
+        )
     return getattr(fn, "python_function", fn)

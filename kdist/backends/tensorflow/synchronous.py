@@ -35,7 +35,7 @@ class SynchronousRuntime(TensorFlowRuntime):
         native = tf.distribute.MirroredStrategy(
             [tasks.COORDINATOR], tf.distribute.ReductionToOneDevice(reduce_to_device=servers[0].device)
         )
-        # Its constructor takes devices of one task alone; for others its collectives would not do, but a reduction does.
+        # Its constructor takes devices of one task alone, over which its collectives go; a reduction goes over others.
         native.extended._initialize_strategy(devices)
         topology = Topology(devices, storage=Central(servers[0].device))
         super().__init__(native, topology, _Remote(found, servers))

@@ -108,6 +108,6 @@ def lost_error(tasks: Sequence[Task]) -> WorkerLostError:
     names = ", ".join(task.name for task in tasks)
     return WorkerLostError(
         f"{names} {'has' if len(tasks) == 1 else 'have'} ended, or cannot be reached.",
-        hint="What was there is lost. Start the job again: with kdist.callbacks.BackupAndRestore it goes on from the last "
-        "backup.",
+        hint="What was there is lost. Start the job again: with kdist.callbacks.BackupAndRestore it goes on from the "
+        "last backup.",
     )
