@@ -7,13 +7,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from kdist.backends.contract import Runtime, StepFunction
 from kdist.context import StrategyLike
 from kdist.errors import StrategyScopeError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class RemoteValue(ABC):

@@ -202,4 +202,6 @@ class Closures:
 
 
 def _cancelled(error: BaseException) -> Cancelled:
-    return Cancelled(f"The function was not run, since another one has failed: {type(error).__name__}: {error}")
+    return Cancelled(
+        f"The function was not run, since another one has failed: {type(error).__name__}: {error}"
+    )

@@ -13,8 +13,9 @@ from kdist.errors import InvalidArgumentError
 class ClusterCoordinator:
     """Schedules functions on workers, without waiting for them.
 
-    A function that a lost worker was running is run by another one; what it does to variables in `strategy.run` is done
-    once. What a function raises is raised by the next `schedule`, `join` or `done`, and functions that wait are dropped.
+    A function that a lost worker was running is run by another one; what it does to variables in `strategy.run` is
+    done once. What a function raises is raised by the next `schedule`, `join` or `done`, and functions that wait are
+    dropped.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/coordinator/ClusterCoordinator
 
@@ -39,7 +40,15 @@ class ClusterCoordinator:
                 received={"strategy": strategy},
                 hint="kdist.coordinator.ClusterCoordinator(kdist.ParameterServerStrategy(cluster_resolver))",
             )
+        if strategy.is_synchronous:
+            raise InvalidArgumentError(
+                "Functions are scheduled on workers that are independent of each other.",
+                received={"strategy": "ParameterServerStrategy(synchronous=True)"},
+                hint="Train with `fit`, or leave out synchronous=True.",
+            )
+        assert strategy.coordination is not None
         self._strategy = strategy
+        self._coordination = strategy.coordination
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -47,7 +56,10 @@ class ClusterCoordinator:
         return self._strategy
 
     def schedule(
-        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
         """Lets some worker call a function, soon; does not wait.
 
@@ -64,9 +76,11 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise InvalidArgumentError(
-                "`schedule` takes a function.", received={"fn": fn}, hint="coordinator.schedule(step, args=(iterator,))"
+                "`schedule` takes a function.",
+                received={"fn": fn},
+                hint="coordinator.schedule(step, args=(iterator,))",
             )
-        return self._strategy.coordination.schedule(fn, tuple(args or ()), dict(kwargs or {}))
+        return self._coordination.schedule(fn, tuple(args or ()), dict(kwargs or {}))
 
     def join(self) -> None:
         """Waits until every scheduled function has run.
@@ -74,7 +88,7 @@ class ClusterCoordinator:
         Raises:
             BaseException: What one of them has raised.
         """
-        self._strategy.coordination.join()
+        self._coordination.join()
 
     def done(self) -> bool:
         """Says whether every scheduled function has run.
@@ -82,7 +96,7 @@ class ClusterCoordinator:
         Raises:
             BaseException: What one of them has raised.
         """
-        return self._strategy.coordination.done()
+        return self._coordination.done()
 
     def fetch(self, val: Any) -> Any:
         """Waits for the `RemoteValue`s in a structure.
@@ -93,7 +107,7 @@ class ClusterCoordinator:
         Returns:
             The structure with what the functions have returned: NumPy arrays and Python values.
         """
-        return self._strategy.coordination.fetch(val)
+        return self._coordination.fetch(val)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
         """Makes a dataset on each worker.
@@ -105,4 +119,4 @@ class ClusterCoordinator:
         Returns:
             A `PerWorkerValues`: `iter` of it goes to `schedule`, as an argument.
         """
-        return self._strategy.coordination.create_per_worker_dataset(dataset_fn)
+        return self._coordination.create_per_worker_dataset(dataset_fn)

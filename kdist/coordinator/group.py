@@ -29,7 +29,9 @@ from kdist.errors import KdistError, WorkerLostError
 from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from kdist.training.session import session_of
 
-_HINT = "The workers wait for each other in the synchronous mode: start the job again; it goes on from a backup."
+_HINT = (
+    "The workers wait for each other in the synchronous mode: start the job again; it goes on from a backup."
+)
 
 
 class Group:
@@ -53,7 +55,9 @@ class Group:
             self.call("join_group", {"workers": places}, b"")
             self._has_joined = True
 
-    def call(self, method: str, header: Mapping[str, Any], data: bytes) -> list[tuple[dict[str, Any], list[np.ndarray]]]:
+    def call(
+        self, method: str, header: Mapping[str, Any], data: bytes
+    ) -> list[tuple[dict[str, Any], list[np.ndarray]]]:
         """Calls a method of every worker; returns the answers, in the workers' order.
 
         Raises what one of them has raised: the one that was not left alone by another.
@@ -73,7 +77,7 @@ class Group:
         for answer in answers:
             if isinstance(answer, PeerLost):
                 raise WorkerLostError(str(answer), hint=_HINT)
-        errors = [answer for answer in answers if isinstance(answer, KdistError)]
+        errors: list[BaseException] = [answer for answer in answers if isinstance(answer, KdistError)]
         for peer, answer in zip(self._workers, answers, strict=True):
             if not isinstance(answer, KdistError) and "raised" in answer[0]:
                 errors.append(shipping.load_error(answer[1][0].tobytes(), peer.name))
@@ -130,7 +134,9 @@ class GroupTask:
     _joined: tuple[int, int, Any] | None = None
     _lock = threading.Lock()
 
-    def __init__(self, engine: Engine, index: int, address: str, session: str, servers: Sequence[Peer]) -> None:
+    def __init__(
+        self, engine: Engine, index: int, address: str, session: str, servers: Sequence[Peer]
+    ) -> None:
         self.index = index
         self.strategy: Any = None
         self.own_values: dict[int, Any] = {}
@@ -207,7 +213,7 @@ class GroupTask:
             number = mine[id(variable)]
             _, home = self._variables[number]
             parts = home.placement.cut(np.array(variable))
-            for part, server, key in home.all_keys(len(self._served.servers)):
+            for part, server, key in home.keys_to_write(len(self._served.servers)):
                 if server % number_of_workers == self.index:
                     keys, arrays = sent.setdefault(server, ([], []))
                     keys.append(key)

@@ -69,7 +69,7 @@ class Optimizers:
     def _register(self, optimizer: Any, number: int) -> None:
         trained = list(optimizer._trainable_variables)
         self._give(trained)
-        homes = {}
+        homes: dict[str, Home] = {}
         for variable in trained:
             home = keras_hooks.record_of(variable).home
             homes.setdefault(variable.path, home)
@@ -88,7 +88,10 @@ class Optimizers:
                 "optimizer": number,
                 "trained": [key for v in trained for key in self._keys(v, server)],
                 "undecayed": [
-                    key for v in trained if keras_hooks.is_undecayed(optimizer, v) for key in self._keys(v, server)
+                    key
+                    for v in trained
+                    if keras_hooks.is_undecayed(optimizer, v)
+                    for key in self._keys(v, server)
                 ],
                 "own": [[v.name, key] for v in optimizer.variables for key in self._keys(v, server)],
             }
@@ -97,12 +100,16 @@ class Optimizers:
 
     def _keys(self, variable: Any, server: int) -> list[str]:
         home = keras_hooks.record_of(variable).home
-        return [key for _, where, key in home.all_keys(len(self._served.servers)) if where == server]
+        return [key for _, where, key in home.keys_to_write(len(self._served.servers)) if where == server]
 
     def _move(self, variable: Any, placement: Placement, is_everywhere: bool = False) -> None:
         """Puts one of an optimiser's variables where its steps are made."""
         record = keras_hooks.record_of(variable)
-        if record is not None and record.home.placement == placement and record.home.is_everywhere == is_everywhere:
+        if (
+            record is not None
+            and record.home.placement == placement
+            and record.home.is_everywhere == is_everywhere
+        ):
             return
         home = Home(self._served.new_number(), placement, is_everywhere)
         if record is None:
@@ -139,9 +146,7 @@ def _check_divided(optimizer: Any, variable: Any) -> None:
 
 def _unbuilt(optimizer: Any) -> Any:
     """Returns an optimiser of the same settings without variables, which does not clip: the workers did."""
-    schedule = optimizer._learning_rate
-    is_number = isinstance(schedule, keras.Variable)
-    config = optimizer.get_config() | {"learning_rate": float(optimizer.learning_rate) if is_number else schedule}
+    config = optimizer.get_config() | {"learning_rate": keras_hooks.learning_rate(optimizer)}
     if not optimizer.gradient_accumulation_steps:
         config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))
     return type(optimizer).from_config(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import threading
 import uuid
@@ -22,13 +23,14 @@ from kdist.coordinator.closures import Closure, Closures
 from kdist.coordinator.group import Group, GroupSteps
 from kdist.coordinator.optimizers import Optimizers
 from kdist.coordinator.placement import place
-from kdist.coordinator.rpc import CallFailed, Peer, PeerLost
+from kdist.coordinator.rpc import Peer, PeerLost
 from kdist.coordinator.served import Home, Record, Served
 from kdist.coordinator.steps import ScheduledSteps
-from kdist.errors import StrategyScopeError, WorkerFailedError, WorkerLostError, WorkerTimeoutError
+from kdist.errors import WorkerLostError, WorkerTimeoutError
 
 _GO_ON = (
-    "What it held is lost. Start the job again: with kdist.callbacks.BackupAndRestore it goes on from the last backup."
+    "What it held is lost. Start the job again: "
+    "with kdist.callbacks.BackupAndRestore it goes on from the last backup."
 )
 _PATIENCE = 0.2  # seconds after which an idle thread looks around
 
@@ -85,12 +87,14 @@ class OwnCoordination(Coordination):
         self._token = environment.cluster_token()
         self._cluster = cluster
         peers = [Peer(*task, self._token) for task in zip(cluster.server_names, cluster.servers, strict=True)]
-        self._workers = [Peer(*task, self._token) for task in zip(cluster.worker_names, cluster.workers, strict=True)]
+        self._workers = [
+            Peer(*task, self._token) for task in zip(cluster.worker_names, cluster.workers, strict=True)
+        ]
         _require([*peers, *self._workers], timeout)
         self.served = Served(engine, peers, self._session, tells=True)
         for peer in peers:
             peer.call("begin", {"session": self._session, "floatx": keras.config.floatx()})
-        self._watches = [peer.watch(lambda peer=peer: self._lost_server(peer.name)) for peer in peers]
+        self._watches = [peer.watch(functools.partial(self._lost_server, peer.name)) for peer in peers]
         self.closures = closures
         self.optimizers = Optimizers(strategy, self.served, self.give)
         self._num_parts = 0
@@ -104,10 +108,14 @@ class OwnCoordination(Coordination):
         self.staleness = 0
         """The most updates that were made while a closure computed one."""
         self.group = Group(self._workers, self._session)
-        self._threads = [] if synchronous else [
-            threading.Thread(target=self._drive, args=(i,), name=f"kdist {peer.name}", daemon=True)
-            for i, peer in enumerate(self._workers)
-        ]
+        self._threads = (
+            []
+            if synchronous
+            else [
+                threading.Thread(target=self._drive, args=(i,), name=f"kdist {peer.name}", daemon=True)
+                for i, peer in enumerate(self._workers)
+            ]
+        )
         if synchronous:
             for i, peer in enumerate(self._workers):
                 _Worker(peer, i).begin(self._session, cluster.servers, keras.config.floatx(), synchronous)
@@ -290,7 +298,11 @@ class _Worker:
     def begin(self, session: str, servers: Sequence[str], floatx: str, synchronous: bool = False) -> None:
         """Lets the worker take part, which may be another process than before."""
         self._session, self._functions, self._num_own = session, set(), 0
-        self.peer.call("begin", {"session": session, "index": self.index, "servers": list(servers), "floatx": floatx} | {"synchronous": synchronous})
+        self.peer.call(
+            "begin",
+            {"session": session, "index": self.index, "servers": list(servers), "floatx": floatx}
+            | {"synchronous": synchronous},
+        )
         self.is_ready = True
 
     def forget(self) -> None:
@@ -308,9 +320,13 @@ class _Worker:
             self.call("ship", {"function": name}, data)
             self._functions.add(name)
 
-    def call(self, method: str, header: Mapping[str, Any], data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
+    def call(
+        self, method: str, header: Mapping[str, Any], data: bytes
+    ) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Calls a method with one pickle."""
-        return self.peer.call(method, {"session": self._session} | dict(header), [np.frombuffer(data, np.uint8)])
+        return self.peer.call(
+            method, {"session": self._session} | dict(header), [np.frombuffer(data, np.uint8)]
+        )
 
 
 def _itself(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Calls between the tasks of a job, over gRPC: a header of JSON, and arrays of bytes beside it.
 
-gRPC (https://grpc.io) is what TensorFlow's own parameter servers talk over. It has the deadlines, the keep-alive and the
-connecting anew; here is only how a call is written down.
+gRPC (https://grpc.io) is what TensorFlow's own parameter servers talk over. It has the deadlines, the keep-alive and
+the connecting anew; here is only how a call is written down.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def _read(messages: Iterable[bytes]) -> tuple[dict[str, Any], list[np.ndarray]]:
     rest = itertools.chain([first[end:]], stream)
     pending = memoryview(b"")
     for array in arrays:
-        target = memoryview(array.reshape(-1).view(np.uint8))
+        target = array.reshape(-1).view(np.uint8).data
         filled = 0
         while filled < len(target):
             if not len(pending):

@@ -30,15 +30,15 @@ class Home:
     placement: Placement
     is_everywhere: bool = False
 
-    def keys(self) -> list[tuple[int, str]]:
+    def keys_to_read(self) -> list[tuple[int, str]]:
         """The server and the name there of each part, to be read."""
         return [(server, f"{self.number}.{part}") for part, server in enumerate(self.placement.servers)]
 
-    def all_keys(self, num_servers: int) -> list[tuple[int, int, str]]:
+    def keys_to_write(self, num_servers: int) -> list[tuple[int, int, str]]:
         """The part, the server and the name there of each copy of each part, to be written."""
         if self.is_everywhere:
             return [(0, server, f"{self.number}.0") for server in range(num_servers)]
-        return [(part, server, key) for part, (server, key) in enumerate(self.keys())]
+        return [(part, server, key) for part, (server, key) in enumerate(self.keys_to_read())]
 
 
 class Record:
@@ -133,8 +133,9 @@ class Served:
     def hold(self, record: Record, home: Home) -> None:
         """Gives a variable to the servers, in a home, with the value that it has here."""
         value, variable = np.array(record.value()), record.variable()
+        assert variable is not None
         parts = home.placement.cut(value)
-        for part, server, key in home.all_keys(len(self.servers)):
+        for part, server, key in home.keys_to_write(len(self.servers)):
             spec = {"key": key, "path": variable.path, "trainable": bool(variable.trainable)}
             self.call(server, "hold", {"parts": [spec]}, [parts[part]])
         with self._lock:
@@ -153,7 +154,7 @@ class Served:
     def value(self, home: Home) -> np.ndarray:
         """Returns what the servers have in a home."""
         parts = []
-        for server, key in home.keys():
+        for server, key in home.keys_to_read():
             _, found = self._begin(server, "pull", {"keys": [key], "versions": [-1]})()
             parts += found
         return home.placement.join(parts)
@@ -166,11 +167,14 @@ class Served:
                 self.tell_values([record for record in records if record.is_changed()])
             wanted: dict[int, list[tuple[Record, int, str]]] = {}
             for record in records:
-                for part, (server, key) in enumerate(record.home.keys()):
+                for part, (server, key) in enumerate(record.home.keys_to_read()):
                     wanted.setdefault(server, []).append((record, part, key))
             answers = []
             for server, parts in wanted.items():
-                header = {"keys": [key for _, _, key in parts], "versions": [r.versions[p] for r, p, _ in parts]}
+                header = {
+                    "keys": [key for _, _, key in parts],
+                    "versions": [r.versions[p] for r, p, _ in parts],
+                }
                 answers.append((parts, server, self._begin(server, "pull", header)))
             changed: dict[int, Record] = {}
             for parts, server, wait in answers:
@@ -193,7 +197,11 @@ class Served:
 
     def changed(self) -> Iterator[Record]:
         """The variables that have other values here than the servers gave."""
-        return (record for record in list(self.records.values()) if record.variable() is not None and record.is_changed())
+        return (
+            record
+            for record in list(self.records.values())
+            if record.variable() is not None and record.is_changed()
+        )
 
     def tell_values(self, records: Iterable[Record]) -> None:
         """Gives the servers the values that this task has for variables."""
@@ -210,17 +218,21 @@ class Served:
             record.pulled = np.array(value)
             record.mark = self.engine.mark(record.held)
 
-    def by_server(self, values: Iterable[tuple[Record, np.ndarray]]) -> list[tuple[list[str], list[np.ndarray]]]:
+    def by_server(
+        self, values: Iterable[tuple[Record, np.ndarray]]
+    ) -> list[tuple[list[str], list[np.ndarray]]]:
         """Cuts arrays that are like variables; returns for each server the names of the parts, and the parts."""
         found: list[tuple[list[str], list[np.ndarray]]] = [([], []) for _ in self.servers]
         for record, value in values:
             parts = record.home.placement.cut(value)
-            for part, server, key in record.home.all_keys(len(self.servers)):
+            for part, server, key in record.home.keys_to_write(len(self.servers)):
                 found[server][0].append(key)
                 found[server][1].append(parts[part])
         return found
 
-    def _begin(self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> Any:
+    def _begin(
+        self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
+    ) -> Any:
         return self.servers[server].begin(method, {"session": self.session} | header, arrays)
 
 

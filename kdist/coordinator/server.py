@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from kdist.backends import get_backend
-from kdist.cluster import ClusterSpec, environment
-from kdist.coordinator.group import GroupTask
-from kdist.coordinator.rpc import Handler, Message, Peer, Service
-from kdist.coordinator.store import Store
-from kdist.coordinator.worker import Task
-from kdist.errors import InvalidArgumentError, StrategyScopeError
+from kdist.cluster import ClusterSpec
+from kdist.errors import InvalidArgumentError
 
 _JOBS = ("worker", "ps")
-# What may be called once a session has begun: of a server, a worker, and a worker of a synchronous group.
-_METHODS = (
-    *("hold", "drop", "assign", "optimize", "pull", "pull_rows", "commit"),
-    *("ship", "own", "run"),
-    *("place", "join_group", "take_model", "step", "write"),
-)
 
 
 class Server:
     """A task that works for a coordinator: a worker, or a parameter server.
 
-    Scripts for parameter servers are the same for all tasks. Those of type `"worker"` and `"ps"` make a server, and wait
-    in `join` for as long as the job lasts.
+    Scripts for parameter servers are the same for all tasks. Those of type `"worker"` and `"ps"` make a server, and
+    wait in `join` for as long as the job lasts.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Server
 
@@ -87,10 +73,16 @@ class Server:
         """Starts the server, unless it runs."""
         if self._server is None:
             backend = get_backend()
-            if backend.coordination_engine is None:
-                self._server = backend.start_server(self._spec, self._job_name, self._task_index, self._config)
+            if backend.start_server is not None:
+                self._server = backend.start_server(
+                    self._spec, self._job_name, self._task_index, self._config
+                )
             else:
-                self._server = _OwnServer(self._address, self._job_name, backend.coordination_engine())
+                # Here, since it brings Keras along.
+                from kdist.coordinator.own_server import OwnServer
+
+                assert backend.coordination_engine is not None
+                self._server = OwnServer(self._address, self._job_name, backend.coordination_engine())
 
     def join(self) -> None:
         """Waits until the process is ended: a server waits for the next coordinator."""
@@ -127,55 +119,3 @@ def _task(spec: ClusterSpec, job_name: str | None, task_index: int | None) -> tu
             received={"task_index": task_index, "job_name": job_name, "tasks": spec.num_tasks(job_name)},
         )
     return job_name, task_index
-
-
-class _OwnServer:
-    """A task of kdist's own. The coordinator that came last is served."""
-
-    def __init__(self, address: str, job_name: str, engine: Any) -> None:
-        self._address = address
-        self._engine = engine
-        self._job_name = job_name
-        self._session = ""
-        self._serves: Any = None
-        self._handlers: Mapping[str, Handler] = {}
-        self._lock = threading.Lock()
-        self._token = environment.cluster_token()
-        methods = {name: self._forward(name) for name in _METHODS}
-        self._service = Service(address, methods | {"begin": self._begin}, self._token)
-
-    def join(self) -> None:
-        self._service.wait()
-
-    def _begin(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        import keras
-
-        keras.config.set_floatx(header["floatx"])
-        with self._lock:
-            self._session = header["session"]
-            if self._job_name == "ps":
-                self._serves = Store(self._engine)
-            else:
-                if self._serves is not None:
-                    self._serves.close()
-                addresses = header["servers"]
-                peers = [Peer(f"ps {i} ({one})", one, self._token) for i, one in enumerate(addresses)]
-                if header["synchronous"]:
-                    self._serves = GroupTask(self._engine, header["index"], self._address, self._session, peers)
-                else:
-                    self._serves = Task(self._engine, header["index"], self._session, peers)
-            self._handlers = self._serves.handlers()
-        return {}, ()
-
-    def _forward(self, name: str) -> Handler:
-        def handle(header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-            with self._lock:
-                if header.get("session") != self._session:
-                    raise StrategyScopeError(
-                        "A task serves one coordinator at a time: the one that came last.",
-                        hint="Let one coordinator at a time use a cluster, or start the cluster anew.",
-                    )
-                handler = self._handlers[name]
-            return handler(header, arrays)
-
-        return handle

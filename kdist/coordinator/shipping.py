@@ -184,6 +184,10 @@ def to_host(structure: Any) -> Any:
     import keras
 
     def host(leaf: Any) -> Any:
-        return np.array(as_numpy(leaf)) if keras.ops.is_tensor(leaf) or isinstance(leaf, keras.Variable) else leaf
+        return (
+            np.array(as_numpy(leaf))
+            if keras.ops.is_tensor(leaf) or isinstance(leaf, keras.Variable)
+            else leaf
+        )
 
     return keras.tree.map_structure(host, structure)

@@ -50,7 +50,8 @@ class Store:
     def handlers(self) -> dict[str, Handler]:
         """The methods that other tasks may call."""
         return {
-            name: getattr(self, name) for name in ("hold", "drop", "assign", "optimize", "pull", "pull_rows", "commit")
+            name: getattr(self, name)
+            for name in ("hold", "drop", "assign", "optimize", "pull", "pull_rows", "commit")
         }
 
     def hold(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
@@ -126,7 +127,10 @@ class Store:
             before = self._clock
             if closure in self._made:
                 return {"clock": before, "again": True}, ()
-            gradients = [(one, [self._gradient(key, kind, found) for key, kind in one["keys"]]) for one in header["gradients"]]
+            gradients = [
+                (one, [self._gradient(key, kind, found) for key, kind in one["keys"]])
+                for one in header["gradients"]
+            ]
             self._clock += 1
             for one, values in gradients:
                 self._apply(one["optimizer"], [key for key, _ in one["keys"]], values)
@@ -134,7 +138,7 @@ class Store:
                 self._write(key, self._value(self._parts[key]) + next(found))
             for key in header["values"]:
                 self._write(key, next(found))
-            self._made.add(closure)  # type: ignore[arg-type]
+            self._made.add(closure)
             self._made = {one for one in self._made if one[0] >= header["oldest"]}
             return {"clock": before, "again": False}, ()
 

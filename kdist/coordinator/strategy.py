@@ -10,9 +10,7 @@ from kdist.backends.coordination import Coordination
 from kdist.cluster import ClusterResolver, TFConfigClusterResolver
 from kdist.cluster.roles import coordinator_cluster
 from kdist.coordinator.closures import Closures
-from kdist.coordinator.own import OwnCoordination
 from kdist.coordinator.staleness import Staleness
-from kdist.coordinator.steps import CoordinatorRuntime
 from kdist.errors import InvalidArgumentError
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
@@ -21,9 +19,10 @@ from kdist.topology import Topology
 class ParameterServerStrategy(Strategy):
     """Variables live on parameter servers; each worker takes steps on its own, on the newest values that it finds.
 
-    Make it on the coordinator: the task of type "chief". The tasks of type "worker" and "ps" run a `kdist.Server`. Models
-    that are created in the scope are trained by `fit`, or by functions that a `kdist.coordinator.ClusterCoordinator`
-    schedules. A worker may be lost and come back; its step is taken by another one, and counts once.
+    Make it on the coordinator: the task of type "chief". The tasks of type "worker" and "ps" run a `kdist.Server`.
+    Models that are created in the scope are trained by `fit`, or by functions that a
+    `kdist.coordinator.ClusterCoordinator` schedules. A worker may be lost and come back; its step is taken by another
+    one, and counts once.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ParameterServerStrategy
 
@@ -68,10 +67,15 @@ class ParameterServerStrategy(Strategy):
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         cluster = coordinator_cluster(self._cluster_resolver)
         _check(variable_partitioner, max_staleness)
+        self.is_synchronous = synchronous
         backend = get_backend()
         if synchronous and backend.synchronous_runtime is not None:
             super().__init__(backend.synchronous_runtime(cluster, timeout))
             return
+        # Here, since they bring Keras along.
+        from kdist.coordinator.own import OwnCoordination
+        from kdist.coordinator.steps import CoordinatorRuntime
+
         closures = Closures(Staleness(max_staleness))
         common = (closures, cluster, variable_partitioner, synchronous, timeout)
         if backend.native_coordination is not None:

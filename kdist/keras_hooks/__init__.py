@@ -69,6 +69,7 @@ from kdist.keras_hooks.optimizers import (
     decays,
     hook_tensorflow_optimizers,
     is_undecayed,
+    learning_rate,
     owner_in_creation,
     taking_gradients,
 )

@@ -106,6 +106,14 @@ def is_undecayed(optimizer: Any, variable: Any) -> bool:
     return optimizer._var_key(variable) in getattr(optimizer, "_exclude_from_weight_decay", ())
 
 
+def learning_rate(optimizer: Any) -> Any:
+    """Returns the learning rate of an optimiser, as its constructor takes it: a number, or the schedule itself."""
+    import keras
+
+    rate = optimizer._learning_rate
+    return float(optimizer.learning_rate) if isinstance(rate, keras.Variable) else rate
+
+
 def count_step(optimizer: Any) -> None:
     """Counts a step of an optimiser that has nothing to update."""
     optimizer._iterations.assign_add(1)

@@ -29,10 +29,10 @@ _LEFT_BEHIND = frozenset(
 
 
 @functools.cache
-def _served_class(cls: type) -> type:
+def _served_class(cls: Any) -> type:
     def direct_assign(self: Any, value: Any) -> None:
         self.__dict__[_RECORD].read()  # what was assigned shows by what was there
-        cls._direct_assign(self, value)  # type: ignore[attr-defined]
+        cls._direct_assign(self, value)
 
     names = {
         "__module__": cls.__module__,
@@ -66,7 +66,7 @@ def variable_state(variable: Any) -> tuple[type, dict[str, Any]]:
 
 def new_variable(cls: type, state: dict[str, Any], value: Any = None) -> Any:
     """Returns the variable that `variable_state` has taken apart, with other numbers, or without a value."""
-    variable = object.__new__(cls)
+    variable: Any = object.__new__(cls)
     vars(variable).update(state)
     vars(variable)["_value"] = None
     if value is not None:
@@ -130,7 +130,7 @@ def reduced(value: Any) -> Any:
     return NotImplemented
 
 
-def _new(cls: type) -> Any:
+def _new(cls: Any) -> Any:
     return cls.__new__(cls) if issubclass(cls, (list, dict, set)) else object.__new__(cls)
 
 
@@ -150,8 +150,8 @@ def _fill(value: Any, state: dict[str, Any]) -> None:
 
 def _fill_container(value: Any, state: tuple[Any, Any]) -> None:
     value.tracker, items = state
-    kind = next(kind for kind in (list, dict, set) if isinstance(value, kind))
-    (kind.extend if kind is list else kind.update)(value, items)  # type: ignore[attr-defined]
+    kind: Any = next(kind for kind in (list, dict, set) if isinstance(value, kind))
+    (kind.extend if kind is list else kind.update)(value, items)
 
 
 @contextlib.contextmanager

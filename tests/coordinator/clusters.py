@@ -78,7 +78,11 @@ class Cluster:
     def _script(self, name: str, source: str, job: str, index: int) -> Script:
         self._number += 1
         config = {"cluster": self.spec, "task": {"type": job, "index": index}}
-        env = {"KERAS_BACKEND": self.backend, "TF_CONFIG": json.dumps(config), "KDIST_CLUSTER_TOKEN": "a secret"}
+        env = {
+            "KERAS_BACKEND": self.backend,
+            "TF_CONFIG": json.dumps(config),
+            "KDIST_CLUSTER_TOKEN": "a secret",
+        }
         script = Script(self.folder, f"{name}-{self._number}", source, env)
         if job == "chief":
             self.tasks[job, index] = script

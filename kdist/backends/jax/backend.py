@@ -13,9 +13,9 @@ from kdist import keras_hooks
 from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
 from kdist.backends.jax import functions, programs, scopes, storage, workers
+from kdist.backends.jax.coordination import JaxEngine
 from kdist.backends.jax.runtime import JaxRuntime
 from kdist.cluster import visible_gpus
-from kdist.backends.jax.coordination import JaxEngine
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions, hint_ignored
 from kdist.topology import Sharded, Topology

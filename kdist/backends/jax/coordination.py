@@ -38,7 +38,9 @@ class JaxEngine(Engine):
     def train_step(self, model: Any, data: Any) -> Any:
         """Runs Keras's stateless step over the variables as they are in the scope around it."""
         # The optimiser's step happens elsewhere: of what it keeps for each variable nothing is needed here.
-        own = [v.value if v.ndim == 0 else jax.numpy.zeros(v.shape, v.dtype) for v in model.optimizer.variables]
+        own = [
+            v.value if v.ndim == 0 else jax.numpy.zeros(v.shape, v.dtype) for v in model.optimizer.variables
+        ]
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
         trained, others, metrics = ([v.value for v in group] for group in groups)
         logs, (_, others, _, metrics) = model.train_step((trained, others, own, metrics), data)

@@ -13,9 +13,9 @@ from kdist import keras_hooks
 from kdist.backends.contract import Backend
 from kdist.backends.torch import devices as torch_devices
 from kdist.backends.torch import functions, modules
+from kdist.backends.torch.coordination import TorchEngine
 from kdist.backends.torch.runtime import TorchRuntime
 from kdist.backends.torch.workers import Workers, join
-from kdist.backends.torch.coordination import TorchEngine
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
 from kdist.errors import DeviceError

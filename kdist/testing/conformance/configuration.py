@@ -83,7 +83,9 @@ CONFIGURATIONS = {
             _NO_SHARDS,
         ),
         # A coordinator, two workers, two servers.
-        Configuration("servers-2", "ParameterServer, synchronous, 2 workers and 2 servers", 5, 1, "ParameterServer"),
+        Configuration(
+            "servers-2", "ParameterServer, synchronous, 2 workers and 2 servers", 5, 1, "ParameterServer"
+        ),
     )
 }
 
@@ -103,14 +105,15 @@ def _parameter_server() -> Any:
     import kdist
 
     resolver = kdist.cluster_resolver.TFConfigClusterResolver()
-    addresses = resolver.cluster_spec().as_dict()["worker"]
+    addresses = resolver.cluster_spec().job_tasks("worker")
+    task = resolver.task_id or 0
     cluster = {"chief": addresses[:1], "worker": addresses[1:3], "ps": addresses[3:]}
-    if resolver.task_id == 0:
+    if task == 0:
         spec = kdist.cluster_resolver.ClusterSpec(cluster)
         partitioner = kdist.experimental.partitioners.FixedShardsPartitioner(2)
         chief = kdist.cluster_resolver.SimpleClusterResolver(spec, task_type="chief", task_id=0)
         return kdist.ParameterServerStrategy(chief, partitioner, synchronous=True)
-    job, index = ("worker", resolver.task_id - 1) if resolver.task_id < 3 else ("ps", resolver.task_id - 3)
+    job, index = ("worker", task - 1) if task < 3 else ("ps", task - 3)
     _servers.append(kdist.Server(cluster, job, index))
     return None
 

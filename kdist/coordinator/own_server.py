@@ -1,0 +1,77 @@
+"""What a task of type "worker" or "ps" is where the engine has no servers itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdist.cluster import environment
+from kdist.cluster.roles import task_name
+from kdist.coordinator.group import GroupTask
+from kdist.coordinator.rpc import Handler, Message, Peer, Service
+from kdist.coordinator.store import Store
+from kdist.coordinator.worker import Task
+from kdist.errors import StrategyScopeError
+
+# What may be called once a session has begun: of a server, a worker, and a worker of a synchronous group.
+_METHODS = (
+    *("hold", "drop", "assign", "optimize", "pull", "pull_rows", "commit"),
+    *("ship", "own", "run"),
+    *("place", "join_group", "take_model", "step", "write"),
+)
+
+
+class OwnServer:
+    """A task of kdist's own. The coordinator that came last is served."""
+
+    def __init__(self, address: str, job_name: str, engine: Any) -> None:
+        self._address = address
+        self._engine = engine
+        self._job_name = job_name
+        self._session = ""
+        self._serves: Any = None
+        self._handlers: Mapping[str, Handler] = {}
+        self._lock = threading.Lock()
+        self._token = environment.cluster_token()
+        methods = {name: self._forward(name) for name in _METHODS}
+        self._service = Service(address, methods | {"begin": self._begin}, self._token)
+
+    def join(self) -> None:
+        self._service.wait()
+
+    def _begin(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+        keras.config.set_floatx(header["floatx"])
+        with self._lock:
+            self._session = header["session"]
+            if self._job_name == "ps":
+                self._serves = Store(self._engine)
+            else:
+                if self._serves is not None:
+                    self._serves.close()
+                addresses = header["servers"]
+                peers = [Peer(task_name("ps", i, one), one, self._token) for i, one in enumerate(addresses)]
+                if header["synchronous"]:
+                    self._serves = GroupTask(
+                        self._engine, header["index"], self._address, self._session, peers
+                    )
+                else:
+                    self._serves = Task(self._engine, header["index"], self._session, peers)
+            self._handlers = self._serves.handlers()
+        return {}, ()
+
+    def _forward(self, name: str) -> Handler:
+        def handle(header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
+            with self._lock:
+                if header.get("session") != self._session:
+                    raise StrategyScopeError(
+                        "A task serves one coordinator at a time: the one that came last.",
+                        hint="Let one coordinator at a time use a cluster, or start the cluster anew.",
+                    )
+                handler = self._handlers[name]
+            return handler(header, arrays)
+
+        return handle
