@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from kdist.backends.contract import Runtime, StepFunction
 from kdist.context import StrategyLike
 from kdist.errors import StrategyScopeError
 
@@ -45,6 +44,10 @@ class PerWorkerValues(ABC):
     @abstractmethod
     def __iter__(self) -> PerWorkerValues:
         """Returns a `PerWorkerValues` of iterators, where these are datasets."""
+
+    @abstractmethod
+    def peek(self) -> Any:
+        """Returns the first element of some worker's dataset, as NumPy arrays."""
 
     def __next__(self) -> Any:
         """Raises: only a worker iterates over what it has."""
@@ -108,6 +111,8 @@ class Coordination(ABC):
 
     num_workers: int
     num_servers: int
+    closures: Any
+    """What is to be run, and is not done; see `kdist/coordinator/closures.py`."""
     places_variables: bool = False
     """Whether variables that are created in `scope` are on the servers from their beginning."""
 
@@ -130,31 +135,21 @@ class Coordination(ABC):
         """Runs a function in the replica of the worker; called in scheduled functions alone."""
 
     @abstractmethod
-    def schedule(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteValue:
-        """Lets some worker call a function, once. Raises what an earlier one has raised."""
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        done: Callable[[Any], None] | None = None,
+    ) -> RemoteValue:
+        """Lets some worker call a function, once. Raises what an earlier one has raised.
 
-    @abstractmethod
-    def join(self) -> None:
-        """Waits until every scheduled function has run. Raises what one of them has raised."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Says whether every scheduled function has run. Raises what one of them has raised."""
-
-    @abstractmethod
-    def fetch(self, structure: Any) -> Any:
-        """Returns a structure with what its `RemoteValue`s have come to, as NumPy arrays and Python values."""
+        `done` is called with what the function returned.
+        """
 
     @abstractmethod
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
         """Makes a dataset on each worker, by a function without arguments; or copies a dataset to each."""
-
-    @abstractmethod
-    def step_function(self, runtime: Runtime, model: Any) -> StepFunction:
-        """Returns what trains a model: for each batch it schedules a step, and does not wait.
-
-        Its `sync` waits for all. What it returns for a batch are the newest logs there are.
-        """
 
     @abstractmethod
     def close(self) -> None:

@@ -88,7 +88,7 @@ class ClusterCoordinator:
         Raises:
             BaseException: What one of them has raised.
         """
-        self._coordination.join()
+        self._coordination.closures.wait()
 
     def done(self) -> bool:
         """Says whether every scheduled function has run.
@@ -96,7 +96,7 @@ class ClusterCoordinator:
         Raises:
             BaseException: What one of them has raised.
         """
-        return self._coordination.done()
+        return self._coordination.closures.done()
 
     def fetch(self, val: Any) -> Any:
         """Waits for the `RemoteValue`s in a structure.
@@ -107,7 +107,11 @@ class ClusterCoordinator:
         Returns:
             The structure with what the functions have returned: NumPy arrays and Python values.
         """
-        return self._coordination.fetch(val)
+        import keras
+
+        return keras.tree.map_structure(
+            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
+        )
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
         """Makes a dataset on each worker.

@@ -14,18 +14,16 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.backends.contract import Runtime, StepFunction
 from kdist.backends.coordination import Coordination, Engine, PerWorkerValues, RemoteValue
 from kdist.cluster import environment
 from kdist.cluster.roles import ServerCluster
 from kdist.coordinator import shipping
 from kdist.coordinator.closures import Closure, Closures
-from kdist.coordinator.group import Group, GroupSteps
+from kdist.coordinator.group import Group
 from kdist.coordinator.optimizers import Optimizers
 from kdist.coordinator.placement import place
 from kdist.coordinator.rpc import Peer, PeerLost
 from kdist.coordinator.served import Home, Record, Served
-from kdist.coordinator.steps import ScheduledSteps
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
 _GO_ON = (
@@ -44,6 +42,10 @@ class OwnValues(PerWorkerValues):
 
     def __iter__(self) -> OwnValues:
         return self._coordination.own_values(_Iterated(self))
+
+    def peek(self) -> Any:
+        """Asks some worker."""
+        return self._coordination.schedule(next, (iter(self),), {}).fetch()
 
 
 class _Iterated:
@@ -169,20 +171,6 @@ class OwnCoordination(Coordination):
         self.served.tell_values(self.served.changed())
         return self.closures.add(fn, args, kwargs, done)
 
-    def join(self) -> None:
-        """Waits for all."""
-        self.closures.wait()
-
-    def done(self) -> bool:
-        """Says whether none is left."""
-        return self.closures.done()
-
-    def fetch(self, structure: Any) -> Any:
-        """Waits for the values in a structure."""
-        return keras.tree.map_structure(
-            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, structure
-        )
-
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
         """Calls the function on each worker."""
         return self.own_values(dataset_fn)
@@ -193,10 +181,6 @@ class OwnCoordination(Coordination):
             number = len(self._own)
             self._own.append((number, shipping.dumps(function, self._strategy, self._reduce)))
             return OwnValues(self, number)
-
-    def step_function(self, runtime: Runtime, model: Any) -> StepFunction:
-        """Schedules the steps of `fit`."""
-        return GroupSteps(self, model) if self._synchronous else ScheduledSteps(self, model)
 
     def close(self) -> None:
         """Ends the threads and the connections."""

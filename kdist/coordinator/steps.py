@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import keras_hooks
@@ -42,7 +42,7 @@ class ScheduledSteps(StepFunction):
 
     def sync(self) -> None:
         """Waits for all steps."""
-        self._coordination.join()
+        self._coordination.closures.wait()
         self._logs = {}
 
     def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
@@ -84,13 +84,17 @@ class CoordinatorRuntime:
     Args:
         runtime: That of the device.
         coordination: The workers and servers.
+        steps: Makes what trains a model.
     """
 
     takes_variables = True
 
-    def __init__(self, runtime: Runtime, coordination: Coordination) -> None:
+    def __init__(
+        self, runtime: Runtime, coordination: Coordination, steps: Callable[[Any, Any], StepFunction]
+    ) -> None:
         self._runtime = runtime
         self._coordination = coordination
+        self._steps = steps
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
@@ -109,5 +113,5 @@ class CoordinatorRuntime:
     def step_function(self, model: Any, kind: str) -> StepFunction:
         """Trains on the workers; evaluates and predicts here."""
         if kind == "train":
-            return ScheduledSteps(self._coordination, model)
+            return self._steps(self._coordination, model)
         return self._runtime.step_function(model, kind)

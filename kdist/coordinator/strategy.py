@@ -73,8 +73,9 @@ class ParameterServerStrategy(Strategy):
             super().__init__(backend.synchronous_runtime(cluster, timeout))
             return
         # Here, since they bring Keras along.
+        from kdist.coordinator.group import GroupSteps
         from kdist.coordinator.own import OwnCoordination
-        from kdist.coordinator.steps import CoordinatorRuntime
+        from kdist.coordinator.steps import CoordinatorRuntime, ScheduledSteps
 
         closures = Closures(Staleness(max_staleness))
         common = (closures, cluster, variable_partitioner, synchronous, timeout)
@@ -84,7 +85,8 @@ class ParameterServerStrategy(Strategy):
             assert backend.coordination_engine is not None
             self.coordination = OwnCoordination(self, backend.coordination_engine(), *common)
         runtime = backend.create_runtime(Topology(backend.list_devices()[:1]))
-        super().__init__(CoordinatorRuntime(runtime, self.coordination))  # type: ignore[arg-type]
+        steps = GroupSteps if synchronous else ScheduledSteps
+        super().__init__(CoordinatorRuntime(runtime, self.coordination, steps))  # type: ignore[arg-type]
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

@@ -29,7 +29,7 @@ _LEFT_BEHIND = frozenset(
 
 
 @functools.cache
-def _served_class(cls: Any) -> type:
+def _served_class(cls: Any) -> Any:
     def direct_assign(self: Any, value: Any) -> None:
         self.__dict__[_RECORD].read()  # what was assigned shows by what was there
         cls._direct_assign(self, value)
@@ -50,7 +50,8 @@ def serve(variable: Any, record: Any) -> None:
     """Lets a Keras variable read and write its native value through a record: its `read()` and `write(value)`."""
     vars(variable).pop("_value", None)
     vars(variable)[_RECORD] = record
-    variable.__class__ = _served_class(type(variable))
+    kind: Any = type(variable)
+    variable.__class__ = _served_class(kind)
 
 
 def record_of(variable: Any) -> Any:

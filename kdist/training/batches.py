@@ -9,7 +9,8 @@ from typing import Any
 from kdist import keras_hooks
 from kdist.arrays import rows
 from kdist.backends import get_backend
-from kdist.backends.contract import Runtime
+from kdist.backends.contract import ReplicaBatches, Runtime
+from kdist.backends.coordination import PerWorkerValues
 from kdist.backends.messages import read_on_all
 from kdist.data.agreement import open_steps, split_batch
 from kdist.data.distributed_dataset import DistributedDataset
@@ -38,7 +39,13 @@ class GlobalBatches:
     def __init__(self, runtime: Runtime, model: str, x: Any, epochs: int = 1, **arguments: Any) -> None:
         self.runtime = runtime
         self._distributed = x if isinstance(x, DistributedDataset) else None
-        endless = self._distributed.is_infinite if self._distributed is not None else is_infinite(x)
+        self._workers_own = x if isinstance(x, PerWorkerValues) else None
+        if self._workers_own is not None:
+            endless = True
+            x = keras_hooks.data_adapter(None, _OwnDatasets(self._workers_own))
+            arguments["shuffle"] = False
+        else:
+            endless = self._distributed.is_infinite if self._distributed is not None else is_infinite(x)
         if endless and not arguments.get("steps_per_epoch"):
             raise InvalidArgumentError(
                 "A dataset without end needs steps_per_epoch in `fit`, and steps in `evaluate` and `predict`.",
@@ -94,13 +101,15 @@ class GlobalBatches:
         if keras_hooks.is_built(model):
             return
         steps_build = get_backend().steps_build
-        if self._distributed is None and self._is_array:
+        if self._is_array:
             keras_hooks.build(model, steps_build, iterator=self.iterator)
         else:
             keras_hooks.build(model, steps_build, data_batch=self.peek())
 
     def peek(self) -> Any:
         """Returns one batch, of some number of rows, without consuming it."""
+        if self._workers_own is not None:
+            return self._workers_own.peek()
         if self._distributed is not None:
             part = self._distributed.peek_part()
             rows.num_rows(part)  # raises for single elements
@@ -166,7 +175,7 @@ class GlobalBatches:
 
     def _prepared(self, batches: Any) -> Iterator[Any]:
         """What the steps take, of Keras's iterable of global batches or of the distributed dataset's own."""
-        if self._is_array or self._distributed is not None:
+        if self._is_array or self._distributed is not None or self._workers_own is not None:
             # Not in a generator: PyTorch's loader draws random numbers when its iterator is made.
             started = self._passes.start(batches)
             return self._passes.counted(self._split(started) if self._is_array else started)
@@ -190,6 +199,16 @@ class GlobalBatches:
                 yield step.as_batch(runtime)
         finally:
             steps.close()
+
+
+class _OwnDatasets:
+    """Batches of which each is the next one of the worker that will train on it."""
+
+    def __init__(self, values: PerWorkerValues) -> None:
+        self._iterator = iter(values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(ReplicaBatches([self._iterator], [(0, 1)]))
 
 
 class _Epochs:

@@ -15,7 +15,6 @@ from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import executor as eager_executor
 
 from kdist import keras_hooks
-from kdist.backends.contract import Runtime, StepFunction
 from kdist.backends.coordination import Coordination, PerWorkerValues, RemoteValue
 from kdist.backends.tensorflow import scheduled, tasks
 from kdist.backends.tensorflow.effects import ClosureScope
@@ -137,27 +136,9 @@ class NativeCoordination(Coordination):
         ):
             yield
 
-    def join(self) -> None:
-        """Waits for all."""
-        self.closures.wait()
-
-    def done(self) -> bool:
-        """Says whether none is left."""
-        return self.closures.done()
-
-    def fetch(self, structure: Any) -> Any:
-        """Waits for the values in a structure."""
-        return keras.tree.map_structure(
-            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, structure
-        )
-
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
         """Makes the dataset here, and its copies on the workers."""
         return Values(dataset_fn() if callable(dataset_fn) else dataset_fn)
-
-    def step_function(self, runtime: Runtime, model: Any) -> StepFunction:
-        """Not this class's: the steps of `fit` are scheduled as any function."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Ends the threads."""

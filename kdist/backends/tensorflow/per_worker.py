@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.backends.coordination import PerWorkerValues
-from kdist.errors import StrategyScopeError
 
 
 class Values(PerWorkerValues):
@@ -32,11 +31,9 @@ class Values(PerWorkerValues):
     def __iter__(self) -> Values:
         return Values(self._dataset, iterates=True)
 
-    def __next__(self) -> Any:
-        raise StrategyScopeError(
-            "The elements of workers' own datasets are on the workers.",
-            hint="Call `next` in the function that is scheduled: coordinator.schedule(step, args=(iterator,))",
-        )
+    def peek(self) -> Any:
+        """Returns the first element of the dataset as it was made here."""
+        return next(iter(self._dataset.as_numpy_iterator()))
 
     def on(self, coordination: Any, index: int) -> Any:
         """Returns the value of a worker, whose device is in scope."""
