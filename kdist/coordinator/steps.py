@@ -32,7 +32,9 @@ class ScheduledSteps(StepFunction):
         """Schedules a step for each batch; returns the newest logs."""
         self._coordination.closures.wait(_AHEAD * self._coordination.num_workers - 1)
         data = [to_send(batch.parts[0]) for batch in batches]
-        result = self._coordination.schedule(self._function, (data,), {}, self._take)
+        # Where the updates of a function are made when it ends, the next step is another function's.
+        for part in [[one] for one in data] if self._coordination.places_variables else [data]:
+            result = self._coordination.schedule(self._function, (part,), {}, self._take)
         if not self._logs:  # so that there are some from the beginning
             result.fetch()
         return self._logs

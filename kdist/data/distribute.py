@@ -97,6 +97,7 @@ def _dataset(
         num_steps=num_steps,
         is_infinite=any(source.is_infinite for source in sources),
         inner_shapes=sources[0].inner_shapes,
+        sources=sources,
     )
 
 

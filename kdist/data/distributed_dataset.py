@@ -37,6 +37,7 @@ class DistributedDataset:
         num_steps: int | None,
         is_infinite: bool,
         inner_shapes: list[Any] | None = None,
+        sources: Sequence[Any] = (),
     ) -> None:
         self._runtime = runtime
         self._open_at = open_at  # an epoch and a step
@@ -50,6 +51,8 @@ class DistributedDataset:
         """Steps of an epoch; `None` where unknown or without end."""
         self.is_infinite = is_infinite
         """Whether an epoch is known to have no end."""
+        self.sources = sources
+        """The pipelines that it reads."""
         self.inner_shapes = inner_shapes
         """The shape of a row of each array, with `None` for what differs; `None` where the first batch tells."""
 

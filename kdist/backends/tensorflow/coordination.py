@@ -19,7 +19,7 @@ from kdist.backends.coordination import Coordination, PerWorkerValues, RemoteVal
 from kdist.backends.tensorflow import scheduled, tasks
 from kdist.backends.tensorflow.effects import ClosureScope
 from kdist.backends.tensorflow.functions import converted
-from kdist.backends.tensorflow.per_worker import Values
+from kdist.backends.tensorflow.per_worker import Values, per_worker
 from kdist.backends.tensorflow.served import Placement
 from kdist.cluster import environment
 from kdist.cluster.roles import ServerCluster
@@ -105,7 +105,11 @@ class NativeCoordination(Coordination):
     ) -> RemoteValue:
         """Traces the function, unless that was done, and adds the call to those that wait."""
         call = scheduled.Call(fn, tuple(args), dict(kwargs))
-        program = scheduled.compiled(self, fn, call.signature)
+        program: Any
+        try:
+            program = scheduled.compiled(self, fn, call.signature)
+        except Exception as error:  # the function's own, as if it had been raised on a worker
+            program = error
         return self.closures.add(program, call.tensors, {}, done)
 
     @contextlib.contextmanager
@@ -138,7 +142,7 @@ class NativeCoordination(Coordination):
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
         """Makes the dataset here, and its copies on the workers."""
-        return Values(dataset_fn() if callable(dataset_fn) else dataset_fn)
+        return per_worker(dataset_fn, self.num_workers)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -164,12 +168,14 @@ class NativeCoordination(Coordination):
             else:
                 self.closures.end(closure, value)
 
-    def _execute(self, index: int, compiled: scheduled.Compiled, tensors: Sequence[Any]) -> Any:
+    def _execute(self, index: int, compiled: Any, tensors: Sequence[Any]) -> Any:
         """Runs a function on a worker, and commits what it does once all of it has left the worker."""
+        if isinstance(compiled, Exception):
+            raise compiled
         try:
             with tf.device(self._workers[index].device):
                 inputs = [t.on(self, index) if isinstance(t, Values) else t for t in tensors]
-                outputs, messages = compiled.run(inputs)
+                outputs, messages = compiled.run(index, inputs)
             with tf.device(tasks.COORDINATOR):
                 outputs = [np.array(tf.identity(output)) for output in outputs]
             staged = []

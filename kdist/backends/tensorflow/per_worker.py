@@ -2,48 +2,68 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from kdist.backends.coordination import PerWorkerValues
+from kdist.backends.coordination import PerWorkerValues, on_worker
+from kdist.data.distributed_dataset import DistributedDataset
+from kdist.errors import InvalidArgumentError
 
 
 class Values(PerWorkerValues):
-    """A copy of a dataset on each worker, or its iterator.
+    """A dataset on each worker, or its iterator.
+
+    The dataset is made here, and its graph is copied to the worker, which reads without this process.
 
     Args:
-        dataset: The dataset, as it was made here.
+        graph: Returns the graph of the dataset of a worker.
+        element_spec: That of all of them.
         iterates: Whether the values are iterators.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, iterates: bool = False) -> None:
-        self._dataset, self._iterates = dataset, iterates
-        self._graph = tf.raw_ops.DatasetToGraphV2(
-            input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=0
-        ).numpy()
-        element = dataset.element_spec
-        self.spec = tf.data.IteratorSpec(element) if iterates else tf.data.DatasetSpec(element)
+    def __init__(self, graph: Callable[[int], bytes], element_spec: Any, iterates: bool = False) -> None:
+        self._graph, self._element_spec, self._iterates = graph, element_spec, iterates
+        self.spec = tf.data.IteratorSpec(element_spec) if iterates else tf.data.DatasetSpec(element_spec)
         self._made: dict[int, tuple[int, Any]] = {}
-        self._lock = threading.Lock()
 
     def __iter__(self) -> Values:
-        return Values(self._dataset, iterates=True)
+        return Values(self._graph, self._element_spec, iterates=True)
 
     def peek(self) -> Any:
-        """Returns the first element of the dataset as it was made here."""
-        return next(iter(self._dataset.as_numpy_iterator()))
+        """Reads the first element of worker 0's dataset, here."""
+        variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.constant(self._graph(0)))
+        dataset: Any = tf.data.experimental.from_variant(variant, self._element_spec)
+        return next(dataset.as_numpy_iterator())
 
     def on(self, coordination: Any, index: int) -> Any:
-        """Returns the value of a worker, whose device is in scope."""
+        """Returns the value of a worker, whose device is in scope; called by the worker's thread alone."""
         incarnation = coordination.incarnations[index]
-        with self._lock:
-            made = self._made.get(index)
-        if made is None or made[0] != incarnation:
-            variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.constant(self._graph))
-            value: Any = tf.data.experimental.from_variant(variant, self._dataset.element_spec)
-            made = incarnation, iter(value) if self._iterates else value
-            with self._lock:
-                self._made[index] = made
-        return made[1]
+        if self._made.get(index, (None,))[0] != incarnation:
+            variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.constant(self._graph(index)))
+            value: Any = tf.data.experimental.from_variant(variant, self._element_spec)
+            self._made[index] = incarnation, iter(value) if self._iterates else value
+        return self._made[index][1]
+
+
+def per_worker(dataset_fn: Any, num_workers: int) -> Values:
+    """Returns the datasets that a function makes, or copies of one."""
+
+    def graph(index: int) -> tuple[bytes, Any]:
+        with on_worker(index):
+            dataset = dataset_fn() if callable(dataset_fn) else dataset_fn
+        if isinstance(dataset, DistributedDataset):  # of the coordinator's only replica
+            dataset = getattr(dataset.sources[0], "dataset", None)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise InvalidArgumentError(
+                "On TensorFlow the workers read copies of a tf.data.Dataset, which runs there without this process.",
+                received={"dataset": dataset},
+                hint="Let the function return a tf.data.Dataset, or one that the strategy distributes.",
+            )
+        variant = tf.data.experimental.to_variant(dataset)
+        return tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy(), dataset.element_spec
+
+    # Made at once, by this thread: those of the workers may have another device, and no strategy in scope.
+    graphs = [graph(index) for index in range(num_workers)]
+    return Values(lambda index: graphs[index][0], graphs[0][1])

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.backends.coordination import RemoteValue
+from kdist.backends.coordination import RemoteValue, on_worker
 from kdist.backends.tensorflow.effects import Plan
 from kdist.backends.tensorflow.iteration import spec_of_any_rows
 from kdist.backends.tensorflow.per_worker import Values
@@ -103,18 +103,20 @@ class Compiled:
         python_function, trace = _python_function(fn), coordination.trace
 
         @tf.autograph.experimental.do_not_convert
-        def flat(*tensors: Any) -> Any:
+        def flat(worker: Any, *tensors: Any) -> Any:
             args, kwargs = signature.arguments(tensors)
-            with trace() as scope:
+            with trace() as scope, on_worker(worker):
                 result = python_function(*args, **kwargs)
             self.plan, messages = scope.effects()
             return self._outputs(result), messages
 
-        self._program = tf.function(flat, autograph=False).get_concrete_function(*signature.specs)
+        self._program = tf.function(flat, autograph=False).get_concrete_function(
+            tf.TensorSpec([], tf.int32), *signature.specs
+        )
 
-    def run(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def run(self, worker: int, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Runs the program; returns its outputs, and messages to servers."""
-        return self._program(*tensors)
+        return self._program(tf.constant(worker), *tensors)
 
     def _outputs(self, result: Any) -> list[Any]:
         """Puts the numbers among the results into one tensor for each dtype: each tensor would travel by itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class Placement:
     def __init__(self, devices: Sequence[str], partitioner: Callable[..., Any] | None) -> None:
         self._next = itertools.cycle(devices)
         self._partitioner = partitioner
+        self._placing = threading.local()
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -53,6 +55,15 @@ class Placement:
             yield
 
     def _create(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        if getattr(self._placing, "on", False):  # the scope was entered twice
+            return next_creator(**kwargs)
+        self._placing.on = True
+        try:
+            return self._place(next_creator, **kwargs)
+        finally:
+            self._placing.on = False
+
+    def _place(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         for name in ("aggregation", "synchronization"):  # there is one of each, and nothing to aggregate
             kwargs.pop(name, None)
         owner = keras_hooks.owner_in_creation()
