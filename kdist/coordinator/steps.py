@@ -40,7 +40,7 @@ class ScheduledSteps(StepFunction):
         return self._logs
 
     def _take(self, logs: Any) -> None:
-        self._logs = logs
+        self._logs.update(logs)  # which who has asked before holds too: after `sync` these are the newest
 
     def sync(self) -> None:
         """Waits for all steps."""
