@@ -36,6 +36,12 @@ FRAMEWORKS = ("tensorflow", "jax", "jaxlib", "torch")
 EXTRA_FILES = {
     "tensorflow": {
         "iteration.py",  # TensorFlow compiles loops over datasets, which the others run as they are
+        "effects.py",  # TensorFlow has parameter servers of its own: what a function does to variables is in its program
+        "per_worker.py",  # its workers read datasets without Python
+        "scheduled.py",  # and run programs
+        "served.py",  # on variables that lie there
+        "synchronous.py",  # one of which may go over all of them
+        "tasks.py",  # in servers of TensorFlow's
     },
     "jax": {
         "watch.py",  # JAX ends the process from C++ when a worker is lost

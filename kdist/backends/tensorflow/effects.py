@@ -35,6 +35,9 @@ _ELEMENTWISE = (
     "Lion",
 )
 
+# Elements of a tensor that is sent by itself: to pack it would take longer than another message.
+_LARGE = 16_384
+
 
 @dataclass
 class Write:
@@ -204,6 +207,9 @@ class Plan:
         parts = tf.split(value, [int(s.shape[0]) for s in shards]) if len(shards) > 1 else [value]
         slots = []
         for shard, part in zip(shards, parts, strict=True):
+            if part.shape.num_elements() >= _LARGE:
+                slots.append(self._message(shard.device, part))
+                continue
             slot = _Slot(-1, shape=[int(length) for length in part.shape])
             self._flat.setdefault((shard.device, part.dtype), []).append((slot, part))
             slots.append(slot)
