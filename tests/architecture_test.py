@@ -36,7 +36,7 @@ FRAMEWORKS = ("tensorflow", "jax", "jaxlib", "torch")
 EXTRA_FILES = {
     "tensorflow": {
         "iteration.py",  # TensorFlow compiles loops over datasets, which the others run as they are
-        "effects.py",  # TensorFlow has parameter servers of its own: what a function does to variables is in its program
+        "effects.py",  # TensorFlow has its own parameter servers: a program tells what a function does to variables
         "per_worker.py",  # its workers read datasets without Python
         "scheduled.py",  # and run programs
         "served.py",  # on variables that lie there

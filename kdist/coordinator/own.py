@@ -88,7 +88,10 @@ class OwnCoordination(Coordination):
         self._session = uuid.uuid4().hex
         self._token = environment.cluster_token()
         self._cluster = cluster
-        peers = [Peer(*task, self._token) for task in zip(cluster.server_names, cluster.servers, strict=True)]
+        peers = [
+            Peer(*task, self._token, _GO_ON)
+            for task in zip(cluster.server_names, cluster.servers, strict=True)
+        ]
         self._workers = [
             Peer(*task, self._token) for task in zip(cluster.worker_names, cluster.workers, strict=True)
         ]
@@ -96,7 +99,7 @@ class OwnCoordination(Coordination):
         self.served = Served(engine, peers, self._session, tells=True)
         for peer in peers:
             peer.call("begin", {"session": self._session, "floatx": keras.config.floatx()})
-        self._watches = [peer.watch(functools.partial(self._lost_server, peer.name)) for peer in peers]
+        self._watches = [peer.watch(functools.partial(self._lost_server, peer)) for peer in peers]
         self.closures = closures
         self.optimizers = Optimizers(strategy, self.served, self.give)
         self._num_parts = 0
@@ -192,8 +195,8 @@ class OwnCoordination(Coordination):
         for peer in [*self.served.servers, *self._workers]:
             peer.close()
 
-    def _lost_server(self, name: str) -> None:
-        self.closures.fail(WorkerLostError(f"{name} has ended, or cannot be reached.", hint=_GO_ON))
+    def _lost_server(self, server: Peer) -> None:
+        self.closures.fail(server.lost())
 
     def function(self, fn: Callable[..., Any]) -> tuple[str, bytes]:
         """Returns a function's name among the workers, and its pickle. It is pickled once, as it is then."""

@@ -78,10 +78,12 @@ class Peer:
         name: What it is called in messages: "ps 1 (host:port)".
         address: Its `host:port`.
         token: The secret of the job, if it has one.
+        if_lost: A hint, for when the task has ended.
     """
 
-    def __init__(self, name: str, address: str, token: str | None) -> None:
+    def __init__(self, name: str, address: str, token: str | None, if_lost: str = "") -> None:
         self.name = name
+        self.if_lost = if_lost
         self.address = address
         self._metadata = ((_TOKEN, token),) if token else ()
         self._channel = grpc().insecure_channel(address, options=_CHANNEL)
@@ -160,6 +162,10 @@ class Peer:
 
         return stop
 
+    def lost(self) -> PeerLost:
+        """Returns the error for when the task has ended."""
+        return PeerLost(f"{self.name} has ended, or cannot be reached.", hint=self.if_lost)
+
     def close(self) -> None:
         """Ends the connection."""
         self._channel.close()
@@ -173,7 +179,7 @@ class Peer:
                 hint="Set KDIST_CLUSTER_TOKEN to the same value for all of them; `kdist run` does.",
             )
         if error.code() in (code.UNAVAILABLE, code.CANCELLED, code.DEADLINE_EXCEEDED):
-            return PeerLost(f"{self.name} has ended, or cannot be reached.")
+            return self.lost()
         return CallFailed(f"{self.name} could not be asked for {method!r}: {error.details()}")
 
 
