@@ -172,6 +172,28 @@ class Engine(ABC):
         """Says whether something may have been written to a native value since it was marked."""
 
     @abstractmethod
+    def table(self, record: Any) -> Any:
+        """Returns what a large variable shows in a replica: it asks the servers for rows as they are looked up.
+
+        Args:
+            record: The variable's: `whole()` returns its native value, `rows(ids)` those of some numbers.
+
+        Returns:
+            `None` where programs look rows up before they run; see `Strategy.tables` of workers.
+        """
+
+    @abstractmethod
+    def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
+        """Returns the numbers and the values of the rows of a gradient, as tensors; `None` of one that has all rows.
+
+        A number less than zero stands for none.
+        """
+
+    @abstractmethod
+    def some_rows(self, held: Any, rows: np.ndarray) -> np.ndarray:
+        """Returns some rows of a native value, without copying the others."""
+
+    @abstractmethod
     def train_step(self, model: Any, data: Any) -> Any:
         """Runs a model's `train_step` in a replica of one worker alone; returns its logs."""
 

@@ -85,6 +85,8 @@ class Peer:
         self.name = name
         self.if_lost = if_lost
         self.address = address
+        self.sent = self.received = 0
+        """How many bytes of arrays have gone there, and come from there."""
         self._metadata = ((_TOKEN, token),) if token else ()
         self._channel = grpc().insecure_channel(address, options=_CHANNEL)
         self._call = self._channel.stream_stream(_CALL)
@@ -125,6 +127,7 @@ class Peer:
     ) -> Callable[[], tuple[dict[str, Any], list[np.ndarray]]]:
         """Begins a call; returns the function that waits for its answer, as `call` does."""
         sent = _written({"method": method} | dict(header or {}), arrays)
+        self.sent += sum(array.nbytes for array in arrays)
         answer = self._call(sent, metadata=self._metadata, timeout=timeout)
 
         def wait() -> tuple[dict[str, Any], list[np.ndarray]]:
@@ -134,6 +137,7 @@ class Peer:
                 raise self._explained(error, method) from None
             if "failed" in found:
                 raise CallFailed(f"{self.name}: {found['failed']}")
+            self.received += sum(part.nbytes for part in parts)
             return found, parts
 
         return wait

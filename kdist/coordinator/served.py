@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from kdist import keras_hooks
 from kdist.backends.coordination import Engine
-from kdist.coordinator.placement import Placement
+from kdist.coordinator.placement import Placement, Rows
 from kdist.coordinator.rpc import Peer
 
 
@@ -41,6 +43,9 @@ class Home:
         return [(part, server, key) for part, (server, key) in enumerate(self.keys_to_read())]
 
 
+_SMALL = 1 << 14  # elements of a variable that is read as a whole, even where few of its rows are needed
+
+
 class Record:
     """What this task knows of one variable. The variable reads and writes its native value here."""
 
@@ -54,11 +59,34 @@ class Record:
         self.parts: list[np.ndarray] = []
         self.pulled: np.ndarray | None = None
         self.mark: Any = None
+        self.table: Any = None  # what is shown instead of the value where rows are looked up
+
+    def is_table(self) -> bool:
+        """Says whether it is worth it to ask for some rows alone."""
+        shape = self.home.placement.shape
+        return len(shape) == 2 and math.prod(shape) > _SMALL and keras.backend.is_float_dtype(self.variable().dtype)
 
     def read(self) -> Any:
+        """Returns the native value, or what stands for it in a replica."""
+        if self.served.in_replica and self.is_table():
+            if self.table is None:
+                self.table = self.served.engine.table(self)
+            if self.table is not None:
+                return self.table
+        return self.whole()
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Returns some rows, as the servers have them now."""
+        return self.served.pull_rows(self, ids)
+
+    def is_here(self) -> bool:
+        """Says whether the whole value is here, as new as this task is to see it."""
+        return self.generation == self.served.generation
+
+    def whole(self) -> Any:
         """Returns the native value, as new as this task is to see it."""
         self.served.touched[self.home.number] = self
-        if self.generation != self.served.generation:
+        if not self.is_here():
             self.served.pull([self])
         return self.held
 
@@ -110,9 +138,11 @@ class Served:
         self.touched: dict[int, Record] = {}
         self.before_pull: Callable[[], None] = lambda: None
         """Called before the servers are asked: some may not have been told yet what there is."""
-        self.clock = 0
+        self.in_replica = False
+        """Whether a function runs of which is known what it does with large variables."""
+        self.clock: int | None = None
+        """How many updates server 0 had made when it was first asked for values of this generation."""
         self._numbers = 0
-        """How many updates server 0 had made when it was last asked."""
         self._lock = threading.RLock()
 
     def add(self, record: Record) -> None:
@@ -179,8 +209,7 @@ class Served:
             changed: dict[int, Record] = {}
             for parts, server, wait in answers:
                 header, arrays = wait()
-                if server == 0:
-                    self.clock = header["clock"]
+                self._note_clock(server, header)
                 found = iter(arrays)
                 for (record, part, _), version in zip(parts, header["versions"], strict=True):
                     if version != record.versions[part]:
@@ -194,6 +223,29 @@ class Served:
                     record.parts = []
             for record in records:
                 record.generation = self.generation
+
+    def pull_rows(self, record: Record, ids: np.ndarray) -> np.ndarray:
+        """Asks the servers for rows of a variable."""
+        found, keys = record.home.placement.rows_by_shard(ids), record.home.keys_to_read()
+        answers = []
+        for one in found:
+            server, key = keys[one.shard]
+            answers.append((server, self._begin(server, "pull_rows", {"keys": [key]}, [one.rows])))
+        parts = []
+        for server, wait in answers:
+            header, (part,) = wait()
+            self._note_clock(server, header)
+            parts.append(part)
+        return record.home.placement.join_rows(found, parts, parts[0].dtype if parts else keras.config.floatx())
+
+    def next_generation(self) -> None:
+        """Values that were asked for before may be old now."""
+        self.generation += 1
+        self.clock = None
+
+    def _note_clock(self, server: int, header: dict[str, Any]) -> None:
+        if server == 0 and self.clock is None:
+            self.clock = header["clock"]
 
     def changed(self) -> Iterator[Record]:
         """The variables that have other values here than the servers gave."""
@@ -230,14 +282,31 @@ class Served:
                 found[server][1].append(parts[part])
         return found
 
-    def _begin(
-        self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
-    ) -> Any:
+    def gradient_parts(
+        self, record: Record, values: np.ndarray, rows: np.ndarray | None
+    ) -> Iterator[tuple[int, list[str], list[np.ndarray]]]:
+        """Cuts a gradient; yields the server of each part, how the part is named there, and its arrays.
+
+        Args:
+            record: The variable's.
+            values: All of its rows; or some.
+            rows: Which they are: each once, or less than zero for none.
+        """
+        placement, keys = record.home.placement, record.home.keys_to_read()
+        if rows is None:
+            for (server, key), part in zip(keys, placement.cut(values), strict=True):
+                yield server, [key, "dense"], [part]
+            return
+        values, rows = values[rows >= 0], rows[rows >= 0]
+        found = {one.shard: one for one in placement.rows_by_shard(rows)}
+        for shard, (server, key) in enumerate(keys):
+            one = found.get(shard) or Rows(shard, *[np.zeros(0, np.int64)] * 2)
+            yield server, [key, "rows"], [one.rows, values[one.positions]]
+
+    def _begin(self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> Any:
         return self.servers[server].begin(method, {"session": self.session} | header, arrays)
 
 
 def as_numpy(tensor: Any) -> np.ndarray:
     """Returns a tensor of the backend's as a NumPy array, which may share its memory."""
-    import keras
-
     return keras.ops.convert_to_numpy(tensor)

@@ -40,6 +40,12 @@ class WorkerStrategy(Strategy):
         super().__init__(backend.create_runtime(Topology(backend.list_devices()[:1])))
         self._task = task
 
+    @property
+    def tables(self) -> list[Any]:
+        """The variables of which a program may do with the rows that it looks up."""
+        records = self._task.served.records.values()
+        return [record.variable() for record in records if record.variable() is not None and record.is_table()]
+
     def run(
         self,
         fn: Callable[..., Any],
@@ -51,7 +57,8 @@ class WorkerStrategy(Strategy):
 
         def taking(*args: Any, **kwargs: Any) -> Any:
             taken: list[Any] = []
-            with keras_hooks.taking_gradients(lambda *one: taken.append(_described(*one))):
+            engine = self._task.served.engine
+            with keras_hooks.taking_gradients(lambda *one: taken.append(_described(engine, *one))):
                 return fn(*args, **kwargs), taken
 
         with self._task.update() as update:
@@ -59,7 +66,7 @@ class WorkerStrategy(Strategy):
         return result
 
 
-def _described(optimizer: Any, gradients: list[Any], variables: list[Any]) -> dict[str, Any]:
+def _described(engine: Engine, optimizer: Any, gradients: list[Any], variables: list[Any]) -> dict[str, Any]:
     """What a compiled function can return of an optimiser's gradients: their tensors, among names."""
     numbers = []
     for variable in variables:
@@ -72,14 +79,20 @@ def _described(optimizer: Any, gradients: list[Any], variables: list[Any]) -> di
         numbers.append(record.home.number)
     if not optimizer.built:
         raise NotBuilt(getattr(optimizer, _OWN), numbers)
-    present = [(number, g) for number, g in zip(numbers, gradients, strict=True) if g is not None]
-    gradients = [gradient for _, gradient in present]
+    present, rows, values = [], [], []
+    for number, variable, gradient in zip(numbers, variables, gradients, strict=True):
+        if gradient is not None:
+            some = engine.by_rows(variable, gradient) or (None, gradient)
+            present.append(number)
+            rows.append(some[0])
+            values.append(some[1])
     if not optimizer.gradient_accumulation_steps:
-        gradients = keras_hooks.clipped(optimizer, gradients)
+        values = keras_hooks.clipped(optimizer, values)  # rows that are not there are zeros, which count for nothing
     return {
         "optimizer": getattr(optimizer, _OWN),
-        "numbers": [number for number, _ in present],
-        "gradients": gradients,
+        "numbers": present,
+        "gradients": values,
+        "rows": rows,
     }
 
 
@@ -173,10 +186,14 @@ class Task:
     def update(self) -> Iterator[Update]:
         """Within this, a closure changes variables: together, once, from the newest values."""
         self.commit(())
-        self.served.generation += 1
+        self.served.next_generation()
         self.served.pull(list(self.served.touched.values()))
         update = Update()
-        yield update
+        self.served.in_replica = True
+        try:
+            yield update
+        finally:
+            self.served.in_replica = False
         self.commit(update.gradients)
 
     def commit(self, gradients: Sequence[Mapping[str, Any]]) -> None:
@@ -195,12 +212,13 @@ class Task:
         ]
         sent: list[list[np.ndarray]] = [[] for _ in servers]
         for one in gradients:
-            records = [self.served.records[number] for number in one["numbers"]]
-            tensors = map(as_numpy, one["gradients"])
-            for server, (keys, parts) in enumerate(self.served.by_server(zip(records, tensors, strict=True))):
-                kinds = [[key, "dense"] for key in keys]
-                headers[server]["gradients"].append({"optimizer": one["optimizer"], "keys": kinds})
-                sent[server] += parts
+            for header in headers:
+                header["gradients"].append({"optimizer": one["optimizer"], "keys": []})
+            for number, gradient, rows in zip(one["numbers"], one["gradients"], one["rows"], strict=True):
+                record, which = self.served.records[number], None if rows is None else as_numpy(rows)
+                for server, key, arrays in self.served.gradient_parts(record, as_numpy(gradient), which):
+                    headers[server]["gradients"][-1]["keys"].append(key)
+                    sent[server] += arrays
         for name, found in (("differences", differences), ("values", values)):
             for server, (keys, parts) in enumerate(self.served.by_server(found)):
                 headers[server][name] = keys
@@ -211,14 +229,14 @@ class Task:
             if arrays or header["gradients"]
         ]
         answers = [wait()[0] for wait in calls]
-        if gradients:
+        if gradients and self.served.clock is not None:
             self.staleness = max(self.staleness, answers[0]["clock"] - self.served.clock)
         for record, _ in changed:  # the servers have added it to what others have made of it
             record.forget()
-        self.served.generation += 1
+        self.served.next_generation()
 
     def _begin(self, function: str) -> None:
-        self.served.generation += 1
+        self.served.next_generation()
         # What this function has used the last time is asked for at once, with one call a server.
         self.served.touched = dict(self._touched.get(function, {}))
         for record in self.served.records.values():

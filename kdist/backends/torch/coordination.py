@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kdist.backends.coordination import Engine
+from kdist.backends.torch.tables import RowGradient, Table
 
 
 class TorchEngine(Engine):
@@ -32,6 +33,18 @@ class TorchEngine(Engine):
     def is_changed(self, held: Any, mark: Any) -> bool:
         """Compares the counts."""
         return self.mark(held) != mark
+
+    def table(self, record: Any) -> Table:
+        """A tensor that asks for the rows of itself."""
+        return Table.of_record(record, record.variable())
+
+    def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
+        """Looks at the gradient's type."""
+        return (gradient.row_ids, gradient.row_values) if isinstance(gradient, RowGradient) else None
+
+    def some_rows(self, held: Any, rows: np.ndarray) -> np.ndarray:
+        """Copies these rows alone."""
+        return keras.ops.convert_to_numpy(held.detach()[torch.from_numpy(rows)])
 
     def train_step(self, model: Any, data: Any) -> Any:
         """Runs Keras's own step, as it is."""

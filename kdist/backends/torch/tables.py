@@ -1,0 +1,193 @@
+"""Large variables on parameter servers: tensors that ask for their rows as a function of PyTorch's looks them up.
+
+PyTorch lets a tensor answer for itself (`__torch_function__`), above autograd. A lookup gets leaves with the rows that it
+needs; for anything else there is the whole value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from torch.nn import functional
+
+
+class Standin(torch.Tensor):
+    """A tensor without numbers and without memory. What needs numbers gets those of `whole()`."""
+
+    _is_param = True  # so that a module takes it for a parameter
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+        """Returns one that says of itself what is given."""
+        return torch.empty((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
+
+    def whole(self) -> torch.Tensor:
+        """Returns the tensor with its numbers."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _WITHOUT_NUMBERS or (func == torch.Tensor.to and _is_as_it_is(*args, **kwargs)):
+            return super().__torch_function__(func, types, args, kwargs)
+        if func in _OF_TABLES:
+            found = _OF_TABLES[func](*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        args, kwargs = keras.tree.map_structure(_numbers, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+
+class RowGradient(Standin):
+    """A gradient that is zero but for some rows."""
+
+    row_ids: torch.Tensor
+    row_values: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        """Returns it with all its zeros."""
+        values = self.row_values
+        return values.new_zeros(tuple(self.shape)).index_copy(0, self.row_ids, values)
+
+
+class Table(Standin):
+    """A variable's value, of which a worker has the rows that it has looked up in this step."""
+
+    record: Any
+    ids: np.ndarray
+    leaves: list[torch.Tensor]
+    generation: int
+
+    @classmethod
+    def of_record(cls, record: Any, variable: Any) -> Table:
+        """Returns that of a variable, for all steps."""
+        like = keras.ops.zeros((), variable.dtype)
+        table = cls.of(variable.shape, like.dtype, like.device)
+        table.record, table.generation = record, -1
+        return table.requires_grad_(bool(variable.trainable))
+
+    def whole(self) -> torch.Tensor:
+        """Returns the parameter, all of which is asked for."""
+        was_here, parameter = self.record.is_here(), self.record.whole()
+        parameter.requires_grad_(self.requires_grad)
+        if not was_here:
+            parameter.grad = None  # of another step
+        return parameter
+
+    def lookup(self, ids: torch.Tensor) -> Any:
+        """Returns the rows of some numbers, differentiably."""
+        flat = ids.detach().reshape(-1).cpu().numpy()
+        needed = np.unique(flat)
+        if self.record.is_here() or 2 * len(needed) > len(self):
+            return NotImplemented
+        leaves = self._leaves()
+        missing = np.setdiff1d(needed, self.ids)
+        if len(missing) or not leaves:
+            rows = keras.ops.convert_to_tensor(self.record.rows(missing), dtype=self.record.variable().dtype)
+            leaves.append(rows.requires_grad_(self.requires_grad))
+            self.ids = np.concatenate([self.ids, missing])
+        order = np.argsort(self.ids)
+        positions = order[np.searchsorted(self.ids, flat, sorter=order)]
+        rows = leaves[0] if len(leaves) == 1 else torch.cat(leaves)
+        return functional.embedding(torch.as_tensor(positions, device=ids.device).reshape(ids.shape), rows)
+
+    def parts(self) -> list[torch.Tensor]:
+        """What gradients are taken for: the rows that were looked up, and the whole value where that is here."""
+        return [*self._leaves(), *([self.whole()] if self.record.is_here() else [])]
+
+    def joined(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Returns the gradient, from those of the parts."""
+        if all(gradient is None for gradient in gradients):
+            return None
+        pairs = zip(self.parts(), gradients, strict=True)
+        found = [torch.zeros_like(part) if gradient is None else gradient for part, gradient in pairs]
+        leaves = self._leaves()
+        if not leaves:
+            return found[0]
+        gradient = RowGradient.of(self.shape, self.dtype, self.device)
+        gradient.row_ids = torch.as_tensor(self.ids, device=self.device)
+        gradient.row_values = torch.cat(found[: len(leaves)]).detach()
+        return gradient if len(found) == len(leaves) else found[-1] + gradient.whole()
+
+    def _leaves(self) -> list[torch.Tensor]:
+        if self.generation != self.record.served.generation:
+            self.generation = self.record.served.generation
+            self.ids, self.leaves = np.zeros(0, np.int64), []
+        return self.leaves
+
+
+def _numbers(value: Any) -> Any:
+    return value.whole() if isinstance(value, Standin) else value
+
+
+def _is_as_it_is(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Says whether `tensor.to(...)` is the tensor itself."""
+    small = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return small.to(*args, **kwargs) is small
+
+
+def _embedding(ids: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    has_options = any(value not in (None, False, 2.0) for value in (*args, *kwargs.values()))
+    return NotImplemented if has_options or not isinstance(weight, Table) else weight.lookup(ids)
+
+
+def _read_grad(tensor: Any, *args: Any) -> Any:
+    if not isinstance(tensor, Table):
+        return None
+    return tensor.joined([part.grad for part in tensor.parts()])
+
+
+def _write_grad(tensor: Any, value: Any = None) -> Any:
+    if value is not None or not isinstance(tensor, Table):
+        return NotImplemented
+    for part in tensor.parts():
+        part.grad = None
+    return None
+
+
+def _require_grad(tensor: Any, value: bool = True) -> Any:
+    if isinstance(tensor, Table):
+        for part in tensor.parts():
+            part.requires_grad_(value)
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.requires_grad_(value)
+
+
+def _autograd_grad(outputs: Any, inputs: Any, **kwargs: Any) -> Any:
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    parts = [one.parts() if isinstance(one, Table) else [one] for one in inputs]
+    flat = [part for several in parts for part in several]
+    found = iter(torch.autograd.grad(outputs, flat, **kwargs | {"allow_unused": True}) if flat else ())
+    gradients = [[next(found) for _ in several] for several in parts]
+    return tuple(
+        one.joined(several) if isinstance(one, Table) else several[0]
+        for one, several in zip(inputs, gradients, strict=True)
+    )
+
+
+_WITHOUT_NUMBERS = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "is_meta", "is_leaf", "is_sparse", "grad_fn")
+} | {
+    torch.Tensor.requires_grad.__get__,
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.__len__,
+}
+_OF_TABLES: dict[Any, Callable[..., Any]] = {
+    functional.embedding: _embedding,
+    torch.autograd.grad: _autograd_grad,
+    torch.Tensor.grad.__get__: _read_grad,
+    torch.Tensor.grad.__set__: _write_grad,
+    torch.Tensor.grad.__delete__: _write_grad,
+    torch.Tensor.requires_grad_: _require_grad,
+    torch.Tensor.requires_grad.__set__: _require_grad,
+}
