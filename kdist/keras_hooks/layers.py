@@ -18,6 +18,24 @@ def hook_torch_modules(zero_grad: Callable[..., Any], call_module: Callable[...,
     replace(keras.layers.TorchModuleWrapper, "call", call_module)
 
 
+def hook_embedding(lookup: Callable[[Any, Any], Any]) -> None:
+    """Lets a function look up what embeddings are asked for; called once, by the backend.
+
+    Args:
+        lookup: Called with the variable and the numbers of rows; returns the rows, or `None` to have Keras look.
+    """
+    import keras
+
+    def call(original: Callable[..., Any], self: Any, inputs: Any) -> Any:
+        if self.lora_enabled or self.quantization_mode:
+            return original(self, inputs)
+        ids = inputs if inputs.dtype in ("int32", "int64") else keras.ops.cast(inputs, "int32")
+        found = lookup(self._embeddings, ids)
+        return original(self, inputs) if found is None else keras.ops.cast(found, self.compute_dtype)
+
+    wrap(keras.layers.Embedding, "call", call)
+
+
 def hook_batch_normalization(native: bool) -> None:
     import keras
     from keras.src import backend

@@ -11,12 +11,14 @@ import keras
 import numpy as np
 
 from kdist.backends.coordination import Engine
+from kdist.backends.jax import tables
 
 
 class JaxEngine(Engine):
     """Values are arrays that nobody writes to; another value is another array."""
 
     def __init__(self) -> None:
+        tables.hook_lookups()
         # The programs by which optimisers update the variables that are named.
         self._programs: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = (
             weakref.WeakKeyDictionary()
@@ -35,6 +37,17 @@ class JaxEngine(Engine):
         """Says whether it is another array."""
         return held is not mark
 
+    def table(self, record: Any) -> None:
+        """Programs look up rows before they run."""
+
+    def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
+        """Asks those that the program has."""
+        return tables.by_rows(variable, gradient)
+
+    def some_rows(self, held: Any, rows: np.ndarray) -> np.ndarray:
+        """Looks at the array's memory, on a CPU."""
+        return np.asarray(held)[rows]
+
     def train_step(self, model: Any, data: Any) -> Any:
         """Runs Keras's stateless step over the variables as they are in the scope around it."""
         # The optimiser's step happens elsewhere: of what it keeps for each variable nothing is needed here.
@@ -42,8 +55,10 @@ class JaxEngine(Engine):
             v.value if v.ndim == 0 else jax.numpy.zeros(v.shape, v.dtype) for v in model.optimizer.variables
         ]
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
-        trained, others, metrics = ([v.value for v in group] for group in groups)
-        logs, (_, others, _, metrics) = model.train_step((trained, others, own, metrics), data)
+        others, metrics = ([v.value for v in group] for group in groups[1:])
+        with tables.in_step_of(model):
+            state = (tables.given(model.trainable_variables), others, own, metrics)
+            logs, (_, others, _, metrics) = model.train_step(state, data)
         for variable, value in zip([*groups[1], *groups[2]], [*others, *metrics], strict=True):
             variable.assign(value)
         return logs

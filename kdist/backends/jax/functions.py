@@ -17,7 +17,7 @@ from kdist import keras_hooks
 from kdist.arrays.rows import torch_to_numpy
 from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
-from kdist.backends.jax import uneven_run
+from kdist.backends.jax import tables, uneven_run
 from kdist.backends.jax.collectives import MeshCollectives, UnknownShapes
 from kdist.backends.jax.components import has_components
 from kdist.backends.jax.core import JaxCore
@@ -32,6 +32,7 @@ from kdist.backends.jax.programs import (
 )
 from kdist.backends.jax.replicas import JaxReplica
 from kdist.backends.jax.scopes import GradientScope, JaxScope, PlainScope, Values, initial_value
+from kdist.backends.jax.tables import Tables
 from kdist.communication.options import hint_ignored
 from kdist.context import current_replica
 from kdist.errors import InvalidArgumentError, KdistError
@@ -164,7 +165,9 @@ class _Program:
         self._num_replicas = runtime.num_replicas
         self._call = call
         self._scalar = [not parts[0].shape for parts in call.data]
+        self._tables = Tables()
         self._variables = self._discover(call)
+        self._ids = jax.jit(self._find_ids)
         shardings = runtime.shardings(self._written)
         results = {} if shardings is None else {"out_shardings": (shardings, None)}
         self._compiled = jax.jit(self._whole, donate_argnums=0, **results)
@@ -174,7 +177,8 @@ class _Program:
         inputs = self._runtime.join_values(call.data)
         written = placed.read(self._written, donated=True)
         read = placed.read(self._only_read)
-        state, outputs = self._compiled(written, read, inputs)
+        looked = self._tables.pull(lambda: self._ids(written, read, inputs))
+        state, outputs = self._compiled(written, read, looked, inputs)
         placed.write(self._written, state)
         self._runtime.throttle((state, outputs))
         # Not `addressable_data`, which takes any shard of an array that is said to be equal on all devices.
@@ -184,22 +188,36 @@ class _Program:
 
     def _discover(self, call: _Call) -> list[Any]:
         """Traces the function, without compiling it, until all its variables are known."""
-        values = discover(
-            lambda values: self._over_mesh(lambda data: self._replica(values, data)[1]),
-            self._runtime.join_values(call.data),
-            self._runtime.broadcast_variables,
-            self._initial_value,
-        )
+        inputs = self._runtime.join_values(call.data)
+        large = getattr(self._strategy, "tables", ())  # of a worker of parameter servers, which is one replica
+        found = tables.discover(large, self._over, inputs) if large else None
+        if found is not None:
+            self._tables, values = found
+        else:
+            values = discover(self._over, inputs, self._runtime.broadcast_variables, self._initial_value)
         self._written = list(values.written.values())
         self._only_read = [v for v in values.variables if id(v) not in values.written]
         return [*self._written, *self._only_read]
 
-    def _whole(self, written: Any, read: Any, inputs: Any) -> Any:
-        def body(written: Any, read: Any, inputs: Any) -> Any:
-            values = Values(self._variables, [*written, *read], self._initial_value)
-            return self._replica(values, inputs)
+    def _over(self, values: Values) -> Callable[[Any], Any]:
+        return self._over_mesh(lambda data: self._replica(values, data)[1])
 
-        return self._over_mesh(body)(written, read, inputs)
+    def _whole(self, written: Any, read: Any, looked: Any, inputs: Any) -> Any:
+        def body(written: Any, read: Any, looked: Any, inputs: Any) -> Any:
+            with self._tables.look(looked):
+                return self._replica(self._values(written, read), inputs)
+
+        return self._over_mesh(body)(written, read, looked, inputs)
+
+    def _find_ids(self, written: Any, read: Any, inputs: Any) -> list[Any]:
+        """The program that returns the numbers of the rows: what only the rest needs, JAX leaves out."""
+        with self._tables.find() as finding:
+            self._replica(self._values(written, read), inputs)
+        return finding.ids
+
+    def _values(self, written: Any, read: Any) -> Values:
+        variables = [*self._variables, *self._tables.variables]
+        return Values(variables, [*written, *read, *self._tables.values()], self._initial_value)
 
     def _initial_value(self, variable: Any) -> Any:
         value = initial_value(variable)
@@ -335,14 +353,14 @@ def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bo
         caught: list[Any] = []
 
         def pure(values: Sequence[Any]) -> Any:
-            with GradientScope(outer, variables, values) as scope:
+            with tables.using(variables, values) as shown, GradientScope(outer, variables, shown) as scope:
                 loss, aux = split_aux(fn(*args, **kwargs), has_aux)
                 check_loss(loss)
             caught[:] = [scope, Outputs(aux)]
             return loss, (caught[1].take(), scope.results())
 
-        values = [variable.value for variable in variables]
-        (loss, (data, written)), gradients = jax.value_and_grad(pure, has_aux=True)(values)
+        (loss, (data, written)), gradients = jax.value_and_grad(pure, has_aux=True)(tables.given(variables))
+        tables.note(variables, gradients)
         scope, outputs = caught
         scope.write_outside(written)
         if not has_aux:

@@ -1,0 +1,320 @@
+"""Large variables on parameter servers, of which a compiled function needs only the rows that it looks up.
+
+JAX traces a function before it runs, so that what it does with such a variable, a table, is known. Where embeddings look
+up rows of it and nothing else is done with it, two programs are made of the function: one that returns the numbers of the
+rows alone, and one that takes these rows, and looks up where they stand. Its gradients are those of the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.extend.core import Var
+
+from kdist import keras_hooks
+from kdist.backends.jax.programs import initialize
+from kdist.backends.jax.scopes import Values, initial_value
+
+
+class _Trace:
+    """What happens to tables while a function is traced."""
+
+    def __init__(self, tables: Sequence[Any]) -> None:
+        self.tables = {id(variable): variable for variable in tables}
+        self.gradients: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> Any:
+        self._outer, _current.trace = _current.trace, self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _current.trace = self._outer
+
+    def is_noted(self, variable: Any, gradient: Any) -> bool:
+        """Says whether a gradient is as it was computed."""
+        return any(of is variable and noted is gradient for of, noted in self.gradients)
+
+
+class Finding(_Trace):
+    """Finds out which rows are looked up, and what else a function does with tables.
+
+    Args:
+        tables: The tables.
+        rows: Some array like a row of each of them, which is what lookups find.
+    """
+
+    def __init__(self, tables: Sequence[Any], rows: Sequence[Any]) -> None:
+        super().__init__(tables)
+        self._rows = dict(zip(self.tables, rows, strict=True))
+        self.lookups: list[Any] = []
+        self.ids: list[Any] = []
+        self.refused: set[int] = set()
+        self.asked: set[int] = set()
+
+    def lookup(self, variable: Any, ids: Any) -> Any:
+        """Notes the numbers of the rows."""
+        self.asked.add(id(variable))
+        self.lookups.append(variable)
+        self.ids.append(ids)
+        return jnp.take(self._rows[id(variable)], jnp.zeros_like(ids), axis=0)
+
+    def given(self, variable: Any) -> Any:
+        """Returns what a gradient is taken for."""
+        self.asked.add(id(variable))
+        return variable.value
+
+    def shown(self, variable: Any, value: Any) -> Any:
+        """Returns what such a variable shows then."""
+        return value
+
+    def by_rows(self, variable: Any, gradient: Any) -> None:
+        """Notes what is made of gradients: anything but theirs needs all rows."""
+        if not self.is_noted(variable, gradient):
+            self.refused.add(id(variable))
+
+
+class Looking(_Trace):
+    """Looks rows up among those that are there.
+
+    Args:
+        tables: The tables.
+        rows: Of each of them, or `None` where none are needed, the rows that are there.
+        ids: Their numbers in the table.
+        positions: For each lookup, where its rows stand.
+    """
+
+    def __init__(self, tables: Sequence[Any], rows: Sequence[Any], ids: Sequence[Any], positions: Sequence[Any]) -> None:
+        super().__init__(tables)
+        self._rows = dict(zip(self.tables, rows, strict=True))
+        self._ids = dict(zip(self.tables, ids, strict=True))
+        self._positions = iter(positions)
+
+    def lookup(self, variable: Any, ids: Any) -> Any:
+        """Returns the rows; as Keras does, NaN for numbers that no row has."""
+        return jnp.take(self._rows[id(variable)], next(self._positions), axis=0)
+
+    def given(self, variable: Any) -> Any:
+        """Returns the rows."""
+        return self._rows[id(variable)]
+
+    def shown(self, variable: Any, value: Any) -> Any:
+        """Looks up in these rows from now on; the variable shows numbers that nobody looks at."""
+        self._rows[id(variable)] = value
+        return _nothing(variable)
+
+    def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any]:
+        """Returns the numbers of the rows, and their gradients."""
+        assert self.is_noted(variable, gradient)
+        return self._ids[id(variable)], gradient
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.trace: Any = None
+
+
+_current = _Current()
+
+
+def _trace_of(variable: Any) -> Any:
+    trace = _current.trace
+    return trace if trace is not None and id(variable) in trace.tables else None
+
+
+def lookup(variable: Any, ids: Any) -> Any:
+    """Returns what an embedding finds in a table; `None` for another variable."""
+    trace = _trace_of(variable)
+    return None if trace is None else trace.lookup(variable, ids)
+
+
+def given(variables: Sequence[Any]) -> list[Any]:
+    """Returns what gradients with respect to variables are taken for: their values; of tables the rows."""
+    return [v.value if (trace := _trace_of(v)) is None else trace.given(v) for v in variables]
+
+
+@contextlib.contextmanager
+def using(variables: Sequence[Any], values: Sequence[Any]) -> Iterator[list[Any]]:
+    """Within this, a function computes with what was `given`; yields the values that the variables show."""
+    trace = _current.trace
+    rows = dict(trace._rows) if trace is not None else {}
+    try:
+        pairs = zip(variables, values, strict=True)
+        yield [value if _trace_of(v) is None else trace.shown(v, value) for v, value in pairs]
+    finally:
+        if trace is not None:
+            trace._rows = rows
+
+
+def note(variables: Sequence[Any], gradients: Sequence[Any]) -> None:
+    """Told of gradients as they were computed."""
+    if _current.trace is not None:
+        _current.trace.gradients += zip(variables, gradients, strict=True)
+
+
+def by_rows(variable: Any, gradient: Any) -> tuple[Any, Any] | None:
+    """Returns the numbers and values of the rows of a gradient that is applied; `None` of one with all rows."""
+    trace = _trace_of(variable)
+    return None if trace is None else trace.by_rows(variable, gradient)
+
+
+@contextlib.contextmanager
+def in_step_of(model: Any) -> Iterator[None]:
+    """Within this, Keras's own `train_step` of a model computes with tables' rows; one of the user's with all of them."""
+    trace, optimizer = _current.trace, model.optimizer
+    if trace is None or keras_hooks.is_own(type(model).train_step):
+        if trace is not None:
+            trace.refused = set(trace.tables)
+        yield
+        return
+    compute = model.compute_loss_and_updates
+
+    def compute_loss_and_updates(values: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        with using(model.trainable_variables, values) as shown:
+            return compute(shown, *args, **kwargs)
+
+    def stateless_apply(own: Any, gradients: Sequence[Any], values: Any) -> Any:
+        note(model.trainable_variables, gradients)
+        optimizer.apply(gradients, model.trainable_variables)
+        return values, own
+
+    # Attributes of the objects, gone afterwards: the step computes, and applies, by what these are.
+    vars(model)["compute_loss_and_updates"] = compute_loss_and_updates
+    vars(optimizer)["stateless_apply"] = stateless_apply
+    try:
+        yield
+    finally:
+        del vars(model)["compute_loss_and_updates"], vars(optimizer)["stateless_apply"]
+
+
+class Tables:
+    """The tables of a program of which it needs some rows: those that are not among its `variables`.
+
+    Args:
+        variables: The tables.
+        asked: Those of them that the program looks at all.
+        lookups: The table of each lookup, and how many rows it looks up.
+    """
+
+    def __init__(
+        self, variables: Sequence[Any] = (), asked: Sequence[Any] = (), lookups: Sequence[tuple[Any, int]] = ()
+    ) -> None:
+        self.variables = list(variables)
+        self._asked = list(asked)
+        self._lookups = [variable for variable, _ in lookups]
+        # A table of which nothing is looked up may have a gradient, of no rows.
+        self._capacity = [max(1, sum(size for of, size in lookups if of is v)) for v in asked]
+
+    def values(self) -> list[Any]:
+        """Returns what the tables show in a trace, which nobody looks at."""
+        return [_nothing(variable) for variable in self.variables]
+
+    def find(self) -> Finding:
+        """Within what this returns, a trace finds the numbers of rows."""
+        return Finding(self.variables, [jnp.zeros((1, *v.shape[1:]), v.dtype) for v in self.variables])
+
+    def look(self, looked: Any) -> Any:
+        """Within what this returns, a trace looks up in rows that are there."""
+        return Looking(self._asked, *looked) if looked else contextlib.nullcontext()
+
+    def pull(self, find: Callable[[], Sequence[Any]]) -> Any:
+        """Asks the servers for the rows whose numbers a function finds; returns what `look` takes."""
+        found = [np.asarray(one) for one in find()] if self._lookups else []
+        if not self._asked:
+            return ()
+        rows, numbers, positions = [], [], [np.zeros(())] * len(found)
+        for variable, capacity in zip(self._asked, self._capacity, strict=True):
+            size = variable.shape[0]
+            mine = [i for i, of in enumerate(self._lookups) if of is variable]
+            wrapped = {i: np.where(found[i] < 0, found[i] + size, found[i]) for i in mine}
+            there = {i: (wrapped[i] >= 0) & (wrapped[i] < size) for i in mine}
+            needed = np.unique(np.concatenate([np.zeros(0, np.int64), *(wrapped[i][there[i]] for i in mine)]))
+            pulled = keras_hooks.record_of(variable).rows(needed)
+            rows.append(np.zeros((capacity, *pulled.shape[1:]), pulled.dtype))
+            rows[-1][: len(needed)] = pulled
+            numbers.append(np.full(capacity, -1, np.int32))
+            numbers[-1][: len(needed)] = needed
+            for i in mine:
+                at = np.where(there[i], np.searchsorted(needed, wrapped[i]), capacity)
+                positions[i] = at.astype(np.int32)
+        return rows, numbers, positions
+
+
+def discover(
+    tables: Sequence[Any], function: Callable[[Values], Callable[[Any], Any]], arguments: Any
+) -> tuple[Tables, Values] | None:
+    """Traces a function, and returns of which tables it needs some rows, and its other variables.
+
+    Args:
+        tables: Large variables on servers.
+        function: Returns the function to trace over some `Values`.
+        arguments: Shapes and dtypes of its arguments.
+
+    Returns:
+        `None` if which rows it looks up is known only as it runs: in a loop, or of what it has computed.
+    """
+    whole = [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in tables]
+    rows = [jax.ShapeDtypeStruct((1, *v.shape[1:]), v.dtype) for v in tables]
+    caught: list[Any] = []
+
+    def traced(whole: Any, rows: Any, arguments: Any) -> Any:
+        values = Values(tables, whole, initial_value)
+        with Finding(tables, rows) as finding:
+            function(values)(arguments)
+        caught[:] = values, finding
+        return finding.ids, [gradient for of, gradient in finding.gradients if id(of) in finding.tables]
+
+    while True:
+        try:
+            program = jax.make_jaxpr(traced)(whole, rows, arguments).jaxpr
+        except jax.errors.UnexpectedTracerError:
+            return None
+        values, finding = caught
+        if not initialize([v for v in values.variables if id(v) not in finding.tables]):
+            break
+    refused = finding.refused | set(values.written) | _needed(program, finding)
+    lookups = [(of, int(np.prod(ids.shape))) for of, ids in zip(finding.lookups, finding.ids, strict=True)]
+    for variable in tables:
+        if 2 * sum(size for of, size in lookups if of is variable) > variable.shape[0]:
+            refused.add(id(variable))
+    kept = [variable for variable in tables if id(variable) not in refused]
+    values.variables = [v for v in values.variables if id(v) not in finding.tables or id(v) in refused]
+    return Tables(
+        kept, [v for v in kept if id(v) in finding.asked], [one for one in lookups if id(one[0]) not in refused]
+    ), values
+
+
+def _needed(program: Any, finding: Finding) -> set[int]:
+    """Returns the tables that are needed as a whole: looked at, or their gradients; or before it is known which rows."""
+    number = len(finding.tables)
+    whole, rows = program.invars[:number], program.invars[number : 2 * number]
+    ids, gradients = program.outvars[: len(finding.ids)], program.outvars[len(finding.ids) :]
+    looked_at: set[Any] = set()
+    of_rows = set(rows)
+    for equation in program.eqns:
+        read = {one for one in equation.invars if isinstance(one, Var)}
+        looked_at |= read
+        if read & of_rows:
+            of_rows |= set(equation.outvars)
+    needed = {key for key, one in zip(finding.tables, whole, strict=True) if one in looked_at}
+    for variable, one in zip(finding.lookups, ids, strict=True):
+        if one in of_rows:
+            needed.add(id(variable))
+    of_tables = [of for of, _ in finding.gradients if id(of) in finding.tables]
+    return needed | {id(of) for of, one in zip(of_tables, gradients, strict=True) if one in looked_at}
+
+
+def _nothing(variable: Any) -> Any:
+    return jnp.zeros(variable.shape, variable.dtype)
+
+
+@functools.cache
+def hook_lookups() -> None:
+    """Lets embeddings look up in tables; once a process."""
+    keras_hooks.hook_embedding(lookup)
