@@ -272,13 +272,15 @@ def discover(
 
     while True:
         try:
-            program = jax.make_jaxpr(traced)(whole, rows, arguments).jaxpr
+            program = jax.make_jaxpr(traced)(whole, rows, arguments)
         except jax.errors.UnexpectedTracerError:
+            return None
+        if any(isinstance(constant, jax.core.Tracer) for constant in program.consts):
             return None
         values, finding = caught
         if not initialize([v for v in values.variables if id(v) not in finding.tables]):
             break
-    refused = finding.refused | set(values.written) | _needed(program, finding)
+    refused = finding.refused | set(values.written) | _needed(program.jaxpr, finding)
     lookups = [(of, int(np.prod(ids.shape))) for of, ids in zip(finding.lookups, finding.ids, strict=True)]
     for variable in tables:
         if 2 * sum(size for of, size in lookups if of is variable) > variable.shape[0]:
