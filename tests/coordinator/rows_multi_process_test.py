@@ -183,7 +183,10 @@ def test_rows_travel_and_the_numbers_are_those_of_one_device(backend: str, tmp_p
         plain.kill()
     for (kind, way, name, by_rows), found in zip(_CASES, facts(chief), strict=True):
         case = f"{kind}-{way}-{name}"
-        with np.load(tmp_path / f"own-{case}.npz") as own, np.load(tmp_path / f"plain-{case}.npz") as expected:
+        with (
+            np.load(tmp_path / f"own-{case}.npz") as own,
+            np.load(tmp_path / f"plain-{case}.npz") as expected,
+        ):
             assert len(own.files) == 4
             for file in own.files:
                 np.testing.assert_allclose(own[file], expected[file], 1e-5, 1e-6, err_msg=case)

@@ -58,9 +58,11 @@ class JaxEngine(Engine):
         others, metrics = ([v.value for v in group] for group in groups[1:])
         with tables.in_step_of(model):
             state = (tables.given(model.trainable_variables), others, own, metrics)
-            logs, (_, others, _, metrics) = model.train_step(state, data)
-        for variable, value in zip([*groups[1], *groups[2]], [*others, *metrics], strict=True):
-            variable.assign(value)
+            logs, (_, new_others, _, new_metrics) = model.train_step(state, data)
+        old, new = [*others, *metrics], [*new_others, *new_metrics]
+        for variable, before, value in zip([*groups[1], *groups[2]], old, new, strict=True):
+            if value is not before:
+                variable.assign(value)
         return logs
 
     def apply(self, optimizer: Any, gradients: Sequence[np.ndarray], variables: Sequence[Any]) -> None:

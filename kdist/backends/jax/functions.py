@@ -189,7 +189,9 @@ class _Program:
     def _discover(self, call: _Call) -> list[Any]:
         """Traces the function, without compiling it, until all its variables are known."""
         inputs = self._runtime.join_values(call.data)
-        large = getattr(self._strategy, "tables", ())  # of a worker of parameter servers, which is one replica
+        large = getattr(
+            self._strategy, "tables", ()
+        )  # of a worker of parameter servers, which is one replica
         found = tables.discover(large, self._over, inputs) if large else None
         if found is not None:
             self._tables, values = found

@@ -74,10 +74,12 @@ class Finding(_Trace):
         """Returns what such a variable shows then."""
         return value
 
-    def by_rows(self, variable: Any, gradient: Any) -> None:
-        """Notes what is made of gradients: anything but theirs needs all rows."""
-        if not self.is_noted(variable, gradient):
-            self.refused.add(id(variable))
+    def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
+        """Notes that a gradient is another one than was computed, which needs all rows; else returns some rows."""
+        if self.is_noted(variable, gradient):
+            return jnp.zeros(1, "int32"), jnp.zeros_like(self._rows[id(variable)])
+        self.refused.add(id(variable))
+        return None
 
 
 class Looking(_Trace):
@@ -90,7 +92,9 @@ class Looking(_Trace):
         positions: For each lookup, where its rows stand.
     """
 
-    def __init__(self, tables: Sequence[Any], rows: Sequence[Any], ids: Sequence[Any], positions: Sequence[Any]) -> None:
+    def __init__(
+        self, tables: Sequence[Any], rows: Sequence[Any], ids: Sequence[Any], positions: Sequence[Any]
+    ) -> None:
         super().__init__(tables)
         self._rows = dict(zip(self.tables, rows, strict=True))
         self._ids = dict(zip(self.tables, ids, strict=True))
@@ -203,7 +207,10 @@ class Tables:
     """
 
     def __init__(
-        self, variables: Sequence[Any] = (), asked: Sequence[Any] = (), lookups: Sequence[tuple[Any, int]] = ()
+        self,
+        variables: Sequence[Any] = (),
+        asked: Sequence[Any] = (),
+        lookups: Sequence[tuple[Any, int]] = (),
     ) -> None:
         self.variables = list(variables)
         self._asked = list(asked)
@@ -288,7 +295,9 @@ def discover(
     kept = [variable for variable in tables if id(variable) not in refused]
     values.variables = [v for v in values.variables if id(v) not in finding.tables or id(v) in refused]
     return Tables(
-        kept, [v for v in kept if id(v) in finding.asked], [one for one in lookups if id(one[0]) not in refused]
+        kept,
+        [v for v in kept if id(v) in finding.asked],
+        [one for one in lookups if id(one[0]) not in refused],
     ), values
 
 
