@@ -53,6 +53,7 @@ class Record:
         self.served = served
         self.home = home
         self.variable = weakref.ref(variable)
+        self.dtype: str = variable.dtype
         self.held = held
         self.generation = -1  # in which the value was asked for last
         self.versions: list[int] = [-1] * home.placement.num_shards
@@ -64,7 +65,7 @@ class Record:
     def is_table(self) -> bool:
         """Says whether it is worth it to ask for some rows alone."""
         shape = self.home.placement.shape
-        return len(shape) == 2 and math.prod(shape) > _SMALL and keras.backend.is_float_dtype(self.variable().dtype)
+        return len(shape) == 2 and math.prod(shape) > _SMALL and keras.backend.is_float_dtype(self.dtype)
 
     def read(self) -> Any:
         """Returns the native value, or what stands for it in a replica."""
@@ -236,7 +237,9 @@ class Served:
             header, (part,) = wait()
             self._note_clock(server, header)
             parts.append(part)
-        return record.home.placement.join_rows(found, parts, parts[0].dtype if parts else keras.config.floatx())
+        return record.home.placement.join_rows(
+            found, parts, parts[0].dtype if parts else keras.config.floatx()
+        )
 
     def next_generation(self) -> None:
         """Values that were asked for before may be old now."""
@@ -303,7 +306,9 @@ class Served:
             one = found.get(shard) or Rows(shard, *[np.zeros(0, np.int64)] * 2)
             yield server, [key, "rows"], [one.rows, values[one.positions]]
 
-    def _begin(self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> Any:
+    def _begin(
+        self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
+    ) -> Any:
         return self.servers[server].begin(method, {"session": self.session} | header, arrays)
 
 

@@ -44,7 +44,9 @@ class WorkerStrategy(Strategy):
     def tables(self) -> list[Any]:
         """The variables of which a program may do with the rows that it looks up."""
         records = self._task.served.records.values()
-        return [record.variable() for record in records if record.variable() is not None and record.is_table()]
+        return [
+            record.variable() for record in records if record.variable() is not None and record.is_table()
+        ]
 
     def run(
         self,
@@ -87,7 +89,9 @@ def _described(engine: Engine, optimizer: Any, gradients: list[Any], variables: 
             rows.append(some[0])
             values.append(some[1])
     if not optimizer.gradient_accumulation_steps:
-        values = keras_hooks.clipped(optimizer, values)  # rows that are not there are zeros, which count for nothing
+        values = keras_hooks.clipped(
+            optimizer, values
+        )  # rows that are not there are zeros, which count for nothing
     return {
         "optimizer": getattr(optimizer, _OWN),
         "numbers": present,

@@ -1,8 +1,8 @@
 """Large variables on parameter servers, of which a compiled function needs only the rows that it looks up.
 
-JAX traces a function before it runs, so that what it does with such a variable, a table, is known. Where embeddings look
-up rows of it and nothing else is done with it, two programs are made of the function: one that returns the numbers of the
-rows alone, and one that takes these rows, and looks up where they stand. Its gradients are those of the rows.
+JAX traces a function before it runs, so that what it does with such a variable, a table, is known. Where embeddings
+look up rows of it and nothing else is done with it, two programs are made of the function: one that returns the numbers
+of the rows alone, and one that takes these rows, and looks up where they stand. Its gradients are those of the rows.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def by_rows(variable: Any, gradient: Any) -> tuple[Any, Any] | None:
 
 @contextlib.contextmanager
 def in_step_of(model: Any) -> Iterator[None]:
-    """Within this, Keras's own `train_step` of a model computes with tables' rows; one of the user's with all of them."""
+    """Within this, Keras's own `train_step` computes with the rows of tables; one of the user's with all of them."""
     trace, optimizer = _current.trace, model.optimizer
     if trace is None or keras_hooks.is_own(type(model).train_step):
         if trace is not None:
@@ -302,7 +302,7 @@ def discover(
 
 
 def _needed(program: Any, finding: Finding) -> set[int]:
-    """Returns the tables that are needed as a whole: looked at, or their gradients; or before it is known which rows."""
+    """Returns the tables that are needed whole: looked at, or their gradients; or before it is known which rows."""
     number = len(finding.tables)
     whole, rows = program.invars[:number], program.invars[number : 2 * number]
     ids, gradients = program.outvars[: len(finding.ids)], program.outvars[len(finding.ids) :]

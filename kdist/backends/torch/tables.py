@@ -1,7 +1,7 @@
 """Large variables on parameter servers: tensors that ask for their rows as a function of PyTorch's looks them up.
 
-PyTorch lets a tensor answer for itself (`__torch_function__`), above autograd. A lookup gets leaves with the rows that it
-needs; for anything else there is the whole value.
+PyTorch lets a tensor answer for itself (`__torch_function__`), above autograd. A lookup gets leaves with the rows that
+it needs; for anything else there is the whole value.
 """
 
 from __future__ import annotations
