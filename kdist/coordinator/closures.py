@@ -76,6 +76,8 @@ class Closures:
 
     def __init__(self, staleness: Staleness) -> None:
         self._staleness = staleness
+        self.are_in_turn = staleness.is_in_turn
+        """Whether one runs after the other: then callbacks may wait for each, as on one device."""
         self._waiting: collections.deque[Closure] = collections.deque()
         self._running: dict[Closure, None] = {}
         self._next = 0

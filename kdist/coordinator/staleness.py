@@ -25,6 +25,8 @@ class Staleness:
 
     def __init__(self, most: int | None) -> None:
         self._most = most
+        self.is_in_turn = most == 0
+        """Whether closures run one after the other."""
         # Of each closure that runs, how many others ran as it began, or have begun since.
         self._beside: dict[object, int] = {}
 

@@ -35,7 +35,7 @@ class ScheduledSteps(StepFunction):
         # Where the updates of a function are made when it ends, the next step is another function's.
         for part in [[one] for one in data] if self._coordination.places_variables else [data]:
             result = self._coordination.schedule(self._function, (part,), {}, self._take)
-        if not self._logs:  # so that there are some from the beginning
+        if not self._logs or self._coordination.closures.are_in_turn:  # there are logs from the beginning
             result.fetch()
         return self._logs
 
