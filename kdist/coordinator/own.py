@@ -22,6 +22,7 @@ from kdist.coordinator.closures import Closure, Closures
 from kdist.coordinator.group import Group
 from kdist.coordinator.optimizers import Optimizers
 from kdist.coordinator.placement import place
+from kdist.coordinator.recent import Recent
 from kdist.coordinator.rpc import Peer, PeerLost
 from kdist.coordinator.served import Home, Record, Served
 from kdist.errors import WorkerLostError, WorkerTimeoutError
@@ -103,7 +104,8 @@ class OwnCoordination(Coordination):
         self.closures = closures
         self.optimizers = Optimizers(strategy, self.served, self.give)
         self._num_parts = 0
-        self._pickled: dict[int, tuple[Any, str, bytes]] = {}
+        # By identity, which is the function's as long as it is kept.
+        self._pickled = Recent()
         self._own: list[tuple[int, bytes]] = []
         self._lock = threading.RLock()
         # Another one: who pickles, which is a thread of its own, finds variables that are to be given.
@@ -201,11 +203,11 @@ class OwnCoordination(Coordination):
     def function(self, fn: Callable[..., Any]) -> tuple[str, bytes]:
         """Returns a function's name among the workers, and its pickle. It is pickled once, as it is then."""
         with self._lock:
-            if id(fn) not in self._pickled:
+            if (known := self._pickled.get(id(fn))) is None:
                 data = shipping.dumps(fn, self._strategy, self._reduce)
-                self._pickled[id(fn)] = (fn, hashlib.sha256(data).hexdigest(), data)
-            _, name, data = self._pickled[id(fn)]
-            return name, data
+                known = fn, hashlib.sha256(data).hexdigest(), data
+                self._pickled.put(id(fn), known)
+            return known[1:]
 
     def _reduce(self, obj: Any) -> Any:
         if isinstance(obj, keras.Variable):
@@ -279,12 +281,12 @@ class _Worker:
         self.index = index
         self.is_ready = False
         self._session = ""
-        self._functions: set[str] = set()
+        self._functions = Recent()
         self._num_own = 0
 
     def begin(self, session: str, servers: Sequence[str], floatx: str, synchronous: bool = False) -> None:
         """Lets the worker take part, which may be another process than before."""
-        self._session, self._functions, self._num_own = session, set(), 0
+        self._session, self._functions, self._num_own = session, Recent(), 0
         self.peer.call(
             "begin",
             {"session": session, "index": self.index, "servers": list(servers), "floatx": floatx}
@@ -303,9 +305,9 @@ class _Worker:
             if "raised" in answer:
                 raise shipping.load_error(arrays[0].tobytes(), self.peer.name)
             self._num_own += 1
-        if name not in self._functions:
+        if not self._functions.get(name):
             self.call("ship", {"function": name}, data)
-            self._functions.add(name)
+            self._functions.put(name, True)
 
     def call(
         self, method: str, header: Mapping[str, Any], data: bytes

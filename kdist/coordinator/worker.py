@@ -14,6 +14,7 @@ from kdist import keras_hooks
 from kdist.backends import get_backend
 from kdist.backends.coordination import Engine, on_worker
 from kdist.coordinator import shipping
+from kdist.coordinator.recent import Recent
 from kdist.coordinator.rpc import Handler, Message, Peer, PeerLost
 from kdist.coordinator.served import Home, Record, Served, as_numpy
 from kdist.errors import StrategyScopeError
@@ -123,9 +124,9 @@ class Task:
         self.own_values: dict[int, Any] = {}
         self.strategy = WorkerStrategy(self)
         self.staleness = 0
-        self._functions: dict[str, Any] = {}
+        # Functions, each with the variables that it has used the last time.
+        self._functions = Recent()
         self._variables: dict[int, Any] = {}
-        self._touched: dict[str, dict[int, Record]] = {}
         self._closure = (0, 0)
         self._commits = itertools.count()
         self._running = threading.Lock()
@@ -151,7 +152,7 @@ class Task:
 
     def ship(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
         """Takes a function, which closures name afterwards."""
-        self._functions[header["function"]] = shipping.loads(arrays[0].tobytes(), self)
+        self._functions.put(header["function"], [shipping.loads(arrays[0].tobytes(), self), {}])
         return {}, ()
 
     def own(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
@@ -169,14 +170,14 @@ class Task:
         with self._running:
             self._closure, self._commits = (header["closure"], header["oldest"]), itertools.count()
             self.staleness = 0
-            name = header["function"]
+            known = self._functions.get(header["function"])
             try:
                 with on_worker(self.index), self.strategy.scope():
-                    self._begin(name)
+                    self._begin(known[1])
                     args, kwargs = shipping.loads(arrays[0].tobytes(), self)
-                    result = self._functions[name](*args, **kwargs)
+                    result = known[0](*args, **kwargs)
                     self.commit(())
-                    self._touched[name] = self.served.touched
+                    known[1] = self.served.touched
                 answer = shipping.dumps(shipping.to_host(result), self.strategy)
             except NotBuilt as missing:
                 return {"build": [missing.optimizer, missing.variables]}, ()
@@ -239,10 +240,10 @@ class Task:
             record.forget()
         self.served.next_generation()
 
-    def _begin(self, function: str) -> None:
+    def _begin(self, touched: Mapping[int, Record]) -> None:
         self.served.next_generation()
         # What this function has used the last time is asked for at once, with one call a server.
-        self.served.touched = dict(self._touched.get(function, {}))
+        self.served.touched = dict(touched)
         for record in self.served.records.values():
             if record.is_changed():  # by a closure that failed before it was done
                 record.forget()
