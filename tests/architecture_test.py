@@ -51,12 +51,14 @@ EXTRA_FILES = {
         "collectives.py",  # which come apart from the replicas where one program speaks for all
         "storage.py",  # arrays over a mesh are JAX's own
         "uneven_run.py",  # and only for equal shapes on all devices
+        "tables.py",  # TensorFlow's own coordinator looks rows up on its servers
     },
     "torch": {
         "storage.py",  # PyTorch divides tensors, and not what Keras makes of them
         "divided.py",  # Keras's layers on PyTorch compute with whole tensors
         "lifeline.py",  # PyTorch does not notice a worker that dies or stands still
         "modules.py",  # modules of PyTorch inside a Keras model read their parameters directly
+        "tables.py",  # TensorFlow's own coordinator looks rows up on its servers
     },
 }
 # Kinds of datasets that come with a framework.

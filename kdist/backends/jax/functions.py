@@ -165,7 +165,6 @@ class _Program:
         self._num_replicas = runtime.num_replicas
         self._call = call
         self._scalar = [not parts[0].shape for parts in call.data]
-        self._tables = Tables()
         self._variables = self._discover(call)
         self._ids = jax.jit(self._find_ids)
         shardings = runtime.shardings(self._written)
@@ -192,11 +191,9 @@ class _Program:
         large = getattr(
             self._strategy, "tables", ()
         )  # of a worker of parameter servers, which is one replica
-        found = tables.discover(large, self._over, inputs) if large else None
-        if found is not None:
-            self._tables, values = found
-        else:
-            values = discover(self._over, inputs, self._runtime.broadcast_variables, self._initial_value)
+        how = (self._over, inputs, self._runtime.broadcast_variables, self._initial_value)
+        found = tables.discover(large, *how) if large else None
+        self._tables, values = found or (Tables(), discover(*how))
         self._written = list(values.written.values())
         self._only_read = [v for v in values.variables if id(v) not in values.written]
         return [*self._written, *self._only_read]

@@ -20,7 +20,7 @@ from jax.extend.core import Var
 
 from kdist import keras_hooks
 from kdist.backends.jax.programs import initialize
-from kdist.backends.jax.scopes import Values, initial_value
+from kdist.backends.jax.scopes import Values
 
 
 class _Trace:
@@ -254,24 +254,27 @@ class Tables:
 
 
 def discover(
-    tables: Sequence[Any], function: Callable[[Values], Callable[[Any], Any]], arguments: Any
+    tables: Sequence[Any],
+    function: Callable[[Values], Callable[[Any], Any]],
+    arguments: Any,
+    created: Callable[[Sequence[Any]], None],
+    value: Callable[[Any], Any],
 ) -> tuple[Tables, Values] | None:
     """Traces a function, and returns of which tables it needs some rows, and its other variables.
 
     Args:
         tables: Large variables on servers.
-        function: Returns the function to trace over some `Values`.
-        arguments: Shapes and dtypes of its arguments.
+        function, arguments, created, value: See `programs.discover`.
 
     Returns:
-        `None` if which rows it looks up is known only as it runs: in a loop, or of what it has computed.
+        `None` if some rows are looked up in a loop, of which nobody knows the numbers outside.
     """
     whole = [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in tables]
     rows = [jax.ShapeDtypeStruct((1, *v.shape[1:]), v.dtype) for v in tables]
     caught: list[Any] = []
 
     def traced(whole: Any, rows: Any, arguments: Any) -> Any:
-        values = Values(tables, whole, initial_value)
+        values = Values(tables, whole, value)
         with Finding(tables, rows) as finding:
             function(values)(arguments)
         caught[:] = values, finding
@@ -285,8 +288,10 @@ def discover(
         if any(isinstance(constant, jax.core.Tracer) for constant in program.consts):
             return None
         values, finding = caught
-        if not initialize([v for v in values.variables if id(v) not in finding.tables]):
+        others = [v for v in values.variables if id(v) not in finding.tables]
+        if not initialize(others):
             break
+        created(others)
     refused = finding.refused | set(values.written) | _needed(program.jaxpr, finding)
     lookups = [(of, int(np.prod(ids.shape))) for of, ids in zip(finding.lookups, finding.ids, strict=True)]
     for variable in tables:
