@@ -188,9 +188,7 @@ class _Program:
     def _discover(self, call: _Call) -> list[Any]:
         """Traces the function, without compiling it, until all its variables are known."""
         inputs = self._runtime.join_values(call.data)
-        large = getattr(
-            self._strategy, "tables", ()
-        )  # of a worker of parameter servers, which is one replica
+        large = getattr(self._strategy, "tables", ())  # a worker of parameter servers has some
         how = (self._over, inputs, self._runtime.broadcast_variables, self._initial_value)
         found = tables.discover(large, *how) if large else None
         self._tables, values = found or (Tables(), discover(*how))
