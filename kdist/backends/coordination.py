@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from kdist.backends import whereabouts
 from kdist.context import StrategyLike
 from kdist.errors import StrategyScopeError
 
@@ -154,6 +155,19 @@ class Coordination(ABC):
     @abstractmethod
     def close(self) -> None:
         """Lets go of workers and servers, which go on waiting for another coordinator."""
+
+
+def after_lost_server() -> str:
+    """Returns the hint of errors that name a lost server: from where the job can go on."""
+    saved = (
+        f"the last checkpoint is {whereabouts.last_saved}"
+        if whereabouts.last_saved
+        else "no checkpoint was saved"
+    )
+    return (
+        f"What it held is lost; {saved}. Start the job again: with kdist.callbacks.BackupAndRestore in `fit`, it goes "
+        "on from the last one."
+    )
 
 
 class Engine(ABC):

@@ -17,6 +17,9 @@ total_steps = 0
 collective = ""
 """The collective that the main thread waits in, where kdist knows it."""
 
+last_saved = ""
+"""The folder of the last checkpoint that this process has seen complete."""
+
 first_unfinished: Callable[[], str | None] | None = None
 """Says where the step was that the engine has not ended yet: for an engine that runs ahead."""
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kdist import faults
-from kdist.backends import stalls
+from kdist.backends import stalls, whereabouts
 from kdist.checkpoint import layout
 from kdist.checkpoint.checksums import crc32
 from kdist.checkpoint.folders import Folder, remove
@@ -222,6 +222,7 @@ def publish(folder: Folder) -> None:
         os.rename(folder.final, aside)
     os.rename(folder.temporary, folder.final)
     sync_folder(parent)
+    whereabouts.last_saved = folder.final
     if aside is not None:
         remove(aside)
 

@@ -14,7 +14,13 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.backends.coordination import Coordination, Engine, PerWorkerValues, RemoteValue
+from kdist.backends.coordination import (
+    Coordination,
+    Engine,
+    PerWorkerValues,
+    RemoteValue,
+    after_lost_server,
+)
 from kdist.cluster import environment
 from kdist.cluster.roles import ServerCluster
 from kdist.coordinator import shipping
@@ -27,10 +33,6 @@ from kdist.coordinator.rpc import Peer, PeerLost
 from kdist.coordinator.served import Home, Record, Served
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
-_GO_ON = (
-    "What it held is lost. Start the job again: "
-    "with kdist.callbacks.BackupAndRestore it goes on from the last backup."
-)
 _PATIENCE = 0.2  # seconds after which an idle thread looks around
 
 
@@ -90,7 +92,7 @@ class OwnCoordination(Coordination):
         self._token = environment.cluster_token()
         self._cluster = cluster
         peers = [
-            Peer(*task, self._token, _GO_ON)
+            Peer(*task, self._token, after_lost_server)
             for task in zip(cluster.server_names, cluster.servers, strict=True)
         ]
         self._workers = [
@@ -264,7 +266,7 @@ class OwnCoordination(Coordination):
             self.closures.again(closure)
         elif "lost" in answer:
             self.closures.again(closure)
-            self.closures.fail(WorkerLostError(answer["lost"], hint=_GO_ON))
+            self.closures.fail(WorkerLostError(answer["lost"], hint=after_lost_server()))
         elif "raised" in answer:
             raise shipping.load_error(arrays[0].tobytes(), worker.peer.name)
         else:

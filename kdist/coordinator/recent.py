@@ -1,4 +1,4 @@
-"""The functions that were used last. Coordinator and worker forget the same ones, as they use them in the same order."""
+"""The functions that were used last: coordinator and worker use them in one order, and forget the same ones."""
 
 from __future__ import annotations
 

@@ -78,10 +78,10 @@ class Peer:
         name: What it is called in messages: "ps 1 (host:port)".
         address: Its `host:port`.
         token: The secret of the job, if it has one.
-        if_lost: A hint, for when the task has ended.
+        if_lost: Returns a hint, for when the task has ended.
     """
 
-    def __init__(self, name: str, address: str, token: str | None, if_lost: str = "") -> None:
+    def __init__(self, name: str, address: str, token: str | None, if_lost: Callable[[], str] = str) -> None:
         self.name = name
         self.if_lost = if_lost
         self.address = address
@@ -168,7 +168,7 @@ class Peer:
 
     def lost(self) -> PeerLost:
         """Returns the error for when the task has ended."""
-        return PeerLost(f"{self.name} has ended, or cannot be reached.", hint=self.if_lost)
+        return PeerLost(f"{self.name} has ended, or cannot be reached.", hint=self.if_lost())
 
     def close(self) -> None:
         """Ends the connection."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kdist.backends.coordination import after_lost_server
 from kdist.cluster import ClusterSpec, environment, split_address
 from kdist.cluster.roles import ServerCluster
 from kdist.errors import WorkerLostError, WorkerTimeoutError
@@ -108,6 +109,5 @@ def lost_error(tasks: Sequence[Task]) -> WorkerLostError:
     names = ", ".join(task.name for task in tasks)
     return WorkerLostError(
         f"{names} {'has' if len(tasks) == 1 else 'have'} ended, or cannot be reached.",
-        hint="What was there is lost. Start the job again: with kdist.callbacks.BackupAndRestore it goes on from the "
-        "last backup.",
+        hint=after_lost_server(),
     )
