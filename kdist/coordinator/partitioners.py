@@ -8,8 +8,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from kdist.errors import InvalidArgumentError
 
 # The dtypes whose names do not have their number of bits; those of Python are as in TensorFlow.
@@ -191,7 +189,7 @@ def _count(name: str, value: Any) -> int:
         number = operator.index(value)
     except TypeError:
         number = 0
-    if number < 1 or isinstance(value, (bool, np.bool_)):
+    if number < 1 or type(value).__name__.startswith("bool"):  # NumPy's, too
         raise InvalidArgumentError(
             f"`{name}` must be a positive integer.", received={name: value}, hint=f"For example: {name}=2"
         )
