@@ -26,6 +26,7 @@ _CONTENTS = {
     ),
     "kdist.coordinator.server": ("Server",),
     "kdist.coordinator.strategy": ("ParameterServerStrategy",),
+    "kdist.coordinator.evaluator": ("SidecarEvaluator",),
     "kdist.data.distributed_dataset": ("DistributedDataset", "DistributedIterator"),
     "kdist.data.input_context": ("InputContext",),
     "kdist.data.input_options": ("AutoShardPolicy", "InputOptions", "InputReplicationMode"),
@@ -49,7 +50,7 @@ _CONTENTS = {
     ),
     "kdist.values": ("DistributedValues", "ReduceOp"),
 }
-_MODULES = ("callbacks", "cluster_resolver", "coordinator", "errors", "experimental", "launch", "nn")
+_MODULES = ("callbacks", "cluster_resolver", "coordinator", "errors", "estimator", "experimental", "launch", "nn")
 _HOME = {name: module for module, names in _CONTENTS.items() for name in names}
 
 # What Keras's own methods hand over to, for a model that was created under a strategy.
@@ -88,7 +89,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from kdist import cluster_resolver, coordinator, errors, experimental, launch, nn
+    from kdist import cluster_resolver, coordinator, errors, estimator, experimental, launch, nn
     from kdist.checkpoint.checkpoint import Checkpoint
     from kdist.checkpoint.layout import latest_checkpoint
     from kdist.checkpoint.manager import CheckpointManager
@@ -107,6 +108,7 @@ if TYPE_CHECKING:
     )
     from kdist.coordinator.server import Server
     from kdist.coordinator.strategy import ParameterServerStrategy
+    from kdist.coordinator.evaluator import SidecarEvaluator
     from kdist.data.distributed_dataset import DistributedDataset, DistributedIterator
     from kdist.data.input_context import InputContext
     from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplicationMode

@@ -1,6 +1,6 @@
 """Callbacks for `model.fit` under a strategy. A table of contents.
 
-They run on all workers. Keras's own callbacks work too; see "Saving".
+They run on all workers, but for `SidecarEvaluatorModelExport`, which is the evaluator's. Keras's own callbacks work too; see "Saving".
 """
 
 from __future__ import annotations
@@ -8,9 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOME = {"BackupAndRestore": "kdist.training.backup", "DriftWatch": "kdist.training.drift"}
+_HOME = {
+    "BackupAndRestore": "kdist.training.backup",
+    "DriftWatch": "kdist.training.drift",
+    "SidecarEvaluatorModelExport": "kdist.coordinator.export",
+}
 
-__all__ = ["BackupAndRestore", "DriftWatch"]
+__all__ = ["BackupAndRestore", "DriftWatch", "SidecarEvaluatorModelExport"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,5 +27,6 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from kdist.coordinator.export import SidecarEvaluatorModelExport
     from kdist.training.backup import BackupAndRestore
     from kdist.training.drift import DriftWatch

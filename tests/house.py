@@ -41,6 +41,7 @@ ORDER = (
     "checkpoint",
     "training",
     "coordinator",
+    "estimator",
     "callbacks",
     "cluster_resolver",
     "experimental",

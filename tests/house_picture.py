@@ -36,6 +36,8 @@ WORDS = {
     "synchrony": "check_in_sync",
     "checkpoint": "save and restore",
     "training": "fit, evaluate, predict",
+    "coordinator": "tasks beside the workers",
+    "estimator": "train_and_evaluate",
     "callbacks": "contents page",
     "cluster_resolver": "contents page",
     "experimental": "contents page",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import faults
-from kdist.checkpoint import folders, layout, writing
+from kdist.checkpoint import ending, folders, layout, writing
 from kdist.checkpoint.folders import gather_from
 from kdist.context import current_strategy, joined_strategy
 from kdist.errors import CheckpointError, InvalidArgumentError, WorkerMismatchError
@@ -250,6 +250,8 @@ class Checkpoint:
             folder, save_id, number = folders.prepare(runtime, wish)
         except CheckpointError as error:
             raise error from None if last is None else last.error
+        if runtime is None or runtime.worker_index == 0:
+            ending.note_saved(directory)
         save = _open[self._serial] = writing.Save(folder, after)
         if choose is not None:
             self._counter = self._counter + 1 if explicit or number is None else number

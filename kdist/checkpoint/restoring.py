@@ -20,6 +20,8 @@ from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointMism
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import keras
+
     from kdist.backends.contract import Runtime
     from kdist.context import StrategyLike
 
@@ -133,6 +135,43 @@ def restore(
         if put is not None and name != _COUNTER:
             put(plain.decode(value, values))
     return RestoreStatus(path, plan.unused, plan.unmatched), int(index.values[_COUNTER])
+
+
+def restore_weights(path: str, model: keras.Model) -> None:
+    """Restores, in this process alone, the weights of a model and how many steps its optimiser has made.
+
+    Nothing else of the checkpoint is read: who evaluates needs no slots of an optimiser.
+
+    Args:
+        path: Of a checkpoint that holds one model, by any name, or one by the name "model".
+        model: Has its variables.
+
+    Raises:
+        CheckpointError: As `restore`.
+    """
+    index = read_index(path)
+    names = [name for name, part in index.parts.items() if part["kind"] == "model"]
+    if "model" not in names and len(names) != 1:
+        raise CheckpointMismatchError(
+            'A checkpoint must hold one model, or one by the name "model", for its weights to be restored alone.',
+            received={"checkpoint": path, "models": names, "objects": sorted(index.parts)},
+            hint="Save it as kdist.Checkpoint(model=model).",
+        )
+    name = "model" if "model" in names else names[0]
+    pairs = match(path, index, state.collect_layers({name: model}), 0, 1).variables
+    pairs += _iterations(index, name, model)
+    values = read_tensors(path, index, [tensor for _, tensor in pairs])
+    with scope_of(state.strategy_of(model)):
+        for variable, tensor in pairs:
+            variable.assign(_converted(path, tensor, values[tensor.name], variable))
+
+
+def _iterations(index: Index, name: str, model: keras.Model) -> list[tuple[Any, Tensor]]:
+    own = f"{name}.optimizer"
+    saved = [part for part, facts in index.parts.items() if own in (part, *facts["aliases"])]
+    first = [tensor for tensor in index.tensors if tensor.name in [f"{part}/0/iteration" for part in saved]]
+    iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
+    return [] if iterations is None else [(iterations, tensor) for tensor in first]
 
 
 def _on_all(runtime: Runtime | None, path: str, function: Callable[[], Any]) -> Any:

@@ -88,6 +88,15 @@ def collect(objects: Mapping[str, Any]) -> list[Part]:
     return parts
 
 
+def collect_layers(models: Mapping[str, keras.Model]) -> list[Part]:
+    """As `collect`, of models without what they were compiled with.
+
+    Raises:
+        CheckpointError: A model has no variables yet.
+    """
+    return [Part(name, "model", model, _named("model", model, name)) for name, model in models.items()]
+
+
 def sync(objects: Mapping[str, Any]) -> None:
     """Brings the state of models that are being trained into their variables."""
     for _, value, _ in _flatten(objects):

@@ -32,6 +32,12 @@ def describe(callbacks: Any) -> list[list[str]]:
     return [list(found) for found in map(_described, _members(callbacks)) if found is not None]
 
 
+def saved_paths(callbacks: Any) -> list[str]:
+    """Returns where callbacks save the model."""
+    found = [_described(callback) for callback in _members(callbacks)]
+    return [path for kind, path in filter(None, found) if kind == "ModelCheckpoint"]
+
+
 @contextlib.contextmanager
 def of_this_worker(
     callbacks: Any, worker_index: int, chief_has: Sequence[Sequence[str]], is_divided: bool

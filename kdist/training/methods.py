@@ -21,6 +21,7 @@ from kdist.context import StrategyLike
 from kdist.data.agreement import split_batch
 from kdist.errors import InvalidArgumentError
 from kdist.training.batches import GlobalBatches
+from kdist.training.ending import Ending
 from kdist.training.progress import Progress
 from kdist.training.session import Session, session_of
 from kdist.training.voting import Ballot, act_on_batches
@@ -110,6 +111,7 @@ def _train(
     model = session.model
     ballot = Ballot(session.runtime, callbacks)
     tells = act_on_batches(callbacks)
+    ending = Ending(session.runtime, callbacks)
     function = session.function("train")
     model.stop_training = False
     logs: dict[str, Any] = {}
@@ -154,6 +156,7 @@ def _train(
     # Who returns finds the files of all callbacks complete.
     session.run_callbacks(functools.partial(callbacks.on_train_end, logs=logs))
     wait_for_all(session.runtime)
+    ending.leave()
 
 
 class _Validation:

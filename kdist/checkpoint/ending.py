@@ -1,0 +1,69 @@
+"""The end of training, as an evaluator in another process learns of it: a small file beside the checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import time
+from collections.abc import Iterable
+
+SIGN = ".training-ended"
+_SKEW = 5.0  # seconds by which the clock of a file system may be off
+
+# When this process has last saved a checkpoint to each folder.
+_saved: dict[str, float] = {}
+
+
+def begin(directories: Iterable[str]) -> None:
+    """Removes the sign that an earlier training has left."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(directory, SIGN))
+
+
+def end(directories: Iterable[str]) -> None:
+    """Leaves the sign in folders that are there, all at once: nobody sees half of it."""
+    for directory in directories:
+        part = os.path.join(directory, f"{SIGN}-{secrets.token_hex(4)}")
+        with contextlib.suppress(OSError):  # the folder has gone, or is full: the evaluator has its time limit
+            with open(part, "x", encoding="utf-8"):
+                pass
+            os.replace(part, os.path.join(directory, SIGN))
+
+
+def has_ended(directory: str) -> bool:
+    """Says whether training has left its sign."""
+    return os.path.exists(os.path.join(directory, SIGN))
+
+
+def is_of_now(directory: str) -> bool:
+    """Says whether the sign was left while this process ran, and not by an earlier training."""
+    try:
+        return os.stat(os.path.join(directory, SIGN)).st_mtime >= _process_began_at() - _SKEW
+    except OSError:
+        return False
+
+
+@functools.cache
+def _process_began_at() -> float:
+    """When this process began, in seconds since 1970; where there is no /proc, when it first asked."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+        up = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.time()
+
+
+def note_saved(directory: str) -> None:
+    """Notes that a checkpoint goes to a folder: training goes on."""
+    _saved[directory] = time.monotonic()
+    begin([directory])
+
+
+def saved_since(moment: float) -> list[str]:
+    """Returns the folders to which checkpoints went since a moment of `time.monotonic()`."""
+    return [directory for directory, last in _saved.items() if last >= moment]

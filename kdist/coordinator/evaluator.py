@@ -1,0 +1,243 @@
+"""`SidecarEvaluator`: evaluates the checkpoints of a training that runs elsewhere, as they appear."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from kdist import keras_hooks
+from kdist.checkpoint import ending
+from kdist.coordinator.export import SidecarEvaluatorModelExport
+from kdist.coordinator.loading import load
+from kdist.coordinator.watching import Folder, Watched
+from kdist.errors import CheckpointCorruptError, CheckpointNotFoundError, InvalidArgumentError, WorkerTimeoutError
+from kdist.training.whole_files import is_remote
+
+_log = logging.getLogger("kdist")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came of one checkpoint.
+
+    Args:
+        path: Of the checkpoint.
+        number: Its number, 3 of "ckpt-3" and of "model-03.keras"; `None` where it has none.
+        iterations: Steps of the optimiser that it was saved after.
+        logs: The loss and the metrics, by name.
+    """
+
+    path: str
+    number: int | None
+    iterations: int
+    logs: dict[str, float]
+
+
+class SidecarEvaluator:
+    """Evaluates the checkpoints of a training that runs in other processes, each as it appears.
+
+    It runs on a task of its own: where `TF_CONFIG` says "evaluator", or in any process that sees the folder. Training
+    does not wait for it. It reads checkpoints of `kdist.Checkpoint`, `kdist.CheckpointManager` and
+    `kdist.callbacks.BackupAndRestore`, and the files of `keras.callbacks.ModelCheckpoint` (`.keras`, `.weights.h5`); it
+    takes the newest, so some may be skipped, and passes over what is damaged or still being written.
+
+    It stops when training has ended, after the last checkpoint: when `fit` under a strategy of kdist has ended as it
+    should, which it says by a file `.training-ended` in the folder of its checkpoints, and begins no other within
+    `end_delay`. Loops of your own and plain Keras say it with `SidecarEvaluator.announce_end(checkpoint_dir)`.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/keras/utils/SidecarEvaluator
+
+    Args:
+        model: A compiled model like the one that is trained. Created in the scope of a strategy, it is evaluated by
+            that one.
+        data: What `model.evaluate` takes as `x`, or a tuple `(x, y)` or `(x, y, sample_weight)`; it is read again for
+            each checkpoint.
+        checkpoint_dir: The folder to watch; it need not be there yet.
+        steps: Batches of an evaluation; `None` for all.
+        max_evaluations: Stops after the checkpoint of this number, or a later one: "ckpt-10" of 10. Of checkpoints
+            without numbers it counts the evaluations.
+        callbacks: Keras's callbacks, whose `on_test_…` methods are called, such as `keras.callbacks.TensorBoard` and
+            `kdist.callbacks.SidecarEvaluatorModelExport`.
+        batch_size: Rows of a batch, where `data` are arrays.
+        verbose: 1 to print a line for each checkpoint, 0 to print nothing.
+        poll_seconds: How long to wait between two looks at the folder.
+        first_timeout: Seconds to wait for a first checkpoint; `None` for ever.
+        timeout: Seconds to wait for another one; `None` for ever.
+        end_delay: Seconds for which training must have ended, since `fit` may be called again.
+
+    Raises:
+        InvalidArgumentError: An argument cannot work.
+
+    Example:
+
+    ```python
+    evaluator = kdist.SidecarEvaluator(
+        model,
+        data=(x_test, y_test),
+        checkpoint_dir="checkpoints",
+        callbacks=[keras.callbacks.TensorBoard("logs"), kdist.callbacks.SidecarEvaluatorModelExport("best.keras")],
+    )
+    evaluator.start()
+    ```
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        data: Any,
+        checkpoint_dir: str | os.PathLike[str],
+        steps: int | None = None,
+        max_evaluations: int | None = None,
+        callbacks: Any = None,
+        *,
+        batch_size: int | None = None,
+        verbose: int = 1,
+        poll_seconds: float = 1.0,
+        first_timeout: float | None = 3600.0,
+        timeout: float | None = 21600.0,
+        end_delay: float = 3.0,
+    ) -> None:
+        keras_hooks.require_compiled(model, "evaluate")
+        _check(data, checkpoint_dir, max_evaluations, poll_seconds)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        self._model = model
+        self._arguments = {
+            "x": x, "y": y, "sample_weight": sample_weight, "steps": steps, "batch_size": batch_size
+        }
+        self._folder = Folder(os.path.abspath(checkpoint_dir), poll_seconds)
+        self._max_evaluations = max_evaluations
+        self._callbacks = [] if callbacks is None else keras.tree.flatten(callbacks)
+        self._verbose = verbose
+        self._poll_seconds = poll_seconds
+        self._first_timeout = first_timeout
+        self._timeout = timeout
+        self._end_delay = end_delay
+        self._evaluations: list[Evaluation] = []
+
+    @staticmethod
+    def announce_end(checkpoint_dir: str | os.PathLike[str]) -> None:
+        """Tells the evaluator of a folder, from the process that trains, that training has ended.
+
+        The `fit` of a model under a strategy does so by itself. The next checkpoint of kdist's in that folder, and the
+        next such `fit` that saves there, take it back.
+
+        Args:
+            checkpoint_dir: The folder of the checkpoints, all of which are complete.
+        """
+        ending.end([os.path.abspath(checkpoint_dir)])
+
+    def start(self) -> list[Evaluation]:
+        """Evaluates each new checkpoint until training has ended.
+
+        Returns:
+            An `Evaluation` for each checkpoint that was evaluated: its `path`, `number`, `iterations` and `logs`.
+
+        Raises:
+            WorkerTimeoutError: No checkpoint has come within `first_timeout`, or no further one within `timeout`.
+            CheckpointMismatchError: A checkpoint is not one of such a model.
+        """
+        self._evaluations = []
+        since, ended_since = time.monotonic(), None
+        while True:
+            # Before the folder: a checkpoint that comes before the sign is then seen.
+            ended_since = self._ended_since(ended_since)
+            found = self._folder.newest()
+            if found is not None:
+                if self._evaluate(found):
+                    since = time.monotonic()
+                    if self._is_last(found):
+                        break
+                continue
+            waited = time.monotonic() - since
+            if not self._folder.is_waiting and self._has_ended(ended_since, waited):
+                break
+            self._check_time(waited)
+            time.sleep(self._poll_seconds)
+        return self._evaluations
+
+    def _evaluate(self, found: Watched) -> bool:
+        """Evaluates a checkpoint; says whether that was possible."""
+        model = self._model
+        if not keras_hooks.layers_are_built(model):
+            model.evaluate(**self._arguments | {"steps": 1}, verbose=0)
+        try:
+            load(found, model)
+        except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+            _log.warning("kdist: the evaluator passes over a checkpoint: %s", error)
+            self._folder.pass_over(found)
+            return False
+        for callback in self._callbacks:
+            if isinstance(callback, SidecarEvaluatorModelExport):
+                callback.checkpoint_number = found.number
+        logs = model.evaluate(**self._arguments, callbacks=self._callbacks, verbose=0, return_dict=True)
+        self._folder.done_with(found)
+        iterations = getattr(getattr(model, "optimizer", None), "iterations", 0)
+        done = Evaluation(found.path, found.number, int(keras.ops.convert_to_numpy(iterations)), logs)
+        self._evaluations.append(done)
+        if self._verbose:
+            told = ", ".join(f"{name}: {value:.4f}" for name, value in logs.items())
+            print(f"{os.path.basename(done.path)}, step {done.iterations}: {told}", flush=True)
+        return True
+
+    def _is_last(self, found: Watched) -> bool:
+        number = len(self._evaluations) if found.number is None else found.number
+        return self._max_evaluations is not None and number >= self._max_evaluations
+
+    def _ended_since(self, before: float | None) -> float | None:
+        """When this process first saw the sign of the end that is there now; `None` where there is none."""
+        if not ending.has_ended(self._folder.path):
+            return None
+        return time.monotonic() if before is None else before
+
+    def _has_ended(self, since: float | None, waited: float) -> bool:
+        if since is None:
+            return False
+        if ending.is_of_now(self._folder.path):
+            return time.monotonic() - since >= self._end_delay
+        # An earlier training has left the sign, for all that is known; that of now may not have begun.
+        return waited >= (self._first_timeout or 0.0)
+
+    def _check_time(self, waited: float) -> None:
+        limit = self._timeout if self._evaluations else self._first_timeout
+        if limit is None or waited < limit:
+            return
+        received = {"checkpoint_dir": self._folder.path, "seconds": limit, "evaluated": len(self._evaluations)}
+        if self._evaluations:
+            raise WorkerTimeoutError(
+                "Training must save another checkpoint within `timeout`, or end.",
+                received=received | {"last": self._evaluations[-1].path},
+                hint="Has a worker died? If training only takes longer, pass timeout=…; a loop of your own says its end "
+                "by kdist.SidecarEvaluator.announce_end(checkpoint_dir).",
+            )
+        raise WorkerTimeoutError(
+            "Training must save a first checkpoint within `first_timeout`.",
+            received=received,
+            hint="Does it save to this folder, with kdist.CheckpointManager or keras.callbacks.ModelCheckpoint, and do "
+            "both see the same one? If training only takes longer, pass first_timeout=….",
+        )
+
+
+def _check(data: Any, checkpoint_dir: Any, max_evaluations: Any, poll_seconds: float) -> None:
+    if isinstance(data, types.GeneratorType):
+        raise InvalidArgumentError(
+            "data must be readable once for each checkpoint, and a generator is not.",
+            received={"data": data},
+            hint="Pass the function that makes it, in a keras.utils.PyDataset or tf.data.Dataset.from_generator.",
+        )
+    directory = os.fspath(checkpoint_dir)
+    if not directory or is_remote(directory) or os.path.isfile(directory):
+        raise InvalidArgumentError(
+            "checkpoint_dir must be a folder of a file system.", received={"checkpoint_dir": checkpoint_dir}
+        )
+    if max_evaluations is not None and max_evaluations < 1:
+        raise InvalidArgumentError(
+            "max_evaluations must be 1 or more.", received={"max_evaluations": max_evaluations}
+        )
+    if poll_seconds <= 0:
+        raise InvalidArgumentError("poll_seconds must be positive.", received={"poll_seconds": poll_seconds})

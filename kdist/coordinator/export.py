@@ -1,0 +1,60 @@
+"""`SidecarEvaluatorModelExport`: keeps the model of the best checkpoint that an evaluator has seen."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import keras
+
+from kdist.errors import InvalidArgumentError
+
+
+class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):
+    """Writes the model of the best checkpoint, for `kdist.SidecarEvaluator`.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/keras/callbacks/SidecarEvaluatorModelExport
+
+    Args:
+        export_filepath: Where to: a `.keras` file, or `.weights.h5` with `save_weights_only=True`. `{epoch}` in it is the
+            number of the checkpoint, `{loss}` and other names are its logs.
+        checkpoint_filepath: Unused, since the evaluator says which checkpoint it is; TensorFlow's reads the number
+            from this pattern.
+        monitor: Name of the loss or a metric; with "val_" before it, too.
+        **kwargs: Those of `keras.callbacks.ModelCheckpoint`: `mode` ("auto", "min" or "max"), `save_best_only`,
+            `save_weights_only`, `verbose`, `initial_value_threshold`.
+
+    Raises:
+        InvalidArgumentError: At the first evaluation, where it gives nothing of the name `monitor`.
+
+    Example:
+
+    ```python
+    kdist.callbacks.SidecarEvaluatorModelExport("best.keras", monitor="accuracy", mode="max")
+    ```
+    """
+
+    def __init__(
+        self,
+        export_filepath: str | os.PathLike[str],
+        checkpoint_filepath: str | os.PathLike[str] | None = None,
+        monitor: str = "loss",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(export_filepath, monitor.removeprefix("val_"), **{"save_best_only": True} | kwargs)
+        self.checkpoint_filepath = checkpoint_filepath
+        self.checkpoint_number: int | None = None
+        self._count = 0
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Writes the model if it is the best so far."""
+        logs = logs or {}
+        if self.save_best_only and self.monitor not in logs:
+            raise InvalidArgumentError(
+                "monitor must be the loss or a metric that the model was compiled with.",
+                received={"monitor": self.monitor, "evaluated": sorted(logs)},
+            )
+        self._count += 1
+        number = self._count if self.checkpoint_number is None else self.checkpoint_number
+        named = logs | {f"val_{name}": value for name, value in logs.items()}
+        super().on_epoch_end(number - 1, named)

@@ -1,0 +1,72 @@
+"""The weights of a checkpoint, and how many steps of the optimiser have made them."""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+import zlib
+from contextlib import ExitStack
+from typing import Any
+
+import h5py
+import keras
+
+from kdist.checkpoint.restoring import restore_weights
+from kdist.coordinator.watching import Watched
+from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
+
+
+def load(item: Watched, model: keras.Model) -> None:
+    """Loads the weights of a checkpoint into a model; the optimiser's `iterations` too, for callbacks.
+
+    Raises:
+        CheckpointCorruptError: It is damaged, still being written, or vanished meanwhile.
+        CheckpointNotFoundError: It has gone.
+        CheckpointMismatchError: It is not this model's.
+    """
+    if not item.is_file:
+        restore_weights(item.path, model)
+        return
+    try:
+        iterations = _load_file(item.path, model)
+    except ValueError as error:
+        raise CheckpointMismatchError(
+            "The model must be like the one that was saved.",
+            received={"path": item.path, "model": model.name, "error": str(error)},
+            hint="Create it by the code that it was trained with.",
+        ) from error
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError("The file has gone.", received={"path": item.path}) from error
+    except (OSError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise _damaged(item, error) from error
+    if item.has_changed:
+        raise _damaged(item, "it was written to meanwhile")
+    optimizer = getattr(model, "optimizer", None)
+    if iterations is not None and optimizer is not None:
+        optimizer.iterations.assign(iterations)
+
+
+def _load_file(path: str, model: keras.Model) -> Any:
+    """Loads a file of Keras's; returns how many steps its optimiser has made, if it has one."""
+    with ExitStack() as stack:
+        source: Any = path
+        if path.endswith(".keras"):
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            broken = archive.testzip()
+            if broken is not None:
+                raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
+            source = stack.enter_context(archive.open("model.weights.h5"))
+        file = stack.enter_context(h5py.File(source, "r"))
+        saved = file.get("optimizer/vars/0")
+        iterations = None if saved is None or saved.shape else saved[()]
+    with warnings.catch_warnings():
+        # The slots of an optimiser: who evaluates has none.
+        warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+        model.load_weights(path)
+    return iterations
+
+
+def _damaged(item: Watched, why: Any) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        "A checkpoint must be complete and whole.", received={"path": item.path, "error": str(why)}
+    )
