@@ -1,6 +1,7 @@
 """Callbacks for `model.fit` under a strategy. A table of contents.
 
-They run on all workers, but for `SidecarEvaluatorModelExport`, which is the evaluator's. Keras's own callbacks work too; see "Saving".
+They run on all workers, but for `SidecarEvaluatorModelExport`, which is the evaluator's. Keras's own callbacks work
+too; see "Saving".
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ def end(directories: Iterable[str]) -> None:
     """Leaves the sign in folders that are there, all at once: nobody sees half of it."""
     for directory in directories:
         part = os.path.join(directory, f"{SIGN}-{secrets.token_hex(4)}")
-        with contextlib.suppress(OSError):  # the folder has gone, or is full: the evaluator has its time limit
+        with contextlib.suppress(
+            OSError
+        ):  # the folder has gone, or is full: the evaluator has its time limit
             with open(part, "x", encoding="utf-8"):
                 pass
             os.replace(part, os.path.join(directory, SIGN))

@@ -16,7 +16,12 @@ from kdist.checkpoint import ending
 from kdist.coordinator.export import SidecarEvaluatorModelExport
 from kdist.coordinator.loading import load
 from kdist.coordinator.watching import Folder, Watched
-from kdist.errors import CheckpointCorruptError, CheckpointNotFoundError, InvalidArgumentError, WorkerTimeoutError
+from kdist.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    WorkerTimeoutError,
+)
 from kdist.training.whole_files import is_remote
 
 _log = logging.getLogger("kdist")
@@ -70,6 +75,9 @@ class SidecarEvaluator:
         first_timeout: Seconds to wait for a first checkpoint; `None` for ever.
         timeout: Seconds to wait for another one; `None` for ever.
         end_delay: Seconds for which training must have ended, since `fit` may be called again.
+        start_delay: Seconds before the first evaluation, unless training ends earlier.
+        throttle_seconds: The least seconds from the beginning of an evaluation to that of the next, unless training has
+            ended.
 
     Raises:
         InvalidArgumentError: An argument cannot work.
@@ -102,13 +110,19 @@ class SidecarEvaluator:
         first_timeout: float | None = 3600.0,
         timeout: float | None = 21600.0,
         end_delay: float = 3.0,
+        start_delay: float = 0.0,
+        throttle_seconds: float = 0.0,
     ) -> None:
         keras_hooks.require_compiled(model, "evaluate")
         _check(data, checkpoint_dir, max_evaluations, poll_seconds)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         self._model = model
         self._arguments = {
-            "x": x, "y": y, "sample_weight": sample_weight, "steps": steps, "batch_size": batch_size
+            "x": x,
+            "y": y,
+            "sample_weight": sample_weight,
+            "steps": steps,
+            "batch_size": batch_size,
         }
         self._folder = Folder(os.path.abspath(checkpoint_dir), poll_seconds)
         self._max_evaluations = max_evaluations
@@ -118,7 +132,10 @@ class SidecarEvaluator:
         self._first_timeout = first_timeout
         self._timeout = timeout
         self._end_delay = end_delay
+        self._start_delay = start_delay
+        self._throttle_seconds = throttle_seconds
         self._evaluations: list[Evaluation] = []
+        self._sign_seen: float | None = None  # when it was first there, by time.monotonic()
 
     @staticmethod
     def announce_end(checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -143,21 +160,24 @@ class SidecarEvaluator:
             CheckpointMismatchError: A checkpoint is not one of such a model.
         """
         self._evaluations = []
-        since, ended_since = time.monotonic(), None
+        self._sign_seen = None
+        since = time.monotonic()
+        not_before = since + self._start_delay
         while True:
             # Before the folder: a checkpoint that comes before the sign is then seen.
-            ended_since = self._ended_since(ended_since)
+            has_ended = self._has_ended(time.monotonic() - since)
             found = self._folder.newest()
-            if found is not None:
+            now = time.monotonic()
+            if found is not None and (has_ended or now >= not_before):
                 if self._evaluate(found):
-                    since = time.monotonic()
+                    since, not_before = time.monotonic(), now + self._throttle_seconds
                     if self._is_last(found):
                         break
                 continue
-            waited = time.monotonic() - since
-            if not self._folder.is_waiting and self._has_ended(ended_since, waited):
-                break
-            self._check_time(waited)
+            if found is None and not self._folder.is_waiting:
+                if has_ended:
+                    break
+                self._check_time(now - since)
             time.sleep(self._poll_seconds)
         return self._evaluations
 
@@ -189,17 +209,15 @@ class SidecarEvaluator:
         number = len(self._evaluations) if found.number is None else found.number
         return self._max_evaluations is not None and number >= self._max_evaluations
 
-    def _ended_since(self, before: float | None) -> float | None:
-        """When this process first saw the sign of the end that is there now; `None` where there is none."""
+    def _has_ended(self, waited: float) -> bool:
+        """Says whether training has ended, and not only a `fit` after which another one comes."""
+        now = time.monotonic()
         if not ending.has_ended(self._folder.path):
-            return None
-        return time.monotonic() if before is None else before
-
-    def _has_ended(self, since: float | None, waited: float) -> bool:
-        if since is None:
+            self._sign_seen = None
             return False
+        self._sign_seen = self._sign_seen or now
         if ending.is_of_now(self._folder.path):
-            return time.monotonic() - since >= self._end_delay
+            return now - self._sign_seen >= self._end_delay
         # An earlier training has left the sign, for all that is known; that of now may not have begun.
         return waited >= (self._first_timeout or 0.0)
 
@@ -207,13 +225,17 @@ class SidecarEvaluator:
         limit = self._timeout if self._evaluations else self._first_timeout
         if limit is None or waited < limit:
             return
-        received = {"checkpoint_dir": self._folder.path, "seconds": limit, "evaluated": len(self._evaluations)}
+        received = {
+            "checkpoint_dir": self._folder.path,
+            "seconds": limit,
+            "evaluated": len(self._evaluations),
+        }
         if self._evaluations:
             raise WorkerTimeoutError(
                 "Training must save another checkpoint within `timeout`, or end.",
                 received=received | {"last": self._evaluations[-1].path},
-                hint="Has a worker died? If training only takes longer, pass timeout=…; a loop of your own says its end "
-                "by kdist.SidecarEvaluator.announce_end(checkpoint_dir).",
+                hint="Has a worker died? If training only takes longer, pass timeout=…; a loop of your own says "
+                "its end by kdist.SidecarEvaluator.announce_end(checkpoint_dir).",
             )
         raise WorkerTimeoutError(
             "Training must save a first checkpoint within `first_timeout`.",

@@ -16,8 +16,8 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):
     Source: https://www.tensorflow.org/api_docs/python/tf/keras/callbacks/SidecarEvaluatorModelExport
 
     Args:
-        export_filepath: Where to: a `.keras` file, or `.weights.h5` with `save_weights_only=True`. `{epoch}` in it is the
-            number of the checkpoint, `{loss}` and other names are its logs.
+        export_filepath: Where to: a `.keras` file, or `.weights.h5` with `save_weights_only=True`. `{epoch}` in it is
+            the number of the checkpoint, `{loss}` and other names are its logs.
         checkpoint_filepath: Unused, since the evaluator says which checkpoint it is; TensorFlow's reads the number
             from this pattern.
         monitor: Name of the loss or a metric; with "val_" before it, too.

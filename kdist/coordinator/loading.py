@@ -13,7 +13,11 @@ import keras
 
 from kdist.checkpoint.restoring import restore_weights
 from kdist.coordinator.watching import Watched
-from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
+from kdist.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
 
 
 def load(item: Watched, model: keras.Model) -> None:

@@ -1,0 +1,378 @@
+"""`kdist.estimator`: `train_and_evaluate` of `tf.estimator`, with Keras models, on every backend.
+
+The strategy comes with a `RunConfig`, and the data from functions that are called once a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from kdist import keras_hooks
+from kdist.checkpoint import ending
+from kdist.checkpoint.checkpoint import Checkpoint
+from kdist.checkpoint.layout import latest_checkpoint
+from kdist.checkpoint.manager import CheckpointManager
+from kdist.checkpoint.restoring import restore_weights
+from kdist.cluster import Cluster, discover
+from kdist.coordinator.evaluator import SidecarEvaluator
+from kdist.errors import CheckpointNotFoundError, InvalidArgumentError
+from kdist.strategies.default import default_strategy
+from kdist.strategies.strategy import Strategy
+
+__all__ = ["Estimator", "EvalSpec", "RunConfig", "TrainSpec", "train_and_evaluate"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How and where a model is trained.
+
+    Args:
+        model_dir: The folder of the checkpoints, which all workers see; `None` for a temporary one, alone.
+        tf_random_seed: Seed of all random numbers, set before the model is made.
+        save_checkpoints_steps: Steps from one checkpoint to the next; the last step has one in any case.
+        keep_checkpoint_max: How many checkpoints are kept; `None` for all.
+        train_distribute: The strategy to train under; `None` for plain Keras.
+        eval_distribute: The strategy to evaluate under; `None` for plain Keras.
+    """
+
+    model_dir: str | os.PathLike[str] | None = None
+    tf_random_seed: int | None = None
+    save_checkpoints_steps: int = 1000
+    keep_checkpoint_max: int | None = 5
+    train_distribute: Strategy | None = None
+    eval_distribute: Strategy | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSpec:
+    """What to train with.
+
+    Args:
+        input_fn: Called once a worker; with a `kdist.InputContext` if it has a parameter. Its dataset gives batches of
+            one replica, and no rows that another worker's gives.
+        max_steps: Trains until the optimiser has made so many steps, those before a restart included; `None` to the end
+            of the data.
+        callbacks: Keras's callbacks.
+    """
+
+    input_fn: Callable[..., Any]
+    max_steps: int | None = None
+    callbacks: Sequence[Any] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSpec:
+    """What to evaluate with.
+
+    Args:
+        input_fn: As that of `TrainSpec`.
+        steps: Batches of an evaluation; `None` to the end of the data.
+        start_delay_secs: Seconds before the first evaluation, on a task of its own.
+        throttle_secs: The least seconds from one evaluation to the next; the last checkpoint is evaluated in any case.
+        callbacks: Keras's callbacks, such as `kdist.callbacks.SidecarEvaluatorModelExport`.
+    """
+
+    input_fn: Callable[..., Any]
+    steps: int | None = 100
+    start_delay_secs: float = 120.0
+    throttle_secs: float = 600.0
+    callbacks: Sequence[Any] = ()
+
+
+class Estimator:
+    """A Keras model that is trained and evaluated from its checkpoints, each under a strategy of its own.
+
+    Args:
+        model: A function without arguments that makes a compiled model; called in the scope of each strategy. Or a
+            compiled model, which is trained itself if it was created under `train_distribute`, and copied otherwise.
+        config: A `RunConfig`.
+
+    Raises:
+        InvalidArgumentError: `model` is neither.
+
+    Example:
+
+    ```python
+    strategy = kdist.MirroredStrategy()
+    config = kdist.estimator.RunConfig(train_distribute=strategy, eval_distribute=strategy)
+    regressor = kdist.estimator.Estimator(make_model, config)
+    regressor.train(input_fn, steps=10)
+    regressor.evaluate(input_fn, steps=10)
+    ```
+    """
+
+    def __init__(self, model: Any, config: RunConfig | None = None) -> None:
+        if not callable(model) or (isinstance(model, keras.Model) and not model.compiled):
+            raise InvalidArgumentError(
+                "model must be a compiled Keras model, or a function that makes one.",
+                received={"model": model},
+                hint="Estimator(make_model, config), where make_model() calls model.compile(…).",
+            )
+        self.config = config or RunConfig()
+        self.model_dir = os.path.abspath(self.config.model_dir or tempfile.mkdtemp(prefix="kdist-estimator-"))
+        self._source = model
+        self._models: dict[bool, Any] = {}
+
+    def train(
+        self,
+        input_fn: Callable[..., Any],
+        steps: int | None = None,
+        max_steps: int | None = None,
+        callbacks: Sequence[Any] = (),
+        after_saving: Callable[[], Any] | None = None,
+    ) -> Estimator:
+        """Trains, from the newest checkpoint on. All workers must call it.
+
+        Args:
+            input_fn: As that of `TrainSpec`.
+            steps: So many more steps.
+            max_steps: As that of `TrainSpec`.
+            callbacks: Keras's callbacks.
+            after_saving: Called on each worker once a checkpoint is complete.
+
+        Returns:
+            The estimator.
+        """
+        strategy, model = self.config.train_distribute, self.model(trains=True)
+        manager = CheckpointManager(Checkpoint(model=model), self.model_dir, self.config.keep_checkpoint_max)
+        manager.restore_or_initialize()
+        done = _steps_of(model)
+        until = max_steps if steps is None else done + steps
+        if until is None or done < until:
+            saves = _Saves(manager, done, self.config.save_checkpoints_steps, after_saving)
+            model.fit(
+                _dataset(strategy, input_fn),
+                steps_per_epoch=None if until is None else until - done,
+                callbacks=[*callbacks, saves],
+                verbose=0,
+            )
+        return self
+
+    def evaluate(
+        self,
+        input_fn: Callable[..., Any],
+        steps: int | None = None,
+        checkpoint_path: str | None = None,
+        callbacks: Sequence[Any] = (),
+    ) -> dict[str, Any]:
+        """Evaluates a checkpoint, by default the newest.
+
+        Args:
+            input_fn: As that of `EvalSpec`.
+            steps: As that of `EvalSpec`.
+            checkpoint_path: Of the checkpoint.
+            callbacks: Keras's callbacks.
+
+        Returns:
+            The loss and the metrics by name, and `global_step`, the steps that the checkpoint was trained for.
+
+        Raises:
+            CheckpointNotFoundError: There is none yet.
+        """
+        path = checkpoint_path or latest_checkpoint(self.model_dir)
+        if path is None:
+            raise CheckpointNotFoundError(
+                "There must be a checkpoint to evaluate.",
+                received={"model_dir": self.model_dir},
+                hint="Call train first, or pass RunConfig(model_dir=…) of a training.",
+            )
+        model, data = self.model(trains=False), _dataset(self.config.eval_distribute, input_fn)
+        restore_weights(path, model)
+        logs = model.evaluate(
+            data, steps=_at_most(steps, data), callbacks=list(callbacks), verbose=0, return_dict=True
+        )
+        return logs | {"global_step": _steps_of(model)}
+
+    def model(self, trains: bool) -> Any:
+        """Returns the model that is trained, or the one that is evaluated; made at the first call."""
+        if trains not in self._models:
+            strategy = self.config.train_distribute if trains else self.config.eval_distribute
+            if self.config.tf_random_seed is not None:
+                keras.utils.set_random_seed(self.config.tf_random_seed)
+            with contextlib.nullcontext() if strategy is None else strategy.scope():
+                self._models[trains] = self._make(strategy, trains)
+        return self._models[trains]
+
+    def _make(self, strategy: Strategy | None, trains: bool) -> Any:
+        source = self._source
+        if not isinstance(source, keras.Model):
+            return source()
+        if trains and keras_hooks.strategy_of(source) is strategy:
+            return source
+        copy = keras.models.clone_model(source)
+        copy.compile_from_config(source.get_compile_config())
+        if source.built:
+            copy.set_weights(source.get_weights())
+        return copy
+
+
+def train_and_evaluate(
+    model: Any, train_spec: TrainSpec, eval_spec: EvalSpec, config: RunConfig | None = None
+) -> dict[str, Any] | None:
+    """Trains a model and evaluates its checkpoints. The same script runs on every task of the cluster.
+
+    On the task "evaluator" it evaluates each checkpoint as it appears, until training has ended; on the others it
+    trains. Alone it does both in turn.
+
+    Source: https://www.tensorflow.org/versions/r2.15/api_docs/python/tf/estimator/train_and_evaluate
+
+    Args:
+        model: An `Estimator`, or what one is made of.
+        train_spec: A `TrainSpec`.
+        eval_spec: An `EvalSpec`.
+        config: A `RunConfig`; that of the estimator, where `model` is one.
+
+    Returns:
+        What the last evaluation gave, with its `global_step`; `None` on a task that does not evaluate.
+
+    Raises:
+        InvalidArgumentError: Several tasks have no folder or no strategy in common.
+
+    Example:
+
+    ```python
+    def input_fn(context):
+        mine = slice(context.input_pipeline_id, None, context.num_input_pipelines)
+        return tf.data.Dataset.from_tensor_slices((x[mine], y[mine])).repeat().batch(16)
+
+    config = kdist.estimator.RunConfig(
+        model_dir="checkpoints", save_checkpoints_steps=100, train_distribute=kdist.MultiWorkerMirroredStrategy()
+    )
+    kdist.estimator.train_and_evaluate(
+        make_model,
+        kdist.estimator.TrainSpec(input_fn, max_steps=1000),
+        kdist.estimator.EvalSpec(test_input_fn, steps=None, throttle_secs=60),
+        config,
+    )
+    ```
+    """
+    estimator = model if isinstance(model, Estimator) else Estimator(model, config)
+    strategy = estimator.config.train_distribute
+    cluster = discover(None if strategy is None else strategy.cluster_resolver)
+    _check(estimator.config, cluster)
+    if cluster.task_type == "evaluator":
+        return _evaluate_as_they_come(estimator, train_spec, eval_spec)
+    turns = None if cluster.num_workers > 1 else _Turns(estimator, eval_spec)
+    estimator.train(
+        train_spec.input_fn,
+        max_steps=train_spec.max_steps,
+        callbacks=train_spec.callbacks,
+        after_saving=turns,
+    )
+    if cluster.is_chief:
+        ending.end([estimator.model_dir])  # also where nothing was left to train
+    return None if turns is None else turns.last()
+
+
+def _check(config: RunConfig, cluster: Cluster) -> None:
+    if (cluster.num_workers > 1 or cluster.task_type == "evaluator") and config.model_dir is None:
+        raise InvalidArgumentError(
+            "The tasks of a cluster need a model_dir that all of them see.",
+            received={"model_dir": None, "task_type": cluster.task_type},
+            hint='RunConfig(model_dir="/shared/checkpoints", …)',
+        )
+    strategy = config.train_distribute
+    if cluster.num_workers > 1 and (strategy is None or strategy.cluster_resolver is None):
+        raise InvalidArgumentError(
+            "Several workers need a strategy that joins them, or each would train alone.",
+            received={"num_workers": cluster.num_workers, "train_distribute": strategy},
+            hint="RunConfig(train_distribute=kdist.MultiWorkerMirroredStrategy(), …)",
+        )
+
+
+def _evaluate_as_they_come(
+    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+) -> dict[str, Any] | None:
+    data = _dataset(estimator.config.eval_distribute, eval_spec.input_fn)
+    done = SidecarEvaluator(
+        estimator.model(trains=False),
+        data,
+        estimator.model_dir,
+        steps=_at_most(eval_spec.steps, data),
+        max_evaluations=train_spec.max_steps,  # checkpoints are numbered by their steps
+        callbacks=list(eval_spec.callbacks),
+        start_delay=eval_spec.start_delay_secs,
+        throttle_seconds=eval_spec.throttle_secs,
+    ).start()
+    return done[-1].logs | {"global_step": done[-1].iterations} if done else None
+
+
+class _Turns:
+    """Evaluates between two steps of training, where there is no task for it."""
+
+    def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
+        self._estimator, self._spec = estimator, spec
+        self._began = time.monotonic()
+        self._path: str | None = None
+        self._logs: dict[str, Any] = {}
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._began >= self._spec.throttle_secs:
+            self.last()
+
+    def last(self) -> dict[str, Any]:
+        """Returns what the newest checkpoint gives."""
+        newest = latest_checkpoint(self._estimator.model_dir)
+        if newest is None or newest != self._path:
+            self._began, spec = time.monotonic(), self._spec
+            self._logs = self._estimator.evaluate(spec.input_fn, spec.steps, newest, spec.callbacks)
+            self._path = newest
+        return self._logs
+
+
+class _Saves(keras.callbacks.Callback):
+    """Saves every so many steps and at the end; the number of a checkpoint is that of its steps."""
+
+    def __init__(
+        self, manager: CheckpointManager, done: int, every: int, after: Callable[[], Any] | None
+    ) -> None:
+        super().__init__()
+        self._manager, self._every, self._after = manager, every, after
+        self._begin, self._step, self._saved = done, done, done
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._step = self._begin + batch + 1
+        if self._step // self._every > self._saved // self._every:
+            self._save()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._saved < self._step:
+            self._save()
+
+    def _save(self) -> None:
+        self._saved = self._step
+        self._manager.save(self._step, check_interval=False)
+        if self._after is not None:
+            self._manager.wait()
+            self._after()
+
+
+def _dataset(strategy: Strategy | None, input_fn: Callable[..., Any]) -> Any:
+    def call(context: Any) -> Any:
+        parameters = inspect.signature(input_fn).parameters
+        if "input_context" in parameters:
+            return input_fn(input_context=context)
+        is_wanted = any(parameter.default is parameter.empty for parameter in parameters.values())
+        return input_fn(context) if is_wanted else input_fn()
+
+    return (strategy or default_strategy()).distribute_datasets_from_function(call)
+
+
+def _at_most(steps: int | None, data: Any) -> int | None:
+    """Steps that the data have: more are a warning of Keras's."""
+    with contextlib.suppress(TypeError):  # data of an unknown length
+        return min(steps, len(data)) if steps is not None else None
+    return steps
+
+
+def _steps_of(model: Any) -> int:
+    return int(keras.ops.convert_to_numpy(model.optimizer.iterations))
