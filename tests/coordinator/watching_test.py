@@ -1,0 +1,89 @@
+"""Which checkpoint of a folder an evaluator takes; paths and times alone."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from kdist.checkpoint import ending
+from kdist.coordinator.watching import Folder
+
+
+def save(folder, name, saved_at):
+    (folder / name).mkdir(parents=True)
+    (folder / name / "index.json").write_text(f'{{"format": 1}}\n{{"saved_at": {saved_at}}}')
+
+
+def write(folder, name, text, at):
+    (folder / name).write_text(text)
+    os.utime(folder / name, (at, at))
+
+
+def test_the_newest_each_once_and_none_before(tmp_path):
+    folder = Folder(str(tmp_path / "later"), 0.0)
+    assert folder.newest() is None
+    save(tmp_path / "later", "ckpt-2", 20)
+    save(tmp_path / "later", "ckpt-1", 10)
+    newest = folder.newest()
+    assert newest.number == 2 and folder.newest() == newest
+    folder.done_with(newest)
+    assert folder.newest() is None
+    save(tmp_path / "later", "ckpt-10", 30)
+    assert folder.newest().number == 10
+
+
+def test_one_that_is_passed_over_lets_an_older_one_come(tmp_path):
+    for number in (1, 2, 3):
+        save(tmp_path, f"ckpt-{number}", number)
+    folder = Folder(str(tmp_path), 0.0)
+    folder.pass_over(folder.newest())
+    assert folder.newest().number == 2
+    folder.done_with(folder.newest())
+    assert folder.newest() is None, "the one before is older than what was evaluated"
+
+
+def test_a_file_counts_once_it_stays_the_same(tmp_path):
+    folder = Folder(str(tmp_path), 0.1)
+    write(tmp_path, "model.keras", "half", 10)
+    assert folder.newest() is None and folder.is_waiting
+    time.sleep(0.15)
+    write(tmp_path, "model.keras", "whole", 11)
+    assert folder.newest() is None and folder.is_waiting
+    time.sleep(0.15)
+    found = folder.newest()
+    assert os.path.basename(found.path) == "model.keras" and not folder.is_waiting
+    write(tmp_path, "model.keras", "again", 12)
+    assert found.has_changed
+    (tmp_path / "model.keras").unlink()
+    assert found.has_changed
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("model-07.keras", 7),
+        ("07-0.31.keras", 7),
+        ("weights.12-0.5.weights.h5", 12),
+        ("resnet50-3.keras", 3),
+        ("model.keras", None),
+    ],
+)
+def test_numbers_of_files(tmp_path, name, number):
+    write(tmp_path, name, "", 10)
+    write(tmp_path, f".{name}.worker-0", "", 10)
+    write(tmp_path, "notes.txt", "", 20)
+    assert Folder(str(tmp_path), 0.0).newest().number == number
+
+
+def test_the_sign_of_the_end(tmp_path):
+    folder = str(tmp_path)
+    ending.end([folder, str(tmp_path / "not there")])
+    assert ending.has_ended(folder) and ending.is_of_now(folder)
+    assert os.listdir(folder) == [ending.SIGN]
+    os.utime(tmp_path / ending.SIGN, (10, 10))
+    assert ending.has_ended(folder) and not ending.is_of_now(folder), "an earlier training has left it"
+    ending.note_saved(folder)
+    assert not ending.has_ended(folder) and not ending.is_of_now(folder)
+    assert folder in ending.saved_since(0.0) and folder not in ending.saved_since(time.monotonic())
