@@ -14,14 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
-
 from kdist import keras_hooks
 from kdist.checkpoint import ending
 from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.layout import latest_checkpoint
 from kdist.checkpoint.manager import CheckpointManager
-from kdist.checkpoint.restoring import restore_weights
 from kdist.cluster import Cluster, discover
 from kdist.coordinator.evaluator import SidecarEvaluator
 from kdist.errors import CheckpointNotFoundError, InvalidArgumentError
@@ -111,6 +108,8 @@ class Estimator:
     """
 
     def __init__(self, model: Any, config: RunConfig | None = None) -> None:
+        import keras
+
         if not callable(model) or (isinstance(model, keras.Model) and not model.compiled):
             raise InvalidArgumentError(
                 "model must be a compiled Keras model, or a function that makes one.",
@@ -148,7 +147,9 @@ class Estimator:
         done = _steps_of(model)
         until = max_steps if steps is None else done + steps
         if until is None or done < until:
-            saves = _Saves(manager, done, self.config.save_checkpoints_steps, after_saving)
+            from kdist.training.step_checkpoints import StepCheckpoints
+
+            saves = StepCheckpoints(manager, done, self.config.save_checkpoints_steps, after_saving)
             model.fit(
                 _dataset(strategy, input_fn),
                 steps_per_epoch=None if until is None else until - done,
@@ -178,6 +179,8 @@ class Estimator:
         Raises:
             CheckpointNotFoundError: There is none yet.
         """
+        from kdist.checkpoint.restoring import restore_weights
+
         path = checkpoint_path or latest_checkpoint(self.model_dir)
         if path is None:
             raise CheckpointNotFoundError(
@@ -194,6 +197,8 @@ class Estimator:
 
     def model(self, trains: bool) -> Any:
         """Returns the model that is trained, or the one that is evaluated; made at the first call."""
+        import keras
+
         if trains not in self._models:
             strategy = self.config.train_distribute if trains else self.config.eval_distribute
             if self.config.tf_random_seed is not None:
@@ -203,6 +208,8 @@ class Estimator:
         return self._models[trains]
 
     def _make(self, strategy: Strategy | None, trains: bool) -> Any:
+        import keras
+
         source = self._source
         if not isinstance(source, keras.Model):
             return source()
@@ -329,33 +336,6 @@ class _Turns:
         return self._logs
 
 
-class _Saves(keras.callbacks.Callback):
-    """Saves every so many steps and at the end; the number of a checkpoint is that of its steps."""
-
-    def __init__(
-        self, manager: CheckpointManager, done: int, every: int, after: Callable[[], Any] | None
-    ) -> None:
-        super().__init__()
-        self._manager, self._every, self._after = manager, every, after
-        self._begin, self._step, self._saved = done, done, done
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._step = self._begin + batch + 1
-        if self._step // self._every > self._saved // self._every:
-            self._save()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        if self._saved < self._step:
-            self._save()
-
-    def _save(self) -> None:
-        self._saved = self._step
-        self._manager.save(self._step, check_interval=False)
-        if self._after is not None:
-            self._manager.wait()
-            self._after()
-
-
 def _dataset(strategy: Strategy | None, input_fn: Callable[..., Any]) -> Any:
     def call(context: Any) -> Any:
         parameters = inspect.signature(input_fn).parameters
@@ -375,4 +355,6 @@ def _at_most(steps: int | None, data: Any) -> int | None:
 
 
 def _steps_of(model: Any) -> int:
+    import keras
+
     return int(keras.ops.convert_to_numpy(model.optimizer.iterations))

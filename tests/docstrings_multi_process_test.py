@@ -28,9 +28,24 @@ NOT_RUN = {
     "kdist.launch.function.launch": "starts workers of its own, as tests/launch/launch_multi_process_test.py does",
 }
 
+ESTIMATOR = """
+def make_model():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+test_input_fn = lambda: [(x[i : i + 10], y[i : i + 10]) for i in range(0, 300, 10)]
+"""
+
 # What an example takes for granted, beyond `SETUP`.
 GIVEN = {
     "kdist.checkpoint.manager.CheckpointManager": "batches = range(250)\ntrain_step = lambda batch: None",
+    "kdist.coordinator.evaluator.SidecarEvaluator": """
+x_test, y_test = x, y
+kdist.Checkpoint(model=model).save("checkpoints", asynchronous=False)
+kdist.SidecarEvaluator.announce_end("checkpoints")
+""",
+    "kdist.estimator.Estimator": ESTIMATOR + "input_fn = test_input_fn",
+    "kdist.estimator.train_and_evaluate": ESTIMATOR + "import tensorflow as tf",
     "kdist.functions.function": "replica_step = lambda batch: keras.ops.sum(batch)",
     "kdist.functions.value_and_grad": """
 model, optimizer = plain, keras.optimizers.SGD(0.1)
@@ -66,6 +81,10 @@ HOLDS = {
         strategy.reduce("SUM", strategy.run(replica_step, args=pair), axis=None),
         np.mean((y[:128] - model.predict(x[:128])) ** 2),
     )""",
+    "kdist.coordinator.evaluator.SidecarEvaluator": "len(value) == 1 and os.path.exists('best.keras')",
+    "kdist.coordinator.export.SidecarEvaluatorModelExport": "value.monitor == 'accuracy' and value.save_best_only",
+    "kdist.estimator.Estimator": "value['global_step'] == 10",
+    "kdist.estimator.train_and_evaluate": "kdist.latest_checkpoint('checkpoints').endswith('ckpt-1000')",
     "kdist.data.distributed_dataset.DistributedDataset.reduce": "number_of_steps == 3",
     "kdist.nn.scale_regularization_loss": "near(loss, 0.01 * np.square(array(model.weights[0])).sum())",
     "kdist.communication.cross_device_ops.CrossDeviceOps": """

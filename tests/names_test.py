@@ -13,7 +13,6 @@ def test_a_wrong_name_is_answered_with_the_nearest_one():
         (kdist.experimental, "CommunicationOption", "Did you mean 'CommunicationOptions'?"),
         (kdist.cluster_resolver, "TFConfigResolver", "Did you mean 'TFConfigClusterResolver'?"),
         (kdist, "ParameterServerStrategy", "yet. Use kdist.MultiWorkerMirroredStrategy"),
-        (kdist, "coordinator", "yet. Use kdist.MultiWorkerMirroredStrategy"),
         (kdist.experimental, "partitioners", "yet. Use kdist.MultiWorkerMirroredStrategy"),
         (kdist.experimental, "rpc", "kdist.all_gather_object"),
         (kdist.experimental, "PreemptionWatcher", "Use kdist.experimental.PreemptionCheckpointHandler"),

@@ -1,4 +1,9 @@
-"""The end of training, as an evaluator in another process learns of it: a small file beside the checkpoints."""
+"""The end of training, as an evaluator in another process learns of it: a small file beside the checkpoints.
+
+directory/
+  .evaluator-0f3a…      an evaluator watches, and wants to be told
+  .training-ended       training has ended
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,13 @@ import functools
 import os
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+from kdist.cluster import environment
+from kdist.cluster.tf_config import parse_tf_config
 
 SIGN = ".training-ended"
+_WATCHES = ".evaluator-"
 _SKEW = 5.0  # seconds by which the clock of a file system may be off
 
 # When this process has last saved a checkpoint to each folder.
@@ -33,6 +42,30 @@ def end(directories: Iterable[str]) -> None:
             with open(part, "x", encoding="utf-8"):
                 pass
             os.replace(part, os.path.join(directory, SIGN))
+
+
+@contextlib.contextmanager
+def watched(directory: str) -> Iterator[None]:
+    """Within this, whoever trains knows that an evaluator watches the folder, unless it cannot be written to."""
+    mine = os.path.join(directory, f"{_WATCHES}{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        os.makedirs(directory, exist_ok=True)
+        with open(mine, "x", encoding="utf-8"):
+            pass
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(mine)
+
+
+def is_wanted(directory: str) -> bool:
+    """Says whether an evaluator watches a folder, or will: the cluster of `TF_CONFIG` has one."""
+    if "evaluator" in parse_tf_config(environment.get("TF_CONFIG")).cluster.jobs:
+        return True
+    with contextlib.suppress(OSError):
+        return any(name.startswith(_WATCHES) for name in os.listdir(directory))
+    return False
 
 
 def has_ended(directory: str) -> bool:

@@ -7,14 +7,10 @@ import os
 import time
 import types
 from dataclasses import dataclass
-from typing import Any
-
-import keras
+from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
 from kdist.checkpoint import ending
-from kdist.coordinator.export import SidecarEvaluatorModelExport
-from kdist.coordinator.loading import load
 from kdist.coordinator.watching import Folder, Watched
 from kdist.errors import (
     CheckpointCorruptError,
@@ -23,6 +19,9 @@ from kdist.errors import (
     WorkerTimeoutError,
 )
 from kdist.training.whole_files import is_remote
+
+if TYPE_CHECKING:
+    import keras
 
 _log = logging.getLogger("kdist")
 
@@ -53,8 +52,9 @@ class SidecarEvaluator:
     takes the newest, so some may be skipped, and passes over what is damaged or still being written.
 
     It stops when training has ended, after the last checkpoint: when `fit` under a strategy of kdist has ended as it
-    should, which it says by a file `.training-ended` in the folder of its checkpoints, and begins no other within
-    `end_delay`. Loops of your own and plain Keras say it with `SidecarEvaluator.announce_end(checkpoint_dir)`.
+    should, and begins no other within `end_delay`. `fit` says so by a file `.training-ended` in the folder of its
+    checkpoints, where an evaluator watches by then or the cluster of `TF_CONFIG` has one. Loops of your own and plain
+    Keras say it with `SidecarEvaluator.announce_end(checkpoint_dir)`.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/keras/utils/SidecarEvaluator
 
@@ -85,12 +85,8 @@ class SidecarEvaluator:
     Example:
 
     ```python
-    evaluator = kdist.SidecarEvaluator(
-        model,
-        data=(x_test, y_test),
-        checkpoint_dir="checkpoints",
-        callbacks=[keras.callbacks.TensorBoard("logs"), kdist.callbacks.SidecarEvaluatorModelExport("best.keras")],
-    )
+    best = kdist.callbacks.SidecarEvaluatorModelExport("best.keras")
+    evaluator = kdist.SidecarEvaluator(model, (x_test, y_test), "checkpoints", callbacks=[best])
     evaluator.start()
     ```
     """
@@ -113,6 +109,8 @@ class SidecarEvaluator:
         start_delay: float = 0.0,
         throttle_seconds: float = 0.0,
     ) -> None:
+        import keras
+
         keras_hooks.require_compiled(model, "evaluate")
         _check(data, checkpoint_dir, max_evaluations, poll_seconds)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -159,8 +157,12 @@ class SidecarEvaluator:
             WorkerTimeoutError: No checkpoint has come within `first_timeout`, or no further one within `timeout`.
             CheckpointMismatchError: A checkpoint is not one of such a model.
         """
-        self._evaluations = []
-        self._sign_seen = None
+        with ending.watched(self._folder.path):
+            self._watch()
+        return self._evaluations
+
+    def _watch(self) -> None:
+        self._evaluations, self._sign_seen = [], None
         since = time.monotonic()
         not_before = since + self._start_delay
         while True:
@@ -179,10 +181,14 @@ class SidecarEvaluator:
                     break
                 self._check_time(now - since)
             time.sleep(self._poll_seconds)
-        return self._evaluations
 
     def _evaluate(self, found: Watched) -> bool:
         """Evaluates a checkpoint; says whether that was possible."""
+        import keras
+
+        from kdist.coordinator.export import SidecarEvaluatorModelExport
+        from kdist.coordinator.loading import load
+
         model = self._model
         if not keras_hooks.layers_are_built(model):
             model.evaluate(**self._arguments | {"steps": 1}, verbose=0)

@@ -28,9 +28,9 @@ class Ending:
             ending.begin(self._folders)
 
     def leave(self) -> None:
-        """Leaves the sign in all folders to which this `fit` has saved."""
+        """Leaves the sign in those folders, of all to which this `fit` has saved, where one is wanted."""
         if self._is_chief:
-            ending.end({*self._folders, *ending.saved_since(self._began)})
+            ending.end(filter(ending.is_wanted, {*self._folders, *ending.saved_since(self._began)}))
 
 
 def _folder_of(path: str) -> str:

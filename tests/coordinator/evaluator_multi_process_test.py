@@ -154,6 +154,7 @@ def play_signs(folder):
     import keras
 
     import kdist
+    from kdist.checkpoint import ending
 
     def fit(*callbacks):
         model.fit(X, Y, batch_size=8, epochs=1, verbose=0, callbacks=list(callbacks))
@@ -170,16 +171,18 @@ def play_signs(folder):
 
     model = make_model(under_strategy=True)
     file = keras.callbacks.ModelCheckpoint(f"{folder}/files/{{epoch}}.keras")
-    signs = [fit(), fit(file), fit(file, Saves())]
-    message_of(lambda: fit(file, Fails()))
+    signs = [fit(), fit(file)]
+    with ending.watched(f"{folder}/files"), ending.watched(f"{folder}/own"):
+        signs += [fit(file), fit(file, Saves())]
+        message_of(lambda: fit(file, Fails()))
     signs.append(sorted(str(path.parent.name) for path in pathlib.Path(folder).rglob(".training-ended")))
     return signs
 
 
 @each_backend
-def test_fit_leaves_a_sign_where_it_has_saved(backend, tmp_path):
+def test_fit_leaves_a_sign_where_it_has_saved_and_an_evaluator_watches(backend, tmp_path):
     found = run(backend, 1, play_signs, str(tmp_path))[0]
-    assert found == [[], ["files"], ["files", "own"], ["own"]]
+    assert found == [[], [], ["files"], ["files", "own"], ["own"]]
 
 
 def play_estimator(folder):
