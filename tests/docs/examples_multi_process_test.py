@@ -129,6 +129,36 @@ def cluster_0(example):
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)
 
 
+def evaluator_0(example):
+    import kdist
+
+    model, (x, y) = new_model(), rows().values()
+    kdist.Checkpoint(model=model).save("checkpoints", asynchronous=False)
+    kdist.SidecarEvaluator.announce_end("checkpoints")
+    names = example(kdist=kdist, model=new_model(plain=True), x_test=x, y_test=y)
+    assert len(names["evaluations"]) == 1 and os.path.exists("best.keras")
+
+
+def evaluator_1(example):
+    import keras
+
+    import kdist
+
+    class Batches(keras.utils.PyDataset):
+        def __init__(self, x, y, size):
+            super().__init__()
+            self.parts = [(x[i : i + size], y[i : i + size]) for i in range(0, len(x), size)] * 60
+
+        def __len__(self):
+            return len(self.parts)
+
+        def __getitem__(self, index):
+            return self.parts[index]
+
+    names = example(kdist=kdist, Batches=Batches, make_model=lambda: new_model(plain=True), **rows())
+    assert names["logs"]["global_step"] == 50
+
+
 def failures_0(example):
     from kdist import faults
 
