@@ -92,7 +92,7 @@ def play(folder):
     for name in ("model-1.keras", "model-2.weights.h5"):
         (model.save if name.endswith(".keras") else model.save_weights)(f"{folder}/b/{name}")
         kdist.SidecarEvaluator.announce_end(f"{folder}/b")
-        done = evaluator(f"{folder}/b").start()
+        done = evaluator(f"{folder}/b", end_delay=0.0).start()
         assert done[0].logs["loss"] == pytest.approx(model.evaluate(X, Y, verbose=0)[0], rel=1e-5)
         half = pathlib.Path(f"{folder}/b/model-9{name[7:]}")
         half.write_bytes(pathlib.Path(f"{folder}/b/{name}").read_bytes()[:-100])
