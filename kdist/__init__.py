@@ -50,7 +50,16 @@ _CONTENTS = {
     ),
     "kdist.values": ("DistributedValues", "ReduceOp"),
 }
-_MODULES = ("callbacks", "cluster_resolver", "coordinator", "errors", "estimator", "experimental", "launch", "nn")
+_MODULES = (
+    "callbacks",
+    "cluster_resolver",
+    "coordinator",
+    "errors",
+    "estimator",
+    "experimental",
+    "launch",
+    "nn",
+)
 _HOME = {name: module for module, names in _CONTENTS.items() for name in names}
 
 # What Keras's own methods hand over to, for a model that was created under a strategy.
@@ -106,9 +115,9 @@ if TYPE_CHECKING:
         has_strategy,
         in_cross_replica_context,
     )
+    from kdist.coordinator.evaluator import SidecarEvaluator
     from kdist.coordinator.server import Server
     from kdist.coordinator.strategy import ParameterServerStrategy
-    from kdist.coordinator.evaluator import SidecarEvaluator
     from kdist.data.distributed_dataset import DistributedDataset, DistributedIterator
     from kdist.data.input_context import InputContext
     from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
