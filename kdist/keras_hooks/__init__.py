@@ -25,6 +25,7 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 - TensorFlow's optimiser: its own `tf.distribute` branches reduce a second time, or fail in a `cond` and outside of
   replicas; but in a strategy of `tf.distribute`'s own, the backend-neutral methods of the base class are right.
 - `SeedGenerator.next`: replicas must draw different random numbers.
+- `Embedding.call` on JAX: of a table on parameter servers, programs take the rows that are looked up as arguments.
 - `BatchNormalization(synchronized=True)` and `moments`: refused by Keras outside TensorFlow.
 
 `make test-nightly` says which name is gone when a new Keras breaks one of them.
