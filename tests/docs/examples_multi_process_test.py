@@ -387,11 +387,8 @@ def test_the_launchers_example(tmp_path):
         draw = np.random.RandomState(0)
         x, y = draw.rand(40, 3), draw.rand(40, 1)
     """
-    source = (
-        textwrap.dedent(data)
-        + examples()["launcher 0"]
-        + "\nimport json\nprint('LOSSES', json.dumps(losses))\n"
-    )
+    told = "\nimport json\nprint('LOSSES', json.dumps(losses))\n"
+    source = textwrap.dedent(data) + examples()["launcher 0"] + told
     script = Script(tmp_path, "launching", source, {})
     try:
         assert script.wait() == 0, script.stderr()
