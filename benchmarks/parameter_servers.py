@@ -1,0 +1,273 @@
+"""Training with parameter servers: steps per second, and milliseconds to move parameters.
+
+    python benchmarks/parameter_servers.py jax [steps] [transfers] [ray]
+
+All tasks are processes of this machine. The yardstick of the steps is one worker; that of the transfers is the engine
+alone with the same bytes in the same process, in rounds that alternate: a bare gRPC stream of 2 MiB messages, which are
+not put together (JAX, PyTorch), or a read and an assignment of a variable of tf.distribute's (TensorFlow). Of a push, the
+optimiser's own time is taken away, measured on a variable of the same size. `ray` moves the same arrays to and from Ray's
+actors.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import kdist
+
+ROUNDS = 7
+PARAMETERS = 10_000_000
+MESSAGE = 2 << 20
+MODELS = {"a step of some 20 ms": (512, 4, 128), "a tiny step": (16, 1, 32)}  # width, depth, rows
+ENV = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+def clock(function: Callable[[], Any]) -> float:
+    """Returns the milliseconds of a call."""
+    start = time.perf_counter()
+    function()
+    return (time.perf_counter() - start) * 1e3
+
+
+def alternating(functions: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Returns the milliseconds of each function, a round each."""
+    rounds = [{name: clock(function) for name, function in functions.items()} for _ in range(2 + ROUNDS)]
+    return {name: [one[name] for one in rounds[2:]] for name in functions}
+
+
+# Steps --------------------------------------------------------------------------------------------------------------
+
+
+def measure_steps(width: int, depth: int, rows: int, synchronous: bool = False) -> float:
+    """Runs on the coordinator: returns the steps of `fit` in a second."""
+    import keras
+    import numpy as np
+
+    steps = 100
+    strategy = kdist.ParameterServerStrategy(synchronous=synchronous)
+    with strategy.scope():
+        hidden = [keras.layers.Dense(width, activation="relu") for _ in range(depth)]
+        model = keras.Sequential([keras.layers.Input((256,)), *hidden, keras.layers.Dense(10)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    draw = np.random.RandomState(0)
+    x = draw.rand(steps * rows, 256).astype("float32")
+    y = draw.randint(0, 10, steps * rows).astype("int32")
+    model.fit(x[: 20 * rows], y[: 20 * rows], batch_size=rows, verbose=0)  # every worker compiles its step
+    return steps / median(
+        clock(lambda: model.fit(x, y, batch_size=rows, verbose=0)) / 1e3 for _ in range(3)
+    )
+
+
+def measure_one_device(width: int, depth: int, rows: int) -> float:
+    """The same in one process without servers."""
+    kdist.ParameterServerStrategy = lambda synchronous: kdist.OneDeviceStrategy()  # type: ignore[assignment,misc]
+    return measure_steps(width, depth, rows)
+
+
+def print_steps(backend: str) -> None:
+    """Prints a row for each model."""
+    print(f"{backend}: steps of `fit` in a second, 2 servers; in brackets, times those of 1 worker")
+    for name, sizes in MODELS.items():
+        alone = kdist.launch(measure_one_device, 1, sizes, backend=backend, env=ENV)[0]
+        one, two = (
+            kdist.launch(measure_steps, workers, sizes, backend=backend, env=ENV, num_ps=2)[0] for workers in (1, 2)
+        )
+        print(
+            f"  {name:24} no servers {alone:7.1f}   1 worker {one:7.1f}   2 workers {two:7.1f} ({two / one:.2f})",
+            flush=True,
+        )
+
+
+# Transfers ----------------------------------------------------------------------------------------------------------
+
+
+def serve_bare(port: str) -> None:
+    """A server of gRPC's alone: gives and takes messages."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import grpc
+
+    messages = bare_messages()
+
+    def push(received: Any, context: Any) -> Any:
+        for _ in received:
+            pass
+        yield b""
+
+    methods = {"pull": lambda received, context: iter(messages), "push": push}
+    handlers = {name: grpc.stream_stream_rpc_method_handler(method) for name, method in methods.items()}
+    server = grpc.server(ThreadPoolExecutor(4))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", handlers),))
+    server.add_insecure_port(f"localhost:{port}")
+    server.start()
+    server.wait_for_termination()
+
+
+def bare_messages() -> list[bytes]:
+    """As many bytes as the parameters have."""
+    import numpy as np
+
+    data = np.random.RandomState(0).rand(PARAMETERS).astype("float32").tobytes()
+    return [data[start : start + MESSAGE] for start in range(0, len(data), MESSAGE)]
+
+
+def bare_calls(port: int) -> dict[str, Callable[[], Any]]:
+    """What moves the bytes to and from a bare server."""
+    import grpc
+
+    messages = bare_messages()
+    channel = grpc.insecure_channel(f"localhost:{port}", options=[("grpc.max_receive_message_length", -1)])
+    grpc.channel_ready_future(channel).result(60)
+    pull, push = (channel.stream_stream(f"/bare/{name}") for name in ("pull", "push"))
+    return {
+        "bare pull": lambda: sum(map(len, pull(iter([b""])))),
+        "bare push": lambda: sum(map(len, push(iter(messages)))),
+    }
+
+
+def on_worker(variable: Any, optimizer: Any, port: int) -> dict[str, list[float]]:
+    """Runs on a worker: moves a variable, and the same bytes without kdist."""
+    import keras
+    import numpy as np
+
+    from kdist import keras_hooks
+    from kdist.backends import get_backend
+
+    task = kdist.get_strategy()._task
+    record = keras_hooks.record_of(variable)
+    gradient = keras.ops.ones(variable.shape)
+    update = {"optimizer": optimizer._kdist_number, "numbers": [record.home.number], "gradients": [gradient]}
+    local = keras_hooks.variable_like(np.ones(variable.shape, "float32"), "local", True)
+    step = keras.optimizers.SGD(0.1)
+    step.build([local])
+    array, engine = np.ones(variable.shape, "float32"), get_backend().coordination_engine()
+
+    def pull() -> None:
+        record.forget()
+        keras.ops.convert_to_numpy(record.read())
+
+    def apply() -> None:
+        engine.apply(step, [array], [local])
+        keras.ops.convert_to_numpy(local.value)
+
+    calls = {"pull": pull, "push": lambda: task.commit([update]), "optimiser": apply}
+    return alternating(bare_calls(port) | calls)
+
+
+def measure_transfers(port: int) -> dict[str, list[float]]:
+    """Runs on the coordinator: returns milliseconds, a round each."""
+    import keras
+    import numpy as np
+
+    strategy = kdist.ParameterServerStrategy()
+    start = np.ones((PARAMETERS // 1000, 1000), "float32")
+    with strategy.scope():
+        variable = keras.Variable(start)
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build([variable])
+    if keras.backend.backend() == "tensorflow":
+        return alternating(native_calls(strategy, variable, start))
+    coordinator = kdist.coordinator.ClusterCoordinator(strategy)
+    return coordinator.fetch(coordinator.schedule(on_worker, args=(variable, optimizer, port)))
+
+
+def native_calls(strategy: Any, variable: Any, array: Any) -> dict[str, Callable[[], Any]]:
+    """On TensorFlow, whose own servers hold the variables."""
+    import keras
+    import tensorflow as tf
+
+    native = strategy.coordination.native
+    with native.scope():
+        bare = tf.Variable(array)
+    return {
+        "bare pull": lambda: bare.read_value().numpy(),
+        "bare push": lambda: bare.assign(array),
+        "pull": lambda: keras.ops.convert_to_numpy(variable),
+        "push": lambda: variable.assign(array),
+        "optimiser": lambda: None,
+    }
+
+
+def print_transfers(backend: str) -> None:
+    """Prints a row for each direction."""
+    from kdist.cluster.addresses import free_ports
+
+    (port,) = free_ports(1)
+    bare = subprocess.Popen([sys.executable, __file__, "bare", str(port)])
+    try:
+        print(f"{backend}: milliseconds for {PARAMETERS / 1e6:.0f} M float32, the engine alone, ratio")
+        for servers in (1, 2):
+            found = kdist.launch(measure_transfers, 1, (port,), backend=backend, env=ENV, num_ps=servers)[0]
+            own = {name: median(found[name]) for name in found}
+            for name, taken in (("pull", 0.0), ("push", own["optimiser"])):
+                moved = own[name] - taken
+                ratio = moved / own[f"bare {name}"]
+                note = f"; the optimiser's step {taken:.1f}" if taken else ""
+                print(
+                    f"  {servers} server(s), {name}: {moved:6.1f}  {own[f'bare {name}']:6.1f}  {ratio:5.2f}{note}",
+                    flush=True,
+                )
+    finally:
+        bare.kill()
+        bare.wait()
+
+
+# Ray ----------------------------------------------------------------------------------------------------------------
+
+
+def print_ray() -> None:
+    """Prints what the same costs with an actor of Ray's in the place of a server."""
+    import numpy as np
+    import ray
+
+    began = time.perf_counter()
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+
+    @ray.remote
+    class Server:
+        def __init__(self) -> None:
+            self.array = np.ones(PARAMETERS, "float32")
+
+        def pull(self) -> Any:
+            return self.array
+
+        def push(self, array: Any) -> None:
+            self.array = np.array(array)
+
+        def call(self) -> None:
+            pass
+
+    server, array = Server.remote(), np.ones(PARAMETERS, "float32")
+    ray.get(server.call.remote())
+    print(f"ray: {time.perf_counter() - began:.1f} s to start")
+    calls = {
+        "pull": lambda: np.array(ray.get(server.pull.remote())),
+        "push": lambda: ray.get(server.push.remote(array)),
+        "call": lambda: ray.get(server.call.remote()),
+    }
+    for name, found in alternating(calls).items():
+        print(f"  {name}: {median(found):.1f} ms")
+    ray.shutdown()
+
+
+def main() -> None:
+    """Prints what is asked for, or all."""
+    backend, *parts = sys.argv[1:]
+    if backend == "bare":
+        serve_bare(*parts)
+        return
+    if not parts or "steps" in parts:
+        print_steps(backend)
+    if not parts or "transfers" in parts:
+        print_transfers(backend)
+    if not parts or "ray" in parts:
+        print_ray()
+
+
+if __name__ == "__main__":
+    main()
