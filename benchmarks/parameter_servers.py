@@ -3,10 +3,10 @@
     python benchmarks/parameter_servers.py jax [steps] [transfers] [ray]
 
 All tasks are processes of this machine. The yardstick of the steps is one worker; that of the transfers is the engine
-alone with the same bytes in the same process, in rounds that alternate: a bare gRPC stream of 2 MiB messages, which are
-not put together (JAX, PyTorch), or a read and an assignment of a variable of tf.distribute's (TensorFlow). Of a push, the
-optimiser's own time is taken away, measured on a variable of the same size. `ray` moves the same arrays to and from Ray's
-actors.
+alone with the same bytes in the same process, in rounds that alternate: a bare gRPC stream of 2 MiB messages, which
+nobody puts together (JAX, PyTorch), or a read and an assignment of a variable of tf.distribute's (TensorFlow). Of a push
+of gradients, what the server waits for its optimiser is taken away, as it takes here. `ray` moves the same arrays to and
+from Ray's actors.
 """
 
 from __future__ import annotations
@@ -141,21 +141,21 @@ def on_worker(variable: Any, optimizer: Any, port: int) -> dict[str, list[float]
     task = kdist.get_strategy()._task
     record = keras_hooks.record_of(variable)
     gradient = keras.ops.ones(variable.shape)
-    update = {"optimizer": optimizer._kdist_number, "numbers": [record.home.number], "gradients": [gradient]}
+    update = {"optimizer": optimizer._kdist_number, "numbers": [record.home.number], "gradients": [gradient]} | {"rows": [None]}
     local = keras_hooks.variable_like(np.ones(variable.shape, "float32"), "local", True)
     step = keras.optimizers.SGD(0.1)
     step.build([local])
     array, engine = np.ones(variable.shape, "float32"), get_backend().coordination_engine()
 
-    def pull() -> None:
+    def pull() -> Any:
         record.forget()
-        keras.ops.convert_to_numpy(record.read())
+        return record.whole()
 
-    def apply() -> None:
-        engine.apply(step, [array], [local])
-        keras.ops.convert_to_numpy(local.value)
+    def wait(ready: Callable[[], Any]) -> Any:  # JAX computes on after it has answered
+        return lambda: getattr(ready(), "block_until_ready", lambda: None)()
 
-    calls = {"pull": pull, "push": lambda: task.commit([update]), "optimiser": apply}
+    calls = {"pull": wait(pull), "push": lambda: task.commit([update]), "settle": wait(pull)}
+    calls |= {"optimiser": lambda: engine.apply(step, [array], [local]), "settle here": wait(lambda: local.value)}
     return alternating(bare_calls(port) | calls)
 
 

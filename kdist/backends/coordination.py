@@ -204,10 +204,6 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def some_rows(self, held: Any, rows: np.ndarray) -> np.ndarray:
-        """Returns some rows of a native value, without copying the others."""
-
-    @abstractmethod
     def train_step(self, model: Any, data: Any) -> Any:
         """Runs a model's `train_step` in a replica of one worker alone; returns its logs."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kdist.arrays.memory import aligned_empty
 from kdist.arrays.splitting import even_split
 from kdist.errors import InvalidArgumentError
 
@@ -72,7 +73,9 @@ class Placement:
             InvalidArgumentError: If there are others, or they have other shapes.
         """
         self._check([part.shape for part in shards], self.shard_shapes, "The parts must have their shapes.")
-        return shards[0] if self.num_shards == 1 else np.concatenate(shards)
+        if self.num_shards == 1:
+            return shards[0]
+        return np.concatenate(shards, out=aligned_empty(self.shape, shards[0].dtype))
 
     def rows_by_shard(self, ids: Any) -> list[Rows]:
         """Says which of some rows are in which part. Parts that have none of them are left out.

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from kdist.arrays.memory import aligned_empty
 from kdist.cluster.addresses import split_address
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError, WorkerLostError
 
@@ -285,7 +286,7 @@ def _read(messages: Iterable[bytes]) -> tuple[dict[str, Any], list[np.ndarray]]:
     (length,) = _LENGTH.unpack_from(first)
     end = _LENGTH.size + length
     header = json.loads(first[_LENGTH.size : end])
-    arrays = [np.empty(shape, _dtype(name)) for name, shape in header.pop("arrays")]
+    arrays = [aligned_empty(shape, _dtype(name)) for name, shape in header.pop("arrays")]
     rest = itertools.chain([first[end:]], stream)
     pending = memoryview(b"")
     for array in arrays:

@@ -13,6 +13,8 @@ import keras
 import numpy as np
 
 from kdist import keras_hooks
+from kdist.arrays import rows
+from kdist.arrays.memory import unchanging
 from kdist.backends.coordination import Engine
 from kdist.coordinator.placement import Placement, Rows
 from kdist.coordinator.rpc import Peer
@@ -99,7 +101,10 @@ class Record:
         """Says whether this task has another value than it was given."""
         if self.pulled is None or not self.served.engine.is_changed(self.held, self.mark):
             return False
-        return not np.array_equal(self.value(), self.pulled)
+        if not np.array_equal(self.value(), self.pulled):
+            return True
+        self.mark = self.served.engine.mark(self.held)  # so that they are compared once
+        return False
 
     def value(self) -> np.ndarray:
         """Returns what this task has, as a NumPy array."""
@@ -163,7 +168,7 @@ class Served:
 
     def hold(self, record: Record, home: Home) -> None:
         """Gives a variable to the servers, in a home, with the value that it has here."""
-        value, variable = np.array(record.value()), record.variable()
+        value, variable = unchanging(record.value()), record.variable()
         assert variable is not None
         parts = home.placement.cut(value)
         for part, server, key in home.keys_to_write(len(self.servers)):
@@ -270,7 +275,7 @@ class Served:
         for wait in calls:
             wait()
         for record, value in values.items():
-            record.pulled = np.array(value)
+            record.pulled = unchanging(value)
             record.mark = self.engine.mark(record.held)
 
     def by_server(
@@ -314,4 +319,4 @@ class Served:
 
 def as_numpy(tensor: Any) -> np.ndarray:
     """Returns a tensor of the backend's as a NumPy array, which may share its memory."""
-    return keras.ops.convert_to_numpy(tensor)
+    return rows.to_host(tensor)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kdist import keras_hooks
+from kdist.arrays.memory import unchanging
 from kdist.backends.coordination import Engine
 from kdist.coordinator import shipping
 from kdist.coordinator.rpc import Handler, Message
@@ -93,7 +94,7 @@ class Store:
         """Returns some rows of parts."""
         with self._lock:
             found = [
-                self._engine.some_rows(self._parts[key].variable.value, rows)
+                as_numpy(self._parts[key].variable.value)[rows]
                 for key, rows in zip(header["keys"], arrays, strict=True)
             ]
             return {"clock": self._clock}, found
@@ -135,7 +136,7 @@ class Store:
             for one, values in gradients:
                 self._apply(one["optimizer"], [key for key, _ in one["keys"]], values)
             for key in header["differences"]:
-                self._write(key, self._value(self._parts[key]) + next(found))
+                self._write(key, as_numpy(self._parts[key].variable.value) + next(found))
             for key in header["values"]:
                 self._write(key, next(found))
             self._made.add(closure)
@@ -162,8 +163,8 @@ class Store:
                 part.version = self._clock
 
     def _value(self, part: Part) -> np.ndarray:
-        # A copy: what is sent must not change while it is on its way.
-        return np.array(as_numpy(part.variable.value))
+        # What is sent must not change while it is on its way.
+        return unchanging(as_numpy(part.variable.value))
 
     def _write(self, key: str, array: np.ndarray) -> None:
         part = self._parts[key]

@@ -13,6 +13,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 from kdist import keras_hooks
+from kdist.arrays.memory import aligned_empty
 from kdist.arrays.rows import is_scipy, leaves_of, torch_to_numpy
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.model_step import ReplicatedSteps
@@ -21,8 +22,6 @@ from kdist.backends.tensorflow.core import TensorFlowCore
 from kdist.backends.tensorflow.functions import in_replicas
 from kdist.backends.tensorflow.iteration import spec_of_any_rows
 from kdist.backends.tensorflow.replicas import TensorFlowReplica
-
-_ALIGNMENT = 64  # bytes: of the widest vectors that Eigen uses
 
 
 class TensorFlowSteps(ReplicatedSteps):
@@ -139,8 +138,6 @@ def _copied(array: np.ndarray) -> Any:
     One copy, where `tf.convert_to_tensor` makes two of most arrays: into memory that is aligned as TensorFlow
     wants it, which its tensor then holds as its own.
     """
-    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy = aligned_empty(array.shape, array.dtype)
     np.copyto(copy, array)
     return ops.EagerTensor(copy, context.context().device_name, None)

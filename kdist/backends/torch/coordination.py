@@ -42,10 +42,6 @@ class TorchEngine(Engine):
         """Looks at the gradient's type."""
         return (gradient.row_ids, gradient.row_values) if isinstance(gradient, RowGradient) else None
 
-    def some_rows(self, held: Any, rows: np.ndarray) -> np.ndarray:
-        """Copies these rows alone."""
-        return keras.ops.convert_to_numpy(held.detach()[torch.from_numpy(rows)])
-
     def train_step(self, model: Any, data: Any) -> Any:
         """Runs Keras's own step, as it is."""
         return model.train_step(data)
