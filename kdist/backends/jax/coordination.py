@@ -44,10 +44,6 @@ class JaxEngine(Engine):
         """Asks those that the program has."""
         return tables.by_rows(variable, gradient)
 
-    def some_rows(self, held: Any, rows: np.ndarray) -> np.ndarray:
-        """Looks at the array's memory, on a CPU."""
-        return np.asarray(held)[rows]
-
     def train_step(self, model: Any, data: Any) -> Any:
         """Runs Keras's stateless step over the variables as they are in the scope around it."""
         # The optimiser's step happens elsewhere: of what it keeps for each variable nothing is needed here.
