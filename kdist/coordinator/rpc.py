@@ -24,7 +24,7 @@ from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError, W
 
 _CALL, _WATCH = "/kdist/call", "/kdist/watch"
 _TOKEN = "kdist-token"
-_CHUNK = 2 << 20  # of bytes in a message; larger ones are copied once more on the way
+_CHUNK = 512 << 10  # of bytes in a message: what is copied while it is in the cache is copied faster
 _LENGTH = struct.Struct("<I")
 # A host that is gone without a word is noticed within some 15 s.
 _CHANNEL = (
