@@ -1,6 +1,6 @@
 """Training with parameter servers: steps per second, and milliseconds to move parameters.
 
-    python benchmarks/parameter_servers.py jax [steps] [transfers] [ray]
+    python benchmarks/parameter_servers.py jax [steps] [transfers] [rows] [ray]
 
 All tasks are processes of this machine. The yardstick of the steps is one worker; that of the transfers is the engine
 alone with the same bytes in the same process, in rounds that alternate: a bare gRPC stream of 2 MiB messages, which
@@ -43,13 +43,13 @@ def alternating(functions: dict[str, Callable[[], Any]]) -> dict[str, list[float
 # Steps --------------------------------------------------------------------------------------------------------------
 
 
-def measure_steps(width: int, depth: int, rows: int, synchronous: bool = False) -> float:
-    """Runs on the coordinator: returns the steps of `fit` in a second."""
+def measure_steps(width: int, depth: int, rows: int, has_servers: bool = True) -> float:
+    """Runs on the coordinator, or in the only process: returns the steps of `fit` in a second."""
     import keras
     import numpy as np
 
     steps = 100
-    strategy = kdist.ParameterServerStrategy(synchronous=synchronous)
+    strategy = kdist.ParameterServerStrategy() if has_servers else kdist.get_strategy()
     with strategy.scope():
         hidden = [keras.layers.Dense(width, activation="relu") for _ in range(depth)]
         model = keras.Sequential([keras.layers.Input((256,)), *hidden, keras.layers.Dense(10)])
@@ -63,17 +63,11 @@ def measure_steps(width: int, depth: int, rows: int, synchronous: bool = False) 
     )
 
 
-def measure_one_device(width: int, depth: int, rows: int) -> float:
-    """The same in one process without servers."""
-    kdist.ParameterServerStrategy = lambda synchronous: kdist.OneDeviceStrategy()  # type: ignore[assignment,misc]
-    return measure_steps(width, depth, rows)
-
-
 def print_steps(backend: str) -> None:
     """Prints a row for each model."""
     print(f"{backend}: steps of `fit` in a second, 2 servers; in brackets, times those of 1 worker")
     for name, sizes in MODELS.items():
-        alone = kdist.launch(measure_one_device, 1, sizes, backend=backend, env=ENV)[0]
+        alone = kdist.launch(measure_steps, 1, (*sizes, False), backend=backend, env=ENV)[0]
         one, two = (
             kdist.launch(measure_steps, workers, sizes, backend=backend, env=ENV, num_ps=2)[0] for workers in (1, 2)
         )
@@ -217,6 +211,44 @@ def print_transfers(backend: str) -> None:
         bare.wait()
 
 
+# Rows ---------------------------------------------------------------------------------------------------------------
+
+
+def moved() -> int:
+    """Runs on a worker: returns how many bytes have gone to and come from the servers."""
+    return sum(server.sent + server.received for server in kdist.get_strategy()._task.served.servers)
+
+
+def measure_rows(steps: int) -> tuple[float, int]:
+    """Runs on the coordinator: returns bytes a step, and those of the embedding."""
+    import keras
+    import numpy as np
+
+    strategy = kdist.ParameterServerStrategy()
+    with strategy.scope():
+        table = keras.layers.Embedding(1_000_000, 16)
+        model = keras.Sequential([keras.layers.Input((1,), dtype="int32"), table, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    coordinator = kdist.coordinator.ClusterCoordinator(strategy)
+    draw = np.random.RandomState(0)
+    x, y = draw.randint(0, 1_000_000, (1_000 * steps, 1)), draw.rand(1_000 * steps, 1, 1).astype("float32")
+    model.fit(x, y, batch_size=1_000, verbose=0)
+    before = coordinator.fetch(coordinator.schedule(moved))
+    model.fit(x, y, batch_size=1_000, verbose=0)
+    return (coordinator.fetch(coordinator.schedule(moved)) - before) / steps, 1_000_000 * 16 * 4
+
+
+def print_rows(backend: str) -> None:
+    """Prints which part of an embedding a step moves; TensorFlow's servers do not count."""
+    if backend != "tensorflow":
+        bytes_a_step, whole = kdist.launch(measure_rows, 1, (10,), backend=backend, env=ENV, num_ps=2)[0]
+        print(
+            f"{backend}: an embedding of 1 M rows, 1,000 rows a step: {bytes_a_step / 1e3:.0f} kB a step of "
+            f"{whole / 1e6:.0f} MB, {100 * bytes_a_step / whole:.2f} %",
+            flush=True,
+        )
+
+
 # Ray ----------------------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +297,8 @@ def main() -> None:
         print_steps(backend)
     if not parts or "transfers" in parts:
         print_transfers(backend)
+    if not parts or "rows" in parts:
+        print_rows(backend)
     if not parts or "ray" in parts:
         print_ray()
 
