@@ -23,7 +23,7 @@ import kdist
 ROUNDS = 7
 PARAMETERS = 10_000_000
 MESSAGE = 2 << 20
-MODELS = {"a step of some 20 ms": (512, 4, 128), "a tiny step": (16, 1, 32)}  # width, depth, rows
+MODELS = {"a step of some 20 ms": (512, 4, 640), "a tiny step": (16, 1, 32)}  # width, depth, rows
 ENV = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 

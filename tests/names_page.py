@@ -48,7 +48,10 @@ def join(*names: str) -> str:
 
 def own(where: str) -> Any:
     """The module of kdist of that name; `None` if it is left out."""
-    return None if where in LEFT_OUT else importlib.import_module(join("kdist", where))
+    if where in LEFT_OUT:
+        return None
+    parent, _, name = where.rpartition(".")
+    return getattr(own(parent), name) if name else kdist
 
 
 def reason_of_member(native: type, member: str) -> str | None:

@@ -91,6 +91,8 @@ class Peer:
         self._metadata = ((_TOKEN, token),) if token else ()
         self._channel = grpc().insecure_channel(address, options=_CHANNEL)
         self._call = self._channel.stream_stream(_CALL)
+        # The same for calls of one message, which need no thread to send them: in half of the time.
+        self._brief = self._channel.unary_stream(_CALL)
         self._watch = self._channel.stream_stream(_WATCH)
 
     def __repr__(self) -> str:
@@ -127,9 +129,14 @@ class Peer:
         timeout: float | None = None,
     ) -> Callable[[], tuple[dict[str, Any], list[np.ndarray]]]:
         """Begins a call; returns the function that waits for its answer, as `call` does."""
-        sent = _written({"method": method} | dict(header or {}), arrays)
+        messages = _written({"method": method} | dict(header or {}), arrays)
+        first, second = next(messages), next(messages, None)
         self.sent += sum(array.nbytes for array in arrays)
-        answer = self._call(sent, metadata=self._metadata, timeout=timeout)
+        if second is None:
+            answer = self._brief(first, metadata=self._metadata, timeout=timeout)
+        else:
+            sent = itertools.chain([first, second], messages)
+            answer = self._call(sent, metadata=self._metadata, timeout=timeout)
 
         def wait() -> tuple[dict[str, Any], list[np.ndarray]]:
             try:

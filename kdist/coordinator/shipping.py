@@ -97,16 +97,20 @@ def dumps(value: Any, strategy: Any, reduce: Callable[[Any], Any] = lambda obj: 
     Raises:
         InvalidArgumentError: Something in it cannot be pickled.
     """
-    file = io.BytesIO()
+
+    def dump() -> bytes:
+        file = io.BytesIO()
+        Pickler(file, strategy, reduce).dump(value)
+        return file.getvalue()
+
     try:
-        _deeply(lambda: Pickler(file, strategy, reduce).dump(value))
+        return _deeply(dump)
     except Exception as error:
         raise InvalidArgumentError(
             "What a worker is to run must be something that can be pickled, with all that it refers to.",
             received={"value": value, "error": f"{type(error).__name__}: {error}"},
             hint="Make files, locks and iterators inside of the function; datasets by create_per_worker_dataset.",
         ) from error
-    return file.getvalue()
 
 
 def loads(data: bytes, task: Any) -> Any:
@@ -129,7 +133,11 @@ def loads(data: bytes, task: Any) -> Any:
 
 
 def _deeply(function: Callable[[], Any]) -> Any:
-    """Calls a function in a thread with a deep stack."""
+    """Calls a function that reads or writes a pickle; once more, in a thread with a deep stack, if it is too deep."""
+    try:
+        return function()
+    except (RecursionError, pickle.PicklingError):  # cloudpickle makes the one of the other
+        pass
     outcome: list[Any] = []
 
     def call() -> None:
