@@ -13,13 +13,13 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from kdist.arrays.memory import aligned_empty
 from kdist.cluster.addresses import split_address
+from kdist.coordinator.threads import DaemonThreads
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError, WorkerLostError
 
 _CALL, _WATCH = "/kdist/call", "/kdist/watch"
@@ -209,8 +209,7 @@ class Service:
         self._token = token
         self._ends = threading.Event()
         module = grpc()
-        pool = ThreadPoolExecutor(64, thread_name_prefix=f"kdist {address}")
-        self._server = module.server(pool, options=_SERVER)
+        self._server = module.server(DaemonThreads(f"kdist {address}"), options=_SERVER)
         generic = module.method_handlers_generic_handler(
             "kdist",
             {
