@@ -71,7 +71,7 @@ class Optimizers:
         self._give(trained)
         homes: dict[str, Home] = {}
         for variable in trained:
-            home = keras_hooks.record_of(variable).home
+            home = _home(variable)
             homes.setdefault(variable.path, home)
             if home.placement.num_shards > 1:
                 _check_divided(optimizer, variable)
@@ -81,8 +81,11 @@ class Optimizers:
                 self._move(variable, owner.placement)
             else:
                 self._move(variable, Placement(tuple(variable.shape), ((0, 1),), (0,)), is_everywhere=True)
+        constraints = {key: v.constraint for v in trained if v.constraint for _, key in _home(v).keys()}
         with self._strategy.new_variables.left_out():
-            pickled = np.frombuffer(shipping.dumps(_unbuilt(optimizer), self._strategy), np.uint8)
+            pickled = np.frombuffer(
+                shipping.dumps((_unbuilt(optimizer), constraints), self._strategy), np.uint8
+            )
         for server in range(len(self._served.servers)):
             header = {
                 "optimizer": number,
@@ -99,7 +102,7 @@ class Optimizers:
         self._registered.add(optimizer)
 
     def _keys(self, variable: Any, server: int) -> list[str]:
-        home = keras_hooks.record_of(variable).home
+        home = _home(variable)
         return [key for _, where, key in home.keys_to_write(len(self._served.servers)) if where == server]
 
     def _move(self, variable: Any, placement: Placement, is_everywhere: bool = False) -> None:
@@ -116,6 +119,10 @@ class Optimizers:
             record = Record(self._served, variable, home, keras_hooks.native_value(variable))
             self._served.add(record)
         self._served.hold(record, home)
+
+
+def _home(variable: Any) -> Home:
+    return keras_hooks.record_of(variable).home
 
 
 def _check(optimizer: Any) -> None:

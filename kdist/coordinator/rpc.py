@@ -151,7 +151,11 @@ class Peer:
         return wait
 
     def watch(self, lost: Callable[[], None]) -> Callable[[], None]:
-        """Has a function called, in a thread of gRPC's, once the task has ended; returns what stops watching."""
+        """Has a function called, in a thread of gRPC's, once the task has ended.
+
+        Returns:
+            What stops watching. It must be kept: gRPC ends a call that nobody holds.
+        """
         held = threading.Event()
 
         def hold() -> Iterator[bytes]:

@@ -21,7 +21,7 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.arrays.memory import unchanging
 from kdist.coordinator.served import as_numpy
-from kdist.errors import InvalidArgumentError
+from kdist.errors import InvalidArgumentError, KdistError
 
 _DEEP = 100_000  # calls: a model is as deep as its layers are many
 _STACK = 512 << 20  # bytes, which the system gives as they are used
@@ -105,6 +105,8 @@ def dumps(value: Any, strategy: Any, reduce: Callable[[Any], Any] = lambda obj: 
 
     try:
         return _deeply(dump)
+    except KdistError:  # which says by itself what cannot be
+        raise
     except Exception as error:
         raise InvalidArgumentError(
             "What a worker is to run must be something that can be pickled, with all that it refers to.",

@@ -105,8 +105,10 @@ class Store:
         Its own variables take the values that they have here already, and their names.
         """
         with self._lock:
-            optimizer = shipping.loads(arrays[0].tobytes(), None)
+            optimizer, constraints = shipping.loads(arrays[0].tobytes(), None)
             trained = [self._parts[key].variable for key in header["trained"]]
+            for key, variable in zip(header["trained"], trained, strict=True):
+                variable.constraint = constraints.get(key)
             undecayed = [self._parts[key].variable for key in header["undecayed"]]
             keras_hooks.build_optimizer(optimizer, trained, undecayed)
             # By name: two parts of one variable have one name, and stand in their order here and there.

@@ -49,7 +49,9 @@ class Values(PerWorkerValues):
 
 def per_worker(dataset_fn: Any, num_workers: int) -> Values:
     """Returns the datasets that a function makes, or copies of one."""
-    dataset_fn = getattr(dataset_fn, "python_function", dataset_fn)  # not in a graph, where a dataset has no graph
+    dataset_fn = getattr(
+        dataset_fn, "python_function", dataset_fn
+    )  # not in a graph, where a dataset has no graph
 
     def graph(index: int) -> tuple[bytes, Any]:
         with on_worker(index):

@@ -43,11 +43,15 @@ class TorchEngine(Engine):
         return (gradient.row_ids, gradient.row_values) if isinstance(gradient, RowGradient) else None
 
     def train_step(self, model: Any, data: Any) -> Any:
-        """Runs Keras's own step, as it is."""
-        return model.train_step(data)
+        """Runs Keras's own step, as it is, on tensors."""
+        return model.train_step(keras.tree.map_structure(_tensor, data))
 
     def apply(self, optimizer: Any, gradients: Sequence[np.ndarray], variables: Sequence[Any]) -> None:
         """Runs the optimiser as it is."""
         tensors = [keras.ops.convert_to_tensor(gradient) for gradient in gradients]
         with torch.no_grad():
             optimizer.apply(tensors, variables)
+
+
+def _tensor(leaf: Any) -> Any:
+    return keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf

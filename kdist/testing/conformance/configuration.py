@@ -86,6 +86,10 @@ CONFIGURATIONS = {
         Configuration(
             "servers-2", "ParameterServer, synchronous, 2 workers and 2 servers", 5, 1, "ParameterServer"
         ),
+        # A coordinator, a worker, two servers.
+        Configuration(
+            "servers-in-turn", "ParameterServer, one step after the other", 4, 1, "ParameterServer"
+        ),
     )
 }
 
@@ -100,20 +104,21 @@ def _along_the_model(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...
     return (*first, "model" if last % 2 == 0 else None)
 
 
-def _parameter_server() -> Any:
-    """In the first of five processes the strategy; the others work for it."""
+def _parameter_server(configuration: Configuration) -> Any:
+    """In the first process the strategy; the others work for it, the last two as servers."""
     import kdist
 
     resolver = kdist.cluster_resolver.TFConfigClusterResolver()
     addresses = resolver.cluster_spec().job_tasks("worker")
-    task = resolver.task_id or 0
-    cluster = {"chief": addresses[:1], "worker": addresses[1:3], "ps": addresses[3:]}
+    task, num_workers = resolver.task_id or 0, configuration.num_workers - 3
+    cluster = {"chief": addresses[:1], "worker": addresses[1:-2], "ps": addresses[-2:]}
     if task == 0:
         spec = kdist.cluster_resolver.ClusterSpec(cluster)
         partitioner = kdist.experimental.partitioners.FixedShardsPartitioner(2)
         chief = kdist.cluster_resolver.SimpleClusterResolver(spec, task_type="chief", task_id=0)
-        return kdist.ParameterServerStrategy(chief, partitioner, synchronous=True)
-    job, index = ("worker", task - 1) if task < 3 else ("ps", task - 3)
+        mode: dict[str, Any] = {"synchronous": True} if num_workers > 1 else {"max_staleness": 0}
+        return kdist.ParameterServerStrategy(chief, partitioner, **mode)
+    job, index = ("worker", task - 1) if task <= num_workers else ("ps", task - 1 - num_workers)
     _servers.append(kdist.Server(cluster, job, index))
     return None
 
@@ -136,7 +141,7 @@ def make_strategy(name: str) -> Any:
             mesh = {"batch": configuration.num_replicas // 2, "model": 2}
             _strategies[name] = kdist.ModelParallelStrategy(_along_the_model, mesh=mesh, devices=devices)
         elif configuration.strategy == "ParameterServer":
-            _strategies[name] = _parameter_server()
+            _strategies[name] = _parameter_server(configuration)
         elif configuration.num_workers == 1:
             _strategies[name] = kdist.MirroredStrategy(devices)
         else:

@@ -1,0 +1,47 @@
+"""No update is staler than the bound, and some closure may always begin."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdist.coordinator.staleness import Staleness
+
+
+@given(most=st.none() | st.integers(0, 4), choices=st.lists(st.integers(0, 99), max_size=80))
+def test_as_many_updates_at_most_are_made_meanwhile(most: int | None, choices: list[int]) -> None:
+    bound = Staleness(most)
+    made = 0
+    began: dict[int, int] = {}  # of each closure that runs, how many updates there were
+    for number, choice in enumerate(choices):
+        if began and choice % 2:  # one of them ends: at any place in their order
+            closure = sorted(began)[choice % len(began)]
+            if choice % 3:
+                staleness = made - began[closure]
+                assert most is None or staleness <= most
+                made += 1
+            # else its worker was lost, and it has changed nothing
+            del began[closure]
+            bound.end(closure)
+        elif bound.begin(number):
+            began[number] = made
+        else:
+            assert most is not None
+            assert began  # with nothing running, something may begin
+    assert most != 0 or len(began) <= 1
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 5])
+def test_as_many_run_beside_each_other_as_the_bound_allows(most: int) -> None:
+    bound = Staleness(most)
+    assert [bound.begin(number) for number in range(most + 3)] == [True] * (most + 1) + [False] * 2
+    for number in range(most + 1):
+        bound.end(number)
+    assert bound.begin("again")
+
+
+def test_who_ends_without_having_begun() -> None:
+    bound = Staleness(0)
+    bound.end("nobody")
+    assert bound.begin("somebody")
