@@ -58,9 +58,7 @@ def measure_steps(width: int, depth: int, rows: int, has_servers: bool = True) -
     x = draw.rand(steps * rows, 256).astype("float32")
     y = draw.randint(0, 10, steps * rows).astype("int32")
     model.fit(x[: 20 * rows], y[: 20 * rows], batch_size=rows, verbose=0)  # every worker compiles its step
-    return steps / median(
-        clock(lambda: model.fit(x, y, batch_size=rows, verbose=0)) / 1e3 for _ in range(3)
-    )
+    return steps / median(clock(lambda: model.fit(x, y, batch_size=rows, verbose=0)) / 1e3 for _ in range(3))
 
 
 def print_steps(backend: str) -> None:
@@ -69,7 +67,8 @@ def print_steps(backend: str) -> None:
     for name, sizes in MODELS.items():
         alone = kdist.launch(measure_steps, 1, (*sizes, False), backend=backend, env=ENV)[0]
         one, two = (
-            kdist.launch(measure_steps, workers, sizes, backend=backend, env=ENV, num_ps=2)[0] for workers in (1, 2)
+            kdist.launch(measure_steps, workers, sizes, backend=backend, env=ENV, num_ps=2)[0]
+            for workers in (1, 2)
         )
         print(
             f"  {name:24} no servers {alone:7.1f}   1 worker {one:7.1f}   2 workers {two:7.1f} ({two / one:.2f})",
@@ -135,7 +134,11 @@ def on_worker(variable: Any, optimizer: Any, port: int) -> dict[str, list[float]
     task = kdist.get_strategy()._task
     record = keras_hooks.record_of(variable)
     gradient = keras.ops.ones(variable.shape)
-    update = {"optimizer": optimizer._kdist_number, "numbers": [record.home.number], "gradients": [gradient]} | {"rows": [None]}
+    update = {
+        "optimizer": optimizer._kdist_number,
+        "numbers": [record.home.number],
+        "gradients": [gradient],
+    } | {"rows": [None]}
     local = keras_hooks.variable_like(np.ones(variable.shape, "float32"), "local", True)
     step = keras.optimizers.SGD(0.1)
     step.build([local])
@@ -149,7 +152,10 @@ def on_worker(variable: Any, optimizer: Any, port: int) -> dict[str, list[float]
         return lambda: getattr(ready(), "block_until_ready", lambda: None)()
 
     calls = {"pull": wait(pull), "push": lambda: task.commit([update]), "settle": wait(pull)}
-    calls |= {"optimiser": lambda: engine.apply(step, [array], [local]), "settle here": wait(lambda: local.value)}
+    calls |= {
+        "optimiser": lambda: engine.apply(step, [array], [local]),
+        "settle here": wait(lambda: local.value),
+    }
     return alternating(bare_calls(port) | calls)
 
 
