@@ -90,6 +90,7 @@ def _is_seed(state: dict[str, Any]) -> bool:
 def offset_seed(state: dict[str, Any], value: Any, index: int) -> Any:
     """Returns the value of a variable of one task's own: each of them draws other random numbers."""
     if _is_seed(state):
+        value = value.copy()
         value[0] += index * SEED_STRIDE
     return value
 
