@@ -19,7 +19,6 @@ import cloudpickle
 import numpy as np
 
 from kdist import keras_hooks
-from kdist.arrays.memory import unchanging
 from kdist.coordinator.served import as_numpy
 from kdist.errors import InvalidArgumentError, KdistError
 
@@ -83,7 +82,7 @@ def reduced_variable(variable: Any) -> Any:
     if (record := keras_hooks.record_of(variable)) is not None:
         return variable_here, (record.home.number, (*keras_hooks.variable_state(variable), record.home))
     cls, state = keras_hooks.variable_state(variable)
-    return _local_variable, (cls, state, unchanging(as_numpy(keras_hooks.native_value(variable))))
+    return _local_variable, (cls, state, np.array(as_numpy(keras_hooks.native_value(variable))))
 
 
 def _local_variable(cls: type, state: dict[str, Any], value: np.ndarray) -> Any:
@@ -196,7 +195,7 @@ def to_host(structure: Any) -> Any:
 
     def host(leaf: Any) -> Any:
         return (
-            unchanging(as_numpy(leaf))
+            np.array(as_numpy(leaf))
             if keras.ops.is_tensor(leaf) or isinstance(leaf, keras.Variable)
             else leaf
         )
