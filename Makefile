@@ -51,7 +51,7 @@ docs: .venv/ready
 	.venv/bin/mkdocs build --strict
 
 bench: .venv/ready
-	for backend in jax torch tensorflow; do .venv/bin/python benchmarks/step_time.py $$backend || exit 1; .venv/bin/python benchmarks/input_speed.py $$backend || exit 1; .venv/bin/python benchmarks/loop_time.py $$backend || exit 1; .venv/bin/python benchmarks/checkpoint_speed.py $$backend || exit 1; done
+	for backend in jax torch tensorflow; do .venv/bin/python benchmarks/step_time.py $$backend || exit 1; .venv/bin/python benchmarks/input_speed.py $$backend || exit 1; .venv/bin/python benchmarks/loop_time.py $$backend || exit 1; .venv/bin/python benchmarks/checkpoint_speed.py $$backend || exit 1; .venv/bin/python benchmarks/parameter_servers.py $$backend steps transfers rows || exit 1; done
 	.venv/bin/python benchmarks/sharded_memory.py jax
 
 # Runs the contract and writes its result into the README, and what each strategy can do into a page.

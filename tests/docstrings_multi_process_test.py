@@ -23,6 +23,10 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_RUN = {
     "kdist.cluster.gce.GCEClusterResolver": "asks Google",
     "kdist.cluster.kubernetes.KubernetesClusterResolver": "asks Kubernetes",
+    "kdist.backends.coordination.experimental_get_current_worker_index": "needs a cluster, as the next ones",
+    "kdist.coordinator.cluster_coordinator.ClusterCoordinator": "see tests/docs/examples_multi_process_test.py",
+    "kdist.coordinator.server.Server": "see there",
+    "kdist.coordinator.strategy.ParameterServerStrategy": "see there",
     "kdist.strategies.tpu.TPUStrategy": "needs TPUs; see tests/tpu_strategy_multi_process_test.py",
     "kdist.testing.pool.WorkerPool": "starts workers of its own, as tests/testing/pool_multi_process_test.py does",
     "kdist.launch.function.launch": "starts workers of its own, as tests/launch/launch_multi_process_test.py does",

@@ -37,10 +37,14 @@ class Cluster:
         folder: For scripts and output.
         num_workers: How many workers.
         num_ps: How many servers.
+        server: The script of workers and servers.
     """
 
-    def __init__(self, backend: str, folder: Path, num_workers: int = 2, num_ps: int = 2) -> None:
+    def __init__(
+        self, backend: str, folder: Path, num_workers: int = 2, num_ps: int = 2, server: str = _SERVER
+    ) -> None:
         self.backend = backend
+        self._server = server
         self.folder = folder
         addresses = local_addresses(1 + num_workers + num_ps)
         self.spec = {
@@ -60,7 +64,7 @@ class Cluster:
 
     def start_task(self, job: str, index: int) -> None:
         """Starts one task, perhaps anew."""
-        self.tasks[job, index] = self._script(f"{job}{index}", _SERVER, job, index)
+        self.tasks[job, index] = self._script(f"{job}{index}", self._server, job, index)
 
     def coordinate(self, source: str, timeout: float = 120.0) -> Script:
         """Starts the coordinator, whose script finds `tell`, NumPy, Keras and kdist imported."""
