@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import kdist
 from kdist.names import LEFT_OUT
 from tests.environment import ROOT
 

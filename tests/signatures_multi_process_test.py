@@ -11,8 +11,11 @@ from tests import names_page
 from tests.names_page import join, modules, own, public, reason_of_member, values_of
 from tests.processes import run
 
-# Users make neither: a strategy is made by its subclass, and makes the other.
-MADE_INSIDE = {"Strategy", "StrategyExtended"}
+# Users make none of them: a strategy is made by its subclass, and makes the second; a coordinator makes the others.
+MADE_INSIDE = {
+    *("Strategy", "StrategyExtended"),
+    *("coordinator.PerWorkerValue", "experimental.coordinator.PerWorkerValues"),
+}
 
 
 def arguments(function: Any) -> list[str]:
