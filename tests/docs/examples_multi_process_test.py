@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.environment import ROOT
 from tests.coordinator.clusters import Cluster
+from tests.environment import ROOT
 from tests.processes import BACKENDS, Script, each_backend, run, strategy
 
 # Where another test runs an example, in place of this one.
