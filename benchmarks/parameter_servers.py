@@ -2,11 +2,11 @@
 
     python benchmarks/parameter_servers.py jax [steps] [transfers] [rows] [ray]
 
-All tasks are processes of this machine. The yardstick of the steps is one worker; that of the transfers is the engine
-alone with the same bytes in the same process, in rounds that alternate: a bare gRPC stream of 2 MiB messages, which
-nobody puts together (JAX, PyTorch), or a read and an assignment of a variable of tf.distribute's (TensorFlow). Of a push
-of gradients, what the server waits for its optimiser is taken away, as it takes here. `ray` moves the same arrays to and
-from Ray's actors.
+All tasks are processes of this machine. The yardstick of the steps is one worker. That of the transfers is the engine
+alone, with the same bytes in the same process, in rounds that alternate: a bare gRPC stream of 2 MiB messages which
+nobody puts together (JAX, PyTorch), or a read and an assignment of a variable of tf.distribute's (TensorFlow). Of a
+push of gradients, what the server waits for its optimiser is taken away, as it takes here. `rows` counts the bytes that
+an embedding moves. `ray` moves the same arrays to and from Ray's actors.
 """
 
 from __future__ import annotations

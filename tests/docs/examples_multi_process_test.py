@@ -13,16 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.coordinator.clusters import Cluster
 from tests.environment import ROOT
-from tests.processes import BACKENDS, Script, each_backend, run, strategy
+from tests.processes import BACKENDS, Script, run, strategy
 
 # Where another test runs an example, in place of this one.
 ELSEWHERE = {
     "loops 0": "loops_test.py",
     "launcher 0": "below: it starts workers of its own",
     "launcher 1": "launch/ray_multi_process_test.py",
-    "parameter-servers 0": "below: it starts a cluster",
+    "parameter-servers 0": "parameter_servers_multi_process_test.py: it starts a cluster",
     "parameter-servers 1": "there, too",
     "cluster 1": "tpu_strategy_multi_process_test.py, without TPUs",
 }
@@ -400,18 +399,3 @@ def test_the_launchers_example(tmp_path):
     (said,) = re.findall(r"LOSSES (.*)", script.stdout())
     one, two = json.loads(said)
     assert one == two and len(one) == 5 and one[-1] < one[0]
-
-
-@each_backend
-def test_the_examples_of_parameter_servers(backend, tmp_path):
-    fit, loop = (textwrap.indent(examples()[f"parameter-servers {number}"], "    ") for number in range(2))
-    tasks = Cluster(backend, tmp_path, server=fit)
-    try:
-        tasks.start()
-        chief = tasks.coordinate(f"{fit}{loop}\n    print(model.history.history['loss'])\n")
-        assert chief.wait() == 0, chief.stderr()
-    finally:
-        tasks.close()
-    fitted = json.loads(chief.stdout().splitlines()[-1])
-    assert len(fitted) == 5 and fitted[-1] < fitted[0]
-    assert float(chief.stdout().splitlines()[-2]) < fitted[-1]
