@@ -21,8 +21,7 @@ ELSEWHERE = {
     "loops 0": "loops_test.py",
     "launcher 0": "below: it starts workers of its own",
     "launcher 1": "launch/ray_multi_process_test.py",
-    "parameter-servers 0": "parameter_servers_multi_process_test.py: it starts a cluster",
-    "parameter-servers 1": "there, too",
+    **{f"parameter-servers {n}": "parameter_servers_multi_process_test.py" for n in (0, 1)},
     "cluster 1": "tpu_strategy_multi_process_test.py, without TPUs",
 }
 # What a machine without GPUs cannot do, what would take too long, and what follows from how often somebody looks: which
