@@ -45,7 +45,7 @@ def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
     """
     groups = [[*names] for _, names in itertools.groupby(CONFIGURATIONS, _kind)]
     for names in groups:
-        able = [(b, name) for name in names for b in case.backends if b in CONFIGURATIONS[name].backends]
+        able = [(b, name) for name in names for b in case.backends if CONFIGURATIONS[name].can(case.name, b)]
         if CONFIGURATIONS[names[0]].strategy != "Mirrored" and able:
             yield able[turn % len(able)]
     kinds = [names for names in groups if CONFIGURATIONS[names[0]].strategy == "Mirrored"]
@@ -62,7 +62,7 @@ def _cells() -> Iterator[Cell]:
         pairs = set(_pairs(case, turn))
         for configuration in CONFIGURATIONS.values():
             for backend in BACKENDS:
-                if backend in case.backends and backend in configuration.backends:
+                if backend in case.backends and configuration.can(case.name, backend):
                     is_pair = (backend, configuration.name) in pairs
                     yield Cell(backend, configuration.name, case.name, is_pair)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kdist.testing import WorkerPool
+from kdist.testing import WorkerFailure, WorkerPool
 from kdist.testing.conformance import CASES, CONFIGURATIONS, compare, make_strategy, run_case
 from tests.contract_cells import BACKENDS, CELLS, Cell, missing_pairs
 from tests.processes import full_unless, start_pool
@@ -134,6 +134,25 @@ def test_numbers_are_those_of_one_device(cell: Cell, pools: Pools, oracle_folder
         raise
     for numbers in [numbers for numbers in actual if numbers is not None]:
         compare(CASES[cell.case], expected, numbers)
+
+
+def _unsupported() -> Iterator[Any]:
+    for configuration in CONFIGURATIONS.values():
+        for one in configuration.without:
+            for backend in one.backends if one.is_error else ():
+                name = configuration.name
+                group = pytest.mark.xdist_group(f"contract-{backend}-{name}")
+                yield pytest.param(backend, name, one.case, id=f"{backend}-{name}-{one.case}", marks=group)
+
+
+@pytest.mark.parametrize("backend, configuration, case", _unsupported())
+def test_what_cannot_have_these_numbers_is_an_error(
+    backend: str, configuration: str, case: str, pools: Pools
+) -> None:
+    workers, _ = pools.get(backend, configuration)
+    with pytest.raises(WorkerFailure, match=r"UnsupportedError: .*\. Received: .*\. [LU]"):
+        workers.run(_under_strategy, case, configuration)
+    pools.close()
 
 
 @pytest.mark.parametrize(

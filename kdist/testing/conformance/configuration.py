@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Without(NamedTuple):
+    """A case that cannot hold under a strategy, on some backends.
+
+    Args:
+        case: Its name.
+        backends: The backends.
+        why: The reason.
+        is_error: Whether it is an `UnsupportedError`; else the numbers are others.
+    """
+
+    case: str
+    backends: tuple[str, ...]
+    why: str
+    is_error: bool = True
 
 
 @dataclass(frozen=True)
@@ -18,6 +34,7 @@ class Configuration:
         strategy: Its kind.
         backends: The backends that can do it.
         why_not_all: Where `backends` are not all: the reason.
+        without: The cases that cannot hold.
     """
 
     name: str
@@ -27,6 +44,13 @@ class Configuration:
     strategy: str = "Mirrored"
     backends: tuple[str, ...] = ("tensorflow", "jax", "torch")
     why_not_all: str = ""
+    without: tuple[Without, ...] = ()
+
+    def can(self, case: str, backend: str) -> bool:
+        """Says whether a case can hold on a backend."""
+        return backend in self.backends and not any(
+            one.case == case and backend in one.backends for one in self.without
+        )
 
     @property
     def num_replicas(self) -> int:
@@ -34,6 +58,21 @@ class Configuration:
         return self.num_workers * self.devices_per_worker
 
 
+_OWN_SERVERS = ("jax", "torch")
+# What cannot be where the optimiser's steps are made by servers, each of which has parts of the variables.
+_NOT_ELSEWHERE = (
+    Without(
+        "newer_optimizers", _OWN_SERVERS, "Lamb and Muon look at whole variables, which are divided here"
+    ),
+    Without("loss_scaling", _OWN_SERVERS, "a LossScaleOptimizer looks at all gradients at once"),
+    Without("mixed_precision", _OWN_SERVERS, "a LossScaleOptimizer looks at all gradients at once"),
+    Without(
+        "custom_train_step",
+        ("tensorflow", "torch"),
+        "it computes with the weights after its own update, which is made as the step ends",
+        is_error=False,
+    ),
+)
 _NO_SHARDS = "nothing on the other backends divides a variable of Keras's"
 
 CONFIGURATIONS = {
@@ -88,7 +127,12 @@ CONFIGURATIONS = {
         ),
         # A coordinator, a worker, two servers.
         Configuration(
-            "servers-in-turn", "ParameterServer, one step after the other", 4, 1, "ParameterServer"
+            "servers-in-turn",
+            "ParameterServer, one step after the other",
+            4,
+            1,
+            "ParameterServer",
+            without=_NOT_ELSEWHERE,
         ),
     )
 }
