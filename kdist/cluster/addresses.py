@@ -179,3 +179,9 @@ def port_error(address: str, port: int, error: OSError) -> ClusterConfigError:
         received={"address": address},
         hint=f"See who has it with `ss -ltnp 'sport = :{port}'`, end that process, or choose another port.",
     )
+
+
+def cannot_listen(address: str) -> ClusterConfigError:
+    """Returns the error of a task whose engine could not listen, and does not say why."""
+    error = OSError(errno.EADDRINUSE, "another process listens there")
+    return port_error(address, split_address(address)[1], error)

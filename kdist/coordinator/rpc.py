@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kdist.arrays.memory import aligned_empty
-from kdist.cluster.addresses import split_address
+from kdist.cluster.addresses import cannot_listen, split_address
 from kdist.coordinator.threads import DaemonThreads
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError, WorkerLostError
 
@@ -244,11 +244,7 @@ class Service:
                     return
             except RuntimeError:
                 continue
-        raise ClusterConfigError(
-            "A task must be able to listen at its address.",
-            received={"address": address},
-            hint="Another program may listen there, perhaps this task from an earlier job: choose another port.",
-        )
+        raise cannot_listen(address)
 
     def _is_known(self, context: Any) -> bool:
         if self._token is None:

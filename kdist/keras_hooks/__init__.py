@@ -92,6 +92,7 @@ from kdist.keras_hooks.served import (
     offset_seed,
     record_of,
     reduced,
+    seed_stride,
     serve,
     stays_local,
     variable_like,

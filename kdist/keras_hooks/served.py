@@ -95,6 +95,11 @@ def offset_seed(state: dict[str, Any], value: Any, index: int) -> Any:
     return value
 
 
+def seed_stride(variable: Any) -> int:
+    """Returns by how much the first number of a state of random numbers differs from worker to worker; else 0."""
+    return SEED_STRIDE if _is_seed(vars(variable)) else 0
+
+
 def variable_like(array: Any, path: str, trainable: bool) -> Any:
     """Returns a new Keras variable with the path of another one, by which optimisers know it."""
     import keras

@@ -116,7 +116,7 @@ def test_a_service_without_a_token_lets_all_call() -> None:
 
 
 def test_a_port_that_is_taken(service: tuple[Service, str]) -> None:
-    with pytest.raises(ClusterConfigError, match=f"listen at its address.*{service[1]}.*another port"):
+    with pytest.raises(ClusterConfigError, match=f"must be free.*{service[1]}.*another port"):
         Service(service[1], HANDLERS, None)
 
 

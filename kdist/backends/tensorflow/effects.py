@@ -19,6 +19,7 @@ from tensorflow.python.eager import record, tape
 
 from kdist import keras_hooks
 from kdist.backends.aggregation import NotesAdditions
+from kdist.backends.coordination import experimental_get_current_worker_index
 from kdist.backends.tensorflow.served import offsets_of, shards_of
 
 # Optimisers whose update of an element depends on that element alone: shards are updated where they are.
@@ -92,6 +93,11 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
         if id(variable) not in self._read:
             with self._graph.as_default():
                 value = tf.identity(tf.convert_to_tensor(keras_hooks.native_value(variable)))
+                if stride := keras_hooks.seed_stride(
+                    variable
+                ):  # workers that read the same draw other numbers
+                    index = tf.cast(experimental_get_current_worker_index() * stride, value.dtype)
+                    value += tf.stack([index, tf.zeros_like(index)])
                 # By these Keras and the tapes take it for a variable.
                 value.handle, value.trainable = value, True
                 self._read[id(variable)] = value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -85,12 +86,16 @@ class Placement:
     def _number_of_shards(self, value: Any) -> int:
         if self._partitioner is None or not value.shape.rank:
             return 1
-        numbers = list(self._partitioner(shape=value.shape, dtype=value.dtype))
+        answer = self._partitioner(shape=value.shape, dtype=value.dtype)
+        try:
+            numbers = [operator.index(number) for number in answer]
+        except TypeError:
+            numbers = []
         if not numbers or numbers[0] < 1 or any(number != 1 for number in numbers[1:]):
             raise InvalidArgumentError(
                 "A partitioner must return a number for each axis of a variable: how many shards along the first, "
                 "1 or more, and 1 for the others.",
-                received={"shape": tuple(value.shape), "partitions": numbers},
+                received={"shape": tuple(value.shape), "returned": answer},
                 hint="Use kdist.experimental.partitioners.MinSizePartitioner().",
             )
         return min(numbers[0], value.shape[0]) or 1

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from kdist.backends.coordination import after_lost_server
 from kdist.cluster import ClusterSpec, environment, split_address
+from kdist.cluster.addresses import cannot_listen
 from kdist.cluster.roles import ServerCluster
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
@@ -34,9 +35,11 @@ def start_server(
     if config is None:
         config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=_THREADS)
     jobs = {job: tasks for job, tasks in cluster_spec.as_dict().items() if job in _JOBS}
-    return tf.distribute.Server(
-        tf.train.ClusterSpec(jobs), job_name=job_name, task_index=task_index, protocol="grpc", config=config
-    )
+    spec = tf.train.ClusterSpec(jobs)
+    try:
+        return tf.distribute.Server(spec, job_name, task_index, protocol="grpc", config=config)
+    except tf.errors.UnknownError as error:  # "Could not start gRPC server"
+        raise cannot_listen(cluster_spec.task_address(job_name, task_index)) from error
 
 
 class Task:

@@ -1,0 +1,274 @@
+"""What training with parameter servers promises, and what it says to whom asks for something else.
+
+All tasks are threads of one process, a script for each backend, whose findings the tests look at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import Script, each_backend
+
+SCRIPT = """
+import faulthandler
+faulthandler.dump_traceback_later(150, exit=True)
+import json, threading, time
+import numpy as np
+import keras, kdist
+from kdist.testing import free_ports
+
+found = {}
+is_native = keras.backend.backend() == "tensorflow"
+ports = free_ports(6)
+places = [f"localhost:{port}" for port in ports]
+cluster = {"worker": places[:3], "ps": places[3:5]}
+for job, index in [("worker", 0), ("worker", 1), ("worker", 2), ("ps", 0), ("ps", 1)]:
+    kdist.Server(cluster, job, index)
+
+
+def resolver(cluster, **task):
+    spec = kdist.cluster_resolver.ClusterSpec(cluster)
+    return kdist.cluster_resolver.SimpleClusterResolver(spec, **task)
+
+
+def error(name, function, *args, **kwargs):
+    began = time.monotonic()
+    try:
+        function(*args, **kwargs)
+        found[name] = "no error"
+    except Exception as raised:
+        found[name] = f"{type(raised).__name__}: {raised}"
+    found[name + " seconds"] = time.monotonic() - began
+
+
+# Clusters that cannot be --------------------------------------------------------------------------------------
+make = lambda cluster, **task: kdist.ParameterServerStrategy(resolver(cluster, **task), timeout=1)
+error("no worker", make, {"ps": places[3:5]})
+error("no server", make, {"worker": places[:3]})
+error("two chiefs", make, cluster | {"chief": ["localhost:1", "localhost:2"]})
+error("a worker's strategy", make, cluster, task_type="worker", task_id=1)
+error("a server's strategy", make, cluster, task_type="ps", task_id=0)
+if not is_native:  # which connects a process to one cluster
+    error("a worker that never comes", make, {"worker": [*places[:3], places[5]], "ps": places[3:5]})
+    error("a server that never comes", make, {"worker": places[:3], "ps": places[4:6]})
+error("a wrong job", kdist.Server, cluster, "chief", 0)
+error("a wrong index", kdist.Server, cluster, "worker", 3)
+error("a wrong protocol", kdist.Server, cluster, "worker", 0, protocol="http")
+error("a port that is taken", kdist.Server, {"worker": places[3:4]}, "worker", 0)
+error("a partitioner that is none", kdist.ParameterServerStrategy, resolver(cluster), 2)
+error("a staleness below zero", kdist.ParameterServerStrategy, resolver(cluster), max_staleness=-1)
+
+# Staleness, and each closure once -----------------------------------------------------------------------------
+strategy = kdist.ParameterServerStrategy(
+    resolver(cluster), kdist.experimental.partitioners.FixedShardsPartitioner(2), max_staleness=1
+)
+coordinator = kdist.coordinator.ClusterCoordinator(strategy)
+with strategy.scope():
+    weights = keras.Variable(np.zeros((5, 3), "float32"), name="weights")
+    counter = keras.Variable(0, dtype="int32", trainable=False)
+    optimizer = keras.optimizers.SGD(1.0)
+
+
+@kdist.function
+def step(slope):
+    def replica_fn():
+        value, gradients = kdist.value_and_grad(lambda: keras.ops.sum(weights * slope), [weights])()
+        optimizer.apply(gradients, [weights])
+        counter.assign_add(1)
+        return value
+
+    return strategy.run(replica_fn)
+
+
+slopes = np.random.default_rng(0).integers(-3, 4, (90, 5, 3)).astype("float32")
+results = [coordinator.schedule(step, args=(slope,)) for slope in slopes]
+coordinator.join()
+found["weights differ by"] = float(np.abs(np.array(weights) + slopes.sum(axis=0)).max())
+found["counted"] = int(np.array(counter))
+found["iterations"] = int(optimizer.iterations)
+found["staleness"] = getattr(strategy.coordination, "staleness", 0)
+found["values"] = len(coordinator.fetch(results))
+found["done"] = coordinator.done()
+
+# Values of the workers' own -----------------------------------------------------------------------------------
+def dataset_fn():
+    import tensorflow as tf
+
+    index = kdist.coordinator.experimental_get_current_worker_index()
+    return tf.data.Dataset.from_tensors(np.int32(10 + int(index))).repeat()
+
+
+values = iter(coordinator.create_per_worker_dataset(dataset_fn))
+
+
+def read(iterator):
+    return next(iterator)
+
+
+results = [coordinator.schedule(read, args=(values,)) for _ in range(30)]
+found["read"] = sorted({int(np.array(value)) for value in coordinator.fetch(results)})
+error("iterating here", next, values)
+
+# Draws differ -------------------------------------------------------------------------------------------------
+with strategy.scope():
+    dropout = keras.layers.Dropout(0.5, seed=3)
+
+
+def draw():
+    return strategy.run(lambda: dropout(keras.ops.ones((64,)), training=True))
+
+
+drawn = coordinator.fetch([coordinator.schedule(draw) for _ in range(30)])
+found["draws"] = len({np.array(one).tobytes() for one in drawn})
+
+# Functions that cannot be -------------------------------------------------------------------------------------
+def fails():
+    raise ValueError("an error of its own")
+
+
+def scheduled(*args, **kwargs):
+    coordinator.schedule(*args, **kwargs)
+    coordinator.join()
+
+
+def fails_as_dataset():
+    scheduled(read, args=(iter(coordinator.create_per_worker_dataset(fails)),))
+
+
+outside = keras.Variable(np.ones(2, "float32"), name="outside")
+
+
+def step_outside():
+    def replica_fn():
+        optimizer.apply([np.ones(2, "float32")], [outside])
+
+    return strategy.run(replica_fn)
+
+
+lock = threading.Lock()
+
+
+def locked():
+    with lock:
+        return 1
+
+
+def alive(name):
+    found[name + ", then"] = int(np.array(coordinator.fetch(coordinator.schedule(lambda: 7))))
+
+
+error("no function", coordinator.schedule, 7)
+error("no strategy", kdist.coordinator.ClusterCoordinator, kdist.OneDeviceStrategy("cpu:0"))
+error("no current worker", kdist.coordinator.experimental_get_current_worker_index)
+error("a function that raises", scheduled, fails)
+alive("a function that raises")
+if not is_native:
+    error("what cannot be pickled", scheduled, locked)
+    alive("what cannot be pickled")
+    error("variables from outside", scheduled, step_outside)
+    alive("variables from outside")
+
+
+def with_partitioner(answer):
+    strategy._partitioner = lambda shape, dtype: answer
+    if not is_native:
+        strategy.coordination._partitioner = strategy._partitioner
+    else:
+        strategy.coordination.placement._partitioner = strategy._partitioner
+    with strategy.scope():
+        keras.Variable(np.ones((4, 2), "float32"))
+
+
+error("no shards", with_partitioner, [0, 1])
+error("no list", with_partitioner, 2)
+
+error("a dataset that raises", fails_as_dataset)
+if not is_native:
+    # A coordinator that comes later has the cluster.
+    second = kdist.ParameterServerStrategy(resolver(cluster))
+    with second.scope():
+        another = keras.Variable(np.ones(3, "float32"))
+    error("the first of two coordinators", scheduled, step, args=(slopes[0],))
+    found["the second of two"] = kdist.coordinator.ClusterCoordinator(second).fetch(
+        kdist.coordinator.ClusterCoordinator(second).schedule(lambda: float(keras.ops.sum(another)))
+    )
+print("found", json.dumps(found), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def found(backend: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script = Script(tmp_path_factory.mktemp(backend), "promises", SCRIPT, {"KERAS_BACKEND": backend})
+    try:
+        assert script.wait() == 0, script.stderr()
+    finally:
+        script.kill()
+    (line,) = [line for line in script.stdout().splitlines() if "found {" in line]
+    return {"backend": backend} | json.loads(line[line.index("{") :])
+
+
+@each_backend
+def test_each_function_counts_once_and_is_as_stale_as_allowed(found: dict[str, Any]) -> None:
+    assert found["counted"] == found["iterations"] == found["values"] == 90
+    assert found["weights differ by"] == 0
+    assert found["done"] is True
+    assert found["staleness"] <= 1
+
+
+@each_backend
+def test_each_worker_has_its_own_values_and_draws(found: dict[str, Any]) -> None:
+    assert set(found["read"]) <= {10, 11, 12} and found["read"]
+    assert found["draws"] > 15  # no worker draws again what another one has
+
+
+ERRORS = {
+    "no worker": r"ClusterConfigError: .*at least one worker",
+    "no server": r"ClusterConfigError: .*at least one parameter server",
+    "two chiefs": r'ClusterConfigError: .*at most one task of the job "chief"',
+    "a worker's strategy": r"ClusterConfigError: .*in the task that coordinates.*worker 1.*kdist.Server",
+    "a server's strategy": r"ClusterConfigError: .*in the task that coordinates.*ps 0.*kdist.Server",
+    "a worker that never comes": r"WorkerTimeoutError: .*within 1 s; worker 3 \(localhost:\d+\) did not.*Server",
+    "a server that never comes": r"WorkerTimeoutError: .*within 1 s; ps 1 \(localhost:\d+\) did not",
+    "a wrong job": r"InvalidArgumentError: A server is a task of type .* Received: job_name='chief'",
+    "a wrong index": r"InvalidArgumentError: task_index must be that of a task.* Received: task_index=3",
+    "a wrong protocol": r"InvalidArgumentError: Servers talk over gRPC",
+    "a port that is taken": r"ClusterConfigError: Port \d+ must be free.*localhost:\d+.*another port",
+    "a partitioner that is none": r"InvalidArgumentError: variable_partitioner must be a function",
+    "a staleness below zero": r"InvalidArgumentError: max_staleness must be .* Received: max_staleness=-1",
+    "iterating here": r"StrategyScopeError: .*functions that workers run.*schedule\(step, args=\(iterator,\)\)",
+    "no function": r"InvalidArgumentError: `schedule` takes a function.* Received: fn=7",
+    "no strategy": r"InvalidArgumentError: A ClusterCoordinator needs a ParameterServerStrategy",
+    "no current worker": r"StrategyScopeError: There is a current worker only",
+    "a function that raises": r"ValueError: an error of its own",
+    "a dataset that raises": r"ValueError: an error of its own",
+    "what cannot be pickled": r"InvalidArgumentError: .*pickled.*lock",
+    "variables from outside": r"Unknown variable.*path=outside",
+    "no shards": r"InvalidArgumentError: A partitioner must return .* Received: .*returned=\[0, 1\]",
+    "no list": r"InvalidArgumentError: A partitioner must return .* Received: .*returned=2",
+    "the first of two coordinators": r"StrategyScopeError.*one coordinator at a time",
+}
+
+
+@each_backend
+def test_what_cannot_be_is_an_error_that_says_what_can(found: dict[str, Any]) -> None:
+    names = [name for name in ERRORS if name in found]
+    assert set(ERRORS) - set(names) == (ON_OWN_SERVERS if found["backend"] == "tensorflow" else set())
+    others = {name: found[name] for name in names if not re.search(ERRORS[name], found[name], re.DOTALL)}
+    assert not others
+    assert {name: found[f"{name} seconds"] for name in names if found[f"{name} seconds"] > 15} == {}
+    assert {value for name, value in found.items() if name.endswith(", then")} == {7}
+    assert found.get("the second of two", 3.0) == 3.0
+
+
+ON_OWN_SERVERS = {
+    "a worker that never comes",
+    "a server that never comes",
+    "what cannot be pickled",
+    "variables from outside",
+    "the first of two coordinators",
+}
