@@ -145,7 +145,7 @@ def _unsupported() -> Iterator[Any]:
                 yield pytest.param(backend, name, one.case, id=f"{backend}-{name}-{one.case}", marks=group)
 
 
-@pytest.mark.parametrize("backend, configuration, case", _unsupported())
+@pytest.mark.parametrize(("backend", "configuration", "case"), _unsupported())
 def test_what_cannot_have_these_numbers_is_an_error(
     backend: str, configuration: str, case: str, pools: Pools
 ) -> None:

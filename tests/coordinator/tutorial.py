@@ -7,6 +7,7 @@ in a process that is none, it makes a cluster of threads.
 Source: https://www.tensorflow.org/tutorials/distribute/parameter_server_training
 """
 
+# ruff: noqa: B905, UP031
 import json
 import os
 import random

@@ -1,0 +1,122 @@
+"""A server's store: updates are made once, whatever is repeated, and what has not changed is not sent again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import run
+
+each_own_engine = pytest.mark.parametrize("backend", ["jax", "torch"], scope="module")
+
+
+def new_store(values: dict[str, Any]) -> Any:
+    from kdist.backends import get_backend
+    from kdist.coordinator.store import Store
+
+    engine = get_backend().coordination_engine
+    assert engine is not None
+    store = Store(engine())
+    parts = [{"key": key, "path": f"model/{key}", "trainable": key == "a"} for key in values]
+    store.hold({"parts": parts}, [*values.values()])
+    return store
+
+
+def pull(store: Any, keys: list[str], versions: list[int] | None = None) -> tuple[Any, list[Any]]:
+    header, arrays = store.pull({"keys": keys, "versions": versions or [-1] * len(keys)}, [])
+    return header, [np.array(array) for array in arrays]
+
+
+def commit(store: Any, closure: int, oldest: int, **what: Any) -> Any:
+    arrays = what.pop("arrays")
+    header = {"closure": [closure, 0], "oldest": oldest, "gradients": [], "differences": [], "values": []}
+    return store.commit(header | what, arrays)[0]
+
+
+def additions() -> tuple[Any, Any]:
+    """Random additions, of which many are repeated: what the store has, and the sum of each once."""
+    draw = np.random.RandomState(4)
+    store = new_store({"a": np.zeros((3, 2), "float32"), "b": np.zeros((), "float32")})
+    by_hand = {"a": np.zeros((3, 2)), "b": np.zeros(())}
+    running: dict[int, Any] = {}
+    for number in range(200):
+        key = "ab"[draw.randint(2)]
+        running[number] = key, draw.randint(-9, 9, by_hand[key].shape).astype("float32")
+        while running and draw.rand() < 0.7:
+            closure = [*running][draw.randint(len(running))]
+            key, value = running[closure]
+            answer = commit(store, closure, min(running), differences=[key], arrays=[value])
+            if not answer["again"]:
+                by_hand[key] = by_hand[key] + value
+            if draw.rand() < 0.6:
+                del running[closure]
+    commit(store, 200, 200, arrays=[])
+    assert len(store._made) == 1  # what cannot be repeated is forgotten
+    return pull(store, ["a", "b"])[1], [by_hand["a"], by_hand["b"]]
+
+
+@each_own_engine
+def test_each_update_is_made_once(backend: str) -> None:
+    ((found, by_hand),) = run(backend, 1, additions)
+    for mine, theirs in zip(found, by_hand, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def repeated() -> Any:
+    store = new_store({"a": np.zeros(2, "float32")})
+    for closure in (3, 3, 5, 3, 5):
+        commit(store, closure, 3, differences=["a"], arrays=[np.ones(2, "float32")])
+    return pull(store, ["a"])[1][0]
+
+
+@each_own_engine
+def test_what_is_repeated_counts_once(backend: str) -> None:
+    np.testing.assert_array_equal(run(backend, 1, repeated)[0], [2, 2])
+
+
+def versions() -> Any:
+    store = new_store({"a": np.zeros(2, "float32"), "b": np.ones(3, "float32")})
+    header, arrays = pull(store, ["a", "b"])
+    assert len(arrays) == 2
+    again = pull(store, ["a", "b"], header["versions"])
+    commit(store, 0, 0, differences=["b"], arrays=[np.ones(3, "float32")])
+    changed = pull(store, ["a", "b"], header["versions"])
+    return len(again[1]), [array.tolist() for array in changed[1]]
+
+
+@each_own_engine
+def test_only_what_has_changed_is_sent(backend: str) -> None:
+    assert run(backend, 1, versions) == [(0, [[2.0, 2.0, 2.0]])]
+
+
+def optimized() -> Any:
+    """Two steps of gradient descent with a constraint; one of them twice, and one that is for nothing here."""
+    import keras
+
+    from kdist.coordinator import shipping
+
+    start = np.array([[1.0, -1.0], [0.5, 2.0]], "float32")
+    store = new_store({"a": start, "rate": np.full((), 0.5, "float32"), "count": np.zeros((), "int32")})
+    optimizer = keras.optimizers.SGD(0.5)
+    names = keras.optimizers.SGD(0.5)
+    names.build([keras.Variable(start, name="a")])
+    own = [[v.name, "count" if v.name == "iteration" else "rate"] for v in names.variables]
+    pickled = np.frombuffer(shipping.dumps((optimizer, {"a": keras.constraints.NonNeg()}), None), np.uint8)
+    header = {"optimizer": 0, "trained": ["a"], "undecayed": [], "own": own}
+    store.optimize(header, [pickled])
+    gradient = np.array([[1.0, 1.0], [-1.0, 1.0]], "float32")
+    one = {"optimizer": 0, "keys": [["a", "dense"]]}
+    commit(store, 0, 0, gradients=[one], arrays=[gradient])
+    commit(store, 0, 0, gradients=[one], arrays=[gradient])
+    commit(store, 1, 0, gradients=[{"optimizer": 0, "keys": []}], arrays=[])
+    rows = [{"optimizer": 0, "keys": [["a", "rows"]]}]
+    commit(store, 2, 0, gradients=rows, arrays=[np.array([1]), np.array([[2.0, 1.0]], "float32")])
+    return [array.tolist() for array in pull(store, ["a", "count"])[1]]
+
+
+@each_own_engine
+def test_an_optimiser_s_steps_and_constraints(backend: str) -> None:
+    # [[.5, -1.5 → 0], [1, 1.5]], and then the second row again.
+    assert run(backend, 1, optimized) == [[[[0.5, 0.0], [0.0, 1.0]], 3]]
