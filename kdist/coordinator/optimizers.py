@@ -81,7 +81,9 @@ class Optimizers:
                 self._move(variable, owner.placement)
             else:
                 self._move(variable, Placement(tuple(variable.shape), ((0, 1),), (0,)), is_everywhere=True)
-        constraints = {key: v.constraint for v in trained if v.constraint for _, key in _home(v).keys_to_read()}
+        constraints = {
+            key: v.constraint for v in trained if v.constraint for _, key in _home(v).keys_to_read()
+        }
         with self._strategy.new_variables.left_out():
             pickled = np.frombuffer(
                 shipping.dumps((_unbuilt(optimizer), constraints), self._strategy), np.uint8
