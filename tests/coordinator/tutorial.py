@@ -3,8 +3,6 @@
 Its order and its names are kept. What is not as its author wrote it, says why: it is what Keras 3, or another backend
 than TensorFlow, has in another way. In a task of `TF_CONFIG` it does what its last part says ("clusters in the real
 world"); in a process that is none, it makes a cluster of threads.
-
-Source: https://www.tensorflow.org/tutorials/distribute/parameter_server_training
 """
 
 # ruff: noqa: B905, UP031
