@@ -175,6 +175,7 @@ class OwnCoordination(Coordination):
         done: Callable[[Any], None] | None = None,
     ) -> RemoteValue:
         """Adds a call to those that wait for a worker."""
+        self.served.drop_gone()
         self.served.tell_values(self.served.changed())
         return self.closures.add(fn, args, kwargs, done)
 

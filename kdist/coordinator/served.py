@@ -149,6 +149,8 @@ class Served:
         self.clock: int | None = None
         """How many updates server 0 had made when it was first asked for values of this generation."""
         self._numbers = 0
+        # Parts that nobody here knows any more, for their servers to forget.
+        self._gone: list[tuple[int, int, str]] = []
         self._lock = threading.RLock()
 
     def add(self, record: Record) -> None:
@@ -160,6 +162,13 @@ class Served:
 
     def _forget(self, record: Record) -> None:
         self.records.pop(record.home.number, None)
+        self._gone += record.home.keys_to_write(len(self.servers))
+
+    def drop_gone(self) -> None:
+        """Lets the servers forget variables that are gone here: nothing that will run refers to them."""
+        gone, self._gone = self._gone, []
+        for number in sorted({server for _, server, _ in gone}):
+            self.call(number, "drop", {"keys": [key for _, server, key in gone if server == number]})
 
     def new_number(self) -> int:
         """Returns the number of the next variable."""
@@ -175,7 +184,8 @@ class Served:
             spec = {"key": key, "path": variable.path, "trainable": bool(variable.trainable)}
             self.call(server, "hold", {"parts": [spec]}, [parts[part]])
         with self._lock:
-            self.records.pop(record.home.number, None)
+            if self.records.pop(record.home.number, record).home != home:
+                self._gone += record.home.keys_to_write(len(self.servers))
             self.records[home.number] = record
             record.home, record.versions, record.parts = home, [-1] * home.placement.num_shards, []
             record.generation = self.generation

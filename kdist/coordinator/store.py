@@ -65,10 +65,16 @@ class Store:
         return _OK
 
     def drop(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Forgets parts of variables that are gone."""
+        """Forgets parts of variables that are gone, and optimisers that have none any more."""
         with self._lock:
             for key in header["keys"]:
                 self._parts.pop(key, None)
+            left = {id(part.variable) for part in self._parts.values()}
+            self._optimizers = {
+                number: optimizer
+                for number, optimizer in self._optimizers.items()
+                if any(id(variable) in left for variable in optimizer.variables)
+            }
         return _OK
 
     def assign(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:

@@ -16,9 +16,10 @@ from tests.processes import Script, each_backend
 SCRIPT = """
 import faulthandler
 faulthandler.dump_traceback_later(150, exit=True)
-import json, threading, time
+import gc, json, threading, time
 import numpy as np
 import keras, kdist
+from kdist import keras_hooks
 from kdist.testing import free_ports
 
 found = {}
@@ -188,6 +189,17 @@ error("no list", with_partitioner, 2)
 
 error("a dataset that raises", fails_as_dataset)
 if not is_native:
+    # What nobody here knows any more is on no server.
+    with strategy.scope():
+        gone = keras.Variable(np.ones(3, "float32"))
+    ((place, key),) = keras_hooks.record_of(gone).home.keys_to_read()
+    held = {"keys": [key], "versions": [-1]}
+    found["held"] = len(strategy.coordination.served.call(place, "pull", held)["versions"])
+    del gone
+    gc.collect()
+    alive("what is gone")
+    error("what is gone", strategy.coordination.served.call, place, "pull", held)
+
     # A coordinator that comes later has the cluster.
     second = kdist.ParameterServerStrategy(resolver(cluster))
     with second.scope():
@@ -249,6 +261,7 @@ ERRORS = {
     "variables from outside": r"Unknown variable.*path=outside",
     "no shards": r"InvalidArgumentError: A partitioner must return .* Received: .*returned=\[0, 1\]",
     "no list": r"InvalidArgumentError: A partitioner must return .* Received: .*returned=2",
+    "what is gone": r"CallFailed: ps \d .*KeyError",
     "the first of two coordinators": r"StrategyScopeError.*one coordinator at a time",
 }
 
@@ -262,6 +275,7 @@ def test_what_cannot_be_is_an_error_that_says_what_can(found: dict[str, Any]) ->
     assert {name: found[f"{name} seconds"] for name in names if found[f"{name} seconds"] > 15} == {}
     assert {value for name, value in found.items() if name.endswith(", then")} == {7}
     assert found.get("the second of two", 3.0) == 3.0
+    assert found.get("held", 1) == 1
 
 
 ON_OWN_SERVERS = {
@@ -269,5 +283,6 @@ ON_OWN_SERVERS = {
     "a server that never comes",
     "what cannot be pickled",
     "variables from outside",
+    "what is gone",
     "the first of two coordinators",
 }

@@ -144,6 +144,37 @@ def test_a_loop_trains_and_a_killed_worker_is_replaced(backend: str, tmp_path: P
 
 
 @each_backend
+def test_fit_takes_datasets_of_the_workers_own(backend: str, tmp_path: Path) -> None:
+    source = f"""
+    {_MODEL}
+    def dataset_fn(context=None):
+        import tensorflow as tf
+
+        index = kdist.coordinator.experimental_get_current_worker_index()
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).shard(2, tf.cast(index, tf.int64))
+        return rows.shuffle(1000).repeat().batch(32)
+
+    coordinator = kdist.coordinator.ClusterCoordinator(strategy)
+    datasets = coordinator.create_per_worker_dataset(
+        lambda: strategy.distribute_datasets_from_function(dataset_fn)
+    )
+    history = model.fit(datasets, steps_per_epoch=40, epochs=3, validation_data=(x, y), verbose=0)
+    try:
+        model.fit(datasets)
+    except ValueError as error:
+        tell(error=str(error))
+    tell(iterations=int(np.array(model.optimizer.iterations)), **{{k: v[-1] for k, v in history.history.items()}})
+    """
+    with cluster(backend, tmp_path) as tasks:
+        chief = tasks.coordinate(source)
+        assert chief.wait() == 0, chief.stderr()
+        error, found = facts(chief)
+    assert "steps_per_epoch" in str(error["error"])
+    assert found["iterations"] == 120
+    assert found["accuracy"] > 0.9 and found["val_accuracy"] > 0.9
+
+
+@each_backend
 def test_a_lost_server_ends_the_job_with_its_name(backend: str, tmp_path: Path) -> None:
     source = f"""
     {_MODEL}
