@@ -157,7 +157,11 @@ def evaluator_1(example):
             return self.parts[index]
 
     names = example(kdist=kdist, Batches=Batches, make_model=lambda: new_model(plain=True), **rows())
-    assert names["logs"]["global_step"] == 50
+    if names["strategy"].num_replicas_in_sync == 1:
+        assert names["logs"]["global_step"] == 50
+    else:  # an evaluator's task would say
+        assert names["logs"] is None
+    assert kdist.latest_checkpoint("checkpoints").endswith("50")
 
 
 def failures_0(example):

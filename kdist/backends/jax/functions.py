@@ -165,6 +165,7 @@ class _Program:
         self._num_replicas = runtime.num_replicas
         self._call = call
         self._scalar = [not parts[0].shape for parts in call.data]
+        self._written: list[Any] | None = None
         self._variables = self._discover(call)
         self._ids = jax.jit(self._find_ids)
         shardings = runtime.shardings(self._written)
@@ -251,7 +252,9 @@ class _Program:
             error.add_note("Raised in the function of all replicas, which JAX traces once.")
             raise
         self._outputs = Outputs(result)
-        return values.results(list(values.written.values())), self._outputs.take()
+        # One trace may see a value as new that another one sees as the old one: the first says which are written.
+        written = list(values.written.values()) if self._written is None else self._written
+        return values.results(written), self._outputs.take()
 
 
 def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
