@@ -173,6 +173,18 @@ if not is_native:
     error("variables from outside", scheduled, step_outside)
     alive("variables from outside")
 
+if not is_native:
+    # What nobody here knows any more is on no server.
+    with strategy.scope():
+        gone = keras.Variable(np.ones(3, "float32"))
+    ((place, key),) = keras_hooks.record_of(gone).home.keys_to_read()
+    held = {"keys": [key], "versions": [-1]}
+    found["held"] = len(strategy.coordination.served.call(place, "pull", held)["versions"])
+    del gone
+    gc.collect()
+    alive("what is gone")
+    error("what is gone", strategy.coordination.served.call, place, "pull", held)
+
 
 def with_partitioner(answer):
     strategy._partitioner = lambda shape, dtype: answer
@@ -189,17 +201,6 @@ error("no list", with_partitioner, 2)
 
 error("a dataset that raises", fails_as_dataset)
 if not is_native:
-    # What nobody here knows any more is on no server.
-    with strategy.scope():
-        gone = keras.Variable(np.ones(3, "float32"))
-    ((place, key),) = keras_hooks.record_of(gone).home.keys_to_read()
-    held = {"keys": [key], "versions": [-1]}
-    found["held"] = len(strategy.coordination.served.call(place, "pull", held)["versions"])
-    del gone
-    gc.collect()
-    alive("what is gone")
-    error("what is gone", strategy.coordination.served.call, place, "pull", held)
-
     # A coordinator that comes later has the cluster.
     second = kdist.ParameterServerStrategy(resolver(cluster))
     with second.scope():

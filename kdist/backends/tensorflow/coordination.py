@@ -189,7 +189,7 @@ class NativeCoordination(Coordination):
                 try:
                     compiled.plan.commit(staged)
                 except tf.errors.OpError as error:
-                    raise self._lost_server() or error from error
+                    raise self._lost_soon() or error from error
         return compiled.packed(outputs)
 
     def _explained(self, index: int, error: tf.errors.OpError) -> BaseException:
@@ -207,6 +207,14 @@ class NativeCoordination(Coordination):
     def _lost_server(self) -> WorkerLostError | None:
         lost = tasks.lost(self._servers)
         return tasks.lost_error(lost) if lost else None
+
+    def _lost_soon(self) -> WorkerLostError | None:
+        """Returns the error for a server that is going: its connections end before its port does."""
+        for _ in range(_MOMENTS):
+            if (lost := self._lost_server()) is not None:
+                return lost
+            time.sleep(tasks.PATIENCE)
+        return None
 
     def _watch(self) -> None:
         """Ends the job where a server is lost, also while nobody calls it."""
@@ -230,6 +238,7 @@ class NativeCoordination(Coordination):
                 return
 
 
+_MOMENTS = 25  # of `tasks.PATIENCE`, in which a server that has cut off a call is found to be lost
 # What TensorFlow says to who calls a worker that was started again.
 _REPLACED = (
     "unknown device",
