@@ -177,7 +177,7 @@ if not is_native:
     # What nobody here knows any more is on no server.
     with strategy.scope():
         gone = keras.Variable(np.ones(3, "float32"))
-    ((place, key),) = keras_hooks.record_of(gone).home.keys_to_read()
+    (place, key), *_ = keras_hooks.record_of(gone).home.keys_to_read()
     held = {"keys": [key], "versions": [-1]}
     found["held"] = len(strategy.coordination.served.call(place, "pull", held)["versions"])
     del gone
