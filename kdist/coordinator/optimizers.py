@@ -18,20 +18,6 @@ from kdist.errors import UnsupportedError
 NUMBER = "_kdist_number"
 """The attribute of an optimiser in a closure by which the servers know it."""
 
-# Their step looks at each element by itself: also at those of a part.
-_ELEMENTWISE = (
-    "SGD",
-    "RMSprop",
-    "Adam",
-    "AdamW",
-    "Adadelta",
-    "Adagrad",
-    "Adamax",
-    "Ftrl",
-    "Nadam",
-    "Lion",
-)
-
 
 class Optimizers:
     """The optimisers of one job, on its coordinator.
@@ -144,7 +130,7 @@ def _check(optimizer: Any) -> None:
 
 def _check_divided(optimizer: Any, variable: Any) -> None:
     looks_at_norm = optimizer.gradient_accumulation_steps and optimizer.clipnorm
-    if type(optimizer).__name__ in _ELEMENTWISE and not looks_at_norm:
+    if keras_hooks.is_elementwise(optimizer) and not looks_at_norm:
         return
     raise UnsupportedError(
         "Variables can be divided only for optimisers that look at each element by itself.",

@@ -14,14 +14,13 @@ from kdist import keras_hooks
 from kdist.backends import get_backend
 from kdist.backends.coordination import Engine, on_worker
 from kdist.coordinator import shipping
+from kdist.coordinator.optimizers import NUMBER
 from kdist.coordinator.recent import Recent
 from kdist.coordinator.rpc import Handler, Message, Peer, PeerLost
 from kdist.coordinator.served import Home, Record, Served, as_numpy
 from kdist.errors import StrategyScopeError
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
-
-_OWN = "_kdist_number"  # an attribute of an optimiser, by which the servers know it
 
 
 class NotBuilt(BaseException):
@@ -81,7 +80,7 @@ def _described(engine: Engine, optimizer: Any, gradients: list[Any], variables: 
             )
         numbers.append(record.home.number)
     if not optimizer.built:
-        raise NotBuilt(getattr(optimizer, _OWN), numbers)
+        raise NotBuilt(getattr(optimizer, NUMBER), numbers)
     present, rows, values = [], [], []
     for number, variable, gradient in zip(numbers, variables, gradients, strict=True):
         if gradient is not None:
@@ -94,7 +93,7 @@ def _described(engine: Engine, optimizer: Any, gradients: list[Any], variables: 
             optimizer, values
         )  # rows that are not there are zeros, which count for nothing
     return {
-        "optimizer": getattr(optimizer, _OWN),
+        "optimizer": getattr(optimizer, NUMBER),
         "numbers": present,
         "gradients": values,
         "rows": rows,

@@ -52,7 +52,7 @@ from kdist.keras_hooks.data import (
     skip_steps,
     train_validation_split,
 )
-from kdist.keras_hooks.layers import hook_embedding, hook_taking_rows, hook_torch_modules
+from kdist.keras_hooks.layers import hook_embedding, hook_torch_modules
 from kdist.keras_hooks.losses import forget_layer_losses
 from kdist.keras_hooks.models import (
     all_variables,
@@ -69,6 +69,7 @@ from kdist.keras_hooks.optimizers import (
     count_step,
     decays,
     hook_tensorflow_optimizers,
+    is_elementwise,
     is_undecayed,
     learning_rate,
     owner_in_creation,

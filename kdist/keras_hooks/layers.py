@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist import context
-from kdist.keras_hooks.variables import stateless_scope
 from kdist.keras_hooks.wrapping import replace, running_replica, wrap
 
 
@@ -59,19 +58,3 @@ def hook_batch_normalization(native: bool) -> None:
     wrap(keras.layers.BatchNormalization, "__init__", init)
     # Keras 3.16 keeps the operations of a backend in a package of their own.
     wrap(backend.nn if hasattr(backend, "nn") else backend.ops.nn, "moments", moments)
-
-
-def hook_taking_rows() -> None:
-    """Lets a scope that has a method `take` read the rows of a variable that an embedding needs, and no others."""
-    import keras
-    from keras.src import backend
-
-    def take(original: Callable[..., Any], x: Any, indices: Any, axis: int | None = None) -> Any:
-        rows_of = getattr(stateless_scope(), "take", None)
-        if rows_of is not None and axis == 0 and isinstance(x, keras.Variable):
-            rows = rows_of(x, indices)
-            if rows is not None:
-                return rows
-        return original(x, indices, axis=axis)
-
-    wrap(backend.numpy if hasattr(backend, "numpy") else backend.ops.numpy, "take", take)

@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kdist.context import has_strategy
+from kdist.keras_hooks.own import is_own
 from kdist.keras_hooks.variables import stateless_scope
 from kdist.keras_hooks.wrapping import OWNER, running_replica, wrap
+
+# Keras's optimisers whose update of an element depends on that element alone: also on a part of a variable.
+_ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
 
 
 class _Taking(threading.local):
@@ -99,6 +103,11 @@ def hook_optimizers() -> None:
     wrap(LossScaleOptimizer, "scale_loss", scale_loss)
     wrap(BaseOptimizer, "apply", apply)
     wrap(LossScaleOptimizer, "apply", apply)
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Says whether an optimiser, one of Keras's, updates each element by itself; of the user's own nobody knows."""
+    return type(optimizer).__name__ in _ELEMENTWISE and not is_own(optimizer)
 
 
 def is_undecayed(optimizer: Any, variable: Any) -> bool:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from kdist import keras_hooks
 from kdist.backends import device_names
 from kdist.backends.contract import Backend
-from kdist.backends.tensorflow import components, functions, iteration, tasks, workers
+from kdist.backends.tensorflow import components, effects, functions, iteration, tasks, workers
 from kdist.backends.tensorflow import devices as tensorflow_devices
 from kdist.backends.tensorflow.coordination import NativeCoordination
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
@@ -49,7 +49,7 @@ class TensorFlowBackend(Backend):
         iteration.register_loops()
         keras_hooks.hook_tensorflow_optimizers(tf.distribute.has_strategy)
         keras_hooks.hook_assignments(components.assigned)
-        keras_hooks.hook_taking_rows()
+        keras_hooks.hook_embedding(effects.look_up)
 
     def native_batches(self, adapter: Any) -> Any:
         """Returns a `tf.data.Dataset`'s batches; what kdist's own adapter gives as it is."""

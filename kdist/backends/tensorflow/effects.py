@@ -22,20 +22,6 @@ from kdist.backends.aggregation import NotesAdditions
 from kdist.backends.coordination import experimental_get_current_worker_index
 from kdist.backends.tensorflow.served import offsets_of, shards_of
 
-# Optimisers whose update of an element depends on that element alone: shards are updated where they are.
-_ELEMENTWISE = (
-    "SGD",
-    "RMSprop",
-    "Adam",
-    "AdamW",
-    "Adadelta",
-    "Adagrad",
-    "Adamax",
-    "Nadam",
-    "Ftrl",
-    "Lion",
-)
-
 # Elements of a tensor that is sent by itself: to pack it would take longer than another message.
 _LARGE = 16_384
 
@@ -319,7 +305,7 @@ class CommitScope(keras.StatelessScope):
         self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
     ) -> None:
         """Called in place of the optimiser's method: updates each variable where it is."""
-        elementwise = type(optimizer).__name__ in _ELEMENTWISE and not keras_hooks.is_own(optimizer)
+        elementwise = keras_hooks.is_elementwise(optimizer)
         for grad, variable in zip(grads, variables, strict=True):
             native = keras_hooks.native_value(variable)
             shards = shards_of(native)
@@ -362,3 +348,9 @@ def _joined(parts: Sequence[Any], native: Any) -> Any:
 def _split(grad: Any, native: Any) -> list[Any]:
     """Divides a gradient that the optimiser has changed, by clipping."""
     return list(tf.split(tf.convert_to_tensor(grad), [int(s.shape[0]) for s in shards_of(native)]))
+
+
+def look_up(variable: Any, indices: Any) -> Any:
+    """Returns the rows that an embedding looks up in a function that is traced for a worker; else `None`."""
+    scope = keras_hooks.stateless_scope()
+    return scope.take(variable, indices) if isinstance(scope, ClosureScope) else None
