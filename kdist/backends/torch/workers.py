@@ -220,15 +220,16 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         while True:
             try:
                 work.wait(_LOOK)
-                self._pending = None
-                return
+                break
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    work.wait()  # raises what the engine says, unless it ended well just after the look
+                    break
             # The engine notices a process that dies; it does not notice one that stands still.
             if lost := self._lifeline.wait_for_loss(0.0):
                 self._stuck = True
                 raise stalls.lost_error(self.names, self.worker_index, lost)
+        self._pending = None
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Any:

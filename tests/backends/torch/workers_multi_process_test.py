@@ -33,6 +33,28 @@ def test_messages_of_any_length_are_gathered_in_order():
     assert run("torch", 2, gather) == [expected, expected]
 
 
+def test_a_collective_that_ends_just_after_a_look_at_the_others_has_ended_well():
+    def exchange():
+        import random
+        import time
+        from datetime import timedelta
+
+        from kdist.backends.torch import workers
+
+        runtime = _runtime()
+        looks, workers._LOOK = workers._LOOK, timedelta(milliseconds=1)
+        try:
+            for _ in range(300):
+                if runtime.worker_index:
+                    time.sleep(random.uniform(0.0005, 0.0035))
+                runtime.group.all_gather_bytes(b"here")
+        finally:
+            workers._LOOK = looks
+        return runtime.group.all_gather_bytes(b"%d" % runtime.worker_index)
+
+    assert run("torch", 2, exchange) == [[b"0", b"1"]] * 2
+
+
 def test_variables_get_the_chief_s_values_whatever_their_dtype():
     def broadcast():
         import keras
