@@ -7,13 +7,13 @@ import textwrap
 from pathlib import Path
 
 from tests.coordinator.clusters import Cluster
-from tests.docs.examples_multi_process_test import examples
+from tests.docs.examples import example
 from tests.processes import each_backend
 
 
 @each_backend
 def test_the_examples_of_parameter_servers(backend: str, tmp_path: Path) -> None:
-    fit, loop = (textwrap.indent(examples()[f"parameter-servers {number}"], "    ") for number in range(2))
+    fit, loop = (textwrap.indent(example(f"parameter_servers_{number}"), "    ") for number in range(2))
     tasks = Cluster(backend, tmp_path, server=fit)
     try:
         tasks.start()

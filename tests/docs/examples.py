@@ -1,0 +1,128 @@
+"""The examples of the pages, and how a test file runs those of its pages.
+
+A function `input_3(example)` is called in the workers with the fourth example of docs/input.md, `how_to_slurm_0` with
+the first one of docs/how-to/slurm.md. It calls `example` with the names that the page has before it, and checks what is
+left. A file has such functions, and at its end
+
+    @each_example(globals())
+    def test_example(backend: str, name: str, tmp_path: Path) -> None:
+        run_example(globals(), backend, name, tmp_path)
+
+Each example runs on one backend: on that of its tab, on that which `runs` names, else on each in turn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import runpy
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.environment import ROOT
+from tests.processes import BACKENDS, run
+
+F = TypeVar("F", bound=Callable[..., Any])
+Names = dict[str, Any]
+Run = Callable[..., Names]  # runs an example with names, and returns those that it leaves
+
+# Other tests run these.
+ELSEWHERE = {
+    "loops_0": "loops_test.py",
+    "launcher_0": "launcher_examples_multi_process_test.py",
+    "launcher_1": "launch/ray_multi_process_test.py",
+    "parameter_servers_0": "parameter_servers_multi_process_test.py",
+    "parameter_servers_1": "parameter_servers_multi_process_test.py",
+    "cluster_1": "tpu_strategy_multi_process_test.py, without TPUs",
+}
+_TABS = {"TensorFlow": "tensorflow", "JAX": "jax", "PyTorch": "torch"}
+_PARTS = re.compile(
+    r'^ *=== "(?P<tab>[^"]+)"|^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```|^(?P<heading>#)',
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def examples_of(page: str) -> list[tuple[str, str | None]]:
+    """The Python examples of a page, each with the backend whose tab it is in, if any."""
+    found, tab = [], None
+    for part in _PARTS.finditer(page):
+        if part["tab"] or part["heading"]:
+            tab = part["tab"]
+        else:
+            found.append((textwrap.dedent(part["code"]), _TABS.get(tab or "") if part["indent"] else None))
+    return found
+
+
+def _all() -> dict[str, tuple[str, str | None]]:
+    docs = ROOT / "docs"
+    return {
+        f"{re.sub('[^a-z0-9]', '_', str(page.relative_to(docs).with_suffix('')).lower())}_{number}": example
+        for page in sorted(docs.rglob("*.md"))
+        for number, example in enumerate(examples_of(page.read_text(encoding="utf-8")))
+    }
+
+
+EXAMPLES = _all()
+
+
+def example(name: str) -> str:
+    """An example, as it stands on its page: "quickstart_0"."""
+    return EXAMPLES[name][0]
+
+
+def runs(*, on: str | None = None, replaced: tuple[str, str] | None = None) -> Callable[[F], F]:
+    """Says how an example is run, where it is not run as it is, on any backend.
+
+    Args:
+        on: The backend that it needs.
+        replaced: What a machine without GPUs cannot do or what takes too long, and what stands there in the test.
+    """
+
+    def decorate(function: F) -> F:
+        vars(function).update(on=on, replaced=replaced)
+        return function
+
+    return decorate
+
+
+def each_example(names: Names) -> Callable[[F], F]:
+    """The parameters of a file's test: a backend and the name of an example."""
+    mine = [name for name in names if name in EXAMPLES]
+    order = list(EXAMPLES)
+    cases = []
+    for name in mine:
+        turn = BACKENDS[order.index(name) % len(BACKENDS)]
+        cases.append((getattr(names[name], "on", None) or EXAMPLES[name][1] or turn, name))
+    return pytest.mark.parametrize(
+        ("backend", "name"),
+        [pytest.param(*case, marks=pytest.mark.xdist_group(f"pool-{case[0]}")) for case in sorted(cases)],
+    )
+
+
+def run_example(names: Names, backend: str, name: str, folder: Path) -> None:
+    """Runs an example in two workers, or in one where its strategy is for one process."""
+    source = example(name)
+    if replaced := getattr(names[name], "replaced", None):
+        assert replaced[0] in source
+        source = source.replace(*replaced)
+    num_workers = 1 if "MirroredStrategy([" in source else 2
+    done = run(backend, num_workers, _in_worker, names["__name__"], name, source, str(folder))
+    assert done == ["done"] * num_workers
+
+
+def _in_worker(module: str, name: str, source: str, folder: str) -> str:
+    path = Path(folder) / f"example-{os.environ['RANK']}.py"
+    path.write_text(source, encoding="utf-8")
+    check = getattr(importlib.import_module(module), name)
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        check(lambda **given: runpy.run_path(str(path), given))
+    finally:
+        os.chdir(before)
+    return "done"

@@ -1,0 +1,29 @@
+"""The launcher's example: it starts workers of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+
+from tests.docs.examples import example
+from tests.processes import Script
+
+
+def test_the_launchers_example(tmp_path: Path) -> None:
+    data = """
+        import numpy as np
+        draw = np.random.RandomState(0)
+        x, y = draw.rand(40, 3), draw.rand(40, 1)
+    """
+    told = "\nimport json\nprint('LOSSES', json.dumps(losses))\n"
+    source = textwrap.dedent(data) + example("launcher_0") + told
+    script = Script(tmp_path, "launching", source, {})
+    try:
+        assert script.wait() == 0, script.stderr()
+    finally:
+        script.kill()
+    (said,) = re.findall(r"LOSSES (.*)", script.stdout())
+    one, two = json.loads(said)
+    assert one == two and len(one) == 5 and one[-1] < one[0]

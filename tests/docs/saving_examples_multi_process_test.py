@@ -1,0 +1,114 @@
+"""The examples of the pages on saving, checkpoints, interruptions and the evaluator."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import numpy as np
+
+from tests.docs.examples import Run, each_example, run_example, runs
+from tests.docs.things import assert_same, dataset, images, losses_of, new_model, rows
+from tests.processes import strategy
+
+
+def checkpoints_0(example: Run) -> None:
+    first = example(**images())
+    assert first["checkpoint"].epoch == 10 and len(first["manager"].checkpoints) == 3
+    again = example(**images())  # the job, started once more: all epochs are done
+    assert_same(first["model"], again["model"])
+
+
+def checkpoints_1(example: Run) -> None:
+    import kdist
+
+    model = new_model()
+    checkpoint = kdist.Checkpoint(model=model)
+    checkpoint.save("checkpoints", asynchronous=False)
+    saved = [w + 0 for w in model.get_weights()]
+    model.set_weights([w + 1 for w in saved])
+    example(checkpoint=checkpoint, kdist=kdist)
+    for expected, found in zip(saved, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def evaluator_0(example: Run) -> None:
+    import kdist
+
+    model, (x, y) = new_model(), rows().values()
+    kdist.Checkpoint(model=model).save("checkpoints", asynchronous=False)
+    kdist.SidecarEvaluator.announce_end("checkpoints")
+    names = example(kdist=kdist, model=new_model(plain=True), x_test=x, y_test=y)
+    assert len(names["evaluations"]) == 1 and os.path.exists("best.keras")
+
+
+def evaluator_1(example: Run) -> None:
+    import keras
+
+    import kdist
+
+    class Batches(keras.utils.PyDataset):
+        def __init__(self, x, y, size):
+            super().__init__()
+            self.parts = [(x[i : i + size], y[i : i + size]) for i in range(0, len(x), size)] * 60
+
+        def __len__(self):
+            return len(self.parts)
+
+        def __getitem__(self, index):
+            return self.parts[index]
+
+    names = example(kdist=kdist, Batches=Batches, make_model=lambda: new_model(plain=True), **rows())
+    assert (names["logs"] or {"global_step": 50})["global_step"] == 50  # of several workers none says
+    assert kdist.latest_checkpoint("checkpoints").endswith("50")
+
+
+def resuming_0(example: Run) -> None:
+    losses = losses_of(example(**images())["model"])
+    assert len(losses) == 10 and losses[-1] < losses[0]
+
+
+def resuming_1(example: Run) -> None:
+    import kdist
+
+    config = example(kdist=kdist, maintenance_is_near=lambda: False)["config"]
+    assert config.grace_period == 300 and config.termination_watcher_fn() is False
+
+
+@runs(replaced=("10_000", "20"))
+def resuming_2(example: Run) -> None:
+    import kdist
+
+    taken = []
+    model = new_model()
+    given = {"optimizer": model.optimizer, "train_step": taken.append, "iterator": itertools.count()}
+    left = example(kdist=kdist, model=model, **given)
+    left["handler"].close()
+    assert taken == list(range(20)) and left["checkpoint"].step == left["handler"].total_run_calls == 20
+
+
+def saving_0(example: Run) -> None:
+    import keras
+
+    given = {"dataset": dataset(), "validation": dataset(shuffles=False), "strategy": strategy()}
+    model = example(keras=keras, make_model=new_model, **given)["model"]
+    assert_same(model, keras.models.load_model("model.keras"))
+    assert Path("best.keras").is_file() and any(Path("board").rglob("events*"))
+    assert len(Path("log.csv").read_text(encoding="utf-8").splitlines()) == 1 + 10
+
+
+def saving_1(example: Run) -> None:
+    import keras
+
+    model = new_model()
+    model.save("model.keras")
+    model.save_weights("best.weights.h5")
+    left = example(keras=keras, strategy=strategy(), model=model)
+    for loaded in (left["model"], left["plain"]):
+        assert_same(new_model(), loaded)
+
+
+@each_example(globals())
+def test_example(backend: str, name: str, tmp_path: Path) -> None:
+    run_example(globals(), backend, name, tmp_path)

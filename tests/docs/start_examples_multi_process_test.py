@@ -1,0 +1,64 @@
+"""The examples of the first pages, and of those about clusters and failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.docs.examples import Run, each_example, run_example, runs
+from tests.docs.things import assert_same, losses_of, new_model, rows
+from tests.processes import strategy
+
+
+def global_batch_0(example: Run) -> None:
+    model = new_model()
+    made = example(strategy=strategy(), model=model, **rows())
+    plain = new_model(plain=True)
+    plain.fit(*rows().values(), batch_size=made["batch_size"], epochs=5, verbose=0)
+    assert made["batch_size"] == 128
+    assert_same(plain, model)
+
+
+def index_0(example: Run) -> None:
+    losses = losses_of(example(**rows())["model"])
+    assert len(losses) == 5 and losses[-1] < losses[0]
+
+
+def quickstart_0(example: Run) -> None:
+    import keras
+
+    model = new_model()
+    example(model=model, **rows())
+    assert len(losses_of(model)) == 5
+    assert_same(model, keras.models.load_model("model.keras"))
+
+
+@runs(replaced=("gpu:", "cpu:"))
+def quickstart_1(example: Run) -> None:
+    import kdist
+
+    assert example(kdist=kdist)["strategy"].num_replicas_in_sync == 2
+
+
+def cluster_0(example: Run) -> None:
+    import types
+
+    import kdist
+
+    # The strategy would wait for host0 and host1.
+    made = types.SimpleNamespace(
+        cluster_resolver=kdist.cluster_resolver, MultiWorkerMirroredStrategy=lambda resolver: resolver
+    )
+    resolver = example(kdist=made)["strategy"]
+    assert resolver.cluster_spec().as_dict() == {"worker": ["host0:2222", "host1:2222"]}
+    assert (resolver.task_type, resolver.task_id) == ("worker", 0)
+
+
+def failures_0(example: Run) -> None:
+    from kdist import faults
+
+    assert example()["faults"] is faults  # nothing is injected: the point does nothing
+
+
+@each_example(globals())
+def test_example(backend: str, name: str, tmp_path: Path) -> None:
+    run_example(globals(), backend, name, tmp_path)

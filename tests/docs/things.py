@@ -1,0 +1,62 @@
+"""What the examples of the pages need: data and models, made in the workers."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from tests.processes import strategy
+
+
+def images() -> dict[str, Any]:
+    """Sixty images, and the class of each."""
+    draw = np.random.RandomState(0)
+    return {"x": draw.rand(60, 28, 28).astype("float32"), "y": draw.randint(10, size=60)}
+
+
+def rows() -> dict[str, Any]:
+    """300 rows of which a network can learn something."""
+    draw = np.random.RandomState(0)
+    x = draw.randn(300, 8).astype("float32")
+    return {"x": x, "y": x[:, :1] - x[:, 1:2]}
+
+
+def new_model(plain: bool = False) -> Any:
+    """A small model, the same each time, of the worker's strategy or plain."""
+    import keras
+
+    keras.utils.set_random_seed(3)
+    with contextlib.nullcontext() if plain else strategy().scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    return model
+
+
+def dataset(shuffles: bool = True) -> Any:
+    """The rows as a `tf.data.Dataset`."""
+    import tensorflow as tf
+
+    whole = tf.data.Dataset.from_tensor_slices(tuple(rows().values()))
+    if shuffles:
+        whole = whole.shuffle(10_000, seed=1, reshuffle_each_iteration=False)
+    return whole.batch(128)
+
+
+def losses_of(model: Any) -> list[float]:
+    """The loss of each epoch."""
+    return model.history.history["loss"]
+
+
+def assert_same(one: Any, two: Any) -> None:
+    """Two models have the same weights, to rounding."""
+    for a, b in zip(one.get_weights(), two.get_weights(), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
+
+
+def trained_on_one_device(data: Any) -> Any:
+    """The model as plain Keras trains it."""
+    model = new_model(plain=True)
+    model.fit(data, epochs=5, verbose=0)
+    return model
