@@ -54,12 +54,12 @@ bench: .venv/ready
 	for backend in jax torch tensorflow; do .venv/bin/python benchmarks/step_time.py $$backend || exit 1; .venv/bin/python benchmarks/input_speed.py $$backend || exit 1; .venv/bin/python benchmarks/loop_time.py $$backend || exit 1; .venv/bin/python benchmarks/checkpoint_speed.py $$backend || exit 1; .venv/bin/python benchmarks/parameter_servers.py $$backend steps transfers rows || exit 1; done
 	.venv/bin/python benchmarks/sharded_memory.py jax
 
-# Runs the contract and writes its result into the README, and what each strategy can do into a page.
+# Runs the contract and what each strategy can do, and writes the results into two pages.
 table: .venv/ready
 	.venv/bin/python $(PYTEST) --full tests/support_multi_process_test.py -k capabilities --support-results docs/support.json
 	.venv/bin/python -m kdist.testing.conformance.support docs/support.json docs/support.md
 	.venv/bin/python $(PYTEST) --full tests/contract_multi_process_test.py --contract-results docs/contract.json
-	.venv/bin/python -m kdist.testing.conformance.table docs/contract.json README.md
+	.venv/bin/python -m kdist.testing.conformance.table docs/contract.json docs/contract.md
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

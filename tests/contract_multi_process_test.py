@@ -2,7 +2,7 @@
 
 Backend × strategy × case. Each cell trains the same small model twice: with plain Keras on one device, in a process in
 which nothing of kdist touches Keras, and under the strategy, in worker processes that are kept for the next cell. The
-result is printed as a matrix at the end, and the README's support table is made from it.
+result is printed as a matrix at the end, and the table of docs/contract.md is made from it.
 """
 
 from __future__ import annotations

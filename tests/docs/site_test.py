@@ -14,7 +14,6 @@ import kdist.cluster_resolver
 import kdist.errors
 import kdist.experimental
 from tests.environment import ROOT, clean_environment
-from tests.house_picture import PICTURE, draw
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,3 @@ def test_every_public_name_has_an_entry(site: Path) -> None:
         if name not in reference and name != "kdist.experimental.CollectiveCommunication"
     ]
     assert not missing
-
-
-def test_the_picture_of_the_house_is_drawn_from_its_imports() -> None:
-    assert PICTURE.read_text(encoding="utf-8") == draw(), "Draw it anew: python -m tests.house_picture"

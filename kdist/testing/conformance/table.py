@@ -1,6 +1,6 @@
-"""The support table of the README, made from the results of the contract's test module.
+"""The support table of the contract's page, made from the results of the contract's test module.
 
-Run it as `python -m kdist.testing.conformance.table RESULTS README`; `make table` does both steps.
+Run it as `python -m kdist.testing.conformance.table RESULTS PAGE`; `make table` does both steps.
 """
 
 from __future__ import annotations
@@ -33,14 +33,23 @@ def table(results: dict[str, str]) -> str:
     head.append("| --- |" + " :-: |" * len(_BACKENDS))
     notes: list[str] = []
     rows = [_row(case, results, notes) for case in CASES.values()]
-    tested = "; ".join(f"{c.title}{'' if len(c.backends) == 3 else '*'}" for c in CONFIGURATIONS.values())
-    partly = [c for c in CONFIGURATIONS.values() if len(c.backends) < 3]
-    lines = [*head, *rows, "", f"✓ m/n: all that were run passed, m of the n strategies: {tested}."]
-    for c in partly:
-        names = ", ".join(_BACKENDS[b] for b in c.backends)
-        lines.append(f"\\* {names} only: {c.why_not_all}.")
-    lines += [f"{number} {note}." for number, note in zip("¹²³⁴", notes, strict=False)]
+    configurations = CONFIGURATIONS.values()
+    tested = "; ".join(f"{c.title}{'' if len(c.backends) == 3 else '*'}" for c in configurations)
+    lines = [*head, *rows, "", f"✓ m/n: all that were run passed, m of the n strategies: {tested}.", ""]
+    for backends, why in dict.fromkeys((c.backends, c.why_not_all) for c in configurations):
+        if why:
+            titles = "; ".join(
+                c.title for c in configurations if (c.backends, c.why_not_all) == (backends, why)
+            )
+            lines.append(
+                f"- \\* {titles}: {' and '.join(_BACKENDS[b] for b in backends)} only. {_sentence(why)}"
+            )
+    lines += [f"- {number} {_sentence(note)}" for number, note in zip("¹²³⁴", notes, strict=False)]
     return "\n".join(lines)
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}."
 
 
 def _row(case: Case, results: dict[str, str], notes: list[str]) -> str:

@@ -1,0 +1,21 @@
+"""What a script writes into docs/: the pictures, and the pages that repeat what the code says.
+
+`python -m tests.pages` writes all of them anew, in a second; a test compares them with what is committed. The names of
+`tf.distribute` have a script of their own (`tests/names_page.py`), since TensorFlow must be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests import house_picture
+from tests.environment import ROOT
+from tests.pages import pictures
+
+__all__ = ["PAGES", "ROOT"]
+
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/house.svg": house_picture.draw,
+    "docs/overview.svg": pictures.overview,
+}
+"""The files, below the root of the repository, and what writes each."""

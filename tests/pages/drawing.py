@@ -1,0 +1,95 @@
+"""A sheet to draw on, which becomes an SVG that is legible on light and on dark pages.
+
+An image that a page shows does not know the page's colours. So each drawing has a ground of its own, and takes the
+light or the dark colours as the reader's system asks for.
+"""
+
+from __future__ import annotations
+
+from xml.sax.saxutils import escape
+
+# Light and dark. Replicas have the colours of Okabe and Ito, which colour-blind people tell apart.
+COLOURS = {
+    "ground": ("#ffffff", "#1b1e26"),
+    "ink": ("#1f2733", "#e6e9ef"),
+    "soft": ("#566072", "#aab3c2"),
+    "box": ("#f1f4fa", "#262c3a"),
+    "line": ("#8794b4", "#7b89ab"),
+    "replica0": ("#9fcdea", "#155f8a"),
+    "replica1": ("#f6d28a", "#8a6210"),
+    "replica2": ("#8fd6bd", "#0f6a50"),
+    "replica3": ("#eab6a0", "#8e4326"),
+    "model": ("#d9c7ea", "#5b3d7c"),
+}
+_FONTS = "ui-sans-serif,system-ui,-apple-system,'Segoe UI','Liberation Sans',Arial,sans-serif"
+_MONO = "ui-monospace,SFMono-Regular,Menlo,'Liberation Mono',Consolas,monospace"
+
+
+class Drawing:
+    """Things drawn one over the other.
+
+    Args:
+        width: In pixels, as wide as a page shows it at most.
+        height: In pixels.
+        title: What readers who do not see the picture are told.
+    """
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.width, self.height, self.title = width, height, title
+        self._parts: list[str] = []
+
+    def box(
+        self, x: float, y: float, width: float, height: float, colour: str = "box", dashed: bool = False
+    ) -> None:
+        """A rectangle with round corners."""
+        dash = ' stroke-dasharray="5 4"' if dashed else ""
+        self._parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" class="b {colour}"{dash}/>'
+        )
+
+    def text(self, x: float, y: float, words: str, style: str = "", anchor: str = "middle") -> None:
+        """A line of text; styles are `bold`, `soft`, `mono` and `small`, or several of them."""
+        kinds = f' class="{style}"' if style else ""
+        self._parts.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" xml:space="preserve"{kinds}>{escape(words)}</text>'
+        )
+
+    def arrow(self, *points: tuple[float, float], head: bool = True) -> None:
+        """A line through some points, with a head at the last one."""
+        way = "L".join(f"{x:g} {y:g}" for x, y in points)
+        end = ' marker-end="url(#head)"' if head else ""
+        self._parts.append(f'<path d="M{way}" class="a"{end}/>')
+
+    def rows(self, x: float, y: float, colours: list[str], size: float = 16) -> None:
+        """Rows of a batch, side by side, each in a colour."""
+        for number, colour in enumerate(colours):
+            self.box(x + number * (size + 2), y, size, size, colour)
+
+    def svg(self) -> str:
+        """Returns the picture."""
+
+        def rules(dark: bool) -> str:
+            colours = {name: both[dark] for name, both in COLOURS.items()}
+            fills = "".join(f".{name}{{fill:{colour}}}" for name, colour in colours.items())
+            lines = f".b,.a{{stroke:{colours['line']}}}marker path{{fill:{colours['line']}}}"
+            return f"{fills}text{{fill:{colours['ink']}}}text.soft{{fill:{colours['soft']}}}{lines}"
+
+        style = (
+            f"text{{font:14px {_FONTS}}}.bold{{font-weight:600}}.small{{font-size:12px}}"
+            f".mono{{font-family:{_MONO};font-size:13px}}.b{{stroke-width:1}}.a{{fill:none;stroke-width:1.6}}"
+            f"{rules(False)}@media (prefers-color-scheme: dark){{{rules(True)}}}"
+        )
+        head = (
+            '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            'orient="auto-start-reverse"><path d="M0 0L8 4L0 8z"/></marker>'
+        )
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img">',
+            f"<title>{escape(self.title)}</title>",
+            f"<style>{style}</style>",
+            f"<defs>{head}</defs>",
+            f'<rect class="ground" width="{self.width}" height="{self.height}" rx="6"/>',
+            *self._parts,
+            "</svg>",
+        ]
+        return "\n".join(parts) + "\n"
