@@ -47,6 +47,7 @@ ORDER = (
     "experimental",
     "launch",
     "contents",  # kdist/__init__.py
+    "parity",
     "testing",
     "demo",
     "command_line",

@@ -43,7 +43,8 @@ WORDS = {
     "experimental": "contents page",
     "launch": "what starts workers",
     "contents": "kdist/__init__.py",
-    "testing": "pools, conformance",
+    "parity": "one device and many, compared",
+    "testing": "pools, fixtures, conformance",
     "demo": "kdist demo",
     "command_line": "kdist run, info, …",
 }

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import pytest
 
-from kdist.testing import WorkerPool, free_ports
+from kdist.testing import WorkerPool, Workers, free_ports
 from tests.environment import clean_environment
 from tests.zygote import Forked, zygote
 
@@ -41,9 +41,6 @@ def full_unless(is_pair: bool) -> list[pytest.MarkDecorator]:
 
 # Whether the workers of pools are forked; `--full` says no.
 forks = True
-# The pools that are kept, the one used last at the end.
-_pools: dict[tuple[str, int], WorkerPool] = {}
-_MOST_POOLS = 3
 
 
 class ForkedPool(WorkerPool):
@@ -77,21 +74,12 @@ def run(
     `CentralStorageStrategy` on three, else a `MultiWorkerMirroredStrategy`; see `strategy`. After a failure the pool
     is thrown away.
     """
-    key = (backend, num_workers)
-    pool = _pools.pop(key, None)
+    pool = _kept(num_workers, backend)
     try:
-        if pool is None:
-            while len(_pools) >= _MOST_POOLS:
-                _pools.pop(next(iter(_pools))).close()
-            pool = start_pool(num_workers, backend)
-            pool.run(_prepare, timeout=TIMEOUT)
-        results = pool.run(_fresh, fn, *args, timeout=timeout)
+        return pool.run(_fresh, fn, *args, timeout=timeout)
     except BaseException:
-        if pool is not None:
-            pool.close()
+        pool.close()
         raise
-    _pools[key] = pool
-    return results
 
 
 def run_plain(backend: str, fn: Callable[..., Any], *args: Any) -> Any:
@@ -144,7 +132,18 @@ def _prepare() -> None:
     gc.freeze()  # the frameworks' own objects stay; else each collection would look at all of them
 
 
-atexit.register(lambda: [pool.close() for pool in _pools.values()])
+def _prepared_pool(num_workers: int, backend: str, env: None) -> WorkerPool:
+    pool = start_pool(num_workers, backend)
+    try:
+        pool.run(_prepare, timeout=TIMEOUT)
+    except BaseException:
+        pool.close()
+        raise
+    return pool
+
+
+_kept = Workers(_prepared_pool)
+atexit.register(_kept.close)
 
 
 class Script:

@@ -182,6 +182,18 @@ def check_backend(name: str | None) -> None:
             )
 
 
+def installed_backends() -> list[str]:
+    """Returns the Keras backends whose packages are installed, without importing them.
+
+    Example:
+
+    >>> from kdist.launch.plan import BACKENDS, installed_backends
+    >>> set(installed_backends()) <= set(BACKENDS)
+    True
+    """
+    return [name for name in BACKENDS if importlib.util.find_spec(name) is not None]
+
+
 def plan_job(
     local_workers: int,
     *,

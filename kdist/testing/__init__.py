@@ -1,18 +1,38 @@
-"""Helpers for tests: functions in several worker processes, and what a test must not leave behind."""
+"""For tests: functions in several worker processes, parity with one device, and what a test must not leave behind.
+
+A contents page, whose names are loaded when they are first used: pytest imports this room in every session.
+"""
 
 from __future__ import annotations
 
-from kdist.cluster import free_ports
-from kdist.testing.leaks import Snapshot, check, no_leaks, snapshot
-from kdist.testing.pool import PoolTimeoutError, WorkerFailure, WorkerPool
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "PoolTimeoutError",
-    "Snapshot",
-    "WorkerFailure",
-    "WorkerPool",
-    "check",
-    "free_ports",
-    "no_leaks",
-    "snapshot",
-]
+_CONTENTS = {
+    "kdist.cluster": ("free_ports",),
+    "kdist.launch.plan": ("installed_backends",),
+    "kdist.testing.leaks": ("Snapshot", "check", "no_leaks", "snapshot"),
+    "kdist.testing.parity": ("assert_parity",),
+    "kdist.testing.pool": ("PoolTimeoutError", "WorkerFailure", "WorkerPool"),
+    "kdist.testing.workers": ("Workers", "run"),
+}
+_HOME = {name: module for module, names in _CONTENTS.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+if TYPE_CHECKING:
+    from kdist.cluster import free_ports
+    from kdist.launch.plan import installed_backends
+    from kdist.testing.leaks import Snapshot, check, no_leaks, snapshot
+    from kdist.testing.parity import assert_parity
+    from kdist.testing.pool import PoolTimeoutError, WorkerFailure, WorkerPool
+    from kdist.testing.workers import Workers, run

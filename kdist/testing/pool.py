@@ -149,6 +149,7 @@ class WorkerPool:
         self.num_workers = num_workers
         self.backend = backend
         self.broken = False
+        self.has_failed = False  # whether a function has, in some worker
         self._timeout = timeout
         extra = {**_THREADS, **{name: str(value) for name, value in (env or {}).items()}}
         plan = plan_job(num_workers, backend=backend, extra=extra)
@@ -229,6 +230,7 @@ class WorkerPool:
         silent = [index for index in range(self.num_workers) if index not in answers]
         if not failed and not silent:
             return
+        self.has_failed = True
         stacks = self._stacks(silent)
         reports = "\n".join(["", *(self._describe(index, answers[index]) for index in failed), *stacks])
         if silent or None in answers.values():
@@ -260,6 +262,11 @@ class WorkerPool:
             "\n".join([f"──── worker {i} was here ────", *shipping.last_stacks(self._members[i].output())])
             for i in silent
         ]
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the workers, in their order."""
+        return [member.process.pid for member in self._members]
 
     def close(self) -> None:
         """Ends the workers and everything they have started. It may be called twice."""

@@ -1,0 +1,130 @@
+"""One of the two runs that are compared: in a plain process, or in each worker of a strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kdist.errors import InvalidArgumentError
+
+_ARGUMENTS = ("x", "y", "sample_weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What a run gave.
+
+    Args:
+        title: Who trained, for messages.
+        num_replicas: How many replicas there were.
+        numbers: Every number to compare, in the order in which they came to be.
+        suspects: What in the model can give other numbers on several replicas, in words.
+    """
+
+    title: str
+    num_replicas: int
+    numbers: dict[str, Any]
+    suspects: tuple[str, ...]
+
+
+def train(
+    make_model: Callable[[], Any],
+    data: Any,
+    make_strategy: Callable[[], Any] | None,
+    epochs: int,
+    seed: int,
+    fit_arguments: Mapping[str, Any],
+) -> Training:
+    """Trains a model and predicts; see `kdist.testing.assert_parity`.
+
+    Args:
+        make_model: Returns the compiled model.
+        data: A tuple of `x`, `y` and perhaps `sample_weight`, or a function that returns it, or a dataset.
+        make_strategy: Returns the strategy; `None` for plain Keras on one device.
+        epochs: How often the model sees the data.
+        seed: Of all random numbers.
+        fit_arguments: What else `fit` is told.
+    """
+    import keras
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(seed)
+    strategy = None if make_strategy is None else make_strategy()
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = make_model()
+    if not getattr(model, "compiled", False):
+        raise InvalidArgumentError(
+            "`make_model` must return a compiled Keras model.",
+            received={"make_model()": model},
+            hint='End it with: model.compile("adam", "mse"); return model',
+        )
+    if strategy is None and _strategy_of(model) is not None:
+        raise InvalidArgumentError(
+            "`make_model` must make the model as for one device: the scope of the strategy is entered around it.",
+            received={"strategy": type(_strategy_of(model)).__name__},
+            hint="Pass a function that makes the strategy as `strategy`.",
+        )
+    numbers = {f"before training, {name}": value for name, value in _weights(model)}
+    history = model.fit(**_arguments(data), epochs=epochs, verbose=0, **fit_arguments).history
+    numbers |= {f"history, {name}": value for name, value in history.items()}
+    numbers |= _weights(model)
+    options = {"batch_size": fit_arguments.get("batch_size"), "steps": fit_arguments.get("steps_per_epoch")}
+    outputs = keras.tree.flatten(model.predict(_arguments(data)["x"], verbose=0, **options))
+    numbers |= {f"predictions {i}" if len(outputs) > 1 else "predictions": o for i, o in enumerate(outputs)}
+    replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+    title = "one device" if strategy is None else f"{type(strategy).__name__} of {replicas} replicas"
+    return Training(f"{title} on {keras.backend.backend()}", replicas, numbers, tuple(_suspects(model)))
+
+
+def _strategy_of(model: Any) -> Any:
+    # Not imported for this: a process that has none must stay as it is without kdist.
+    hooks = sys.modules.get("kdist.keras_hooks")
+    return None if hooks is None else hooks.strategy_of(model)
+
+
+def _arguments(data: Any) -> dict[str, Any]:
+    given = data() if callable(data) else data
+    if isinstance(given, (tuple, list)):
+        return dict(zip(_ARGUMENTS, given, strict=False))
+    return {"x": given}
+
+
+def _weights(model: Any) -> Iterator[tuple[str, Any]]:
+    for index, (variable, value) in enumerate(zip(model.weights, model.get_weights(), strict=True)):
+        yield f"weight {index} ({variable.path})", value
+
+
+def _suspects(model: Any) -> Iterator[str]:
+    import keras
+
+    for layer in _layers(model, set()):
+        name = f"{type(layer).__name__} {layer.name!r}"
+        if getattr(layer, "rate", 1) and isinstance(
+            getattr(layer, "seed_generator", None), keras.random.SeedGenerator
+        ):
+            yield f"{name} draws random numbers, and replicas draw their own. Leave it out of the comparison."
+        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized:
+            yield (
+                f"{name} takes the statistics of each replica's rows on TensorFlow and PyTorch. "
+                "Pass synchronized=True."
+            )
+
+
+def _layers(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields the layers in a value, which may be a layer itself, and in their attributes."""
+    import keras
+
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, keras.Layer):
+        yield value
+        value = vars(value)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _layers(item, seen)

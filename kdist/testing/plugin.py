@@ -1,0 +1,34 @@
+"""The plugin of pytest that comes with kdist: fixtures for tests that need several workers.
+
+pytest loads it by its entry point in every session, so it imports nothing until a fixture is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from kdist.testing import Workers
+
+
+@pytest.fixture(scope="session")
+def kdist_workers() -> Iterator[Workers]:
+    """Worker processes that are kept for the whole session: `kdist_workers(2, backend="jax").run(fn)`."""
+    from kdist.testing import Workers
+
+    with Workers() as workers:
+        yield workers
+
+
+@pytest.fixture
+def kdist_no_leaks(kdist_workers: Workers) -> Iterator[None]:
+    """The test must leave behind no process, thread, listening port or changed variable, kept workers apart."""
+    from kdist.testing import check, snapshot
+
+    before = snapshot()
+    yield
+    check(dataclasses.replace(before, processes=before.processes | kdist_workers.pids))

@@ -1,0 +1,95 @@
+"""What two runs are told apart by, and what is said about it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kdist.errors import InvalidArgumentError
+from kdist.parity import Training, check_options, differences, explain
+
+ONE = {"history, loss": [0.5, 0.25], "weight 0 (dense/kernel)": np.array([[1.0, -2.0], [3.0, 4.0]])}
+
+
+def run(num_replicas=2, suspects=(), **changes):
+    return Training("a strategy", num_replicas, ONE | changes, suspects)
+
+
+def test_numbers_agree_to_the_tolerances():
+    assert differences(ONE, ONE) == {}
+    near = {name: np.asarray(value) * (1 + 9e-6) for name, value in ONE.items()}
+    assert differences(ONE, near) == {}
+    assert set(differences(ONE, near, rtol=1e-6, atol=0)) == set(ONE)
+    assert differences({"a": 0.0}, {"a": 1.9e-6}) == {}
+    assert differences({"a": 0.0}, {"a": 2.1e-6}) == {"a": "0 on one device, 2.1e-06 here"}
+
+
+def test_the_largest_difference_is_named():
+    kernel = np.array([[1.0, -2.0], [3.1, 4.5]])
+    assert differences(ONE, ONE | {"weight 0 (dense/kernel)": kernel}) == {
+        "weight 0 (dense/kernel)": "2 of 4 differ, most at [1, 1]: 4 on one device, 4.5 here"
+    }
+
+
+def test_what_is_missing_or_has_another_shape():
+    assert differences({"a": 1.0}, {"b": 1.0}) == dict.fromkeys("ab", "only one of the two runs has it")
+    assert differences({"a": [1.0]}, {"a": [[1.0]]}) == {"a": "shape (1,) on one device, (1, 1) here"}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_no_number_agrees_with_nothing(value):
+    assert "differ, most at [1]" in differences({"a": [1.0, value]}, {"a": [1.0, value]})["a"]
+    assert "nan on one device" in differences({"a": np.nan}, {"a": np.nan})["a"]
+
+
+def test_the_worker_that_differs_is_named():
+    assert explain(run(1), [run(), run()], 1e-5, 1e-6) is None
+    said = explain(run(1), [run(), run(**{"history, loss": [0.5, 9.0]})], 1e-5, 1e-6)
+    assert said.startswith("a strategy, worker 1, gives other numbers than one device: 1 of 2 differ")
+    assert "history, loss: 1 of 2 differ, most at [1]: 0.25 on one device, 9 here" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "suspects", "reason"),
+    [
+        ({"history, loss": [0.5, 0.2501]}, (), "Rounding"),
+        ({"history, loss": [0.5, 9.0]}, (), "The rows differ: `data` must give"),
+        ({"history, loss": [0.5, 9.0]}, ("Dropout 'd' draws",), "Dropout 'd' draws"),
+        (
+            {"history, loss": [0.5, 9.0], "before training, w": 1.0},
+            ("Dropout 'd'",),
+            "The model begins with other",
+        ),
+    ],
+)
+def test_reasons(changes, suspects, reason):
+    said = explain(run(1, suspects), [run(**changes)], 1e-5, 1e-6).partition("Likely reasons:\n")[2]
+    assert said.startswith(f"  - {reason}"), said
+
+
+def test_a_long_list_is_cut():
+    many = {f"weight {i}": float(i) for i in range(20)}
+    said = explain(run(1, **many), [run(**dict.fromkeys(many, -1.0))], 1e-5, 1e-6)
+    assert "20 of 22 differ" in said and "  and 12 more" in said and "weight 8:" not in said
+
+
+def test_one_replica_proves_nothing():
+    with pytest.raises(InvalidArgumentError, match="several replicas.*num_workers=2"):
+        explain(run(1), [run(1)], 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 0}, "`epochs` must be at least 1"),
+        ({"epochs": True}, "`epochs`"),
+        ({"rtol": float("nan")}, "Tolerances"),
+        ({"atol": -1.0}, "Tolerances"),
+        ({"strategy": object()}, "function that makes one"),
+    ],
+)
+def test_bad_options(changes, message):
+    good = {"epochs": 1, "rtol": 1e-5, "atol": 1e-6, "strategy": None}
+    check_options(**good)
+    with pytest.raises(InvalidArgumentError, match=message):
+        check_options(**good | changes)
