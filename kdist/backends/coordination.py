@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -154,7 +155,17 @@ class Coordination(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of workers and servers, which go on waiting for another coordinator."""
+        """Lets go of workers and servers, which go on waiting for another coordinator. May be called twice."""
+
+
+_AT_MOST = 2.0  # seconds: a thread may wait for a step that takes a minute
+
+
+def join_threads(threads: Sequence[threading.Thread]) -> None:
+    """Waits for threads that are about to end. As the process ends, one inside the engine would abort it."""
+    deadline = time.monotonic() + _AT_MOST
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def after_lost_server() -> str:

@@ -20,6 +20,7 @@ from kdist.backends.coordination import (
     PerWorkerValues,
     RemoteValue,
     after_lost_server,
+    join_threads,
 )
 from kdist.cluster import environment
 from kdist.cluster.roles import ServerCluster
@@ -195,13 +196,12 @@ class OwnCoordination(Coordination):
         self.closures.close()
         for stop in self._watches:
             stop()
-        for thread in self._threads:
-            thread.join()
         for peer in [*self.served.servers, *self._workers]:
-            peer.close()
+            peer.close()  # who waits for an answer has none now
+        join_threads(self._threads)
 
     def _lost_server(self, server: Peer) -> None:
-        self.closures.fail(server.lost())
+        self.closures.fail(WorkerLostError(str(server.lost())))
 
     def function(self, fn: Callable[..., Any]) -> tuple[str, bytes]:
         """Returns a function's name among the workers, and its pickle. It is pickled once, as it is then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -84,6 +85,7 @@ class ParameterServerStrategy(Strategy):
         else:
             assert backend.coordination_engine is not None
             self.coordination = OwnCoordination(self, backend.coordination_engine(), *common)
+        atexit.register(self.coordination.close)
         runtime = backend.create_runtime(Topology(backend.list_devices()[:1]))
         steps = GroupSteps if synchronous else ScheduledSteps
         super().__init__(CoordinatorRuntime(runtime, self.coordination, steps))  # type: ignore[arg-type]

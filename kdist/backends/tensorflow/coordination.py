@@ -15,7 +15,7 @@ from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import executor as eager_executor
 
 from kdist import keras_hooks
-from kdist.backends.coordination import Coordination, PerWorkerValues, RemoteValue
+from kdist.backends.coordination import Coordination, PerWorkerValues, RemoteValue, join_threads
 from kdist.backends.tensorflow import scheduled, tasks
 from kdist.backends.tensorflow.effects import ClosureScope
 from kdist.backends.tensorflow.functions import converted
@@ -147,8 +147,7 @@ class NativeCoordination(Coordination):
     def close(self) -> None:
         """Ends the threads."""
         self.closures.close()
-        for thread in self._threads:
-            thread.join()
+        join_threads(self._threads)
 
     def _drive(self, index: int) -> None:
         """Runs closures on one worker, as long as the job lasts."""
