@@ -1,39 +1,57 @@
-"""The tutorials, executed unchanged on each backend."""
+"""The tutorials: executed unchanged, each on one backend, and stored with what they say and draw."""
 
 from __future__ import annotations
 
-import json
+import ast
+import difflib
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import pytest
 
-from tests.environment import ROOT, clean_environment
-from tests.processes import BACKENDS
+from tests.environment import ROOT
+from tests.notebooks import TUTORIALS, backend_of, normalised, text_of
+from tests.processes import BACKENDS, full_unless
 
-TUTORIALS = sorted((ROOT / "tutorials").glob("*.ipynb"))
-EXECUTE = """
-import sys, nbclient, nbformat
-notebook = nbformat.read(sys.argv[1], as_version=4)
-nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-for cell in notebook.cells:
-    for output in cell.get("outputs", []):
-        print(output.get("text", ""), end="")
-"""
+MOST_BYTES = 400_000
+# Calls that show something.
+SHOWS = ("print", "display", "show")
+
+each_tutorial = pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
-def test_tutorial_runs(tutorial: Path, backend: str, tmp_path: Path) -> None:
-    own = {"KERAS_BACKEND": backend}
-    # Jupyter, IPython and matplotlib must not read or write what belongs to the user.
-    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
-        own[name] = str(tmp_path / name.lower())
+def code_cells(path: Path) -> list[Any]:
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+def runs(tutorial: Path) -> list[Any]:
+    return [
+        pytest.param(tutorial, backend, id=f"{tutorial.stem}-{backend}", marks=full_unless(is_pair))
+        for backend in BACKENDS
+        for is_pair in [backend == backend_of(tutorial)]
+    ]
+
+
+@pytest.mark.timeout(260)
+@pytest.mark.parametrize(("tutorial", "backend"), [case for path in TUTORIALS for case in runs(path)])
+def test_tutorial_runs_and_says_the_same(tutorial: Path, backend: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.notebooks",
+        "--backend",
+        backend,
+        "--to",
+        str(tmp_path),
+        str(tutorial),
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-c", EXECUTE, str(tutorial)],
-        cwd=tmp_path,
-        env=clean_environment() | own,
+        command,
+        cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -46,11 +64,77 @@ def test_tutorial_runs(tutorial: Path, backend: str, tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=20)
         pytest.fail(f"not finished within 240 s\n{output}")
     assert process.returncode == 0, output
-    assert f"on {backend}, 2 replicas" in output
-    assert "The runs agree." in output
+
+    stored, executed = code_cells(tutorial), code_cells(tmp_path / tutorial.name)
+    assert [cell.source for cell in executed] == [cell.source for cell in stored]
+    assert not loud(executed)
+    assert any(backend in text_of(cell) for cell in executed), f"it does not say that it ran on {backend}"
+    for number, (before, now) in enumerate(zip(stored, executed, strict=True), 1):
+        if "same" in before.metadata.get("tags", ()):
+            difference = difflib.unified_diff(
+                *(text_of(cell).splitlines() for cell in (before, now)), "stored", "now"
+            )
+            assert text_of(now) == text_of(before), f"[{number}]\n" + "\n".join(difference)
 
 
-@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
-def test_tutorial_is_stored_without_outputs(tutorial: Path) -> None:
-    cells = json.loads(tutorial.read_text(encoding="utf-8"))["cells"]
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+def loud(cells: list[Any]) -> list[str]:
+    """What cells have written to stderr, and their errors."""
+    return [
+        output.get("text") or output.evalue
+        for cell in cells
+        for output in cell.outputs
+        if output.output_type == "error" or output.get("name") == "stderr"
+    ]
+
+
+def shows(source: str) -> bool:
+    """Whether a cell shows something by itself, not in a function that it defines."""
+    later = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
+    nodes = [node for node in ast.parse(source).body if not isinstance(node, later)]
+    for node in nodes:  # grows
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in SHOWS:
+            return True
+        nodes.extend(child for child in ast.iter_child_nodes(node) if not isinstance(child, later))
+    return False
+
+
+@each_tutorial
+def test_tutorial_is_stored_with_its_outputs(tutorial: Path) -> None:
+    cells = code_cells(tutorial)
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
+    assert not loud(cells)
+    silent = [cell.source for cell in cells if shows(cell.source) and not cell.outputs]
+    assert not silent, "Execute it anew: python -m tests.notebooks"
+    assert any("same" in cell.metadata.get("tags", ()) for cell in cells), "nothing of it is compared"
+
+
+@each_tutorial
+def test_tutorial_is_stored_as_it_is_after_any_run(tutorial: Path) -> None:
+    text = tutorial.read_text(encoding="utf-8")
+    assert text == nbformat.writes(normalised(nbformat.reads(text, as_version=4))) + "\n"
+    assert len(text) <= MOST_BYTES
+    said = "".join(text_of(cell) for cell in code_cells(tutorial))
+    assert not re.search(r"/(tmp|work|root|home)\b|\b0x[0-9a-f]{6,}", said), (
+        "paths and addresses of a machine"
+    )
+
+
+@each_tutorial
+def test_tutorial_opens_with_what_one_will_see(tutorial: Path) -> None:
+    first = nbformat.read(tutorial, as_version=4).cells[0]
+    assert first.cell_type == "markdown"
+    heading, _, rest = first.source.partition("\n\n")
+    assert re.fullmatch(r"# \S.*", heading)
+    assert len(rest.split()) > 5 and not rest.startswith(("#", "-", "!"))
+
+
+@each_tutorial
+def test_figures_are_told_to_who_cannot_see_them_and_look_alike(tutorial: Path) -> None:
+    cells = code_cells(tutorial)
+    drawn = [cell for cell in cells if any("image/png" in output.get("data", ()) for output in cell.outputs)]
+    assert drawn
+    for cell in drawn:
+        assert len(cell.metadata.get("alt", "").split()) > 3, f"no `alt` in the metadata of\n{cell.source}"
+    (look,) = (cell.source for cell in cells if "plt.rcParams" in cell.source)
+    (first,) = (cell.source for cell in code_cells(TUTORIALS[0]) if "plt.rcParams" in cell.source)
+    assert look == first, "copy the lines of the first tutorial"

@@ -1,0 +1,56 @@
+"""Makes each tutorial a page of the site: a hook of MkDocs.
+
+The notebooks lie beside `docs/`, so that links of the one to the other work where the repository is read. On the site
+the tutorials are a folder of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """MkDocs calls this with the files that it has found."""
+    for path in sorted(Path(__file__).parent.glob("*.ipynb")):
+        page, figures = convert(json.loads(path.read_text(encoding="utf-8")), path.stem)
+        files.append(File.generated(config, f"tutorials/{path.stem}.md", content=page))
+        for name, figure in figures.items():
+            files.append(File.generated(config, f"tutorials/{name}", content=figure))
+    return files
+
+
+def convert(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
+    """Returns a notebook's page in Markdown, and the figures of the page.
+
+    Args:
+        notebook: As it is stored.
+        name: How the names of the figures begin.
+    """
+    parts: list[str] = []
+    figures: dict[str, bytes] = {}
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            source = re.sub(r"(?<=\]\()(\d\d-[\w-]+)\.ipynb", r"\1.md", source)
+            parts.append(source.replace("](../docs/", "](../"))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                figure = f"{name}-{len(figures) + 1}.png"
+                figures[figure] = base64.b64decode(data["image/png"])
+                parts.append(f"![{cell['metadata'].get('alt', '')}]({figure}){{ .figure }}")
+            elif "text/markdown" in data:
+                parts.append("".join(data["text/markdown"]))
+            else:
+                said = "".join(output.get("text", data.get("text/plain", "")))
+                parts.append(f"``` {{ .text .no-copy }}\n{said.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n", figures
