@@ -10,7 +10,7 @@ PACKAGES_jax = jax
 PACKAGES_torch = torch
 PACKAGES_tensorflow = tensorflow-cpu
 
-.PHONY: demo test test-full test-nightly mutants keras-tests lint docs bench table clean
+.PHONY: demo test test-full test-nightly dist test-dist mutants keras-tests lint docs bench table clean
 
 demo: .venv-demo-$(BACKEND)/ready
 	KERAS_BACKEND=$(BACKEND) .venv-demo-$(BACKEND)/bin/kdist demo
@@ -33,6 +33,19 @@ test-full: .venv/ready lint test-nightly
 
 test-nightly: .venv-nightly/ready
 	.venv-nightly/bin/python $(PYTEST) --full tests/contract_multi_process_test.py
+
+# The wheel and the sdist, built in an environment of their own.
+dist: .venv/ready
+	rm -rf dist
+	.venv/bin/python -m build --outdir dist
+
+# The demo, and the launcher's tests, with the wheel: in a new environment, and without the checkout.
+test-dist: dist
+	rm -rf .venv-dist
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python $(PIP) "$$(ls dist/*.whl)[jax,demo,ray]" \
+	  pytest pytest-timeout pytest-xdist hypothesis kubernetes-validate
+	.venv-dist/bin/python tests/release/outside.py jax
 
 # Each breaks one promise, and its part of the tests must notice: make mutants MUTANTS=restore
 mutants: .venv/ready
@@ -78,4 +91,4 @@ table: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-demo-* .venv-nightly build site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-demo-* .venv-nightly .venv-dist build dist *.egg-info site .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.values import ReduceOp
@@ -28,7 +28,7 @@ class StrategyLike(Protocol):
     def num_replicas_in_sync(self) -> int:
         """Number of replicas over all workers."""
 
-    def scope(self) -> Scope:
+    def scope(self) -> Scope[Any]:
         """Returns a context manager that makes it current."""
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
@@ -37,8 +37,8 @@ class StrategyLike(Protocol):
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.scopes: list[Scope] = []
-        self.global_scope: Scope | None = None
+        self.scopes: list[Scope[Any]] = []
+        self.global_scope: Scope[Any] | None = None
         self.replica: ReplicaContext | None = None
         self.functions = 0
 
@@ -232,20 +232,23 @@ class ReplicaContext:
         _state.replica = self._outer
 
 
-class Scope:
+S = TypeVar("S", bound=StrategyLike)
+
+
+class Scope(Generic[S]):
     """The context manager that `Strategy.scope` returns: makes a strategy the current one of this thread."""
 
-    def __init__(self, strategy: StrategyLike, resources: Any) -> None:
+    def __init__(self, strategy: S, resources: Any) -> None:
         self._strategy = strategy
         self._resources = resources
         self._entered: list[Any] = []
 
     @property
-    def strategy(self) -> StrategyLike:
+    def strategy(self) -> S:
         """The strategy whose scope this is."""
         return self._strategy
 
-    def __enter__(self) -> StrategyLike:
+    def __enter__(self) -> S:
         if _state.replica is not None:
             raise StrategyScopeError(
                 "A strategy's scope can only be entered in cross-replica context, not inside a replica.",

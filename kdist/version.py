@@ -1,3 +1,3 @@
 """The version of kdist: read by the build, and written into checkpoints."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -56,8 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # Compiling takes longer than what is compiled; the full run has programs as users have them.
         zygote.optimizes = False
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-        os.environ["XLA_FLAGS"] = (
-            "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        # An older XLA, which does not know them, ends the process: XLA_FLAGS= in the shell leaves them out.
+        os.environ.setdefault(
+            "XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
         )
 
 

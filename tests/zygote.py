@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import json
 import os
 import signal
@@ -195,10 +196,15 @@ def zygote(backend: str, plain: bool) -> Zygote:
     env = {"KERAS_BACKEND": backend}
     if plain:
         quick = () if optimizes or backend != "tensorflow" else ("tests.without_grappler",)
-        return Zygote((*_KERAS, *quick), env, _frameworks())
+        return Zygote((*_installed(_KERAS), *quick), env, _frameworks())
     return Zygote((*_KDIST, f"kdist.backends.{backend}.backend"), env, zygote(backend, True))
 
 
 @functools.cache
 def _frameworks() -> Zygote:
-    return Zygote(_FRAMEWORKS, {})
+    return Zygote(_installed(_FRAMEWORKS), {})
+
+
+def _installed(modules: Sequence[str]) -> tuple[str, ...]:
+    """Those of packages that are there: an environment may have one backend alone."""
+    return tuple(name for name in modules if importlib.util.find_spec(name.partition(".")[0]))

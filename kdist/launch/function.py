@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
 from kdist.launch import local_workers, ray_workers, report, shipping
 from kdist.launch.call import Call, Ended, Ending
 
+T = TypeVar("T")
+
 _PLACES: dict[str, Callable[[Call], Ending]] = {"processes": local_workers.run, "ray": ray_workers.run}
 
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     num_workers: int | str = 2,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -24,7 +26,7 @@ def launch(
     on: str = "processes",
     resources: Mapping[str, float] | None = None,
     num_ps: int = 0,
-) -> list[Any]:
+) -> list[T]:
     """Runs a function in several fresh worker processes, of this machine or of a Ray cluster.
 
     Each worker is a new Python that has `TF_CONFIG` and torchrun's variables set, as under `kdist run`. The

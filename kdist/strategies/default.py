@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from kdist.context import (
     ReplicaContext,
     Scope,
-    StrategyLike,
     checked_axis,
     current_replica,
     current_strategy,
@@ -52,10 +51,10 @@ def get_replica_context() -> ReplicaContext | None:
     return ReplicaContext(default_strategy(), 0)
 
 
-class _NoScope(Scope):
+class _NoScope(Scope[Any]):
     """Changes nothing: as with `tf.distribute`, in it there is no strategy, and any other may be entered."""
 
-    def __enter__(self) -> StrategyLike:
+    def __enter__(self) -> Any:
         if has_strategy():
             raise StrategyScopeError(
                 "Strategies cannot be mixed: inside the scope of one, the default one cannot be entered.",
@@ -83,7 +82,7 @@ class DefaultStrategy(Strategy):
         """Always 1."""
         return 1
 
-    def scope(self) -> Scope:
+    def scope(self) -> Scope[Self]:
         """Returns a context manager that does nothing but refuse to be entered under another strategy."""
         return _NoScope(self, contextlib.nullcontext)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from kdist.context import Scope, current_replica, has_strategy, note_joined
 from kdist.data.input_options import InputOptions
@@ -98,7 +98,7 @@ class Strategy:
 
         return distribution_of(self._runtime)
 
-    def scope(self) -> Scope:
+    def scope(self) -> Scope[Self]:
         """Returns a context manager that makes this strategy current.
 
         Models, optimisers and metrics created inside belong to the strategy, and remember it: `fit` works
