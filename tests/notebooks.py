@@ -80,12 +80,14 @@ def normalised(notebook: Any) -> Any:
 
 
 def text_of(cell: Any) -> str:
-    """What a code cell has printed, and the text of its value."""
+    """What a code cell has printed, and the text of its values and of its tables."""
     return "".join(
-        output["text"] if output["output_type"] == "stream" else output.get("data", {}).get("text/plain", "")
-        for output in cell["outputs"]
-        if output["output_type"] in ("stream", "execute_result")
+        output["text"] if "text" in output else _text_in(output.get("data", {})) for output in cell["outputs"]
     )
+
+
+def _text_in(data: Any) -> str:
+    return "" if "image/png" in data else data.get("text/markdown", data.get("text/plain", ""))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,10 @@ def convert(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]
             source = re.sub(r"(?<=\]\()(\d\d-[\w-]+)\.ipynb", r"\1.md", source)
             parts.append(source.replace("](../docs/", "](../"))
             continue
-        parts.append(f"```python\n{source}\n```")
+        code = f"```python\n{source}\n```"
+        if "fold" in cell["metadata"].get("tags", ()):
+            code = '??? quote "Code of the figures"\n\n' + textwrap.indent(code, "    ")
+        parts.append(code)
         for output in cell["outputs"]:
             data = output.get("data", {})
             if "image/png" in data:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import kdist.cluster_resolver
 import kdist.errors
 import kdist.experimental
 from tests.environment import ROOT, clean_environment
+from tests.notebooks import TUTORIALS
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,22 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
             r'<link[^>]*rel="(?:stylesheet|preconnect|icon)"[^>]*href="(https?:[^"]*)"', text
         )
         assert not loaded, page
+
+
+def test_each_tutorial_is_a_page_with_its_figures(site: Path) -> None:
+    for tutorial in TUTORIALS:
+        page = (site / "tutorials" / tutorial.stem / "index.html").read_text(encoding="utf-8")
+        cells = json.loads(tutorial.read_text(encoding="utf-8"))["cells"]
+        drawn = [
+            output
+            for cell in cells
+            for output in cell.get("outputs", ())
+            if "image/png" in output.get("data", ())
+        ]
+        shown = re.findall(rf'<img alt="[^"]+" class="figure" src="\.\./({tutorial.stem}-\d+\.png)"', page)
+        assert len(shown) == len(set(shown)) == len(drawn) > 0
+        for figure, output in zip(shown, drawn, strict=True):
+            assert (site / "tutorials" / figure).read_bytes() == base64.b64decode(output["data"]["image/png"])
 
 
 def test_every_public_name_has_an_entry(site: Path) -> None:

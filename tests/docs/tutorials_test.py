@@ -89,6 +89,8 @@ def loud(cells: list[Any]) -> list[str]:
 
 def shows(source: str) -> bool:
     """Whether a cell shows something by itself, not in a function that it defines."""
+    if source.startswith("%%"):
+        return True
     later = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
     nodes = [node for node in ast.parse(source).body if not isinstance(node, later)]
     for node in nodes:  # grows
