@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from kdist.checkpoint import command as checkpoint_command
-from kdist.cluster import environment
+from kdist.cluster import environment, logs
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
 from kdist.launch import restarts
 from kdist.launch.info import print_info
@@ -18,6 +18,7 @@ from kdist.launch.options import target as read_target
 from kdist.launch.options import whole_number
 from kdist.launch.plan import check_backend, parse_hosts, resolve_num_workers
 from kdist.launch.restarts import Job
+from kdist.version import __version__
 
 _EXAMPLES = """examples:
   kdist demo
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"kdist {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
     commands.add_parser("info", help="print what a bug report needs: versions, backend, devices, cluster")
@@ -76,7 +78,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         dest="num_workers",
         default="auto",
         metavar="N",
-        help="workers of this machine; auto (the default) is one a GPU, else one a core",
+        help="workers of this machine, which share its GPUs evenly; auto (the default) is one a GPU, else one",
     )
     run.add_argument(
         "--num-ps",
@@ -102,6 +104,12 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="seconds that workers may take to end after Ctrl-C or SIGTERM (default 5)",
     )
     restarts.add_options(run)
+    run.add_argument(
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="print what each worker would be told, and start nothing",
+    )
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
     run.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -124,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = build_parser().parse_args(argv)
     try:
+        logs.set_up()
         if options.command == "run":
             return _run(options)
         if options.command == "info":
@@ -165,11 +174,12 @@ def _run(options: argparse.Namespace) -> int:
         hosts=hosts,
         host_index=options.host_index or 0,
         backend=options.backend,
-        log_dir=_make_log_dir(options.log_dir),
+        log_dir=options.log_dir if options.dry_run else _make_log_dir(options.log_dir),
         grace=options.grace_period,
         policy=policy,
+        asked=options.num_workers,
     )
-    return job.run()
+    return job.dry_run() if options.dry_run else job.run()
 
 
 def _worker_command(options: argparse.Namespace) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 import time
 
 from kdist.backends import whereabouts
-from kdist.cluster import environment, injection
+from kdist.cluster import environment, injection, logs
 from kdist.cluster.injection import Fault
 from kdist.context import joined_strategy
 
@@ -81,8 +81,7 @@ def _worker_index() -> int:
 
 
 def _fail(fault: Fault) -> None:
-    sys.stderr.write(f"kdist: --inject {fault}, at {whereabouts.describe()}\n")
-    sys.stderr.flush()
+    logs.logger.warning("--inject %s, at %s", fault, whereabouts.describe())
     if fault.kind in _SIGNALS:
         os.kill(os.getpid(), getattr(signal, _SIGNALS[fault.kind]))
     elif fault.kind == "exit":

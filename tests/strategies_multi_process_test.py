@@ -261,8 +261,9 @@ def resolvers():
 @each_backend
 def test_cluster_resolver_of_one_worker(backend):
     task, names = run(backend, 1, resolvers)[0]
-    assert task == 0 and "num_replicas_in_sync=1" in names[0]
-    assert names[1] == "<MirroredStrategy num_replicas_in_sync=2>"
+    one, two = names
+    assert task == 0 and one == f"<kdist.MultiWorkerMirroredStrategy on {backend}: 1 device (cpu:0)>"
+    assert two == f"<kdist.MirroredStrategy on {backend}: 2 devices (cpu:0, cpu:1)>"
 
 
 def resolver_of_two():

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 
 from kdist.backends.contract import Backend
+from kdist.cluster import logs
 from kdist.cluster.environment import keras_backend_name
 from kdist.errors import BackendError
 
@@ -37,6 +38,7 @@ def get_backend() -> Backend:
     Raises:
         BackendError: The backend is unknown to kdist or not installed.
     """
+    logs.set_up()
     check_installed(keras_backend_name())
     import keras
 

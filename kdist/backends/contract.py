@@ -162,6 +162,11 @@ class Runtime(ABC):
         return len(self.devices) * self.num_workers
 
     @property
+    def communication(self) -> str:
+        """By what the devices of several workers talk: "gloo", "nccl"; empty for this process alone."""
+        return self.group.communication
+
+    @property
     def replica_ids(self) -> range:
         """The ids, over all workers, of the replicas of this worker."""
         first = self.worker_index * len(self.devices)

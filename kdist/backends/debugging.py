@@ -16,7 +16,7 @@ from typing import Any
 
 from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
-from kdist.cluster import environment
+from kdist.cluster import environment, logs
 from kdist.errors import WorkerMismatchError, WorkerTimeoutError
 
 END = "end of the function"
@@ -98,8 +98,8 @@ def _gather_in_time(runtime: Runtime, mine: dict[str, Any]) -> list[Any]:
 
 
 def _report(mine: dict[str, Any], seconds: float) -> None:
-    sys.stderr.write(
-        f"kdist: for {seconds:g} s this worker has waited for the others at {_describe(mine)}. Another worker "
-        "is at another place, or has ended.\n"
+    logs.logger.warning(
+        "for %g s this worker has waited for the others at %s. Another worker is at another place, or has ended.",
+        seconds,
+        _describe(mine),
     )
-    sys.stderr.flush()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import re
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
+from kdist.backends.waiting import Waiting
 from kdist.backends.workers import JoinedWorkers
 from kdist.cluster import (
     Cluster,
@@ -16,8 +17,10 @@ from kdist.cluster import (
     is_loopback,
     join_address,
     liveness,
+    logs,
     split_address,
 )
+from kdist.cluster.roles import listed
 from kdist.errors import StrategyScopeError, WorkerMismatchError, WorkerTimeoutError
 
 Joined = TypeVar("Joined", bound=JoinedWorkers)
@@ -36,7 +39,10 @@ def join_once(cluster: Cluster, timeout_seconds: float | None, connect: Callable
     """
     global _joined
     if _joined is None:
-        joined = connect(liveness.join_timeout())
+        began, timeout = time.monotonic(), liveness.join_timeout()
+        logs.logger.debug("joining %s, for up to %g s", listed(cluster.worker_names), timeout)
+        joined = connect(timeout)
+        logs.logger.debug("joined after %.1f s", time.monotonic() - began)
         atexit.register(joined.close)
         _joined = cluster, joined
         return joined
@@ -61,9 +67,10 @@ def wait_for_all(cluster: Cluster, chief_address: str | None, timeout: float) ->
         WorkerTimeoutError: Not all have come in time; names the missing.
         ClusterConfigError: The port of the chief is in use.
     """
+    waiting = Waiting(cluster.worker_names, timeout)
     try:
         if chief_address is None:
-            return complete_addresses(cluster, timeout)
+            return complete_addresses(cluster, timeout, waiting.note)
         host, port = split_address(chief_address)
         if cluster.is_chief:
             check_port_free(join_address(host if is_loopback(host) else "0.0.0.0", port))
@@ -71,10 +78,9 @@ def wait_for_all(cluster: Cluster, chief_address: str | None, timeout: float) ->
         unknown = dataclasses.replace(
             cluster, addresses=(None,) * cluster.num_workers, coordinator=join_address(host, port - 1)
         )
-        return complete_addresses(unknown, timeout)
+        return complete_addresses(unknown, timeout, waiting.note)
     except WorkerTimeoutError as error:
-        missing = {int(number) for number in re.findall(r"worker (\d+)", error.rule, re.IGNORECASE)}
-        raise missing_error(cluster, timeout, missing) from error
+        raise missing_error(cluster, timeout, waiting.missing) from error
 
 
 def missing_error(cluster: Cluster, timeout: float, missing: Collection[int]) -> WorkerTimeoutError:

@@ -27,6 +27,8 @@ class Workers:
 
     num_workers = 1
     worker_index = 0
+    communication = ""
+    """By what the devices of several workers talk."""
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gathers a message from every worker, in the order of their indices. Blocks; all must call it."""

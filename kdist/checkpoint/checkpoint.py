@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import os
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kdist import faults
 from kdist.checkpoint import ending, folders, layout, writing
 from kdist.checkpoint.folders import gather_from
+from kdist.cluster import logs
 from kdist.context import current_strategy, joined_strategy
 from kdist.errors import CheckpointError, InvalidArgumentError, WorkerMismatchError
 
@@ -252,6 +252,7 @@ class Checkpoint:
             raise error from None if last is None else last.error
         if runtime is None or runtime.worker_index == 0:
             ending.note_saved(directory)
+        logs.logger.debug("saving %s", folder.final)
         save = _open[self._serial] = writing.Save(folder, after)
         if choose is not None:
             self._counter = self._counter + 1 if explicit or number is None else number
@@ -282,6 +283,7 @@ class Checkpoint:
                 received={f"worker_{i}": "a path" if there else None for i, there in enumerate(found)},
                 hint="Is the folder the same one on all hosts?",
             )
+        logs.logger.debug("restoring %s", path)
         return restoring.restore(
             os.path.abspath(path), self._objects, self._strategy(), runtime, self._random
         )
@@ -321,4 +323,4 @@ def _report() -> None:
     """Says at the end of the process what nobody has asked for: a save that failed is never passed over."""
     for save in _open.values():
         if problem := save.join():
-            print(f"kdist: {problem}", file=sys.stderr)
+            logs.logger.error("%s", problem)

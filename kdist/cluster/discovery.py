@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from kdist.cluster import roles
+from kdist.cluster import logs, roles
 from kdist.cluster.addresses import is_loopback, split_address
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.errors import ClusterTypeError
@@ -108,12 +108,19 @@ def discover(resolver: Any = None, environ: Mapping[str, str] | None = None) -> 
     >>> discover(environ={}).num_workers
     1
     """
+    logs.set_up(environ)
+    found = _found(resolver, os.environ if environ is None else environ)
+    place = f"{found.worker_names[found.worker_index]} of {found.num_workers}"
+    logs.logger.debug("cluster from %s: %s, worker 0 at %s", found.source, place, found.coordinator)
+    return found
+
+
+def _found(resolver: Any, environ: Mapping[str, str]) -> Cluster:
     if resolver is not None:
         return _from_resolver(resolver, type(resolver).__name__)
-    seen = os.environ if environ is None else environ
     for source in SOURCES:
-        if source.applies(seen)[0]:
-            return _from_resolver(source.make(seen), source.name)
+        if source.applies(environ)[0]:
+            return _from_resolver(source.make(environ), source.name)
     return _single(None, ClusterSpec({}), "worker", 0, None, "default")
 
 

@@ -12,6 +12,7 @@ import os
 import selectors
 import socket
 import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist.cluster.addresses import free_ports, is_loopback, join_address, split_address
@@ -20,10 +21,13 @@ from kdist.cluster.process_variables import stable_port
 from kdist.errors import ClusterConfigError, WorkerTimeoutError
 
 _MOST_BYTES = 4096  # of one worker's line; the reply may be longer, by its number of workers
+_LOOK = 1.0  # seconds between two looks at who is missing
 _SLACK = 3.0  # workers outwait worker 0, whose message says who is missing
 
 
-def complete_addresses(cluster: Cluster, timeout: float = 60.0) -> tuple[str, ...]:
+def complete_addresses(
+    cluster: Cluster, timeout: float = 60.0, note: Callable[[Collection[int]], None] = lambda missing: None
+) -> tuple[str, ...]:
     """Returns the address of every worker, asking the others where the launcher told only worker 0's.
 
     All workers must call it together. Where all addresses are known nothing is sent. Otherwise worker 0
@@ -33,6 +37,8 @@ def complete_addresses(cluster: Cluster, timeout: float = 60.0) -> tuple[str, ..
     Args:
         cluster: The cluster, as `discover` found it.
         timeout: How many seconds to wait for all workers.
+        note: Called while it waits, about once a second, with the numbers of those that are missing: on worker 0 of
+            all, on the others of worker 0 until it answers; and with those on account of whom it gives up.
 
     Returns:
         One address for each worker, the same on all of them.
@@ -58,8 +64,8 @@ def complete_addresses(cluster: Cluster, timeout: float = 60.0) -> tuple[str, ..
         )
     deadline = time.monotonic() + timeout
     if cluster.worker_index == 0:
-        return _gather(cluster, timeout, deadline)
-    return _report(cluster, timeout, deadline + _SLACK)
+        return _gather(cluster, timeout, deadline, note)
+    return _report(cluster, timeout, deadline + _SLACK, note)
 
 
 def _meeting_places(cluster: Cluster) -> list[tuple[str, int]]:
@@ -86,7 +92,9 @@ def _own_address(cluster: Cluster, host: str) -> str:
     return join_address(host, free_ports(1, "127.0.0.1" if is_loopback(host) else "")[0])
 
 
-def _gather(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...]:
+def _gather(
+    cluster: Cluster, timeout: float, deadline: float, note: Callable[[Collection[int]], None]
+) -> tuple[str, ...]:
     """Worker 0's side: waits for the others, then tells everybody."""
     addresses: dict[int, str] = {0: _own_address(cluster, split_address(cluster.coordinator)[0])}
     joined: list[socket.socket] = []
@@ -94,9 +102,10 @@ def _gather(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...
         server = cleanup.enter_context(_listen(cluster))
         selector.register(server, selectors.EVENT_READ)
         while len(addresses) < cluster.num_workers:
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            ready = selector.select(min(_LOOK, max(0.0, deadline - time.monotonic())))
+            missing = [index for index in range(cluster.num_workers) if index not in addresses]
+            note(missing)
             if not ready and time.monotonic() >= deadline:
-                missing = [f"worker {i}" for i in range(cluster.num_workers) if i not in addresses]
                 _tell(joined, {"missing": missing, "timeout": timeout})
                 raise _missing_error(missing, timeout)
             for key, _ in ready:
@@ -187,9 +196,10 @@ def _mismatch_error(problem: dict[str, Any]) -> ClusterConfigError:
     )
 
 
-def _missing_error(missing: list[str], timeout: float) -> WorkerTimeoutError:
+def _missing_error(missing: Sequence[int], timeout: float) -> WorkerTimeoutError:
+    names = ", ".join(f"worker {index}" for index in missing)
     return WorkerTimeoutError(
-        f"All workers must come within {timeout:g} s; {', '.join(missing)} did not.",
+        f"All workers must come within {timeout:g} s; {names} did not.",
         hint="Look at the output of the missing workers, or wait longer with a larger `timeout`.",
     )
 
@@ -202,9 +212,12 @@ def _tell(connections: list[socket.socket], message: dict[str, Any]) -> None:
             connection.sendall(line)
 
 
-def _report(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...]:
+def _report(
+    cluster: Cluster, timeout: float, deadline: float, note: Callable[[Collection[int]], None]
+) -> tuple[str, ...]:
     """Every other worker's side: tells worker 0 the own address and reads the list."""
-    with _connect(cluster, timeout, deadline) as connection:
+    note([0])
+    with _connect(cluster, timeout, deadline, note) as connection:
         own = _own_address(cluster, connection.getsockname()[0])
         said = {"worker": cluster.worker_index, "num_workers": cluster.num_workers, "address": own}
         try:
@@ -213,7 +226,9 @@ def _report(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...
         except OSError as error:
             raise _lost_error(cluster, timeout, error) from error
     if "missing" in reply:
-        raise _missing_error([str(name) for name in reply["missing"]], timeout)
+        missing = [index for index in range(cluster.num_workers) if index in reply["missing"]]
+        note(missing)
+        raise _missing_error(missing, timeout)
     if "problem" in reply:
         raise _mismatch_error(reply["problem"])
     try:
@@ -225,7 +240,9 @@ def _report(cluster: Cluster, timeout: float, deadline: float) -> tuple[str, ...
     return addresses
 
 
-def _connect(cluster: Cluster, timeout: float, deadline: float) -> socket.socket:
+def _connect(
+    cluster: Cluster, timeout: float, deadline: float, note: Callable[[Collection[int]], None]
+) -> socket.socket:
     problem: Exception = TimeoutError()
     while time.monotonic() < deadline - _SLACK:
         for place in _meeting_places(cluster):
@@ -238,6 +255,7 @@ def _connect(cluster: Cluster, timeout: float, deadline: float) -> socket.socket
             if _is_worker_0(connection, _greeting(cluster), min(1.0, patience)):
                 return connection
             connection.close()
+        note([0])
         time.sleep(0.1)
     raise _lost_error(cluster, timeout, problem) from problem
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist.cluster.addresses import is_loopback, split_address
@@ -38,6 +38,30 @@ def task_name(task_type: str, task_id: int, address: str | None = None) -> str:
     """
     name = task_type if task_type in _ONE_OF_A_KIND else f"{task_type} {task_id}"
     return f"{name} ({address})" if address else name
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns names as messages list them: of very many the first ones.
+
+    Example:
+
+    >>> from kdist.cluster.roles import listed
+    >>> listed([f"worker {index}" for index in range(20)])
+    'worker 0, worker 1, worker 2, worker 3, worker 4, worker 5 and 14 more'
+    """
+    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:6])} and {len(names) - 6} more"
+
+
+def number_of(task_type: str, count: int) -> str:
+    """Returns how messages tell how many tasks there are of a type.
+
+    Example:
+
+    >>> from kdist.cluster.roles import number_of
+    >>> number_of("ps", 2), number_of("worker", 1)
+    ('2 parameter servers', '1 worker')
+    """
+    return f"{count} {_WORDS[task_type][count > 1]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +200,7 @@ def describe(spec: ClusterSpec, task_type: str, task_id: int) -> str:
     known = task_type in spec.jobs and task_id in spec.task_indices(task_type)
     name = task_name(task_type, task_id, spec.task_address(task_type, task_id) if known else None)
     counts = [(spec.num_tasks(job), job) for job in KNOWN_JOBS if job in spec.jobs and spec.num_tasks(job)]
-    listed = ", ".join(f"{count} {_WORDS[job][count > 1]}" for count, job in counts)
-    return f"{name} of {listed}"
+    return f"{name} of {', '.join(number_of(job, count) for count, job in counts)}"
 
 
 def _check_jobs(spec: ClusterSpec) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import enum
-import logging
 
+from kdist.cluster import logs
 from kdist.errors import InvalidArgumentError
-
-_log = logging.getLogger("kdist")
 
 
 class CommunicationImplementation(enum.Enum):
@@ -106,4 +104,4 @@ def hint_ignored(what: str, why: str, worker_index: int = 0) -> None:
     """Warns that a wish cannot be followed, once and on the chief; no error, since the numbers do not depend on it."""
     if worker_index == 0 and what not in _ignored:
         _ignored.add(what)
-        _log.warning("kdist: %s is a hint that has no effect here: %s", what, why)
+        logs.logger.warning("%s is a hint that has no effect here: %s", what, why)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import types
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
 from kdist.checkpoint import ending
+from kdist.cluster.logs import logger
 from kdist.coordinator.watching import Folder, Watched
 from kdist.errors import (
     CheckpointCorruptError,
@@ -22,8 +22,6 @@ from kdist.training.whole_files import is_remote
 
 if TYPE_CHECKING:
     import keras
-
-_log = logging.getLogger("kdist")
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,7 @@ class SidecarEvaluator:
         try:
             load(found, model)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-            _log.warning("kdist: the evaluator passes over a checkpoint: %s", error)
+            logger.warning("the evaluator passes over a checkpoint: %s", error)
             self._folder.pass_over(found)
             return False
         for callback in self._callbacks:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from kdist.backends.coordination import (
     after_lost_server,
     join_threads,
 )
+from kdist.backends.waiting import Waiting
 from kdist.cluster import environment
 from kdist.cluster.roles import ServerCluster
 from kdist.coordinator import shipping
@@ -34,6 +36,8 @@ from kdist.coordinator.rpc import Peer, PeerLost
 from kdist.coordinator.served import Home, Record, Served
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
+_LOOK = 1.0  # seconds between two looks at who is missing
+_GLANCE = 0.05  # seconds in which a task that is there says so
 _PATIENCE = 0.2  # seconds after which an idle thread looks around
 
 
@@ -327,10 +331,14 @@ def _itself(value: Any) -> Any:
 
 def _require(peers: Sequence[Peer], timeout: float) -> None:
     """Waits until all tasks are there."""
-    import time
-
     deadline = time.monotonic() + timeout
-    missing = [peer for peer in peers if not peer.is_there(max(deadline - time.monotonic(), 0.1))]
+    waiting = Waiting([peer.name for peer in peers], timeout)
+    missing = list(peers)
+    # One is waited for, for a moment; then all are looked at.
+    while missing and (left := deadline - time.monotonic()) > 0:
+        missing[0].is_there(min(left, _LOOK))
+        missing = [peer for peer in missing if not peer.is_there(_GLANCE)]
+        waiting.note([peers.index(peer) for peer in missing])
     if missing:
         for peer in peers:
             peer.close()

@@ -100,9 +100,11 @@ class Peer:
 
     def is_there(self, timeout: float) -> bool:
         """Waits until the task listens; says whether it does."""
+        ready = grpc().channel_ready_future(self._channel)
         try:
-            grpc().channel_ready_future(self._channel).result(timeout)
+            ready.result(timeout)
         except grpc().FutureTimeoutError:
+            ready.cancel()
             return False
         return True
 

@@ -9,10 +9,11 @@ from typing import Any
 from kdist.backends import get_backend
 from kdist.backends.coordination import Coordination
 from kdist.cluster import ClusterResolver, TFConfigClusterResolver
-from kdist.cluster.roles import coordinator_cluster
+from kdist.cluster.roles import coordinator_cluster, number_of
 from kdist.coordinator.closures import Closures
 from kdist.coordinator.staleness import Staleness
 from kdist.errors import InvalidArgumentError
+from kdist.strategies.description import Description
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
 
@@ -69,6 +70,14 @@ class ParameterServerStrategy(Strategy):
         cluster = coordinator_cluster(self._cluster_resolver)
         _check(variable_partitioner, max_staleness)
         self.is_synchronous = synchronous
+        self._told = Description(
+            tasks=(
+                number_of("worker", len(cluster.workers)),
+                number_of("ps", len(cluster.servers)),
+                *(["synchronous"] if synchronous else []),
+            ),
+            source="TF_CONFIG" if cluster_resolver is None else type(cluster_resolver).__name__,
+        )
         backend = get_backend()
         if synchronous and backend.synchronous_runtime is not None:
             super().__init__(backend.synchronous_runtime(cluster, timeout))

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from kdist.cluster import logs
 from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
 from kdist.launch import local_workers, ray_workers, report, shipping
 from kdist.launch.call import Call, Ended, Ending
@@ -17,7 +18,7 @@ _PLACES: dict[str, Callable[[Call], Ending]] = {"processes": local_workers.run, 
 
 def launch(
     fn: Callable[..., T],
-    num_workers: int | str = 2,
+    num_workers: int | str = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     backend: str | None = None,
@@ -42,7 +43,8 @@ def launch(
 
     Args:
         fn: The function. Import the framework inside it: this process's Keras backend is not the workers'.
-        num_workers: How many workers, or "auto": one a GPU, else one a core, of the machine or the cluster.
+        num_workers: How many workers. "auto", the default as with `kdist run`, is one a GPU of this machine, or a
+            single one without a GPU; on Ray, as many as the cluster has room for.
         args: Its positional arguments, the same for all workers.
         kwargs: Its keyword arguments.
         backend: The Keras backend of the workers; by default what `KERAS_BACKEND` says.
@@ -77,6 +79,7 @@ def launch(
     kdist.launch(double, num_workers=2, args=(21,))  # [(0, 42), (1, 42)]
     ```
     """
+    logs.set_up()
     if not callable(fn):
         raise InvalidArgumentError(
             "`fn` must be a function.",

@@ -8,8 +8,9 @@ import pickle
 import sys
 import tempfile
 
+from kdist.cluster import logs
 from kdist.errors import InvalidArgumentError
-from kdist.launch import shipping
+from kdist.launch import outline, shipping
 from kdist.launch.call import Call, Ended, Ending
 from kdist.launch.output import Sink, sinks
 from kdist.launch.plan import JobPlan, WorkerPlan, check_backend, resolve_num_workers
@@ -39,6 +40,7 @@ def run(call: Call) -> Ending:
     count = resolve_num_workers(call.num_workers)
     payload = shipping.pack_call(call.fn, call.args, call.kwargs, sys.path)
     plan = plan_roles(count, call.num_ps, backend=call.backend, extra=call.env)
+    logs.logger.info("%s", outline.line(plan, call.num_workers))
     return run_plan(plan, payload, *sinks(), timeout=call.timeout, prefixed=plan.num_workers > 1)
 
 

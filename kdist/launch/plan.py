@@ -96,7 +96,9 @@ def is_auto(num_workers: str | int | None) -> bool:
 
 
 def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | None = None) -> int:
-    """Turns the option `--num-workers` into a number: "auto" is one worker a GPU, or one a core without a GPU.
+    """Turns the option `--num-workers` into a number: "auto" is one worker a GPU, or a single one without a GPU.
+
+    Several workers of one machine without GPUs share its cores, and are seldom faster than one that has them all.
 
     Raises:
         InvalidArgumentError: If it is neither "auto" nor a positive integer.
@@ -108,7 +110,7 @@ def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | Non
     3
     """
     if text is None or is_auto(text):
-        return len(visible_gpus(environ)) or count_cores()
+        return len(visible_gpus(environ)) or 1
     number = str(text).strip()
     if (
         isinstance(text, bool)
@@ -319,6 +321,15 @@ def thread_share(environ: Mapping[str, str], local_workers: int) -> dict[str, st
 
 
 def _gpu_share(environ: Mapping[str, str], local_index: int, local_workers: int) -> dict[str, str]:
-    """One GPU a worker, where there are enough."""
+    """A worker's share of the machine's GPUs, where there are enough: as many as the others have."""
     gpus = visible_gpus(environ)
-    return {GPUS: gpus[local_index]} if local_workers > 1 and len(gpus) >= local_workers else {}
+    each = len(gpus) // local_workers
+    if local_workers == 1 or not each:
+        return {}  # one has all; more workers than GPUs share them as the engine can
+    return {GPUS: ",".join(gpus[local_index * each : (local_index + 1) * each])}
+
+
+def idle_gpus(plan: JobPlan, environ: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the GPUs of this machine that no task of a plan sees."""
+    used = {gpu for task in plan.workers for gpu in visible_gpus(task.environ)}
+    return [gpu for gpu in visible_gpus(environ) if gpu not in used]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from kdist.cluster import liveness
+from kdist.cluster.roles import listed
 from kdist.launch.linux import signal_name
 
 MOST_LINES = 20
@@ -97,12 +98,8 @@ def failure_block(
     if exit_code == -9 and not frozen:
         foot.append("SIGKILL that nobody sent on purpose usually comes from the kernel when memory is short.")
     if others:
-        foot.append(f"kdist has ended the other {kind}: {_listed(others)}.")
+        foot.append(f"kdist has ended the other {kind}: {listed(others)}.")
     if log_file:
         foot.append(f"All of its output: {log_file}")
     body = last_traceback(stderr_lines, MOST_LINES - 1 - len(foot))
     return "\n".join([head, *body, *foot])
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:6])} and {len(names) - 6} more"

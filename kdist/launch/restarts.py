@@ -9,10 +9,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from kdist.cluster import injection, liveness
+from kdist.cluster import injection, liveness, logs
 from kdist.cluster.injection import Fault
 from kdist.errors import InvalidArgumentError
-from kdist.launch import linux, report
+from kdist.launch import linux, outline, report
 from kdist.launch.options import whole_number
 from kdist.launch.output import Sink, sinks
 from kdist.launch.plan import JobPlan
@@ -150,6 +150,7 @@ class Job:
         log_dir: Where the workers' output is kept too.
         grace: How many seconds workers may take to end after a signal.
         policy: What happens after a failure.
+        asked: The number of workers that the user has asked for, or "auto".
     """
 
     command: Sequence[str]
@@ -162,6 +163,7 @@ class Job:
     log_dir: str | None
     grace: float
     policy: Policy
+    asked: str | int = "auto"
     _starts: int = dataclasses.field(default=0, init=False)
     _counted: int = dataclasses.field(default=0, init=False)  # restarts that count against `max_restarts`
 
@@ -172,6 +174,7 @@ class Job:
         try:
             while True:
                 plan = self._plan()
+                self._tell(plan)
                 workers, outcome = self._run_once(plan, out, err)
                 failed = outcome.failed
                 if outcome.interrupted is not None:
@@ -186,6 +189,30 @@ class Job:
                 self._starts += 1
         except KeyboardInterrupt:  # between two starts: during one, the supervisor takes it
             return 128 + signal.SIGINT
+
+    def dry_run(self) -> int:
+        """Prints what `run` would start, and starts nothing."""
+        plan = self._plan()
+        plan.release_ports()
+        said = (
+            f"plan: {self._line(plan)}",
+            outline.left_idle(plan),
+            outline.details(plan, self.command),
+            "Nothing was started." + (" A start takes other ports that are free." if not self.hosts else ""),
+        )
+        print("\n".join(filter(None, said)))
+        return 0
+
+    def _tell(self, plan: JobPlan) -> None:
+        if self._starts:
+            logs.logger.debug("start %d: %s", self._starts, self._line(plan))
+            return
+        logs.notice("%s", self._line(plan))
+        if idle := outline.left_idle(plan):
+            logs.logger.warning("%s", idle)
+
+    def _line(self, plan: JobPlan) -> str:
+        return outline.line(plan, self.asked, max(1, len(self.hosts)))
 
     def _plan(self) -> JobPlan:
         policy = self.policy

@@ -9,8 +9,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from kdist.cluster import environment, hold_free_ports, join_address, visible_gpus
-from kdist.launch.plan import GPUS, JobPlan, WorkerPlan, environ_of, plan_job, thread_share
+from kdist.launch.plan import GPUS, JobPlan, WorkerPlan, environ_of, idle_gpus, plan_job, thread_share
 
+# Whoever saw a GPU would take its memory from the worker whose it is.
+NO_GPU = "-1"
 # What torchrun sets for workers that are all alike.
 _TORCHRUN = (
     "RANK",
@@ -106,10 +108,10 @@ def _evaluator_of(
     config = json.loads(first["TF_CONFIG"]) | {"task": {"type": "evaluator", "index": 0}}
     told = {name: value for name, value in first.items() if name not in _TORCHRUN}
     told["TF_CONFIG"] = json.dumps(config)
-    if visible_gpus(environ):
-        # Behind the chief's, where there is one; a worker that trains alone has them all.
-        told |= _gpu_share(environ, "evaluator", 1 if num_ps else 0, num_workers)
-        told |= {GPUS: "-1"} if num_workers == 1 and not num_ps else {}
+    if num_ps:
+        told |= _gpu_share(environ, "evaluator", 1, num_workers)  # behind the chief's
+    elif visible_gpus(environ):
+        told |= {GPUS: _first(idle_gpus(plan, environ))}
     return WorkerPlan(0, "", {**told, **extra}, "evaluator", helps=True)
 
 
@@ -120,6 +122,8 @@ def _gpu_share(environ: Mapping[str, str], role: str, index: int, num_workers: i
         return {}
     if role == "worker":
         return {GPUS: gpus[index]}
-    # "-1" is none: whoever saw a GPU would take its memory from the worker whose it is.
-    left = [] if role == "ps" else gpus[num_workers + index :]
-    return {GPUS: left[0] if left else "-1"}
+    return {GPUS: NO_GPU if role == "ps" else _first(gpus[num_workers + index :])}
+
+
+def _first(gpus: Sequence[str]) -> str:
+    return gpus[0] if gpus else NO_GPU

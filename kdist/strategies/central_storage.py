@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kdist.backends import get_backend
 from kdist.errors import InvalidArgumentError
+from kdist.strategies.description import Description
 from kdist.strategies.places import choose_devices
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Central, Topology
@@ -40,6 +41,8 @@ class CentralStorageStrategy(Strategy):
     model.fit(x, y, batch_size=128)   # 64 rows a replica
     ```
     """
+
+    _told = Description(namespace="kdist.experimental")
 
     def __init__(
         self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None

@@ -82,6 +82,9 @@ class DefaultStrategy(Strategy):
         """Always 1."""
         return 1
 
+    def __repr__(self) -> str:
+        return "<default strategy of kdist: 1 replica, nothing is distributed>"
+
     def scope(self) -> Scope[Self]:
         """Returns a context manager that does nothing but refuse to be entered under another strategy."""
         return _NoScope(self, contextlib.nullcontext)

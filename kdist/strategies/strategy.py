@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kdist.context import Scope, current_replica, has_strategy, note_joined
 from kdist.data.input_options import InputOptions
 from kdist.names import without_left_out
+from kdist.strategies.description import Description, announce, describe
 
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
@@ -45,6 +46,8 @@ class Strategy:
 
     own_ops: CrossDeviceOps | None = None
     """The user's own class by which gradients and values are reduced; `None` where the engine does it."""
+    _told: Description = Description()
+    """What its `repr` tells that nothing else says."""
 
     def __init__(self, runtime: Runtime) -> None:
         from kdist import keras_hooks
@@ -56,6 +59,7 @@ class Strategy:
         self._runtime = runtime
         self.new_variables = NewVariables(runtime)
         check_current(self)
+        announce(self)
         if runtime.num_workers > 1:
             note_joined(self)
 
@@ -386,4 +390,4 @@ class Strategy:
         return local_results(value, keras.tree.map_structure, keras.tree.flatten)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} num_replicas_in_sync={self.num_replicas_in_sync}>"
+        return describe(self)

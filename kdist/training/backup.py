@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import time
@@ -14,13 +13,12 @@ import keras
 from kdist.backends.messages import gather
 from kdist.checkpoint.checkpoint import Checkpoint, settle_all
 from kdist.checkpoint.manager import CheckpointManager
+from kdist.cluster import logs
 from kdist.errors import CheckpointCorruptError, InvalidArgumentError
 from kdist.training.meetings import Meetings
 from kdist.training.preemption import TerminationConfig, TerminationWatch
 from kdist.training.progress import Progress
 from kdist.training.session import progress_of
-
-_log = logging.getLogger("kdist")
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -161,4 +159,4 @@ def _restore_newest(manager: CheckpointManager) -> None:
             manager.checkpoint.restore(path)
             return
         except CheckpointCorruptError as error:
-            _log.warning("%s kdist goes on with the backup before it.", error)
+            logs.logger.warning("%s kdist goes on with the backup before it.", error)

@@ -6,7 +6,6 @@ Names and meanings are those of `tf.distribute.experimental.PreemptionCheckpoint
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -19,10 +18,9 @@ from typing import Any
 from kdist.backends.contract import Runtime
 from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.manager import CheckpointManager
+from kdist.cluster import logs
 from kdist.errors import InvalidArgumentError
 from kdist.training.meetings import Meetings
-
-_log = logging.getLogger("kdist")
 
 EXIT_CODE = 75
 """With which preempted workers leave: "temporary failure, try again" (EX_TEMPFAIL of sysexits.h)."""
@@ -72,7 +70,7 @@ class TerminationWatch:
         elif threading.current_thread() is threading.main_thread():
             self._earlier = signal.signal(signal.SIGTERM, self._on_signal)
         else:
-            _log.warning("SIGTERM cannot be watched from a thread; pass a termination_watcher_fn.")
+            logs.logger.warning("SIGTERM cannot be watched from a thread; pass a termination_watcher_fn.")
 
     def must_leave(self, num_steps: int) -> bool:
         """Says whether all workers save and leave after so many steps; the same on all of them."""
@@ -84,7 +82,7 @@ class TerminationWatch:
 
     def leave(self, save: Callable[[], Any]) -> None:
         """Calls what saves and waits until everything is on disk, and ends the process."""
-        _log.warning("A worker is to be terminated: all workers save and leave.")
+        logs.logger.warning("A worker is to be terminated: all workers save and leave.")
         (self._config.save_fn or save)()
         self.close()
         if self._config.exit_fn is not None:

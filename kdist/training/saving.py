@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import threading
 import time
@@ -29,6 +28,7 @@ import numpy as np
 
 from kdist import keras_hooks
 from kdist.backends.contract import Runtime
+from kdist.cluster import logs
 from kdist.context import StrategyLike
 from kdist.training.whole_files import is_remote, normal, write_whole
 
@@ -40,7 +40,6 @@ _IMPATIENCE_SECONDS = 1.0
 _WRITING_SECONDS = 600.0
 _PAUSE = 0.02
 
-_logger = logging.getLogger("kdist")
 _is_alone: ContextVar[bool] = ContextVar("kdist_saves_alone", default=False)
 _keeps_files: ContextVar[bool] = ContextVar("kdist_keeps_files", default=False)
 
@@ -153,8 +152,8 @@ class _Log:
             try:
                 return self._wait(runtime, wanted)
             except Exception as error:  # whatever the engine raises when the chief has gone
-                _logger.warning(
-                    "kdist: worker %d writes %s itself, since the chief (worker 0) does not answer: %s",
+                logs.logger.warning(
+                    "worker %d writes %s itself, since the chief (worker 0) does not answer: %s",
                     runtime.worker_index,
                     wanted[0],
                     str(error)[:200],
@@ -215,8 +214,8 @@ class _Log:
         return text is not None
 
     def _warn_of_waiting(self, runtime: Runtime, path: str) -> None:
-        _logger.warning(
-            "kdist: worker %d writes %s itself, since the chief (worker 0) has not saved the same.",
+        logs.logger.warning(
+            "worker %d writes %s itself, since the chief (worker 0) has not saved the same.",
             runtime.worker_index,
             path,
         )
@@ -235,7 +234,7 @@ def _post(runtime: Runtime, key: str, value: Any) -> None:
     try:
         runtime.group.post(key, json.dumps(value))
     except Exception as error:  # a file can be saved when nobody is left to be told
-        _logger.warning("kdist: the other workers cannot be told of a save: %s", str(error)[:200])
+        logs.logger.warning("the other workers cannot be told of a save: %s", str(error)[:200])
 
 
 def _stat(path: str) -> list[int] | None:

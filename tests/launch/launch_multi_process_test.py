@@ -45,7 +45,7 @@ def test_a_failure_is_raised_with_its_cause():
 
     start = time.monotonic()
     with no_leaks(), pytest.raises(LaunchError, match="worker 1 failed: KeyError") as info:
-        kdist.launch(work, timeout=TIMEOUT)
+        kdist.launch(work, 2, timeout=TIMEOUT)
     assert time.monotonic() - start < 15
     assert isinstance(info.value.__cause__, KeyError)
     assert "in work" in str(info.value) and info.value.worker_index == 1 and info.value.exit_code == 1
@@ -58,7 +58,7 @@ def test_a_killed_worker():
         time.sleep(100)
 
     with no_leaks(), pytest.raises(LaunchError, match="worker 0 was killed by SIGKILL") as info:
-        kdist.launch(work, timeout=TIMEOUT)
+        kdist.launch(work, 2, timeout=TIMEOUT)
     assert info.value.exit_code == 137
 
 
@@ -74,7 +74,7 @@ def test_timeout_shows_where_the_workers_are():
             time.sleep(100)
 
     with no_leaks(), pytest.raises(WorkerTimeoutError, match="worker 1 did not") as info:
-        kdist.launch(stuck_here, timeout=5)
+        kdist.launch(stuck_here, 2, timeout=5)
     assert "in stuck_here" in str(info.value) and "worker 0 was here" not in str(info.value)
 
 
@@ -126,7 +126,7 @@ def test_ctrl_c_ends_the_workers(tmp_path):
     script.write_text(
         "import kdist.launch\n"
         "def work():\n    import os, time\n    print(f'pid={os.getpid()}', flush=True)\n    time.sleep(100)\n"
-        "try:\n    kdist.launch(work)\nexcept KeyboardInterrupt:\n    print('interrupted', flush=True)\n"
+        "try:\n    kdist.launch(work, 2)\nexcept KeyboardInterrupt:\n    print('interrupted', flush=True)\n"
     )
     with open(tmp_path / "out", "w+") as out:
         process = subprocess.Popen(

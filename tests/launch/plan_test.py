@@ -13,7 +13,7 @@ from kdist.errors import BackendError, ClusterConfigError, InvalidArgumentError
 from kdist.launch import plan as planning
 from kdist.launch import supervisor as supervisor_module
 from kdist.launch.output import LineStream, Sink, Tail
-from kdist.launch.plan import JobPlan, check_backend, parse_hosts, plan_job, resolve_num_workers
+from kdist.launch.plan import JobPlan, check_backend, idle_gpus, parse_hosts, plan_job, resolve_num_workers
 from kdist.launch.report import MOST_LINES, failure_block, last_traceback, shell_exit_code
 from kdist.launch.supervisor import Supervisor
 from tests.ports import neighbouring_ports
@@ -88,6 +88,11 @@ def test_threads_and_gpus_are_shared_out(monkeypatch):
     monkeypatch.setattr(planning, "count_cores", lambda: 8)
     workers = plan_job(2, environ={"CUDA_VISIBLE_DEVICES": "4,5,6"}).workers
     assert [worker.environ["CUDA_VISIBLE_DEVICES"] for worker in workers] == ["4", "5"]
+    for gpus, each in ((8, ["0,1,2,3", "4,5,6,7"]), (5, ["0,1", "2,3"]), (2, ["0", "1"])):
+        environ = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+        plan = plan_job(2, environ=environ)
+        assert [worker.environ["CUDA_VISIBLE_DEVICES"] for worker in plan.workers] == each
+        assert idle_gpus(plan, environ) == (["4"] if gpus == 5 else [])
     assert workers[0].environ["OMP_NUM_THREADS"] == workers[0].environ["TF_NUM_INTRAOP_THREADS"] == "4"
     few = plan_job(2, environ={"CUDA_VISIBLE_DEVICES": "4", "OMP_NUM_THREADS": "7"}).workers
     assert few[1].environ["CUDA_VISIBLE_DEVICES"] == "4" and few[1].environ["OMP_NUM_THREADS"] == "7"
@@ -99,7 +104,7 @@ def test_threads_and_gpus_are_shared_out(monkeypatch):
 def test_number_of_workers(monkeypatch):
     monkeypatch.setattr(planning, "count_cores", lambda: 8)
     assert resolve_num_workers("auto", {"CUDA_VISIBLE_DEVICES": "1,2"}) == 2
-    assert resolve_num_workers("auto", {"CUDA_VISIBLE_DEVICES": ""}) == 8
+    assert resolve_num_workers("auto", {"CUDA_VISIBLE_DEVICES": ""}) == 1, "not one a core"
     assert resolve_num_workers("3") == resolve_num_workers(3) == 3
     for wrong in ("0", "-1", "two", "", "1.5", 0, True, "9" * 30):
         with pytest.raises(InvalidArgumentError, match="number of workers"):

@@ -98,7 +98,7 @@ def test_a_failure_is_raised_with_its_cause(nothing_stays, tmp_path):
         time.sleep(100)
 
     with pytest.raises(LaunchError, match="worker 1 failed: KeyError") as info:
-        kdist.launch(work, timeout=TIMEOUT, on="ray")
+        kdist.launch(work, 2, timeout=TIMEOUT, on="ray")
     assert isinstance(info.value.__cause__, KeyError)
     assert "in work" in str(info.value) and info.value.worker_index == 1 and info.value.exit_code == 1
     assert left_of([one for path in tmp_path.iterdir() for one in eval(path.read_text())]) == []
@@ -118,7 +118,7 @@ def test_a_killed_worker(nothing_stays, victim):
 
     start = time.monotonic()
     with pytest.raises(LaunchError, match="worker 0 was killed by SIGKILL") as info:
-        kdist.launch(work, timeout=TIMEOUT, on="ray")
+        kdist.launch(work, 2, timeout=TIMEOUT, on="ray")
     assert info.value.exit_code == 137 and time.monotonic() - start < 30
 
 
@@ -129,7 +129,7 @@ def test_timeout_shows_where_the_workers_are(nothing_stays):
             time.sleep(100)
 
     with pytest.raises(WorkerTimeoutError, match="worker 1 did not") as info:
-        kdist.launch(stuck_here, timeout=8, on="ray")
+        kdist.launch(stuck_here, 2, timeout=8, on="ray")
     assert "in stuck_here" in str(info.value) and "worker 0 was here" not in str(info.value)
 
 
@@ -172,7 +172,7 @@ def test_two_workers_train_on_a_cluster_that_is_started_and_stopped(tmp_path):
         "import signal\n"
         "handler = signal.getsignal(signal.SIGTERM)\n"
         "with no_leaks(settle=10, ignore_variables='RAY_'):\n"
-        "    results = kdist.launch(train, on='ray', backend='jax', timeout=150)\n"
+        "    results = kdist.launch(train, 2, on='ray', backend='jax', timeout=150)\n"
         "assert signal.getsignal(signal.SIGTERM) is handler\n"
         "import ray\n"
         "print(json.dumps(results), ray.is_initialized())\n"

@@ -70,6 +70,12 @@ class JaxCore(Runtime):
                 self.broadcast([np.zeros(1, np.float32)])  # a broken connection shows here
 
     @property
+    def communication(self) -> str:
+        """By what devices talk is JAX's choice, by their kind."""
+        by_kind = {"cpu": "gloo", "gpu": "nccl"}
+        return by_kind.get(self.devices[0].partition(":")[0], "xla") if self.num_workers > 1 else ""
+
+    @property
     def all_devices(self) -> list[str]:
         """The devices of the mesh, in its order."""
         return [f"{device.platform}:{device.id}" for device in self.mesh.devices.flat]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import logging
 import os
 import signal
 import socket
@@ -24,10 +23,8 @@ import jax
 
 from kdist.backends import stalls
 from kdist.backends.store import Store
-from kdist.cluster import Cluster, liveness, split_address
+from kdist.cluster import Cluster, liveness, logs, split_address
 from kdist.errors import WorkerLostError
-
-_log = logging.getLogger("kdist")
 
 # Shares of the heartbeat timeout. How long the main thread has to raise an error after a worker is known to be
 # lost, before the process ends; and how long an error waits for a name, which the service knows after 0.5.
@@ -334,7 +331,7 @@ class Watch:
                     return
                 if waited > 10 and not told:
                     told = True
-                    _log.warning("Waiting for %s to end.", self._cluster.worker_names[index])
+                    logs.logger.warning("Waiting for %s to end.", self._cluster.worker_names[index])
 
 
 def _farewell_key(index: int) -> str:

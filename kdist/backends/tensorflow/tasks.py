@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.backends.coordination import after_lost_server
+from kdist.backends.waiting import Waiting
 from kdist.cluster import ClusterSpec, environment, split_address
 from kdist.cluster.addresses import cannot_listen
 from kdist.cluster.roles import ServerCluster
@@ -86,8 +87,10 @@ def require(tasks: Sequence[Task], timeout: float) -> None:
         WorkerTimeoutError: Some did not come; names them.
     """
     deadline = time.monotonic() + timeout
+    waiting = Waiting([task.name for task in tasks], timeout)
     missing = list(tasks)
     while missing := [task for task in missing if not task.answers()]:
+        waiting.note([tasks.index(task) for task in missing])
         if time.monotonic() > deadline:
             raise WorkerTimeoutError(
                 f"All workers and servers must come within {timeout:g} s; "

@@ -23,7 +23,7 @@ from kdist.backends.mail import Mail
 from kdist.backends.tensorflow import meeting
 from kdist.backends.tensorflow.store import ServiceStore
 from kdist.cluster import Cluster, liveness
-from kdist.communication.options import CommunicationOptions
+from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.errors import DeviceError
 
 _HUNG = "kdist/hung"
@@ -281,7 +281,10 @@ def join(
 
     def connect(timeout: float) -> JoinedWorkers:
         native = _connect(cluster, options, devices, timeout)
-        return JoinedWorkers(cluster, native, options.timeout_seconds)
+        joined = JoinedWorkers(cluster, native, options.timeout_seconds)
+        rings = options.implementation is CommunicationImplementation.RING
+        joined.communication = "nccl" if devices[0].startswith("gpu:") and not rings else "grpc"
+        return joined
 
     joined = join_once(cluster, options.timeout_seconds, connect)
     return joined.native, joined

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from kdist.backends.joining import check_devices, missing_error
 from kdist.backends.torch import lifeline
+from kdist.backends.waiting import Waiting
 from kdist.cluster import Cluster, environment, is_loopback, join_address, split_address
 from kdist.cluster.addresses import port_error
 from kdist.errors import ClusterConfigError
@@ -41,6 +42,7 @@ class Meeting:
         self.cluster = cluster
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
+        self._waiting = Waiting(cluster.worker_names, timeout)
         self.host, self._port = split_address(cluster.coordinator or "127.0.0.1:1")
         # A job that torchrun restarts meets in the same store again.
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -64,12 +66,14 @@ class Meeting:
         store.set(keys[cluster.worker_index], json.dumps(value))
         while not store.check(keys):
             gave_up = store.check(["gave up"])
-            if gave_up or time.monotonic() > self._deadline:
-                missing = [index for index, key in enumerate(keys) if not store.check([key])]
+            gives_up = gave_up or time.monotonic() > self._deadline
+            if gives_up or (cluster.is_chief and self._waiting.is_due):
+                self._waiting.note([index for index, key in enumerate(keys) if not store.check([key])])
+            if gives_up:
                 store.set("gave up", "")
                 if cluster.is_chief and not gave_up:
                     time.sleep(_FAREWELL)
-                raise missing_error(self.cluster, self._timeout, missing)
+                raise missing_error(self.cluster, self._timeout, self._waiting.missing)
             time.sleep(_PAUSE)
         return [json.loads(store.get(key)) for key in keys]
 
@@ -126,6 +130,8 @@ class Meeting:
             except OSError as error:
                 if time.monotonic() > self._deadline:
                     raise missing_error(self.cluster, self._timeout, [0]) from error
+            if not self.cluster.is_chief:
+                self._waiting.note([0])
             time.sleep(_PAUSE)
 
 

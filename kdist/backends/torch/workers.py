@@ -71,6 +71,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         super().__init__(cluster, GroupStore(store))
         self._lifeline = lifeline
         self._nccl = nccl
+        self.communication = "nccl" if nccl else "gloo"
         self._owns_group = owns_group
         self._cpu_group = cpu_group
         self._stuck = False

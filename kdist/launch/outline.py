@@ -1,0 +1,84 @@
+"""A job's plan in words: the line that `kdist run` begins with, and what `--dry-run` prints."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+
+from kdist.cluster import keras_backend_choice, visible_gpus
+from kdist.cluster.environment import TOKEN_VARIABLE
+from kdist.cluster.roles import listed, number_of
+from kdist.launch.plan import THREADS, JobPlan, WorkerPlan, idle_gpus, is_auto
+
+_ORDER = ("chief", "worker", "ps", "evaluator")
+
+
+def line(plan: JobPlan, num_workers: str | int, num_hosts: int = 1) -> str:
+    """Returns a plan in one line, as far as the launcher knows it, which asks no framework.
+
+    Args:
+        plan: The plan of this machine.
+        num_workers: What was asked for: a number, or "auto".
+        num_hosts: How many machines there are.
+
+    Example:
+
+    >>> from kdist.launch.outline import line
+    >>> from kdist.launch.plan import plan_job
+    >>> plan = plan_job(2, backend="jax", environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    >>> plan.release_ports()
+    >>> line(plan, "2")
+    '2 workers × 2 gpu on jax, from --num-workers'
+    """
+    counts = {role: sum(task.role == role for task in plan.workers) for role in _ORDER}
+    said = [_number(role, count, num_hosts, plan) for role, count in counts.items() if count]
+    backend, _ = keras_backend_choice(plan.workers[0].environ)
+    gpus = len(visible_gpus())
+    found = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "no GPU"
+    origin = f"auto: {found} here" if is_auto(num_workers) else "--num-workers"
+    return f"{', '.join(said)} on {backend}, from {origin}"
+
+
+def _number(role: str, count: int, num_hosts: int, plan: JobPlan) -> str:
+    said = number_of(role, count)
+    if role != "worker":
+        return said
+    if num_hosts > 1:
+        said = f"{count} of {number_of(role, count * num_hosts)}"
+    return f"{said} × {_devices(next(task for task in plan.workers if task.role == role))}"
+
+
+def _devices(task: WorkerPlan) -> str:
+    gpus = visible_gpus(task.environ)
+    return f"{len(gpus)} gpu" if gpus else "1 cpu"
+
+
+def left_idle(plan: JobPlan, environ: Mapping[str, str] | None = None) -> str:
+    """Says which GPUs no task has; empty where there are none."""
+    idle = idle_gpus(plan, environ)
+    if not idle:
+        return ""
+    said = f"GPU {idle[0]} stays idle" if len(idle) == 1 else f"GPUs {listed(idle)} stay idle"
+    if any(task.role == "ps" for task in plan.workers):
+        return f"{said}: with --num-ps, each worker takes one."
+    total = len(visible_gpus(environ))
+    return f"{said}, so that all workers have as many. A --num-workers that divides {total} uses all."
+
+
+def details(plan: JobPlan, command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
+    """Returns what would be started: the command, and each task with its address, devices, threads and variables.
+
+    Variables are written as a shell takes them. A secret of the job that the launcher has made is not shown.
+    """
+    inherited = os.environ if environ is None else environ
+    lines = [f"command: {shlex.join(command)}"]
+    for task in plan.workers:
+        threads = task.environ.get(THREADS[0], "")
+        share = f"{threads} thread{'s' * (threads != '1')}"
+        lines.append(f"{task.full_name}: {_devices(task)}, {share}")
+        told = {name: value for name, value in task.environ.items() if inherited.get(name) != value and value}
+        if TOKEN_VARIABLE in told:
+            told[TOKEN_VARIABLE] = "(made anew for each job)"
+        lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(told.items())]
+    return "\n".join(lines)

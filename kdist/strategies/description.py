@@ -1,0 +1,98 @@
+"""What a strategy says of itself: in its `repr`, and in a line on stderr, once it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kdist.backends import get_backend
+from kdist.cluster import logs
+from kdist.cluster.roles import listed, number_of
+from kdist.topology import Central, Sharded
+
+# The one that was announced: others of the same job say nothing new.
+_announced: list[str] = []
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a class or an object tells of itself, where nothing else says it.
+
+    Args:
+        namespace: Where users find the class.
+        tasks: Which tasks there are, in words, where they have different work.
+        source: Who has described them.
+    """
+
+    namespace: str = "kdist"
+    tasks: Sequence[str] = ()
+    source: str = ""
+
+
+def describe(strategy: Any) -> str:
+    """Returns the `repr` of a strategy, whatever has been made of it yet."""
+    kind = type(strategy)
+    name = (
+        f"{strategy._told.namespace}.{kind.__name__}"
+        if kind.__module__.startswith("kdist.")
+        else kind.__name__
+    )
+    runtime: Any = getattr(strategy, "_runtime", None)
+    if runtime is None:
+        return f"<{name}: not made yet>"
+    parts = strategy._told.tasks or [
+        *_worker(runtime),
+        _devices(runtime),
+        *_storage(runtime.topology.storage, runtime.num_replicas),
+    ]
+    if runtime.communication:
+        parts = [*parts, runtime.communication]
+    return f"<{name} on {get_backend().name}: {', '.join(parts)}>"
+
+
+def announce(strategy: Any) -> None:
+    """Says what came of a strategy: by itself on the chief of a job of several tasks, and there once."""
+    runtime, several = strategy.runtime, bool(strategy._told.tasks) or strategy.runtime.num_workers > 1
+    if runtime.worker_index:
+        logs.logger.debug("%r", strategy)
+    elif several and not _announced:
+        _announced.append(plan(strategy))
+        logs.notice("%s", plan(strategy))
+    else:
+        logs.logger.info("%s", plan(strategy))
+
+
+def plan(strategy: Any) -> str:
+    """Returns the strategy, what carries it, the tasks with their devices, and who has described them.
+
+    "MultiWorkerMirrored on torch/gloo, 2 workers × 1 cpu, from TF_CONFIG".
+    """
+    runtime = strategy.runtime
+    engine = "/".join(filter(None, [get_backend().name, runtime.communication]))
+    workers = number_of("worker", runtime.num_workers)
+    each = f"{len(runtime.devices)} {runtime.devices[0].partition(':')[0]}"
+    who = strategy._told.tasks or [f"{workers} × {each}"]
+    cluster = runtime.topology.cluster
+    source = strategy._told.source or (cluster.source if cluster is not None else "")
+    name = type(strategy).__name__.removesuffix("Strategy")
+    return ", ".join([f"{name} on {engine}", *who, *([f"from {source}"] if source else [])])
+
+
+def _worker(runtime: Any) -> list[str]:
+    several = runtime.num_workers > 1
+    return [f"worker {runtime.worker_index} of {runtime.num_workers}"] if several else []
+
+
+def _devices(runtime: Any) -> str:
+    number = len(runtime.devices)
+    return f"{number} device{'s' * (number > 1)} ({listed(runtime.devices)})"
+
+
+def _storage(storage: Any, num_devices: int) -> list[str]:
+    if isinstance(storage, Central):
+        return [f"variables on {storage.device}"]
+    if isinstance(storage, Sharded):
+        lengths = zip(storage.axes, storage.mesh_shape(num_devices), strict=True)
+        return ["mesh " + " × ".join(f"{axis}={length}" for axis, length in lengths)]
+    return []
