@@ -177,9 +177,12 @@ def test_a_worker_that_never_comes(backend, missing, tmp_path):
         "TF_CONFIG": tf_config(addresses, 1 - missing),
         "KDIST_JOIN_TIMEOUT": "3",
     }
-    with scripts(tmp_path, PRELUDE + IMPORT + MULTI_WORKER, [env]) as (script,):
-        words = (f"worker {missing} ({addresses[missing]})", "within 3 s", "KDIST_JOIN_TIMEOUT=")
-        expect(script, "WorkerTimeoutError", *words)
+    sooner = "from kdist.backends import waiting; waiting._FIRST = 1.0\n"
+    with scripts(tmp_path, PRELUDE + IMPORT + sooner + MULTI_WORKER, [env]) as (script,):
+        name = f"worker {missing} ({addresses[missing]})"
+        expect(script, "WorkerTimeoutError", name, "within 3 s", "KDIST_JOIN_TIMEOUT=")
+        assert f"kdist: waiting for {name}, 1 of 3 s\n" in script.stderr()
+        assert f"waiting for worker {1 - missing}" not in script.stderr()
 
 
 # What the workers must agree on ------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ from tests.processes import Script, each_backend
 SCRIPT = """
 import faulthandler
 faulthandler.dump_traceback_later(150, exit=True)
-import gc, json, threading, time
+import gc, json, logging, threading, time
 import numpy as np
 import keras, kdist
 from kdist import keras_hooks
+from kdist.backends import waiting
 from kdist.testing import free_ports
 
 found = {}
@@ -53,7 +54,15 @@ error("no server", make, {"worker": places[:3]})
 error("two chiefs", make, cluster | {"chief": ["localhost:1", "localhost:2"]})
 error("a worker's strategy", make, cluster, task_type="worker", task_id=1)
 error("a server's strategy", make, cluster, task_type="ps", task_id=0)
+found["waits"] = []
+handler = logging.Handler()
+handler.emit = lambda record: found["waits"].append(record.getMessage())
+logging.getLogger("kdist").addHandler(handler)
+waiting._FIRST = 0.3
 if not is_native:  # which connects a process to one cluster
+    from kdist.coordinator import own
+
+    own._LOOK = 0.2
     error("a worker that never comes", make, {"worker": [*places[:3], places[5]], "ps": places[3:5]})
     error("a server that never comes", make, {"worker": places[:3], "ps": places[4:6]})
 error("a wrong job", kdist.Server, cluster, "chief", 0)
@@ -67,6 +76,7 @@ error("a staleness below zero", kdist.ParameterServerStrategy, resolver(cluster)
 strategy = kdist.ParameterServerStrategy(
     resolver(cluster), kdist.experimental.partitioners.FixedShardsPartitioner(2), max_staleness=1
 )
+found["repr"] = repr(strategy)
 coordinator = kdist.coordinator.ClusterCoordinator(strategy)
 with strategy.scope():
     weights = keras.Variable(np.zeros((5, 3), "float32"), name="weights")
@@ -236,6 +246,19 @@ def test_each_function_counts_once_and_is_as_stale_as_allowed(found: dict[str, A
 def test_each_worker_has_its_own_values_and_draws(found: dict[str, Any]) -> None:
     assert set(found["read"]) <= {10, 11, 12} and found["read"]
     assert found["draws"] > 15  # no worker draws again what another one has
+
+
+@each_backend
+def test_the_coordinator_says_what_it_has_and_for_whom_it_waited(found: dict[str, Any]) -> None:
+    backend, is_native = found["backend"], found["backend"] == "tensorflow"
+    assert found["repr"] == f"<kdist.ParameterServerStrategy on {backend}: 3 workers, 2 parameter servers>"
+    plan = f"ParameterServer on {backend}, 3 workers, 2 parameter servers, from SimpleClusterResolver"
+    assert plan in found["waits"]
+    said = [line for line in found["waits"] if line.startswith("waiting for ")]
+    found_missing = [
+        re.fullmatch(r"waiting for (.*) \(localhost:\d+\), [01] of 1 s", line)[1] for line in said
+    ]
+    assert set(found_missing) == (set() if is_native else {"worker 3", "ps 1"})
 
 
 ERRORS = {

@@ -23,7 +23,9 @@ def test_success(run):
     assert sorted(job.stdout().splitlines()) == [
         f"[worker {i}] hello {i} ['--num-workers', '7', '-m', '--', 'x']" for i in (0, 1)
     ]
-    assert sorted(job.stderr().splitlines()) == ["[worker 0] warned", "[worker 1] warned"]
+    plan, *warned = job.stderr().splitlines()
+    assert plan.startswith("kdist: 2 workers × 1 cpu on ") and plan.endswith(", from --num-workers")
+    assert sorted(warned) == ["[worker 0] warned", "[worker 1] warned"]
 
 
 @pytest.mark.parametrize("option", ["--num-workers", "--num_workers", "--nproc-per-node", "--nproc_per_node"])
@@ -159,7 +161,7 @@ def test_the_killed_worker_is_blamed_and_not_the_one_that_lost_it(run, tmp_path)
     start = time.monotonic()
     assert job.wait() == 137
     assert time.monotonic() - start < 10  # the promise is 1 s; a busy machine takes longer
-    assert "worker 1" in job.stderr().splitlines()[1] and "SIGKILL" in job.stderr()
+    assert "worker 1" in job.stderr().splitlines()[2] and "SIGKILL" in job.stderr()
 
 
 def test_the_first_traceback_is_blamed_and_not_the_first_exit(run):

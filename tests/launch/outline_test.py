@@ -1,0 +1,115 @@
+"""A job's plan in words, and what `kdist run --dry-run` prints; nothing is started."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+import kdist
+from kdist.command_line import main
+from kdist.launch import linux, outline
+from kdist.launch.roles import plan_roles
+from tests.ports import neighbouring_ports
+
+GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    def start(*args, **kwargs):
+        raise AssertionError("A process was started.")
+
+    monkeypatch.setattr(linux, "become_subreaper", start)
+    monkeypatch.setattr("subprocess.Popen", start)
+    for name in ("KERAS_BACKEND", "KDIST_LOG", "TF_CONFIG", "KDIST_CLUSTER_TOKEN", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in GPUS.items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / "train it.py"
+    path.write_text("raise SystemExit(3)")
+    return path
+
+
+def line(*args, asked="2", environ=GPUS, hosts=(), **kwargs):
+    plan = plan_roles(*args, environ={"KERAS_BACKEND": "jax", **environ}, hosts=hosts, **kwargs)
+    plan.release_ports()
+    return outline.line(plan, asked, max(1, len(hosts))), outline.left_idle(plan, environ)
+
+
+def test_the_line_has_workers_devices_and_backend():
+    assert line(2) == ("2 workers × 4 gpu on jax, from --num-workers", "")
+    assert line(1)[0].startswith("1 worker × 8 gpu on jax")
+    assert line(2, environ={"CUDA_VISIBLE_DEVICES": ""}, backend="Torch") == (
+        "2 workers × 1 cpu on torch, from --num-workers",
+        "",
+    )
+    said, _ = line(2, 1, True)
+    assert said.startswith("1 chief, 2 workers × 1 gpu, 1 parameter server, 1 evaluator on jax")
+
+
+def test_the_workers_of_this_machine_are_told_from_all():
+    port = neighbouring_ports(4)
+    hosts = [f"127.0.0.1:{port}", f"127.0.0.1:{port + 2}"]
+    assert line(2, hosts=hosts, host_index=1)[0].startswith("2 of 4 workers × 4 gpu on jax")
+
+
+def test_auto_says_what_it_has_found(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert line(1, asked="auto", environ={})[0].endswith("from auto: no GPU here")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert line(2, asked="auto", environ={})[0].endswith("from auto: 2 GPUs here")
+
+
+def test_gpus_that_no_task_has_are_named():
+    assert line(3)[1] == (
+        "GPUs 6, 7 stay idle, so that all workers have as many. A --num-workers that divides 8 uses all."
+    )
+    assert line(7)[1].startswith("GPU 7 stays idle")
+    assert line(7, 0, True)[1] == "", "the evaluator has it"
+    assert line(3, 1)[1] == "GPUs 4, 5, 6, 7 stay idle: with --num-ps, each worker takes one."
+
+
+def test_a_dry_run_starts_nothing_and_prints_what_each_worker_would_be_told(script, capsys):
+    logs = script.parent / "logs"
+    call = ["run", "-n", "3", "--dry-run", "--backend", "torch", "--log-dir", str(logs), str(script), "a b"]
+    assert main(call) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and not logs.exists()
+    assert out.startswith("plan: 3 workers × 2 gpu on torch, from --num-workers\nGPUs 6, 7 stay idle")
+    assert f"'{script}' 'a b'\n" in out and "Nothing was started." in out
+    tasks = re.split(r"^worker ", out, flags=re.MULTILINE)[1:]
+    for index, task in enumerate(tasks):
+        address = re.match(rf"{index} \((127.0.0.1:\d+)\): 2 gpu, ", task)[1]
+        config = json.loads(re.search("TF_CONFIG='(.*)'", task)[1])
+        assert config["task"] == {"type": "worker", "index": index}
+        assert config["cluster"]["worker"][index] == address
+        assert f"\n  RANK={index}\n" in task and "\n  KERAS_BACKEND=torch\n" in task
+        assert f"\n  CUDA_VISIBLE_DEVICES={2 * index},{2 * index + 1}\n" in task
+    assert len(tasks) == 3
+
+
+def test_a_dry_run_shows_no_secret(script, capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr("secrets.token_hex", lambda size: shown.append("5ec2e7") or "5ec2e7")
+    assert main(["run", "-n", "1", "--num-ps", "1", "--dry-run", str(script)]) == 0
+    out, _ = capsys.readouterr()
+    assert shown and "5ec2e7" not in out and "KDIST_CLUSTER_TOKEN=" in out
+
+
+def test_a_wrong_call_is_one_in_a_dry_run_too(script, capsys):
+    assert main(["run", "-n", "0", "--dry-run", str(script)]) == 2
+    assert "positive integer or auto" in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"kdist {kdist.__version__}\n"
+
+
+def test_a_wrong_level_is_a_wrong_call(script, capsys, monkeypatch):
+    monkeypatch.setenv("KDIST_LOG", "loud")
+    assert main(["run", str(script)]) == 2
+    assert "KDIST_LOG='loud'" in capsys.readouterr().err
