@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kdist.checkpoint import layout
 from kdist.checkpoint.checksums import crc32
 from kdist.checkpoint.index import File, Index, Piece, Tensor, parse
+from kdist.checkpoint.progress import progress
 from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 _CHUNK = 1 << 20  # what is summed is still in the cache
@@ -41,8 +42,10 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         return parse(data, file)
 
 
-def read_tensors(path: str, index: Index, wanted: Sequence[Tensor]) -> dict[str, Any]:
+def read_tensors(path: str, index: Index, wanted: Sequence[Tensor], shown: bool = False) -> dict[str, Any]:
     """Reads tensors into NumPy arrays by their names, in several threads, and checks their sums.
+
+    Where it takes long, a line says how far it has come, if that is to be `shown`.
 
     Raises:
         CheckpointCorruptError: A file is missing, short, or has other bytes than were saved.
@@ -50,9 +53,15 @@ def read_tensors(path: str, index: Index, wanted: Sequence[Tensor]) -> dict[str,
     import numpy as np
 
     arrays: dict[str, Any] = {tensor.name: np.empty(tensor.num_bytes, np.uint8) for tensor in wanted}
-    with _offering_another(path), _opened(path, index) as shards, ThreadPoolExecutor(_THREADS) as pool:
+    num_bytes = sum(tensor.num_bytes for tensor in wanted)
+    with (
+        _offering_another(path),
+        _opened(path, index) as shards,
+        progress(f"reading {path}", num_bytes, shown) as add,
+        ThreadPoolExecutor(_THREADS) as pool,
+    ):
         jobs = [
-            pool.submit(shards[piece.file].read, tensor, piece, memoryview(arrays[tensor.name]))
+            pool.submit(shards[piece.file].read, tensor, piece, memoryview(arrays[tensor.name]), add)
             for tensor in wanted
             for piece in tensor.pieces
         ]
@@ -80,12 +89,16 @@ def verify(path: str | os.PathLike[str]) -> Index:
     """
     index = read_index(path)
     path = os.fspath(path)
-    with _offering_another(path), _opened(path, index) as shards:
+    with (
+        _offering_another(path),
+        _opened(path, index) as shards,
+        progress(f"checking {path}", index.num_bytes) as add,
+    ):
         for shard in shards:
             shard.check_header()
         for tensor in index.tensors:
             for piece in tensor.pieces:
-                shards[piece.file].read(tensor, piece, None)
+                shards[piece.file].read(tensor, piece, None, add)
     return index
 
 
@@ -163,8 +176,10 @@ class _Shard:
                 received={"file": self._path},
             )
 
-    def read(self, tensor: Tensor, piece: Piece, array: memoryview | None) -> None:
-        """Reads a piece into its place in an array, or only checks its sum."""
+    def read(
+        self, tensor: Tensor, piece: Piece, array: memoryview | None, add: Callable[[int], None]
+    ) -> None:
+        """Reads a piece into its place in an array, or only checks its sum; `add` is told of what is done."""
         itemsize = tensor.size.itemsize
         num_bytes = (piece.last - piece.first) * itemsize
         scratch = memoryview(bytearray(min(num_bytes, _CHUNK) if array is None else 0))
@@ -178,6 +193,7 @@ class _Shard:
                 break  # cut since it was opened: the sum says so
             crc = crc32(part[:got], crc)
             done += got
+            add(got)
         if crc != piece.crc32:
             raise CheckpointCorruptError(
                 "A shard must have the bytes that it was saved with: a tensor is damaged.",

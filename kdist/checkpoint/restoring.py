@@ -114,7 +114,8 @@ def restore(
         plan = match(path, index, parts, worker, num_workers)
         named = {tensor.name: tensor for tensor in index.tensors}
         arrays = [named[name] for name in plain.tensors_in(dict(index.values))]
-        values = read_tensors(path, index, [tensor for _, tensor in plan.variables] + arrays)
+        wanted = [tensor for _, tensor in plan.variables] + arrays
+        values = read_tensors(path, index, wanted, shown=worker == 0)
         for variable, tensor in plan.variables:
             values[tensor.name] = _converted(path, tensor, values[tensor.name], variable)
         return plan, values

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def main() -> None:
         import kdist
 
         strategy = kdist.MultiWorkerMirroredStrategy()
-    result = train(strategy, options.epochs, verbose=0 if options.plain else 1)
+    # A bar where somebody looks at it, else a line an epoch.
+    result = train(strategy, options.epochs, verbose=1 if sys.stdout.isatty() else 2)
     if strategy is None or strategy.runtime.worker_index == 0:
         options.result.write_text(json.dumps(result))
 

@@ -95,7 +95,8 @@ def print_info() -> int:
     print(f"os: {platform.platform()}, {count_cores()} cores, {_memory()} memory")
     backend, why = keras_backend_choice()
     print(f"backend: {backend} ({why})")
-    print(f"devices: {devices_of(backend)}", flush=True)
+    print("devices: ", end="", flush=True)  # to ask takes seconds
+    print(devices_of(backend), flush=True)
     print("cluster sources, in the order in which they are asked:")
     print("\n".join(cluster_lines()))
     return 0

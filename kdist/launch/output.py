@@ -9,7 +9,10 @@ import sys
 import time
 from typing import Any
 
+from kdist.cluster import environment
+
 _SPLIT = re.compile(rb"(\r|\n)")
+_COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
 _LONGEST = 65536  # a line without an end is shown from here on
 _LOST = b"The job cannot go on without "  # how the error of a worker that has lost another begins
 _PATIENCE = 1.0  # seconds that half a line waits for its other half
@@ -22,6 +25,7 @@ class Sink:
         self._stream = stream
         self._bytes = getattr(stream, "buffer", None)
         self.is_terminal = bool(getattr(stream, "isatty", lambda: False)())
+        self.has_colours = self.is_terminal and not environment.get("NO_COLOR")
         self.open_line: LineStream | None = None
         self.broken = False
 
@@ -60,7 +64,7 @@ class LineStream:
 
     Whole lines are written at once. Half a line (a prompt, a progress bar that redraws itself with a
     carriage return) is shown live on a terminal if `eager`, else after a moment; where the output is not a
-    terminal, only the last state of a redrawn line is kept.
+    terminal, only the last state of a redrawn line is kept. Colours are left out there, and where `NO_COLOR` is set.
 
     Args:
         sink: Where to write.
@@ -108,6 +112,8 @@ class LineStream:
         if not self._text:
             self._since = time.monotonic()
         self._text += piece
+        if b"m" in piece and not self._sink.has_colours:  # where a colour ends, which may have come in parts
+            self._text = self._text[: self._shown] + _COLOUR.sub(b"", self._text[self._shown :])
 
     def _show(self) -> None:
         if self._sink.open_line is not self:

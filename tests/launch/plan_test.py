@@ -165,9 +165,18 @@ def test_a_redrawn_line_is_live_on_a_terminal():
     assert written == b"[0] 1/2\r[0] 2/2\x1b[K\n[1] x\n[0] 3/2\n"
 
 
+def test_colours_are_for_terminals_and_who_wants_them(monkeypatch):
+    bar = ((0, b"\x1b[1m1/2\x1b[0m \x1b[3"), (0, b"2m==\x1b[0m done\n"))
+    assert _lines(*bar) == b"[0] 1/2 == done\n"
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert _lines(*bar, terminal=True) == b"[0] \x1b[1m1/2\x1b[0m \x1b[32m==\x1b[0m done\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert _lines(*bar, terminal=True) == b"[0] 1/2 == done\n"
+
+
 @given(st.lists(st.tuples(st.integers(0, 1), st.binary(max_size=6)), max_size=20))
 def test_no_line_is_lost_or_mixed(feeds):
-    clean = [(worker, data.replace(b"\r", b"").replace(b"\b", b"")) for worker, data in feeds]
+    clean = [(worker, data.translate(None, b"\r\b\x1b")) for worker, data in feeds]
     written = _lines(*clean)
     for worker in (0, 1):
         sent = b"".join(data for who, data in clean if who == worker)

@@ -1,0 +1,83 @@
+"""A line that says how far reading has come: for what takes longer than two seconds, and where somebody looks at it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_PATIENCE = 2.0  # seconds after which somebody wonders
+_PAUSE = 0.1  # seconds between two states of the line
+_WIDTH = 20
+
+
+@contextlib.contextmanager
+def progress(what: str, num_bytes: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """Yields a function that is told, by any thread, of further bytes that are done.
+
+    The line is on a terminal or in a notebook alone, has no colours, and is gone at the end. Nothing is written where
+    the output is a file or a pipe.
+
+    Args:
+        what: What is done, "reading checkpoints/ckpt-3".
+        num_bytes: How many bytes there are.
+        shown: False for workers that are not the chief.
+    """
+    stream = next((one for one in (sys.stderr, sys.stdout) if _is_looked_at(one)), None) if shown else None
+    if stream is None or not num_bytes:
+        yield lambda more: None
+        return
+    line = _Line(stream, what, num_bytes)
+    try:
+        yield line.add
+    finally:
+        line.clear()
+
+
+class _Line:
+    def __init__(self, stream: Any, what: str, num_bytes: int) -> None:
+        self._stream, self._what, self._total = stream, what, num_bytes
+        self._lock = threading.Lock()
+        self._done = self._width = 0
+        self._began = time.monotonic()
+        self._next = self._began + _PATIENCE
+
+    def add(self, more: int) -> None:
+        """Counts bytes, and draws the line anew where it is time to."""
+        with self._lock:
+            self._done += more
+            now = time.monotonic()
+            if now < self._next:
+                return
+            self._next = now + _PAUSE
+            share = min(1.0, self._done / self._total)
+            full = round(_WIDTH * share)
+            left = (now - self._began) * (1 - share) / max(share, 1e-9)
+            drawn = f"{'━' * full}{'─' * (_WIDTH - full)}"
+            self._write(f"{self._what} {drawn} {share:.0%} of {_size(self._total)}, {left:.0f} s left")
+
+    def clear(self) -> None:
+        """Takes the line away, where there is one."""
+        with self._lock:
+            if self._width:
+                self._write("")
+                self._stream.write("\r")
+                self._stream.flush()
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody looks any more
+            self._stream.write(f"\r{text.ljust(self._width)}")
+            self._stream.flush()
+        self._width = len(text)
+
+
+def _is_looked_at(stream: Any) -> bool:
+    # A notebook's streams are no terminals, and yet redraw a line.
+    return stream is not None and (stream.isatty() or type(stream).__module__.startswith("ipykernel."))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,73 @@
+"""The line that says how far reading has come: after two seconds, where somebody looks at it, and gone at the end."""
+
+from __future__ import annotations
+
+import io
+import types
+
+import pytest
+
+from kdist.checkpoint import progress as module
+from kdist.checkpoint.progress import progress
+
+
+class Stream(io.StringIO):
+    is_terminal = True
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.fixture
+def now(monkeypatch):
+    at = [100.0]
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: at[0]))
+    return at
+
+
+def read(now, seconds, stream, monkeypatch, shown=True):
+    """Reads 10 MB in ten parts in so many seconds; returns the states of the line."""
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress("reading here", 10_000_000, shown) as add:
+        for _ in range(10):
+            now[0] += seconds / 10
+            add(1_000_000)
+    return stream.getvalue().split("\r")[1:]
+
+
+def test_the_line_comes_after_two_seconds_and_is_gone_at_the_end(now, monkeypatch):
+    *states, cleared, end = read(now, 8.0, Stream(), monkeypatch)
+    assert states[0] == "reading here ━━━━━━────────────── 30% of 10.0 MB, 6 s left"
+    assert [state.split("%")[0].split()[-1] for state in states] == [
+        str(share) for share in range(30, 101, 10)
+    ]
+    assert set(cleared) == {" "} and len(cleared) >= len(states[-1].rstrip()) and end == ""
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.9])
+def test_nothing_is_shown_of_what_is_short(now, monkeypatch, seconds):
+    assert read(now, seconds, Stream(), monkeypatch) == []
+
+
+def test_nothing_is_written_to_a_file_or_by_another_worker(now, monkeypatch):
+    pipe = Stream()
+    pipe.is_terminal = False
+    monkeypatch.setattr("sys.stdout", pipe)
+    assert read(now, 8.0, pipe, monkeypatch) == []
+    assert read(now, 8.0, Stream(), monkeypatch, shown=False) == []
+
+
+def test_a_notebook_shows_it(now, monkeypatch):
+    class OutStream(Stream):
+        is_terminal = False
+
+    OutStream.__module__ = "ipykernel.iostream"
+    assert len(read(now, 8.0, OutStream(), monkeypatch)) == 10
+
+
+def test_the_other_stream_is_taken_where_one_is_no_terminal(now, monkeypatch):
+    pipe, terminal = Stream(), Stream()
+    pipe.is_terminal = False
+    monkeypatch.setattr("sys.stdout", terminal)
+    read(now, 8.0, pipe, monkeypatch)
+    assert pipe.getvalue() == "" and "100% of 10.0 MB" in terminal.getvalue()
