@@ -11,7 +11,7 @@ from typing import Any
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.environment import visible_gpus
 from kdist.cluster.errors import ClusterKeyError, ClusterTypeError
-from kdist.errors import ClusterConfigError, InvalidArgumentError
+from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
 
 
 def format_master(address: str | None, rpc_layer: str | None = None) -> str:
@@ -57,6 +57,16 @@ class ClusterResolver(abc.ABC):
     def _described(self) -> Task | ClusterResolver:
         """Returns what holds of the task and the protocol as long as nobody has set them."""
         return Task()
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        try:
+            described = self._described()
+            task_type = described.task_type if self._task_type is None else self._task_type
+            task_id = described.task_id if self._task_id is None else self._task_id
+        except KdistError as error:  # to show it must not fail
+            return f"<{name}: {error}>"
+        return f"<{name}: task {task_type} {task_id}>" if task_type is not None else f"<{name}>"
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:

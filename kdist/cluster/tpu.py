@@ -137,6 +137,9 @@ class TPUClusterResolver(ProcessClusterResolver):
         resolver.cluster_spec()
         return resolver
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"  # which task it is, Google may have to be asked
+
     def _runs_on_hosts(self, name: str) -> bool:
         """Whether this machine is a host of the TPU that is named; then every host runs the script."""
         if "://" in name or describes_slice(self._environ):
