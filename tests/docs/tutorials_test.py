@@ -36,7 +36,7 @@ def runs(tutorial: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.timeout(260)
+@pytest.mark.timeout(330)
 @pytest.mark.parametrize(("tutorial", "backend"), [case for path in TUTORIALS for case in runs(path)])
 def test_tutorial_runs_and_says_the_same(tutorial: Path, backend: str, tmp_path: Path) -> None:
     command = [
@@ -58,11 +58,11 @@ def test_tutorial_runs_and_says_the_same(tutorial: Path, backend: str, tmp_path:
         text=True,
     )
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         process.terminate()  # nbclient ends its kernel then
         output, _ = process.communicate(timeout=20)
-        pytest.fail(f"not finished within 240 s\n{output}")
+        pytest.fail(f"not finished within 300 s\n{output}")
     assert process.returncode == 0, output
 
     stored, executed = code_cells(tutorial), code_cells(tmp_path / tutorial.name)
