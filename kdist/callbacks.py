@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "BackupAndRestore": "kdist.training.backup",
     "DriftWatch": "kdist.training.drift",
+    "RunLog": "kdist.training.run_log",
     "SidecarEvaluatorModelExport": "kdist.coordinator.export",
+    "Throughput": "kdist.training.throughput",
 }
 
-__all__ = ["BackupAndRestore", "DriftWatch", "SidecarEvaluatorModelExport"]
+__all__ = ["BackupAndRestore", "DriftWatch", "RunLog", "SidecarEvaluatorModelExport", "Throughput"]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,3 +33,5 @@ if TYPE_CHECKING:
     from kdist.coordinator.export import SidecarEvaluatorModelExport
     from kdist.training.backup import BackupAndRestore
     from kdist.training.drift import DriftWatch
+    from kdist.training.run_log import RunLog
+    from kdist.training.throughput import Throughput

@@ -108,7 +108,9 @@ def test_launch_sees_only_cluster_and_errors():
     assert not broken, "\n".join(broken)
 
 
-@pytest.mark.parametrize("room", ["cluster", "launch", "errors", "context", "handlers", "contents"])
+@pytest.mark.parametrize(
+    "room", ["cluster", "tracing", "launch", "errors", "context", "handlers", "contents"]
+)
 def test_light_rooms_need_only_the_standard_library(room):
     broken = [
         str(found)

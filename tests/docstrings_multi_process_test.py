@@ -118,6 +118,8 @@ HOLDS = {
     "kdist.training.backup.BackupAndRestore": "steps(model) == 100",
     "kdist.training.drift.DriftWatch": "steps(model) == 100",
     "kdist.training.preemption.PreemptionCheckpointHandler": "seen == list(range(10_000))",
+    "kdist.training.run_log.RunLog": "os.listdir('runs/first') == ['worker-0.jsonl']",
+    "kdist.training.throughput.Throughput": "len(model.history.history['rows_per_second']) == 10",
 }
 
 SETUP = """

@@ -24,6 +24,7 @@ ORDER = (
     "handlers",
     "values",
     "cluster",
+    "tracing",
     "topology",
     "arrays",
     "communication",
@@ -50,6 +51,7 @@ ORDER = (
     "parity",
     "testing",
     "demo",
+    "measuring",
     "command_line",
     "__main__",
 )

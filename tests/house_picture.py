@@ -19,6 +19,7 @@ WORDS = {
     "handlers": "from Keras to the roof",
     "values": "one for each replica",
     "cluster": "who takes part",
+    "tracing": "what takes how long",
     "gaps": "what cannot be, and what then",
     "topology": "who holds the variables",
     "arrays": "rows, structures",
@@ -46,6 +47,7 @@ WORDS = {
     "parity": "one device and many, compared",
     "testing": "pools, fixtures, conformance",
     "demo": "kdist demo",
+    "measuring": "kdist bench, plot",
     "command_line": "kdist run, info, …",
 }
 WIDTH, BOX, HEIGHT, FLOOR = 840, 184, 40, 66

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from kdist import tracing
 from kdist.arrays.splitting import split_rows
 from kdist.backends import stalls
 from kdist.backends.workers import Workers
@@ -146,6 +147,9 @@ class Runtime(ABC):
     sees_all_rows: bool = False
     """Whether a model's step is one program that sees the rows of all replicas."""
 
+    exchanges_in_programs: bool = False
+    """Whether a step is one program with the exchange inside: nobody can tell how long computing took by itself."""
+
     needs_equal_shapes: bool = False
     """Whether batches of all replicas must have the same shapes, as parts of one array; a sparse one has no parts."""
 
@@ -155,6 +159,7 @@ class Runtime(ABC):
         self.group = group
         self.num_workers = group.num_workers
         self.worker_index = group.worker_index
+        tracing.begin(self.worker_index)
 
     @property
     def num_replicas(self) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from kdist.tracing import span
+
 phase = ""
 epoch = 0
 step = 0
@@ -40,7 +42,8 @@ def inside(name: str) -> Iterator[None]:
     global collective
     collective = name
     try:
-        yield
+        with span(name, "exchange"):
+            yield
     finally:
         collective = ""
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kdist import faults
+from kdist import faults, tracing
 from kdist.checkpoint import ending, folders, layout, writing
 from kdist.checkpoint.folders import gather_from
 from kdist.cluster import logs
@@ -138,7 +138,8 @@ class Checkpoint:
             there = [found.number for found in layout.find(directory, prefix)]
             return max([self._counter, *there]) + 1
 
-        return self._save(directory, prefix, choose, asynchronous, number is not None, after)
+        with tracing.span("beginning a save", "save"):
+            return self._save(directory, prefix, choose, asynchronous, number is not None, after)
 
     def write(self, path: str | os.PathLike[str], *, asynchronous: bool = True) -> str:
         """Saves a checkpoint under a path of its own; what is there is replaced. All workers must call it.
@@ -154,7 +155,8 @@ class Checkpoint:
             CheckpointError: As in `save`.
         """
         directory, name = os.path.split(os.path.abspath(path))
-        return self._save(directory, name, None, asynchronous)
+        with tracing.span("beginning a save", "save"):
+            return self._save(directory, name, None, asynchronous)
 
     def wait(self) -> None:
         """Waits until the last save is visible on all workers. All workers must call it.

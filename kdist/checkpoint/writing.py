@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kdist import faults
+from kdist import faults, tracing
 from kdist.backends import stalls, whereabouts
 from kdist.checkpoint import layout
 from kdist.checkpoint.checksums import crc32
@@ -105,7 +105,8 @@ class Save:
             What went wrong, for the other workers.
         """
         if self._thread is not None:
-            with stalls.waiting_for_thread(lambda: self._folder.is_waiting):
+            waiting = stalls.waiting_for_thread(lambda: self._folder.is_waiting)
+            with tracing.span("waiting for a save", "save"), waiting:
                 self._thread.join()
         if self.error is None:
             return None
@@ -122,9 +123,11 @@ class Save:
     def _write(self, share: Share) -> None:
         folder = self._folder
         try:
-            write_shard(folder, share)
+            with tracing.span("writing a shard", "save"):
+                write_shard(folder, share)
             if folder.rank == 0:
-                commit(folder, share)
+                with tracing.span("committing a checkpoint", "save"):
+                    commit(folder, share)
                 if self._after is not None:
                     self._after()
             folder.release()

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kdist.tracing import span
+
 # How long the thread sleeps on a full queue before it looks whether it is still wanted.
 _GLANCE = 0.1
 
@@ -106,7 +108,8 @@ class Prefetch:
 
 def _read_one(items: Iterator[Any]) -> Any:
     try:
-        return next(items)
+        with span("reading", "input"):
+            return next(items)
     except StopIteration:
         return End()
     except BaseException as error:  # a SystemExit ends the pipeline, and the main thread must learn of it

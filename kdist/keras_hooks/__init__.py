@@ -61,6 +61,7 @@ from kdist.keras_hooks.models import (
     callback_list,
     joined_ragged,
     layer_paths,
+    reads_logs_at_once,
     without_distribution,
 )
 from kdist.keras_hooks.optimizers import (

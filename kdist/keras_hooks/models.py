@@ -163,6 +163,16 @@ def joined_ragged(parts: Sequence[Any]) -> Any:
     return tensorflow_trainer.convert_to_np_if_not_ragged(tensorflow_trainer.potentially_ragged_concat(parts))
 
 
+def reads_logs_at_once(callbacks: Any) -> bool:
+    """Says whether Keras's list turns the logs of a step into numbers, and waits for them, before it calls callbacks.
+
+    Else it does so in a thread, or it is a list of the user's.
+    """
+    import keras
+
+    return type(callbacks) is keras.callbacks.CallbackList and not getattr(callbacks, "_async_train", False)
+
+
 def callback_list(callbacks: Any, **arguments: Any) -> Any:
     """Wraps callbacks in Keras's `CallbackList`, unless they are in one."""
     import keras

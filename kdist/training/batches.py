@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist import keras_hooks
+from kdist import keras_hooks, tracing
 from kdist.arrays import rows
 from kdist.backends import get_backend
 from kdist.backends.contract import ReplicaBatches, Runtime
@@ -85,6 +85,10 @@ class GlobalBatches:
     def num_batches(self) -> int | None:
         """Steps of an epoch, where known."""
         return self.iterator.num_batches
+
+    def num_rows(self, batches: Sequence[Any]) -> int:
+        """Rows of some batches, over all replicas; 0 where only each worker knows its own."""
+        return 0 if self._workers_own is not None else sum(batch.split[-1][1] for batch in batches)
 
     def facts(self) -> dict[str, Any]:
         """What must be the same on all workers, before the first step."""
@@ -169,7 +173,7 @@ class GlobalBatches:
         self.share_random_state()
         if keras_hooks.shuffles_py_dataset(self.iterator):
             py_dataset.share_random_state(self.runtime)
-        for begin, end, batches in self.iterator:
+        for begin, end, batches in tracing.timed(self.iterator, "waiting for input", "input"):
             if present := [batch for batch in batches if batch is not TAKEN]:
                 yield begin, end, present
 

@@ -32,6 +32,11 @@ def describe(callbacks: Any) -> list[list[str]]:
     return [list(found) for found in map(_described, _members(callbacks)) if found is not None]
 
 
+def speaking(callbacks: Any) -> list[str]:
+    """Returns the callbacks that exchange something with those of the other workers, which must have them, too."""
+    return [type(c).__name__ for c in _members(callbacks) if getattr(c, "on_all_workers", False)]
+
+
 def saved_paths(callbacks: Any) -> list[str]:
     """Returns where callbacks save the model."""
     found = [_described(callback) for callback in _members(callbacks)]

@@ -14,12 +14,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdist import faults, keras_hooks
+from kdist import faults, keras_hooks, tracing
 from kdist.backends import get_backend, whereabouts
 from kdist.checkpoint.checkpoint import wait_for_all
 from kdist.context import StrategyLike
 from kdist.data.agreement import split_batch
 from kdist.errors import InvalidArgumentError
+from kdist.training import keras_callbacks
 from kdist.training.batches import GlobalBatches
 from kdist.training.ending import Ending
 from kdist.training.progress import Progress
@@ -82,6 +83,7 @@ def fit(
             "epochs": epochs,
             "initial_epoch": initial_epoch,
             "steps_per_execution": model.steps_per_execution,
+            "callbacks that all need": keras_callbacks.speaking(callbacks),
         }
         facts |= batches.facts() | validation.facts()
         with session.agree("arguments of fit", facts, callbacks) as callbacks:
@@ -91,7 +93,8 @@ def fit(
             batches.reset()
             callbacks = session.callback_list(callbacks, verbose, batches, epochs, add_history=True)
             try:
-                _train(session, batches, validation, callbacks, initial_epoch, epochs)
+                with tracing.span("fit", "loop"):
+                    _train(session, batches, validation, callbacks, initial_epoch, epochs)
             finally:
                 session.progress = None
                 batches.close()
@@ -110,7 +113,7 @@ def _train(
 ) -> None:
     model = session.model
     ballot = Ballot(session.runtime, callbacks)
-    tells = act_on_batches(callbacks)
+    tells, reads_logs = act_on_batches(callbacks), keras_hooks.reads_logs_at_once(callbacks)
     ending = Ending(session.runtime, callbacks)
     function = session.function("train")
     model.stop_training = False
@@ -122,31 +125,39 @@ def _train(
         # Either may have been set by a callback that restores a checkpoint: Keras's own, or kdist's.
         progress.epoch = keras_hooks.initial_epoch(model) or progress.epoch
         for epoch in range(progress.epoch, epochs):
-            whereabouts.enter("the beginning", epoch + 1)
-            step_logs: dict[str, Any] = {}
-            if progress.is_resumed:
-                step_logs = model.get_metrics_result()
-            else:
-                model.reset_metrics()
-            callbacks.on_epoch_begin(epoch)
-            for begin, end, data in batches:
-                faults.enter_steps(begin, end)
-                if tells:
-                    callbacks.on_train_batch_begin(begin)
-                step_logs = function(data)
-                progress.after_step(end)
-                if tells:
-                    callbacks.on_train_batch_end(end, step_logs)
-                model.stop_training = ballot.after_batch(model.stop_training)
-                if model.stop_training:
-                    break
-            function.sync()
-            logs = dict(keras_hooks.metrics_or_logs(model, step_logs))
-            logs.update(validation.run(epoch, callbacks))
-            progress.after_epoch(logs)
-            whereabouts.enter("the end")
-            session.run_callbacks(functools.partial(callbacks.on_epoch_end, epoch, logs))
-            faults.point("epoch-end")
+            with tracing.span("epoch", "loop", epoch=epoch + 1):
+                whereabouts.enter("the beginning", epoch + 1)
+                step_logs: dict[str, Any] = {}
+                if progress.is_resumed:
+                    step_logs = model.get_metrics_result()
+                else:
+                    model.reset_metrics()
+                callbacks.on_epoch_begin(epoch)
+                for begin, end, data in batches:
+                    faults.enter_steps(begin, end)
+                    if tells:
+                        callbacks.on_train_batch_begin(begin)
+                    with session.step_span("train", begin, end, batches.num_rows(data)):
+                        step_logs = function(data)
+                    progress.after_step(end)
+                    if tells:
+                        said = step_logs
+                        if reads_logs:
+                            with tracing.span("until ready", "step"):
+                                said = keras_hooks.pythonify_logs(step_logs)
+                        with tracing.span("callbacks", "callbacks"):
+                            callbacks.on_train_batch_end(end, said)
+                    model.stop_training = ballot.after_batch(model.stop_training)
+                    if model.stop_training:
+                        break
+                function.sync()
+                logs = dict(keras_hooks.metrics_or_logs(model, step_logs))
+                logs.update(validation.run(epoch, callbacks))
+                progress.after_epoch(logs)
+                whereabouts.enter("the end")
+                with tracing.span("callbacks, end of the epoch", "callbacks", epoch=epoch + 1):
+                    session.run_callbacks(functools.partial(callbacks.on_epoch_end, epoch, logs))
+                faults.point("epoch-end")
             if model.stop_training:
                 break
     whereabouts.enter("the end of fit")
@@ -155,6 +166,7 @@ def _train(
             model.optimizer.finalize_variable_values(model.trainable_weights)
     # Who returns finds the files of all callbacks complete.
     session.run_callbacks(functools.partial(callbacks.on_train_end, logs=logs))
+    tracing.flush()
     wait_for_all(session.runtime)
     ending.leave()
 
@@ -239,12 +251,13 @@ def _evaluate(session: Session, batches: GlobalBatches, callbacks: Any) -> dict[
     function = session.function("test")
     model.stop_evaluating = False
     logs: dict[str, Any] = {}
-    with function:
+    with function, tracing.span("validation", "validation"):
         callbacks.on_test_begin()
         model.reset_metrics()
         for begin, end, data in batches:
             callbacks.on_test_batch_begin(begin)
-            logs = function(data)
+            with session.step_span("test", begin, end):
+                logs = function(data)
             callbacks.on_test_batch_end(end, logs)
             if model.stop_evaluating:
                 break
@@ -273,11 +286,12 @@ def _predict(session: Session, batches: GlobalBatches, callbacks: Any) -> Any:
     function = session.function("predict")
     model.stop_predicting = False
     parts: list[Any] = []
-    with function:
+    with function, tracing.span("prediction", "prediction"):
         callbacks.on_predict_begin()
         for begin, end, data in batches:
             callbacks.on_predict_batch_begin(begin)
-            outputs = function(data)
+            with session.step_span("predict", begin, end):
+                outputs = function(data)
             parts.append(get_backend().join_predictions([outputs]))
             callbacks.on_predict_batch_end(end, {"outputs": outputs})
             if model.stop_predicting:
@@ -341,5 +355,8 @@ def _on_batch(strategy: StrategyLike, model: Any, kind: str, data: Any) -> Any:
         if kind != "predict":
             model.reset_metrics()
         with session.function(kind) as function:
-            result = function([split_batch(session.runtime, data)])
+            batch = split_batch(session.runtime, data)
+            rows = batch.split[-1][1] if kind == "train" else None
+            with session.step_span(kind, 0, 0, rows):
+                result = function([batch])
     return result

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 from kdist.training.batches import GlobalBatches
 
@@ -34,6 +35,11 @@ class Progress:
         """Steps of all epochs that this process has taken."""
         self.is_resumed = False
         """Whether the epoch goes on in its middle: its metrics are those of the checkpoint."""
+
+    @property
+    def runtime(self) -> Runtime:
+        """The workers that train."""
+        return self._batches.runtime
 
     def record(self) -> None:
         """From now on `get_state` may be called: the data keeps count of where it is."""

@@ -26,7 +26,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdist import keras_hooks
+from kdist import keras_hooks, tracing
 from kdist.backends.contract import Runtime
 from kdist.cluster import logs
 from kdist.context import StrategyLike
@@ -58,7 +58,7 @@ def save(strategy: StrategyLike, model: Any, target: Any, write: Callable[[Any],
     """
     keras_hooks.sync_state(model)
     runtime = strategy.runtime
-    with runtime.kept_whole(keras_hooks.all_variables(model)):
+    with tracing.span("saving a file", "save"), runtime.kept_whole(keras_hooks.all_variables(model)):
         return _save(runtime, model, target, write)
 
 

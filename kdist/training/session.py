@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from kdist import keras_hooks
+from kdist import keras_hooks, tracing
 from kdist.backends import get_backend
 from kdist.backends.contract import StepFunction
 from kdist.backends.messages import call_on_all, check_equal, read_on_all
@@ -31,6 +32,8 @@ class Session:
         self.runtime = strategy.runtime
         self._functions: dict[str, tuple[Any, StepFunction]] = {}
         self._num_shared = -1
+        # The step functions that have not run yet: the first step compiles.
+        self._unused: set[str] = set()
         self.progress: Progress | None = None
         """Where `fit` is, while it runs."""
         # Whether this worker has loaded weights, which may be others than another worker's.
@@ -64,7 +67,26 @@ class Session:
         if cached is None or any(a is not b and a != b for a, b in zip(cached[0], key, strict=True)):
             step = self.runtime.step_function(model, kind)
             cached = self._functions[kind] = (key, probe.at_first_batch(step, self.strategy, model, kind))
+            self._unused.add(kind)
         return cached[1]
+
+    def step_span(
+        self, kind: str, begin: int, end: int, rows: int | None = None
+    ) -> AbstractContextManager[Any]:
+        """Entered for the time of the steps of a kind that run as one, by the index of the first and the last.
+
+        Those that train tell their rows, of all replicas.
+        """
+        about: dict[str, Any] = {"step": begin + 1}
+        if rows is not None:
+            about |= {"steps": end + 1 - begin, "rows": rows}
+        name = "step" if kind == "train" else f"{kind} step"
+        if kind in self._unused:
+            self._unused.discard(kind)
+            name, about["first"] = f"first {name}", True
+        if self.runtime.exchanges_in_programs and self.runtime.num_replicas > 1:
+            name += ", exchange inside"
+        return tracing.span(name, "step", **about)
 
     def iterator(self, **arguments: Any) -> GlobalBatches:
         """Returns the batches of an epoch: the same global ones on every worker, or a distributed dataset's.

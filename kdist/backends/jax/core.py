@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kdist import keras_hooks
+from kdist import keras_hooks, tracing
 from kdist.arrays.rows import is_ragged, is_scipy, is_tf_sparse, to_dense, torch_to_numpy
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, Runtime
@@ -40,6 +40,8 @@ class JaxCore(Runtime):
     """The devices of all workers as one axis, those of worker 0 first. A replica is a device of this mesh."""
 
     sees_all_rows = True
+
+    exchanges_in_programs = True
 
     needs_equal_shapes = True
 
@@ -266,7 +268,8 @@ class JaxCore(Runtime):
         """Called after each step with its results: waits where a second step could get in the way."""
         note_dispatched(values)
         if self._one_at_a_time:
-            jax.block_until_ready(values)
+            with tracing.span("until ready", "step"):
+                jax.block_until_ready(values)
 
     def _replicate(self, values: Any) -> Any:
         """Copies a tree of process-local arrays, equal on all workers, to all devices."""

@@ -17,7 +17,7 @@ import jax
 import keras
 import numpy as np
 
-from kdist import keras_hooks
+from kdist import keras_hooks, tracing
 from kdist.arrays.gathering import gather_rows
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, StepFunction
@@ -117,7 +117,8 @@ class JaxSteps(StepFunction):
             return
         keras_hooks.hide_state(self._model())
         # An execution that failed after it was started raises here, and not where its values are used.
-        jax.block_until_ready(state)
+        with tracing.span("until ready", "step"):
+            jax.block_until_ready(state)
         for variables, values in zip(_state_variables(self._model(), self._kind), state, strict=True):
             shown = values if self._eager else self._runtime.show_variables(variables, values)
             for variable, value in zip(variables, shown, strict=True):

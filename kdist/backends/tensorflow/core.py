@@ -19,6 +19,8 @@ class TensorFlowCore(Runtime):
 
     group: Workers
 
+    exchanges_in_programs = True
+
     def __init__(self, native: tf.distribute.Strategy, topology: Topology, group: Workers) -> None:
         super().__init__(topology, group)
         self.native = native

@@ -1,0 +1,86 @@
+"""The traces of all workers, put together into one that shows them below each other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+MERGED = "trace.json"
+_FILE = re.compile(r"worker-(\d+)(?:-(\d+))?\.json")
+
+
+def file_of(worker: int, start: int) -> str:
+    """The name of a worker's file; `start` counts the processes that were this worker, from 0."""
+    return f"worker-{worker}-{start + 1}.json" if start else f"worker-{worker}.json"
+
+
+def line_of(event: dict[str, Any], first: bool) -> str:
+    """Returns an event as it stands in a file. What comes before it has no line break."""
+    return ("[\n" if first else ",\n") + json.dumps(event, separators=(",", ":"))
+
+
+def files_in(folder: str) -> list[str]:
+    """Returns the paths of the workers' traces, in the order of the workers and of their starts."""
+    names = [match for name in os.listdir(folder) if (match := _FILE.fullmatch(name))]
+    names.sort(key=lambda match: (int(match[1]), int(match[2] or 0)))
+    return [os.path.join(folder, match.string) for match in names]
+
+
+def read(path: str) -> Iterator[dict[str, Any]]:
+    """Yields the events of a trace that kdist has written.
+
+    The file of a worker that was killed has no end, and perhaps half a line: what is whole is read.
+    """
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            text = line.strip().rstrip(",")
+            if text in ("", "[", "]"):
+                continue
+            try:
+                event = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield event
+
+
+def read_all(folder: str) -> Iterator[dict[str, Any]]:
+    """Yields the events of all workers."""
+    for path in files_in(folder):
+        yield from read(path)
+
+
+def write(path: str, events: Iterable[dict[str, Any]]) -> None:
+    """Writes a trace, which is whole once it has its name."""
+    part = f"{path}.{os.getpid()}.part"
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            first = True
+            for event in events:
+                file.write(line_of(event, first))
+                first = False
+            file.write("[]\n" if first else "\n]\n")
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+
+
+def merge(folder: str) -> str:
+    """Writes the traces of all workers into one file; returns its path.
+
+    Example:
+
+    >>> import tempfile
+    >>> from kdist.tracing import merging
+    >>> folder = tempfile.mkdtemp()
+    >>> merging.merge(folder).removeprefix(folder)
+    '/trace.json'
+    """
+    path = os.path.join(folder, MERGED)
+    write(path, read_all(folder))
+    return path

@@ -1,0 +1,107 @@
+"""`Meter`: adds up how long a worker has done what, for callbacks and for `kdist bench`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kdist.tracing import spans
+from kdist.tracing.spans import Span
+
+# What counts as a whole, whatever it consists of.
+_WHOLES = frozenset({spans.SAVE, spans.VALIDATION, spans.PREDICTION})
+_FIRST = "first"
+
+
+@dataclass
+class Totals:
+    """What a worker has done in some time.
+
+    Args:
+        elapsed: Seconds, altogether.
+        steps: Training steps.
+        rows: Rows of their global batches; 0 where nobody has counted them.
+        seconds: Of each category: "input", "step", "exchange", "save", … What is left of `elapsed` is Python.
+        compiles: Whether this is the first step of a step function alone, which compiles.
+    """
+
+    elapsed: float = 0.0
+    steps: int = 0
+    rows: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    compiles: bool = False
+
+    def of(self, *categories: str) -> float:
+        """Seconds of some categories."""
+        return sum(self.seconds.get(category, 0.0) for category in categories)
+
+    @property
+    def training(self) -> float:
+        """Seconds without validation and predictions."""
+        return max(self.elapsed - self.of(spans.VALIDATION, spans.PREDICTION), 0.0)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the same as JSON."""
+        return asdict(self)
+
+
+class Meter:
+    """Adds up the spans of the thread that opens it, and of the replicas that it lets run.
+
+    The first step of a step function compiles: what comes before its end is left out, unless there is nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._compiling: Totals | None = None
+        self._begin()
+
+    def __enter__(self) -> Meter:
+        self.open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Begins."""
+        self._begin()
+        spans.add_sink(self)
+
+    def close(self) -> None:
+        """Ends."""
+        spans.remove_sink(self)
+
+    def take(self) -> Totals:
+        """Returns what there was since it was opened or asked the last time."""
+        totals = self._totals
+        totals.elapsed = time.perf_counter() - self._since
+        if not totals.steps and self._compiling is not None:
+            totals = self._compiling
+        self._begin()
+        return totals
+
+    def add(self, span: Span) -> None:
+        """Adds a span, which has just ended."""
+        if span.root_thread != self._thread or span.category == spans.LOOP:
+            return
+        if any(around.category in _WHOLES for around in span.outer()):
+            return
+        took = span.end - span.begin
+        own = took if span.category in _WHOLES else took - span.inside
+        totals = self._totals
+        totals.seconds[span.category] = totals.seconds.get(span.category, 0.0) + own / 1e9
+        if "rows" in span.about:
+            totals.steps += span.about.get("steps", 1)
+            totals.rows += span.about["rows"]
+            if span.about.get(_FIRST):
+                totals.elapsed, totals.compiles = time.perf_counter() - self._since, True
+                self._begin()
+                self._compiling = totals
+
+    def _begin(self) -> None:
+        self._thread = threading.get_ident()
+        self._since = time.perf_counter()
+        self._totals = Totals()
+        self._compiling = None

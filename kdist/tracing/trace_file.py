@@ -1,0 +1,167 @@
+"""`KDIST_TRACE=folder`: each worker writes what it does when, as a trace that Perfetto and chrome://tracing open.
+
+The format is Chrome's "Trace Event Format", an array of events, one a line. Its last bracket may be missing, so that
+the file of a worker that was killed can be opened, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import threading
+import time
+import warnings
+from typing import Any
+
+from kdist.cluster import environment
+from kdist.tracing import merging, spans
+from kdist.tracing.spans import Span
+
+VARIABLE = "KDIST_TRACE"
+# What waits to be written is no older and no more than this: a worker that is killed takes it along.
+_SECONDS = 0.2
+_MOST_LINES = 512
+# About 150 MB. A trace that is longer can hardly be looked at.
+_MOST_EVENTS = 1_000_000
+# Rows of processes that were started one after the other, for the same worker.
+_STARTS = 10_000
+
+
+class TraceFile:
+    """The trace of this process.
+
+    Args:
+        folder: Where; made if it is not there.
+        worker: The index of this worker.
+    """
+
+    def __init__(self, folder: str, worker: int) -> None:
+        os.makedirs(folder, exist_ok=True)
+        self.folder = folder
+        self.worker = worker
+        self._file, start = _create(folder, worker)
+        self._process = worker + _STARTS * start
+        # Clocks that never go back have no common beginning.
+        self._zero = time.time_ns() - time.perf_counter_ns()
+        self._lock = threading.RLock()
+        self._threads: list[threading.Thread] = []  # a row each
+        self._is_empty = True
+        self._lines: list[str] = []
+        self._written = time.monotonic()
+        self._number = 0
+        again = f", start {start + 1}" if start else ""
+        self._describe(
+            "process_name", name=f"worker {worker}{again} ({socket.gethostname()}, process {os.getpid()})"
+        )
+        self._describe("process_sort_index", sort_index=worker)
+        self.flush()
+
+    def add(self, span: Span) -> None:
+        """Notes a span, which has just ended."""
+        event: dict[str, Any] = {
+            "name": span.name,
+            "cat": span.category,
+            "ph": "X",
+            "ts": (self._zero + span.begin) / 1000,
+            "dur": (span.end - span.begin) / 1000,
+            "pid": self._process,
+        }
+        if span.about:
+            event["args"] = span.about
+        with self._lock:
+            event["tid"] = self._row()
+            self._append(event)
+            self._number += 1
+            if self._number >= _MOST_EVENTS:
+                self._append(event | {"name": "The trace is full: it ends here.", "ph": "i", "args": {}})
+                self.close()
+            elif len(self._lines) >= _MOST_LINES or time.monotonic() - self._written > _SECONDS:
+                self.flush()
+
+    def flush(self) -> None:
+        """Writes what has not been written."""
+        with self._lock:
+            data, self._lines = "".join(self._lines).encode(), []
+            self._written = time.monotonic()
+            try:
+                while data:
+                    data = data[os.write(self._file, data) :]
+            except OSError as error:  # a full disk ends no training
+                spans.remove_sink(self)
+                warnings.warn(f"{VARIABLE}: no more is written to {self.folder}: {error}")
+
+    def close(self) -> None:
+        """Writes the end."""
+        with self._lock:
+            if self._file < 0:
+                return
+            spans.remove_sink(self)
+            self._lines.append("\n]\n")
+            self.flush()
+            os.close(self._file)
+            self._file = -1
+
+    def _row(self) -> int:
+        """Returns the number of this thread's row; threads of one name that come one after the other share theirs."""
+        mine = threading.current_thread()
+        for number, thread in enumerate(self._threads):
+            if thread is mine or (thread.name == mine.name and not thread.is_alive()):
+                self._threads[number] = mine
+                return number
+        number = len(self._threads)
+        self._threads.append(mine)
+        self._describe("thread_name", number, name="main" if mine.name == "MainThread" else mine.name)
+        self._describe("thread_sort_index", number, sort_index=number)
+        return number
+
+    def _describe(self, what: str, thread: int = 0, **args: Any) -> None:
+        self._append({"name": what, "ph": "M", "pid": self._process, "tid": thread, "args": args})
+
+    def _append(self, event: dict[str, Any]) -> None:
+        self._lines.append(merging.line_of(event, self._is_empty))
+        self._is_empty = False
+
+
+def _create(folder: str, worker: int) -> tuple[int, int]:
+    """Opens a file that was not there; returns its number, too, among those of the same worker."""
+    start = 0
+    while True:
+        path = os.path.join(folder, merging.file_of(worker, start))
+        with contextlib.suppress(FileExistsError):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666), start
+        start += 1
+
+
+_file: TraceFile | None = None
+
+
+def begin(worker: int) -> None:
+    """Begins the trace of this process, if it is wanted and has not begun. Called once the worker knows which it is."""
+    global _file
+    folder = environment.get(VARIABLE)
+    if not folder or _file is not None:
+        return
+    try:
+        _file = TraceFile(folder, worker)
+    except OSError as error:
+        warnings.warn(f"{VARIABLE}: nothing can be written to {folder}: {error}")
+        return
+    spans.add_sink(_file)
+    atexit.register(_end, os.getpid())
+
+
+def flush() -> None:
+    """Writes what has not been written: whoever puts the files together finds it."""
+    if _file is not None:
+        _file.flush()
+
+
+def _end(pid: int) -> None:
+    if _file is None or os.getpid() != pid:
+        return
+    _file.close()
+    if _file.worker == 0:
+        with contextlib.suppress(OSError):
+            merging.merge(_file.folder)

@@ -1,0 +1,136 @@
+"""`RunLog`: a callback that writes how training goes on each worker, for `kdist plot`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import warnings
+from collections.abc import Mapping
+from typing import IO, Any
+
+import keras
+import numpy as np
+
+from kdist.errors import InvalidArgumentError
+from kdist.tracing import Meter
+from kdist.training.session import progress_of
+
+
+class RunLog(keras.callbacks.Callback):
+    """Writes the loss, the time of steps and what was waited for, on each worker, into a folder: see `kdist plot`.
+
+    Each worker has a file of its own, `worker-0.jsonl`, of one JSON object a line. A job that is started again goes on
+    in the same files; of steps that are trained twice, the last time counts.
+
+    Args:
+        directory: The folder; made if it is not there. Other workers may see it or not.
+        every: Steps from one record to the next; the end of each epoch has one, too. To read the loss, a record
+            waits for its step, as the progress bar does.
+
+    Raises:
+        InvalidArgumentError: `every` is no number of steps, or there can be no such folder.
+
+    Example:
+
+    ```python
+    model.fit(x, y, epochs=10, callbacks=[kdist.callbacks.RunLog("runs/first")])
+    ```
+
+    ```console
+    $ kdist plot runs/first
+    ```
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], every: int = 10) -> None:
+        super().__init__()
+        if not isinstance(every, int) or every < 1:
+            raise InvalidArgumentError("every must be a number of steps, from 1.", received={"every": every})
+        if not os.fspath(directory):
+            raise InvalidArgumentError("directory must name a folder.", received={"directory": directory})
+        self.directory = os.fspath(directory)
+        self.every = every
+        self._meter = Meter()
+        self._file: IO[str] | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Opens the file of this worker, and notes who it is."""
+        self._progress = progress_of(self.model)
+        runtime = self._progress.runtime
+        try:
+            os.makedirs(self.directory, exist_ok=True)
+            self._file = _open(os.path.join(self.directory, f"worker-{runtime.worker_index}.jsonl"))
+        except OSError as error:
+            raise InvalidArgumentError(
+                "directory must name a folder that can be written to.",
+                received={"directory": self.directory, "error": str(error)},
+            ) from error
+        self._write(
+            {
+                "start": True,
+                "worker": runtime.worker_index,
+                "num_workers": runtime.num_workers,
+                "devices": list(runtime.devices),
+                "backend": keras.backend.backend(),
+                "exchanges_in_programs": runtime.exchanges_in_programs,
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+            }
+        )
+        self._noted = self._progress.num_steps
+        self._meter.open()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Leaves out what was between the epochs."""
+        self._step = 0
+        self._meter.take()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Writes a record, where it is time."""
+        self._step = batch + 1
+        if self._progress.num_steps - self._noted >= self.every:
+            self._record(self._progress.epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Writes what has not been written, and the logs of the epoch."""
+        self._record(epoch, logs, epoch_end=True)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Closes the file."""
+        self._meter.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _record(self, epoch: int, logs: Mapping[str, Any] | None, epoch_end: bool = False) -> None:
+        self._noted = self._progress.num_steps
+        numbers = {name: _finite(value) for name, value in (logs or {}).items()}
+        where = {"epoch": epoch + 1, "step": self._step, "epoch_end": epoch_end}
+        self._write(where | self._meter.take().as_json() | {"logs": numbers})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps({**record, "time": round(time.time(), 3)}) + "\n")
+            self._file.flush()
+        except OSError as error:  # a full disk ends no training
+            self._file = None
+            warnings.warn(f"kdist.callbacks.RunLog: no more is written to {self.directory}: {error}")
+
+
+def _open(path: str) -> IO[str]:
+    """Opens a file to write on, behind the last whole line: who wrote it may have been killed."""
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
+    return open(path, "a", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """Returns a metric as JSON, which has no word for what is no number."""
+    value = keras.ops.convert_to_numpy(value).tolist()
+    return value if np.isfinite(value).all() else None
