@@ -1,0 +1,247 @@
+"""What goes wrong before workers have joined, or ends processes: each function returns what was printed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kdist
+from kdist.cluster import discover, liveness
+from tests.environment import clean_environment
+from tests.processes import Script, local_addresses, tf_config
+
+ENDS = """
+import os, sys, time
+for name in ("RANK", "WORLD_SIZE"):
+    print(name, os.environ.get(name), flush=True)
+"""
+JOIN = """
+import kdist
+strategy = kdist.MultiWorkerMirroredStrategy()
+"""
+TRAIN = """
+import os, time
+import numpy as np
+import kdist, keras
+
+class Note(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            print("TRAINS", os.getpid(), flush=True)
+        time.sleep(0.01)
+
+strategy = kdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.ones((4000, 3))
+model.fit(x, x[:, :1], batch_size=4, epochs=1000, verbose=0, callbacks=[Note()])
+"""
+
+
+def run(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
+    """What `kdist` prints, with its exit code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kdist", *arguments],
+        cwd=folder, env=clean_environment() | (env or {}), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return f"{done.stdout}\n{done.stderr}\nexit code {done.returncode}"
+
+
+def run_script(folder: Path, source: str, *options: str) -> str:
+    """What `kdist run` prints of a script, with its exit code."""
+    (folder / "train.py").write_text(source, encoding="utf-8")
+    return run(folder, "run", *(options or ("-n", "2")), "train.py")
+
+
+@contextlib.contextmanager
+def scripts(folder: Path, source: str, environments: list[dict[str, str]]) -> Iterator[list[Script]]:
+    started: list[Script] = []
+    try:
+        for index, env in enumerate(environments):
+            started.append(Script(folder, f"worker{index}", source, env))
+        yield started
+    finally:
+        for script in started:
+            script.kill()
+
+
+def workers(
+    backend: str, addresses: list[str], *indices: int, seconds: int = 60, **more: str
+) -> list[dict[str, str]]:
+    """The environments of workers that join within so many seconds."""
+    base = {"KERAS_BACKEND": backend, "KDIST_JOIN_TIMEOUT": str(seconds)} | more
+    return [base | {"TF_CONFIG": tf_config(addresses, index)} for index in indices]
+
+
+def said_by(started: list[Script]) -> str:
+    for script in started:
+        script.wait()
+    return "\n".join(script.stdout() + script.stderr() for script in started)
+
+
+def error_of(function: Callable[[], object]) -> str:
+    with pytest.raises(kdist.errors.KdistError) as info:
+        function()
+    return f"kdist.errors.{info.type.__name__}: {info.value}"
+
+
+# Before they have joined -------------------------------------------------------------------------------------
+
+
+def a_worker_is_missing(folder: Path, backend: str) -> str:
+    with scripts(folder, JOIN, workers(backend, local_addresses(2), 0, seconds=2)) as started:
+        return said_by(started)
+
+
+def nobody_described_a_cluster(folder: Path, backend: str) -> str:
+    return run(folder, "info", env={"KERAS_BACKEND": backend})
+
+
+def port_in_use(folder: Path, backend: str) -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        (folder / "train.py").write_text(ENDS, encoding="utf-8")
+        return run(folder, "run", "--hosts", f"127.0.0.1:{port}", "--host-index", "0", "train.py")
+
+
+def host_without_an_address(folder: Path, backend: str) -> str:
+    (folder / "train.py").write_text(ENDS, encoding="utf-8")
+    return run(folder, "run", "--hosts", "no-such-host.invalid:5000", "--host-index", "0", "train.py")
+
+
+def host_of_somebody_else(folder: Path, backend: str) -> str:
+    (folder / "train.py").write_text(ENDS, encoding="utf-8")
+    return run(folder, "run", "--hosts", "192.0.2.1:5000", "--host-index", "0", "train.py")
+
+
+def two_of_one_index(folder: Path, backend: str) -> str:
+    addresses = local_addresses(3)
+    with scripts(folder, JOIN, workers("torch", addresses, 0, 1, 1, seconds=2)) as started:
+        return said_by(started)
+
+
+def wrong_tf_config(folder: Path, backend: str) -> str:
+    return error_of(lambda: discover(environ={"TF_CONFIG": tf_config(["host0:2222", "host1"], 0)}))
+
+
+def joined_too_late(folder: Path, backend: str) -> str:
+    source = "import keras\nkeras.ops.sum(keras.ops.ones(3))\n" + JOIN
+    with scripts(folder, source, workers("jax", local_addresses(2), 0, 1, seconds=5)) as started:
+        return said_by(started)
+
+
+def different_devices(folder: Path, backend: str) -> str:
+    source = "import os, kdist\nnames = ['cpu:0', 'cpu:1'][: 1 + int(os.environ['WHO'])]\n"
+    source += "kdist.MultiWorkerMirroredStrategy(devices=names)\n"
+    envs = [
+        env | {"WHO": str(who)}
+        for who, env in enumerate(workers("jax", local_addresses(2), 0, 1, seconds=20))
+    ]
+    with scripts(folder, source, envs) as started:
+        return said_by(started)
+
+
+def backend_that_is_unknown(folder: Path, backend: str) -> str:
+    with scripts(
+        folder, "import kdist\nkdist.MirroredStrategy()\n", [{"KERAS_BACKEND": "theano"}]
+    ) as started:
+        return said_by(started)
+
+
+def no_such_script(folder: Path, backend: str) -> str:
+    return run(folder, "run", "trian.py")
+
+
+# After that --------------------------------------------------------------------------------------------------
+
+
+def a_worker_is_killed(folder: Path, backend: str) -> str:
+    with scripts(folder, TRAIN, workers(backend, local_addresses(2), 0, 1)) as started:
+        for script in started:
+            script.wait_for("TRAINS")
+        started[1].process.kill()
+        return said_by(started)
+
+
+def a_worker_hangs(folder: Path, backend: str) -> str:
+    limits = {
+        "KDIST_HANG_TIMEOUT": "2",
+        "KDIST_HEARTBEAT_TIMEOUT": "1",
+        "KDIST_INJECT": "hang:worker=1,step=3",
+    }
+    with scripts(folder, TRAIN, workers(backend, local_addresses(2), 0, 1, **limits)) as started:
+        said = said_by(started)
+        assert started[1].exit_code == liveness.STALLED == 70
+        return said
+
+
+def exit_1(folder: Path, backend: str) -> str:
+    return run_script(
+        folder, ENDS + "if os.environ['RANK'] == '1':\n    raise ValueError('no labels')\ntime.sleep(60)\n"
+    )
+
+
+def exit_70(folder: Path, backend: str) -> str:
+    return run_script(folder, ENDS + "sys.exit(70)\n")
+
+
+def exit_75(folder: Path, backend: str) -> str:
+    return run_script(folder, ENDS + "sys.exit(75)\n")
+
+
+def exit_137(folder: Path, backend: str) -> str:
+    return run_script(
+        folder, ENDS + "if os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(60)\n"
+    )
+
+
+def interrupted(folder: Path, backend: str, number: int = signal.SIGINT) -> str:
+    command = (sys.executable, "-m", "kdist", "run", "-n", "2")
+    job = Script(folder, "train", ENDS + "print('READY', flush=True)\ntime.sleep(60)\n", {}, command)
+    try:
+        job.wait_for("READY")
+        os.kill(job.process.pid, number)
+        code = job.wait(30)
+    finally:
+        job.kill()
+    return f"{job.stdout()}\n{job.stderr()}\nexit code {code}"
+
+
+def exit_130(folder: Path, backend: str) -> str:
+    return interrupted(folder, backend)
+
+
+def exit_143(folder: Path, backend: str) -> str:
+    return interrupted(folder, backend, signal.SIGTERM)
+
+
+def launched_function_fails(folder: Path, backend: str) -> str:
+    def train() -> None:
+        raise ValueError("no labels")
+
+    return error_of(lambda: kdist.launch(train, num_workers=2))
+
+
+def launched_function_does_not_end(folder: Path, backend: str) -> str:
+    def train() -> None:
+        time.sleep(60)
+
+    return error_of(lambda: kdist.launch(train, num_workers=2, timeout=2))
+
+
+_HELPERS = ("run", "run_script", "scripts", "workers", "said_by", "error_of", "interrupted")
+CASES: dict[str, Callable[[Path, str], str]] = {
+    name: value
+    for name, value in list(globals().items())
+    if getattr(value, "__module__", "") == __name__ and name[0].islower() and name not in _HELPERS
+}

@@ -1,0 +1,152 @@
+"""What *When something goes wrong* quotes is what is printed: every entry is brought about once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kdist.errors
+from kdist.cluster import liveness
+from tests.docs.symptoms import in_processes, in_workers
+from tests.environment import ROOT
+from tests.processes import BACKENDS, run
+
+PAGE = (ROOT / "docs" / "when-something-goes-wrong.md").read_text(encoding="utf-8")
+# Which backends print it, if not each of them does.
+ON = {
+    "nobody_described_a_cluster": ("jax",),  # TensorFlow takes longest to tell its devices
+    "out_of_memory": BACKENDS,
+    "too_late_for_devices": ("jax",),
+    "no_tpu": ("jax",),
+    "nccl_without_gpus": ("torch",),
+    "coupled_rows": ("torch",),
+    "function_of_tensorflow": ("torch",),
+    "joined_too_late": ("jax",),
+    "different_devices": ("jax",),
+    "two_of_one_index": ("torch",),
+}
+ENTRIES = {
+    "A worker is missing": ["a_worker_is_missing"],
+    "Name of a host": ["host_without_an_address", "host_of_somebody_else"],
+    "Port in use": ["port_in_use"],
+    "No cluster": ["nobody_described_a_cluster"],
+    "Wrong description of the cluster": ["wrong_tf_config", "two_of_one_index"],
+    "Too late": ["joined_too_late", "too_late_for_devices", "another_cluster"],
+    "In a notebook": ["launched_function_fails", "launched_function_does_not_end"],
+    "The backend": ["backend_that_is_unknown"],
+    "Devices that are not there": ["no_gpu", "no_tpu", "different_devices"],
+    "NCCL": ["nccl_without_gpus"],
+    "A worker hangs": ["a_worker_hangs"],
+    "Different collectives": ["other_collective"],
+    "A barrier": ["barrier_alone"],
+    "A lost worker": ["a_worker_is_killed"],
+    "Failed on another worker": ["callback_fails", "reading_fails"],
+    "Exit code 1": ["exit_1"],
+    "Exit code 2": ["no_such_script"],
+    "Exit code 70": ["exit_70"],
+    "Exit code 75": ["exit_75"],
+    "Exit codes 130 and 143": ["exit_130", "exit_143"],
+    "Exit code 137": ["exit_137"],
+    "Out of memory": ["out_of_memory"],
+    "Workers that differ": ["other_number_of_rows", "other_model"],
+    "Data of unequal length": ["other_length", "ended_dataset"],
+    "Wrong place": ["mixed_strategies", "function_of_tensorflow"],
+    "NaN": ["not_a_number"],
+    "Other numbers": ["coupled_rows", "model_from_outside", "other_weights"],
+    "No such checkpoint": ["no_checkpoint"],
+    "A damaged checkpoint": ["damaged_checkpoint", "missing_shard"],
+    "A checkpoint that does not fit": ["checkpoint_of_another_model", "checkpoint_with_less"],
+    "Versions that differ": ["newer_checkpoint"],
+    "A checkpoint that cannot be written": ["folder_cannot_be_written"],
+    "The folder is not shared": ["folder_is_not_shared"],
+}
+# In the order of the backends, whose pools are kept.
+CASES = sorted((BACKENDS[position % len(BACKENDS)], entry) for position, entry in enumerate(ENTRIES))
+
+
+def quoted() -> dict[str, list[str]]:
+    """The lines of the entries' texts, by entry; those with a title are an engine's, and nothing here prints them."""
+    found: dict[str, list[str]] = {}
+    for entry in re.split(r"^#{2,4} ", PAGE, flags=re.MULTILINE)[1:]:
+        blocks = re.findall(r"^```text\n(.*?)^```", entry, re.MULTILINE | re.DOTALL)
+        if blocks:
+            found[entry.splitlines()[0]] = "".join(blocks).splitlines()
+    return found
+
+
+def pattern(line: str) -> str:
+    """What a quoted line stands for: with any other number, address, path, and anything in place of an ellipsis."""
+    parts = re.split(r"(…|'[^' ]*[:/][^' ]*'|\b[\w.-]+:\d+\b|\d+(?:\.\d+)?|'checkpoints')", line.strip())
+    anything = {"…": ".*"}
+    return "".join(
+        re.escape(part) if position % 2 == 0 else anything.get(part, r"\S+?")
+        for position, part in enumerate(parts)
+    )
+
+
+def provoke(backend: str, name: str, folder: Path) -> str:
+    if name in in_processes.CASES:
+        return in_processes.CASES[name](folder, backend)
+    return "\n".join(run(backend, 2, in_workers.provoke, name, str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("backend", "entry"),
+    [pytest.param(*case, marks=pytest.mark.xdist_group(f"pool-{case[0]}")) for case in CASES],
+)
+def test_what_goes_wrong_says_what_the_page_quotes(backend: str, entry: str, tmp_path: Path) -> None:
+    said = ""
+    for name in ENTRIES[entry]:
+        for one in ON.get(name, (backend,)):
+            (folder := tmp_path / f"{name}-{one}").mkdir()
+            said += f"\n{provoke(one, name, folder)}\n"
+    for line in quoted()[entry]:
+        assert re.search(pattern(line), said), f"{entry}: nothing says {line!r} but\n{said}"
+    if "xit code" in entry:
+        for code in re.findall(r"\d+", entry):
+            assert f"exit code {code}\n" in said, said
+
+
+def test_every_quoted_text_is_brought_about() -> None:
+    assert quoted().keys() == ENTRIES.keys()
+    assert {name for names in ENTRIES.values() for name in names} == {*in_workers.CASES, *in_processes.CASES}
+
+
+def test_every_link_of_the_table_is_an_entry_and_every_entry_is_in_the_table() -> None:
+    def anchor(title: str) -> str:
+        return re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
+
+    entries = {anchor(title) for title in re.findall(r"^#{3,4} (.*)", PAGE, re.MULTILINE)}
+    linked = set(re.findall(r"\]\(#([\w-]+)\)", PAGE))
+    assert entries - linked == set(), "no way leads there"
+    assert linked - entries <= {"errors"}
+
+
+def test_every_error_has_an_entry() -> None:
+    table = PAGE.partition("## Errors")[2]
+    classes = [
+        name
+        for name, value in vars(kdist.errors).items()
+        if isinstance(value, type) and value.__module__ == "kdist.errors"
+    ]
+    assert len(classes) > 10
+    assert [
+        name for name in classes if f"`{name}`" not in table and f"`kdist.errors.{name}`" not in table
+    ] == []
+
+
+def test_every_exit_code_has_an_entry() -> None:
+    codes = {liveness.PREEMPTED, liveness.STALLED, 130, 137, 143}
+    for path in (ROOT / "kdist").rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        codes |= {int(code) for code in re.findall(r"(?:sys\.exit|os\._exit|SystemExit)\((\d+)\)", source)}
+        if path.name == "command_line.py":
+            codes |= {int(code) for code in re.findall(r"return (\d+)\b", source)}
+    described = {
+        int(code)
+        for title in re.findall(r"^#### Exit codes? (.*)", PAGE, re.MULTILINE)
+        for code in re.findall(r"\d+", title)
+    }
+    assert codes - {0} <= described and {1, 2} <= described
