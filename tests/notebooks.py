@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ METADATA = {
 }
 # What has nothing to do with the tutorial: a remark of TensorFlow's, and one of the debugger of ipykernel.
 QUIET = {"TF_ENABLE_ONEDNN_OPTS": "0", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+# TensorFlow prints it in notebooks, and workers do.
+CHATTER = re.compile(r"^(?:\[worker \d+\] )?(?:INFO|WARNING):tensorflow:.*\n", re.MULTILINE)
 # Of what a cell shows, the first of these that is there is kept, beside its text.
 RICH = ("image/png", "text/markdown")
 # What people wrote about a cell: the others are the front end's.
@@ -70,12 +73,16 @@ def normalised(notebook: Any) -> Any:
         cell.id = f"cell-{number:02}"
         cell.metadata = {name: cell.metadata[name] for name in OF_A_CELL if name in cell.metadata}
         for output in cell.get("outputs", ()):
+            if "text" in output:
+                output.text = CHATTER.sub("", output.text)
             if "data" in output:
                 rich = next((kind for kind in RICH if kind in output.data), None)
                 output.data = {
                     kind: text for kind, text in output.data.items() if kind in (rich, "text/plain")
                 }
                 output.metadata = {}
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
     return notebook
 
 
@@ -100,8 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for tutorial in options.tutorials:
         with tempfile.TemporaryDirectory() as folder:
             # Jupyter, IPython and matplotlib must not read or write what belongs to the user.
-            for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
+            for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
                 os.environ[name] = str(Path(folder, name.lower()))
+            os.environ["MPLCONFIGDIR"] = str(ROOT / ".pytest_cache" / "matplotlib")
+            import matplotlib.font_manager  # noqa: F401 - looks for fonts, once, which a notebook would report
+
             work = Path(folder, "work")
             work.mkdir()
             executed = execute(tutorial, options.backend or backend_of(tutorial), work)

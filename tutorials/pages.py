@@ -1,4 +1,4 @@
-"""Makes each tutorial a page of the site: a hook of MkDocs.
+"""Makes each tutorial a page of the site, and an overview of all: a hook of MkDocs.
 
 The notebooks lie beside `docs/`, so that links of the one to the other work where the repository is read. On the site
 the tutorials are a folder of it.
@@ -16,15 +16,46 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+OVERVIEW = """# Tutorials
+
+Notebooks with their outputs. Each runs unchanged on TensorFlow, JAX and PyTorch, offline, on a CPU.
+
+| | What you will see |
+| --- | --- |
+"""
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """MkDocs calls this with the files that it has found."""
+    overview = OVERVIEW
     for path in sorted(Path(__file__).parent.glob("*.ipynb")):
-        page, figures = convert(json.loads(path.read_text(encoding="utf-8")), path.stem)
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        page, figures = convert(notebook, path.stem)
         files.append(File.generated(config, f"tutorials/{path.stem}.md", content=page))
         for name, figure in figures.items():
             files.append(File.generated(config, f"tutorials/{name}", content=figure))
+        overview += row(notebook, path.stem, cover(notebook, list(figures)))
+    files.append(File.generated(config, "tutorials/index.md", content=overview))
     return files
+
+
+def row(notebook: dict[str, Any], name: str, figure: str) -> str:
+    """Returns a notebook's row in the overview: a figure, the heading, and what one will see."""
+    heading, opening, *_ = "".join(notebook["cells"][0]["source"]).removeprefix("# ").split("\n\n")
+    number = int(name.split("-")[0])
+    picture = f'[![]({figure}){{ style="min-width: 12rem" }}]({name}.md)'
+    return f"| {picture} | **[{number}. {heading}]({name}.md)**<br>{opening} |\n"
+
+
+def cover(notebook: dict[str, Any], figures: list[str]) -> str:
+    """Returns the figure of a cell tagged `cover`; where there is none, the last one."""
+    tags = [
+        cell["metadata"].get("tags", ())
+        for cell in notebook["cells"]
+        for output in cell.get("outputs", ())
+        if "image/png" in output.get("data", ())
+    ]
+    return next((name for name, given in zip(figures, tags, strict=True) if "cover" in given), figures[-1])
 
 
 def convert(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:

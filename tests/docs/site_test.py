@@ -48,6 +48,7 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
 
 
 def test_each_tutorial_is_a_page_with_its_figures(site: Path) -> None:
+    overview = (site / "tutorials" / "index.html").read_text(encoding="utf-8")
     for tutorial in TUTORIALS:
         page = (site / "tutorials" / tutorial.stem / "index.html").read_text(encoding="utf-8")
         cells = json.loads(tutorial.read_text(encoding="utf-8"))["cells"]
@@ -59,6 +60,7 @@ def test_each_tutorial_is_a_page_with_its_figures(site: Path) -> None:
         ]
         shown = re.findall(rf'<img alt="[^"]+" class="figure" src="\.\./({tutorial.stem}-\d+\.png)"', page)
         assert len(shown) == len(set(shown)) == len(drawn) > 0
+        assert f'href="{tutorial.stem}/"' in overview and f'src="{tutorial.stem}-' in overview
         for figure, output in zip(shown, drawn, strict=True):
             assert (site / "tutorials" / figure).read_bytes() == base64.b64decode(output["data"]["image/png"])
 
