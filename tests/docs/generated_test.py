@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pages import PAGES, ROOT
+from tests.pages import PAGES, ROOT, variables
 
 
 @pytest.mark.parametrize("path", PAGES)
 def test_it_is_what_the_script_writes(path: str) -> None:
     assert (ROOT / path).read_text(encoding="utf-8") == PAGES[path](), "Write it anew: python -m tests.pages"
+
+
+def test_each_variable_of_the_environment_has_a_meaning() -> None:
+    meant = [name for meanings in variables.GROUPS.values() for name in meanings]
+    assert len(meant) == len(set(meant))
+    assert set(variables.found()) - set(meant) == set(), "say in tests/pages/variables.py what they mean"
+    assert set(meant) - set(variables.found()) == set(), "kdist reads them no more"
+
+
+def test_each_option_of_each_command_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    sections = {part.split("\n")[0].strip("# "): part for part in page.split("\n## kdist")[1:]}
+    run = sections["run"]
+    for option in ("--num-workers", "--evaluator-timeout", "--inject", "-m"):
+        assert f"`{option}`" in run
+    assert "SUPPRESS" not in page and "`target`" not in page

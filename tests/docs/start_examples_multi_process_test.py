@@ -18,6 +18,14 @@ def global_batch_0(example: Run) -> None:
     assert_same(plain, model)
 
 
+def contexts_0(example: Run) -> None:
+    import kdist
+
+    seen = example(kdist=kdist, strategy=strategy())["seen"]
+    assert seen[:2] == ["replica", "cross-replica"]
+    assert set(seen[2:]) == {"replica"}
+
+
 def index_0(example: Run) -> None:
     losses = losses_of(example(**rows())["model"])
     assert len(losses) == 5 and losses[-1] < losses[0]

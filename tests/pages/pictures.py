@@ -44,3 +44,187 @@ def overview() -> str:
     sheet.box(12, 286, 656, 38)
     sheet.text(340, 310, "the same weights after every step, and the same history, to rounding", "bold")
     return sheet.svg()
+
+
+def step() -> str:
+    """A step under data parallelism: eight rows, three replicas."""
+    sheet = Drawing(
+        680, 470, "A step: three replicas share a global batch of eight rows and keep equal weights"
+    )
+    shares, columns = (3, 3, 2), (20, 240, 460)
+    colours = [f"replica{replica}" for replica, share in enumerate(shares) for _ in range(share)]
+    sheet.text(340, 26, "a global batch of 8 rows", "bold")
+    sheet.rows(268, 36, colours)
+    for replica, (x, share) in enumerate(zip(columns, shares, strict=True)):
+        middle = x + 100
+        sheet.arrow((340, 56), (340, 70), (middle, 70), (middle, 92))
+        sheet.box(x, 94, 200, 138)
+        sheet.text(middle, 116, f"replica {replica}", "bold")
+        sheet.rows(middle - share * 9, 126, [f"replica{replica}"] * share)
+        sheet.box(x + 20, 152, 160, 26, "model")
+        sheet.text(middle, 170, "the same weights", "small")
+        sheet.text(middle, 199, "forward, loss, backward", "soft small")
+        sheet.text(middle, 219, f"gradient of its {share} rows", "small")
+        sheet.arrow((middle, 234), (middle, 262))
+    sheet.box(20, 264, 640, 66)
+    sheet.text(340, 290, "one collective: the sum over all replicas", "bold")
+    sheet.text(
+        340, 314, "⅜ × gradient 0  +  ⅜ × gradient 1  +  ²⁄₈ × gradient 2  =  gradient of all 8 rows", "small"
+    )
+    for x in columns:
+        middle = x + 100
+        sheet.arrow((middle, 332), (middle, 358))
+        sheet.box(x, 360, 200, 60)
+        sheet.text(middle, 383, "clip, optimizer.apply", "soft small")
+        sheet.box(x + 20, 390, 160, 24, "model")
+        sheet.text(middle, 407, "the same new weights", "small")
+    sheet.text(
+        340, 450, "Metrics are added up, and moving statistics averaged, in the same way.", "soft small"
+    )
+    return sheet.svg()
+
+
+def batch() -> str:
+    """The way of a batch from the user's data to a step, over two workers."""
+    sheet = Drawing(680, 520, "The way of a batch, from the data of the user to the step, on two workers")
+    for worker in (0, 1):
+        x = 20 + worker * 330
+        sheet.box(x, 40, 310, 466, "ground", dashed=True)
+        sheet.text(x + 155, 28, f"worker {worker}", "bold")
+        for y, title, words in (
+            (54, "your dataset", "arrays, tf.data, DataLoader, PyDataset, …"),
+            (164, "kdist/data/reading.py", "keeps the rows of its own replicas"),
+            (274, "kdist/data/prefetch.py", "a thread reads ahead, fills the devices"),
+            (368, "kdist/data/agreement.py", "all workers have the next batch"),
+            (444, "the step", "each replica computes with its rows"),
+        ):
+            sheet.box(x + 14, y, 282, 50)
+            sheet.text(x + 155, y + 21, title, "bold")
+            sheet.text(x + 155, y + 39, words, "soft small")
+        both = ["replica0"] * 4 + ["replica1"] * 4
+        sheet.rows(x + 84, 114, both)
+        sheet.arrow((x + 155, 136), (x + 155, 162))
+        sheet.rows(x + 84, 224, [c if c == f"replica{worker}" else "ground" for c in both])
+        sheet.arrow((x + 155, 246), (x + 155, 272))
+        sheet.arrow((x + 155, 326), (x + 155, 366))
+        sheet.arrow((x + 155, 420), (x + 155, 442))
+        sheet.text(x + 230, 150, "a global batch", "soft small")
+        sheet.text(x + 230, 260, "its share", "soft small")
+    sheet.arrow((318, 393), (362, 393))
+    sheet.arrow((362, 393), (318, 393))
+    return sheet.svg()
+
+
+# For each strategy: what is said of it, and its devices. A device has a worker, a name, the rows that it computes of a
+# batch of four, and the quarters of the variables that it holds.
+ALL = (0, 1, 2, 3)
+HOLDERS = {
+    "OneDeviceStrategy": ("one process, one device", [(0, "device 0", ALL, ALL)]),
+    "MirroredStrategy": (
+        "one process, a replica a device",
+        [(0, "device 0", (0, 1), ALL), (0, "device 1", (2, 3), ALL)],
+    ),
+    "MultiWorkerMirroredStrategy": (
+        "several processes",
+        [(0, "device 0", (0, 1), ALL), (1, "device 0", (2, 3), ALL)],
+    ),
+    "CentralStorageStrategy": (
+        "one device has the variables",
+        [(0, "device 0", (0, 1), ()), (0, "device 1", (2, 3), ()), (0, "holder", (), ALL)],
+    ),
+    "FullyShardedStrategy": (
+        "each replica has a part of them",
+        [(0, "device 0", (0, 1), (0, 1)), (1, "device 0", (2, 3), (2, 3))],
+    ),
+    "ModelParallelStrategy": (
+        "a mesh: here 2 for rows × 2 for variables",
+        [
+            (0, "device 0", (0, 1), (0, 1)),
+            (0, "device 1", (0, 1), (2, 3)),
+            (1, "device 0", (2, 3), (0, 1)),
+            (1, "device 1", (2, 3), (2, 3)),
+        ],
+    ),
+    "ParameterServerStrategy": (
+        "each worker takes batches of its own",
+        [
+            (0, "worker 0", ALL, ()),
+            (1, "worker 1", ALL, ()),
+            (2, "server 0", (), (0, 1)),
+            (3, "server 1", (), (2, 3)),
+        ],
+    ),
+}
+
+
+def holders() -> str:
+    """Who has which rows and which part of the variables, under each strategy."""
+    sheet = Drawing(
+        680, 76 + 88 * len(HOLDERS), "Which rows and which variables each device has, by strategy"
+    )
+    sheet.rows(20, 16, ["replica0"])
+    sheet.text(44, 29, "rows of a batch that it computes", "small", "start")
+    sheet.rows(270, 16, ["model"])
+    sheet.text(294, 29, "variables that it holds", "small", "start")
+    sheet.box(450, 14, 30, 20, "ground", dashed=True)
+    sheet.text(488, 29, "one process", "small", "start")
+    for lane, (strategy, (words, devices)) in enumerate(HOLDERS.items()):
+        y = 56 + lane * 88
+        sheet.text(20, y + 28, strategy, "bold", "start")
+        sheet.text(20, y + 48, words, "soft small", "start")
+        for number, (worker, name, rows, parts) in enumerate(devices):
+            x = 280 + number * 98
+            first = not any(device[0] == worker for device in devices[:number])
+            if first:
+                together = sum(device[0] == worker for device in devices)
+                sheet.box(x - 3, y - 3, together * 98 - 6, 80, "ground", dashed=True)
+            sheet.box(x + 2, y + 2, 84, 70)
+            sheet.text(x + 44, y + 18, name, "small")
+            asynchronous = strategy.startswith("Parameter")
+            colour = [f"replica{worker if asynchronous else row // 2}" for row in ALL]
+            sheet.rows(x + 9, y + 26, [colour[row] if row in rows else "ground" for row in ALL])
+            sheet.rows(x + 9, y + 48, ["model" if part in parts else "ground" for part in ALL])
+    return sheet.svg()
+
+
+def choice() -> str:
+    """Which strategy: questions, and answers to the right of each."""
+    questions = (
+        (
+            "Does the model fit on one device?",
+            "no",
+            "FullyShardedStrategy",
+            "or ModelParallelStrategy; JAX, PyTorch",
+        ),
+        ("Do workers come and go,", "yes", "ParameterServerStrategy", "asynchronous: other numbers each run"),
+        ("Is it JAX on TPUs?", "yes", "TPUStrategy", "the devices of all hosts"),
+        (
+            "Are there several machines,",
+            "yes",
+            "MultiWorkerMirroredStrategy",
+            "kdist run, Slurm, Kubernetes, …",
+        ),
+        ("Are there several devices?", "yes", "MirroredStrategy", "one process; works in a notebook"),
+    )
+    second = {1: "or are tables large, a step small?", 3: "or is it PyTorch on several GPUs?"}
+    sheet = Drawing(680, 40 + 92 * len(questions) + 56, "Which strategy: a tree of questions")
+    for number, (question, answer, strategy, words) in enumerate(questions):
+        y = 16 + number * 92
+        sheet.box(20, y, 310, 56)
+        if number in second:
+            sheet.text(175, y + 24, question, "bold")
+            sheet.text(175, y + 43, second[number], "bold")
+        else:
+            sheet.text(175, y + 33, question, "bold")
+        sheet.arrow((332, y + 28), (388, y + 28))
+        sheet.text(358, y + 21, answer, "soft")
+        sheet.box(390, y, 274, 56, "replica0")
+        sheet.text(527, y + 24, strategy, "bold")
+        sheet.text(527, y + 43, words, "small")
+        sheet.arrow((175, y + 58), (175, y + 90))
+        sheet.text(188, y + 79, "yes" if answer == "no" else "no", "soft", "start")
+    y = 16 + 92 * len(questions)
+    sheet.box(20, y, 310, 56, "replica0")
+    sheet.text(175, y + 24, "OneDeviceStrategy", "bold")
+    sheet.text(175, y + 43, "or no strategy at all", "small")
+    return sheet.svg()
