@@ -10,6 +10,7 @@ import functools
 from xml.sax.saxutils import escape
 
 from tests.house import ORDER, ROOT, edges, room_of_module
+from tests.pages.drawing import COLOURS
 
 PICTURE = ROOT / "docs" / "house.svg"
 WORDS = {
@@ -50,7 +51,7 @@ WORDS = {
     "measuring": "kdist bench, plot",
     "command_line": "kdist run, info, …",
 }
-WIDTH, BOX, HEIGHT, FLOOR = 840, 184, 40, 66
+BOX, GAP, HEIGHT, FLOOR = 184, 24, 40, 66
 
 
 def imported_rooms() -> dict[str, set[str]]:
@@ -59,6 +60,14 @@ def imported_rooms() -> dict[str, set[str]]:
     for here, there, _ in edges():
         rooms[room_of_module(here)].add(room_of_module(there))
     return {room: there - {room} for room, there in rooms.items() if room in WORDS}
+
+
+def _colours(number: int) -> str:
+    c = {name: both[number] for name, both in COLOURS.items()}
+    return (
+        f"text{{fill:{c['soft']}}}.name{{fill:{c['ink']}}}path{{stroke:{c['line']}}}"
+        f"rect{{fill:{c['box']};stroke:{c['line']}}}.ground{{fill:{c['ground']};stroke:none}}"
+    )
 
 
 def draw() -> str:
@@ -70,11 +79,12 @@ def draw() -> str:
         return 1 + max((floor(below) for below in rooms[room]), default=-1)
 
     top = max(map(floor, rooms))
+    floors = [[room for room in rooms if floor(room) == number] for number in range(top + 1)]
+    width = max(map(len, floors)) * (BOX + GAP) + GAP
     place: dict[str, tuple[float, float]] = {}
-    for number in range(top + 1):
-        there = [room for room in rooms if floor(room) == number]
+    for number, there in enumerate(floors):
         for index, room in enumerate(there):
-            x = WIDTH / 2 + (index - (len(there) - 1) / 2) * (BOX + 24)
+            x = width / 2 + (index - (len(there) - 1) / 2) * (BOX + GAP)
             place[room] = (x, 10 + (top - number) * FLOOR)
     lines, boxes = [], []
     for room, (x, y) in place.items():
@@ -91,16 +101,16 @@ def draw() -> str:
             f'<text x="{x:g}" y="{y + 32:g}">{escape(WORDS[room])}</text>'
         )
     height = 20 + top * FLOOR + HEIGHT
+    light, dark = (_colours(number) for number in (0, 1))
     style = (
-        "text{font:11px sans-serif;text-anchor:middle;fill:#445}.name{font:bold 13px monospace;fill:#123}"
-        "rect{fill:#eef2fb;stroke:#6b7fb0}path{fill:none;stroke:#9aa7c7;stroke-width:1.2}"
-        ".ground{fill:#fff;stroke:none}"
+        "text{font:11px sans-serif;text-anchor:middle}.name{font:bold 13px monospace}path{fill:none;stroke-width:1.2}"
+        f"{light}@media (prefers-color-scheme: dark){{{dark}}}"
     )
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
         "<title>The rooms of kdist: each imports from the floors below it alone</title>",
         f"<style>{style}</style>",
-        f'<rect class="ground" width="{WIDTH}" height="{height}"/>',
+        f'<rect class="ground" width="{width}" height="{height}"/>',
         *lines,
         *boxes,
         "</svg>",

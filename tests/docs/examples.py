@@ -111,7 +111,7 @@ def run_example(names: Names, backend: str, name: str, folder: Path) -> None:
     if replaced := getattr(names[name], "replaced", None):
         assert replaced[0] in source
         source = source.replace(*replaced)
-    num_workers = 1 if "MirroredStrategy([" in source else 2
+    num_workers = 1 if 'Strategy(["' in source else 2
     done = run(backend, num_workers, _in_worker, names["__name__"], name, source, str(folder))
     assert done == ["done"] * num_workers
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pages import PAGES, ROOT, variables
+from tests.pages import variables
+from tests.pages.contents import PAGES, ROOT
 
 
 @pytest.mark.parametrize("path", PAGES)

@@ -81,3 +81,17 @@ def test_every_public_name_has_an_entry(site: Path) -> None:
         if name not in reference and name != "kdist.experimental.CollectiveCommunication"
     ]
     assert not missing
+
+
+def test_each_page_has_a_title_and_a_description_of_its_own(site: Path) -> None:
+    seen: dict[str, Path] = {}
+    for page in site.rglob("index.html"):
+        text = page.read_text(encoding="utf-8")
+        (title,) = re.findall(r"<title>(.*?)</title>", text)
+        assert title not in seen, f"{page} and {seen[title]}"
+        seen[title] = page
+        (description,) = re.findall(r'<meta name="description" content="([^"]*)"', text)
+        assert 10 < len(description) <= 160, f"{page}: {description}"
+    assert len(seen) > 40
+    assert "There is no such page" in (site / "404.html").read_text(encoding="utf-8")
+    assert not (site / "theme").exists()
