@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tests import house_picture
 from tests.environment import ROOT
-from tests.pages import backend, command_line, errors, pictures, variables
+from tests.pages import backend, benchmarks, command_line, errors, pictures, variables
 
 __all__ = ["PAGES", "ROOT"]
 
@@ -22,6 +22,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/holders.svg": pictures.holders,
     "docs/choice.svg": pictures.choice,
     "docs/contribute/a-backend.md": backend.write,
+    "docs/reference/benchmarks.md": benchmarks.write,
     "docs/reference/command-line.md": command_line.write,
     "docs/reference/environment.md": variables.write,
     "docs/reference/errors.md": errors.write,
