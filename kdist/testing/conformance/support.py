@@ -287,7 +287,8 @@ def page(results: dict[str, dict[str, str]]) -> str:
         "# What works where",
         "",
         "Each mark stands for a run of the tests, on the CPUs of one machine: a small model under the strategy, whose",
-        "numbers are those that come out by hand. More of `fit` is in [the contract](contract.md). Written by `make table`.",
+        "numbers are those that come out by hand. More of `fit` is in [the contract](contract.md). Written by",
+        "`make table`.",
     ]
     notes: list[str] = []
     for backend, title in BACKENDS.items():
