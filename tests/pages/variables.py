@@ -62,6 +62,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "KDIST_LOG": "`debug`, `info`, `warning` or `error`: [how much is said](../launcher.md#what-it-says)",
         "KDIST_NUM_WORKERS": "how many workers an [Indexed Job](../cluster.md#kubernetes-jobs) has",
         "KDIST_PROBE": "0: no [means and sums](../how-it-works.md#means-and-sums) are told apart",
+        "KDIST_TRACE": "a folder: each worker writes what it did when, for Perfetto to draw",
         "KDIST_RESTART": "how often the job was started again, from 0; set by the launcher",
     },
     "Of Keras": {
