@@ -36,7 +36,12 @@ def text_of(node: ast.expr) -> str:
     return " ".join(text_of(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
 
 
-def hints() -> Iterator[tuple[str, str]]:
+@functools.cache
+def hints() -> list[tuple[str, str]]:
+    return list(read_hints())
+
+
+def read_hints() -> Iterator[tuple[str, str]]:
     """All hints of errors and examples of the command line, and where they are."""
     for path in sorted((ROOT / "kdist").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -58,10 +63,13 @@ def pages() -> Iterator[tuple[str, str]]:
             yield f"{path.relative_to(ROOT)}:{number}", line
 
 
+parser = functools.cache(build_parser)
+
+
 @functools.cache
 def subcommands() -> dict[str, argparse.ArgumentParser]:
     (found,) = [
-        action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)
+        action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)
     ]
     return dict(found.choices)
 
@@ -91,7 +99,7 @@ def options_in_text() -> list[tuple[str, str]]:
 def problem_of(command: str) -> str | None:
     """What the parser says of a command; `None` if it takes it."""
     try:
-        build_parser().parse_args(shlex.split(command, comments=True))
+        parser().parse_args(shlex.split(command, comments=True))
     except (argparse.ArgumentError, ValueError) as error:
         return str(error)
     except SystemExit as ended:
