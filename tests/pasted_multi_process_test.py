@@ -68,9 +68,7 @@ parser = functools.cache(build_parser)
 
 @functools.cache
 def subcommands() -> dict[str, argparse.ArgumentParser]:
-    (found,) = [
-        action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)
-    ]
+    (found,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
     return dict(found.choices)
 
 

@@ -1,0 +1,137 @@
+"""Keras's own progress bar under `kdist run`, on a terminal and in a pipe; Keras itself is not imported."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+
+import pytest
+
+from tests.environment import clean_environment
+
+TIMEOUT = 60
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+SCRIPT = """
+import importlib.util, os, sys, time, types
+
+def write(message, line_break=True):
+    sys.stdout.write(message + "\\n" * line_break)
+    sys.stdout.flush()
+
+for name in ("keras", "keras.src", "keras.src.utils"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["keras.src.api_export"] = types.SimpleNamespace(keras_export=lambda name: lambda made: made)
+sys.modules["keras.src.utils"].io_utils = types.SimpleNamespace(print_msg=write)
+spec = importlib.util.spec_from_file_location("progbar", BAR)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+if os.environ["RANK"] == "0":
+    for epoch in (1, 2):
+        write(f"Epoch {epoch}/2")
+        bar = module.Progbar(8, interval=0)
+        for step in range(1, 9):
+            bar.update(step, [("loss", 0.5)])
+            time.sleep(0.02)
+else:
+    for line in range(4):
+        write(f"line {line}")
+        time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    # The name of the folder alone: to look for a module within would import Keras.
+    from importlib.util import find_spec
+
+    (folder,) = find_spec("keras").submodule_search_locations
+    script = tmp_path / "bars.py"
+    script.write_text(SCRIPT.replace("BAR", repr(os.path.join(folder, "src", "utils", "progbar.py"))))
+    return [sys.executable, "-m", "kdist", "run", "-n", "2", str(script)]
+
+
+def screen(written: str) -> list[str]:
+    """What stands on a terminal to which this was written, of more columns than any line has."""
+    lines, column = [""], 0
+    for piece in re.split(r"(\n|\r|\x08|\x1b\[K)", COLOUR.sub("", written)):
+        if piece == "\n":
+            lines.append("")
+            column = 0
+        elif piece == "\r":
+            column = 0
+        elif piece == "\x08":
+            column = max(0, column - 1)
+        elif piece == "\x1b[K":
+            lines[-1] = lines[-1][:column]
+        else:
+            lines[-1] = lines[-1][:column].ljust(column) + piece + lines[-1][column + len(piece) :]
+            column += len(piece)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def on_terminal(command, **environ) -> str:
+    """Runs a command on a terminal of 120 columns; returns all that was written to it."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=clean_environment() | environ
+    )
+    os.close(theirs)
+    parts: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while data := os.read(ours, 65536):
+                parts.append(data)
+        except OSError:  # the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert process.wait(TIMEOUT) == 0, b"".join(parts)
+    finally:
+        process.kill()
+        reader.join(TIMEOUT)
+        os.close(ours)
+    return b"".join(parts).decode().replace("\r\n", "\n")
+
+
+def check(lines: list[str]) -> None:
+    assert lines[0] == "kdist: 2 workers × 1 cpu on tensorflow, from --num-workers"
+    chief = [line for line in lines[1:] if line.startswith("[worker 0] ")]
+    other = [line for line in lines[1:] if line.startswith("[worker 1] ")]
+    assert len(chief) + len(other) == len(lines) - 1, lines
+    assert other == [f"[worker 1] line {number}" for number in range(4)]
+    assert [line for line in chief if "Epoch" in line] == ["[worker 0] Epoch 1/2", "[worker 0] Epoch 2/2"]
+    done = re.compile(r"\[worker 0\] 8/8 ━{20} \ds \d+ms/step - loss: 0\.5000")
+    assert sum(done.fullmatch(line) is not None for line in chief) == 2, lines
+
+
+def test_a_pipe_gets_each_bar_once_and_no_control_characters(command):
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT, env=clean_environment(), check=True
+    )
+    assert not set("\x1b\r\x08") & set(done.stdout + done.stderr)
+    check([*done.stderr.splitlines(), *done.stdout.splitlines()])
+    assert sum("/8 " in line for line in done.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize("no_colour", ["", "1"])
+def test_a_terminal_gets_a_bar_that_moves(command, no_colour):
+    written = on_terminal(command, NO_COLOR=no_colour)
+    check(
+        [
+            line
+            for line in screen(written)
+            if "line" in line or "Epoch" in line or "8/8" in line or "kdist" in line
+        ]
+    )
+    assert written.count("\r[worker 0] ") >= 6, "it is drawn anew"
+    assert bool(COLOUR.search(written)) == (not no_colour)
