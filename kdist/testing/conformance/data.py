@@ -136,7 +136,7 @@ def dictionaries() -> Numbers:
     predicted = a.predict(model, x)
     if keras.backend.backend() == "tensorflow" and keras.__version__.startswith("3.16"):
         # Keras's own loop gives every batch the same weight in the outputs' losses there, a short one too, so
-        # that they do not add up to the loss; see docs/keras-versions.md.
+        # that they do not add up to the loss; see docs/versions.md.
         for name in [name for name in history.history if name.endswith(("kind_loss", "value_loss"))]:
             del history.history[name]
     return a.numbers(model, history, value=predicted["value"], kind=predicted["kind"])
