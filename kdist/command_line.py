@@ -1,4 +1,4 @@
-"""The command line: `kdist run`, `kdist manifest`, `kdist info`, `kdist demo`, `kdist checkpoint`."""
+"""The command line: `kdist run`, `manifest`, `info`, `demo`, `checkpoint`, `bench`, `plot`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from kdist.launch.options import target as read_target
 from kdist.launch.options import whole_number
 from kdist.launch.plan import check_backend, parse_hosts, resolve_num_workers
 from kdist.launch.restarts import Job
+from kdist.measuring import command as measuring_command
 from kdist.version import __version__
 
 _EXAMPLES = """examples:
   kdist demo
   kdist run -n 2 train.py
+  kdist bench -n 1,2
+  kdist plot runs/first
   kdist manifest kubernetes -n 4 --gpus 1 --image registry/train:1 train.py | kubectl apply -f -
   kdist manifest slurm -n 4 --gpus 1 --output train.sh train.py && sbatch train.sh
 
@@ -59,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--epochs", type=int, default=8)
     checkpoint_command.add_to(commands)
     manifest_command.add_to(commands)
+    measuring_command.add_to(commands)
     return parser
 
 
@@ -141,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return checkpoint_command.main(options)
         if options.command == "manifest":
             return manifest_command.main(options)
+        if options.command in ("bench", "plot"):
+            return measuring_command.main(options)
         from kdist.demo import main as demo_main  # not on top: the demo needs NumPy, the launcher does not
 
         return demo_main(options.num_workers, options.backend, options.epochs)

@@ -41,7 +41,7 @@ def convert(path: str, output: str, name: str | None = None, model: str | None =
         )
     index = read_index(path)
     name = _name(index, name)
-    made, note = (_call(model), "") if model else _make(path, index, name)
+    made, note = (call_function(model), "") if model else _make(path, index, name)
     status = Checkpoint(random=False, **{name: made}).read(path)
     if output.endswith(".keras"):
         made.save(output)
@@ -91,7 +91,12 @@ def _make(path: str, index: Index, name: str) -> tuple[Any, str]:
     ) from errors[0]
 
 
-def _call(model: str) -> Any:
+def call_function(model: str) -> Any:
+    """Returns what a function of a module returns, by the name "module:function".
+
+    Raises:
+        InvalidArgumentError: There is none.
+    """
     module, _, function = model.partition(":")
     sys.path.insert(0, os.getcwd())  # where `python -m` looks first
     try:

@@ -42,13 +42,24 @@ def main(num_workers: int, backend: str | None, epochs: int) -> int:
 
 
 def _run(backend: str | None, epochs: int, num_workers: int, result: Path, *flags: str) -> dict[str, Any]:
+    return run_module("kdist.demo.train", backend, num_workers, result, "--epochs", str(epochs), *flags)
+
+
+def run_module(
+    module: str, backend: str | None, num_workers: int, result: Path, *arguments: str
+) -> dict[str, Any]:
+    """Runs a module on several workers, as `kdist run` does, and returns what it has written to a file, as JSON.
+
+    Raises:
+        LaunchError: It failed; what it said has been printed.
+    """
     command = [sys.executable, "-m", "kdist", "run", "--num-workers", str(num_workers)]
     if backend:
         command += ["--backend", backend]
-    command += ["-m", "kdist.demo.train", "--result", str(result), "--epochs", str(epochs), *flags]
+    command += ["-m", module, "--result", str(result), *arguments]
     code = subprocess.run(command, check=False).returncode
     if code != 0:
-        raise LaunchError("The demo's training failed.", received={"exit_code": code}, hint="See above.")
+        raise LaunchError("The training failed.", received={"exit_code": code}, hint="See above.")
     return json.loads(result.read_text())
 
 

@@ -46,7 +46,7 @@ class TraceFile:
         # Clocks that never go back have no common beginning.
         self._zero = time.time_ns() - time.perf_counter_ns()
         self._lock = threading.RLock()
-        self._threads: list[threading.Thread] = []  # a row each
+        self._threads = [threading.main_thread()]  # a row each
         self._is_empty = True
         self._lines: list[str] = []
         self._written = time.monotonic()
@@ -56,6 +56,7 @@ class TraceFile:
             "process_name", name=f"worker {worker}{again} ({socket.gethostname()}, process {os.getpid()})"
         )
         self._describe("process_sort_index", sort_index=worker)
+        self._describe("thread_name", name="main")
         self.flush()
 
     def add(self, span: Span) -> None:
@@ -112,7 +113,7 @@ class TraceFile:
                 return number
         number = len(self._threads)
         self._threads.append(mine)
-        self._describe("thread_name", number, name="main" if mine.name == "MainThread" else mine.name)
+        self._describe("thread_name", number, name=mine.name)
         self._describe("thread_sort_index", number, sort_index=number)
         return number
 

@@ -1,0 +1,141 @@
+"""What each worker of `kdist bench` runs: trains for some rounds, and says how long what took."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import kdist
+from kdist.checkpoint.convert import call_function
+from kdist.errors import InvalidArgumentError
+from kdist.tracing import Meter
+
+_ANY_LENGTH = 16  # of a dimension that the model leaves open
+
+
+def make_model() -> Any:
+    """Returns a small convolutional network for pictures of 28 × 28 pixels, compiled."""
+    model = keras.Sequential(
+        [
+            keras.layers.Input((28, 28, 1)),
+            keras.layers.Conv2D(32, 3, activation="relu"),
+            keras.layers.Conv2D(64, 3, strides=2, activation="relu"),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(10),
+        ]
+    )
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def made_up(model: Any, rows: int) -> tuple[Any, Any]:
+    """Returns inputs and targets that a model can be trained on, drawn at random.
+
+    Raises:
+        InvalidArgumentError: The model does not say what it takes.
+    """
+    if not (getattr(model, "inputs", None) and getattr(model, "outputs", None)):
+        raise InvalidArgumentError(
+            "To make up data, the model must say which inputs it takes.",
+            received={"model": type(model).__name__},
+            hint="Begin it with keras.Input(shape), or let the function return (model, x, y).",
+        )
+    random = np.random.RandomState(0)
+
+    def draw(tensor: Any, most: int) -> np.ndarray:
+        shape = (rows, *(length or _ANY_LENGTH for length in tensor.shape[1:]))
+        kind = keras.backend.standardize_dtype(tensor.dtype)
+        if kind.startswith(("int", "uint")):
+            return random.randint(0, most, shape).astype(kind)
+        return random.random_sample(shape).astype("float32")
+
+    def targets(tensor: Any) -> np.ndarray:
+        loss = model.loss if isinstance(model.loss, str) else type(model.loss).__name__
+        if "sparse" in loss.lower():
+            return random.randint(0, tensor.shape[-1], (rows, *tensor.shape[1:-1]))
+        return draw(tensor, 2)
+
+    inputs, outputs = (
+        [draw(tensor, 2) for tensor in model.inputs],
+        [targets(tensor) for tensor in model.outputs],
+    )
+    return tuple(found[0] if len(found) == 1 else found for found in (inputs, outputs))  # type: ignore[return-value]
+
+
+class Rounds(keras.callbacks.Callback):
+    """Keeps what each epoch took; the first one, which compiles and warms up, does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+        self.totals: list[dict[str, Any]] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begins."""
+        self.meter.open()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Leaves out what was between the epochs."""
+        self.meter.take()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Keeps."""
+        totals = self.meter.take()
+        if epoch > 0:
+            self.totals.append(totals.as_json())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Ends."""
+        self.meter.close()
+
+
+def measure(strategy: Any, function: str | None, batch_size: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Trains, and returns what all workers say."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        made = call_function(function) if function else make_model()
+    rows = steps * batch_size
+    model, x, y = made if isinstance(made, tuple) else (made, *made_up(made, rows))
+    if not getattr(model, "compiled", False):
+        raise InvalidArgumentError(
+            "The model must be compiled.", received={"model": function}, hint='model.compile("adam", "mse")'
+        )
+    x, y = keras.tree.map_structure(lambda array: array[:rows], (x, y))
+    kept = Rounds()
+    model.fit(x, y, batch_size=batch_size, epochs=1 + rounds, shuffle=False, verbose=0, callbacks=[kept])
+    everyone = kdist.all_gather_object(json.dumps(kept.totals), strategy)
+    runtime = strategy.runtime
+    return {
+        "about": {
+            "backend": keras.backend.backend(),
+            "num_workers": runtime.num_workers,
+            "num_replicas": runtime.num_replicas,
+            "device": runtime.devices[0],
+            "exchanges_in_programs": runtime.exchanges_in_programs,
+        },
+        # By rounds, not by workers.
+        "rounds": [list(workers) for workers in zip(*map(json.loads, everyone), strict=True)],
+    }
+
+
+def main() -> None:
+    """Runs as a module, started by `kdist bench`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--model")
+    for name in ("--batch-size", "--steps", "--rounds"):
+        parser.add_argument(name, type=int, required=True)
+    options = parser.parse_args()
+    strategy = kdist.MultiWorkerMirroredStrategy()
+    result = measure(strategy, options.model, options.batch_size, options.steps, options.rounds)
+    if strategy.runtime.worker_index == 0:
+        options.result.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

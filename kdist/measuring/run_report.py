@@ -1,0 +1,162 @@
+"""`kdist plot`: what a run's records and its trace show."""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from kdist.measuring import records, timeline
+from kdist.measuring.drawing import COLORS, GREY, Chart, Report, draw_shares
+from kdist.measuring.records import Record, Run
+from kdist.measuring.shares import shares_of
+from kdist.tracing import merging
+from kdist.tracing.pace import alone, pace_of
+
+
+def read_report(folder: str) -> Report:
+    """Reads a run's folder.
+
+    Traces are looked for there and in its folder `trace`; they are put together anew, since the job may have been
+    killed before it did.
+
+    Raises:
+        InvalidArgumentError: There is nothing to draw.
+    """
+    traces = [path for path in (folder, os.path.join(folder, "trace")) if _has_traces(path)]
+    for path in traces:
+        merging.merge(path)
+    charts = [chart for path in traces if (chart := timeline.chart_of(path)) is not None]
+    if not records.has_records(folder) and charts:
+        return Report(
+            folder, "The trace of the run; it has no records of kdist.callbacks.RunLog.", (), charts
+        )
+    run = records.read_run(folder)
+    return Report(folder, _lead(run), _table(run), [*_charts(run), *charts])
+
+
+def _has_traces(folder: str) -> bool:
+    return os.path.isdir(folder) and bool(merging.files_in(folder))
+
+
+def _lead(run: Run) -> str:
+    about = run.about
+    totals = [log.totals for log in run.workers]
+    pace = pace_of(totals, run.exchanges_in_programs)
+    missing = about["num_workers"] - len(run.workers)
+    words = [f"{about['num_workers']} worker(s) on {about['backend']}, {totals[0].steps:,} steps measured"]
+    words += [f"{pace.rows_per_second:,.0f} rows a second"] if totals[0].rows else []
+    words += [f"{pace.waiting_for_input:.0%} of the time spent waiting for input"]
+    if len(totals) > 1:
+        words += [
+            f"{pace.waiting_for_others:.0%} waiting for other workers; the slowest is worker "
+            f"{run.workers[pace.slowest].worker}"
+        ]
+    text = ", ".join(words) + "."
+    if missing:
+        text += f" The files of {missing} worker(s) are not in this folder."
+    return text
+
+
+def _table(run: Run) -> list[list[str]]:
+    fused = run.exchanges_in_programs
+    rows = [["worker", "host", "ms a step", "busy by itself", *shares_of(run.workers[0].totals, fused)]]
+    for log in run.workers:
+        totals = log.totals
+        steps = max(totals.steps, 1)
+        shares = shares_of(totals, fused).values()
+        rows.append(
+            [
+                f"worker {log.worker}",
+                str(log.starts[-1]["host"]),
+                f"{1000 * totals.training / steps:.1f}",
+                f"{1000 * alone(totals, fused) / steps:.1f}",
+                *(f"{share:.0%}" for share in shares),
+            ]
+        )
+    return rows
+
+
+def _charts(run: Run) -> list[Chart]:
+    inside = (
+        " Here the exchange is inside of the compiled step, so what a worker computes there is not seen."
+        if run.exchanges_in_programs and run.about["num_workers"] > 1
+        else ""
+    )
+    return [
+        Chart(
+            "Loss",
+            "All workers' losses are those of the global batches: they lie on each other.",
+            functools.partial(_draw_losses, run),
+        ),
+        Chart(
+            "Time of a step, and what each worker is busy with by itself",
+            "Grey is the whole step, which takes all workers equally long. A worker whose line is above the others' "
+            "is waited for." + inside,
+            functools.partial(_draw_steps, run),
+        ),
+        Chart(
+            "Where the time goes",
+            "Python is what is left: callbacks and the loop itself. The steps that compile are left out."
+            + inside,
+            functools.partial(_draw_shares, run),
+        ),
+    ]
+
+
+def _label_workers(axes: Any, run: Run, extra: int = 0) -> None:
+    if len(run.workers) + extra > 1:
+        axes.legend(ncols=2, loc="best")
+
+
+def _draw_losses(run: Run, axes: Any) -> None:
+    before = run.positions()
+    for number, log in enumerate(run.workers):
+        points = [(before[r.epoch] + r.step, r.logs.get("loss")) for r in log.records if "loss" in r.logs]
+        # The first ones are thick: the last ones lie on them.
+        width = 2 + 3 * (len(run.workers) - 1 - number) / max(len(run.workers) - 1, 1)
+        _line(axes, points, COLORS[number % len(COLORS)], f"worker {log.worker}", linewidth=width)
+    ends = [r for r in run.workers[0].records if r.ends_epoch and "val_loss" in r.logs]
+    if ends:
+        points = [(before[r.epoch] + r.step, r.logs["val_loss"]) for r in ends]
+        _line(axes, points, GREY, "validation", marker="o", linestyle="--", markersize=4)
+    axes.set(xlabel="step", ylabel="loss")
+    _label_workers(axes, run, len(ends))
+
+
+def _draw_steps(run: Run, axes: Any) -> None:
+    before = run.positions()
+    fused = run.exchanges_in_programs
+    whole: dict[int, list[float]] = {}
+    for number, log in enumerate(run.workers):
+        measured = [r for r in log.records if r.totals.steps and not r.totals.compiles]
+        places = [before[r.epoch] + r.step for r in measured]
+        for place, record in zip(places, measured, strict=True):
+            whole.setdefault(place, []).append(_per_step(record, record.totals.training))
+        busy = [_per_step(record, alone(record.totals, fused)) for record in measured]
+        _line(
+            axes, list(zip(places, busy, strict=True)), COLORS[number % len(COLORS)], f"worker {log.worker}"
+        )
+    points = [(place, statistics.median(whole[place])) for place in sorted(whole)]
+    _line(axes, points, GREY, "whole step", zorder=1)
+    axes.set(xlabel="step", ylabel="milliseconds")
+    axes.set_ylim(bottom=0)
+    axes.legend(ncols=2, loc="best")
+
+
+def _per_step(record: Record, seconds: float) -> float:
+    return 1000 * seconds / record.totals.steps
+
+
+def _line(axes: Any, points: Sequence[tuple[int, Any]], color: str, label: str, **style: Any) -> None:
+    present = [(x, y) for x, y in points if y is not None]
+    if len(present) == 1:
+        style.setdefault("marker", "o")
+    axes.plot([x for x, _ in present], [y for _, y in present], color=color, label=label, **style)
+
+
+def _draw_shares(run: Run, axes: Any) -> None:
+    rows = [(f"worker {log.worker}", shares_of(log.totals, run.exchanges_in_programs)) for log in run.workers]
+    draw_shares(axes, rows)

@@ -1,0 +1,82 @@
+"""A few steps out of the middle of a trace, a row a worker."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from kdist.measuring.drawing import Chart
+from kdist.measuring.shares import COMPUTE, EXCHANGE, INPUT, PROGRAM, PYTHON, SAVE, SHARE_COLORS, VALIDATION
+from kdist.tracing import merging, spans
+
+_STEPS = 5
+_NAMES = {
+    spans.STEP: COMPUTE,
+    spans.EXCHANGE: EXCHANGE,
+    spans.INPUT: INPUT,
+    spans.SAVE: SAVE,
+    spans.CALLBACKS: PYTHON,
+    spans.VALIDATION: VALIDATION,
+}
+
+
+def chart_of(folder: str) -> Chart | None:
+    """Returns a chart of some steps in the middle of a folder's trace; `None` where there are none."""
+    first, *_ = merging.files_in(folder)
+    steps = [event for event in merging.read(first) if _is_step(event)]
+    middle = steps[max(0, (len(steps) - _STEPS) // 2) :][:_STEPS]
+    if not middle:
+        return None
+    begin, end = middle[0]["ts"], middle[-1]["ts"] + middle[-1]["dur"]
+    margin = (end - begin) * 0.03
+    seen = [
+        event
+        for event in merging.read_all(folder)
+        if event.get("ph") == "X"
+        and event["cat"] in _NAMES
+        and event["ts"] + event["dur"] >= begin - margin
+        and event["ts"] <= end + margin
+    ]
+    fused = "exchange inside" in middle[0]["name"]
+    return Chart(
+        f"{len(middle)} steps of the trace",
+        "Below each worker is what its other threads did meanwhile. All of it, to zoom into: open trace.json at "
+        "ui.perfetto.dev, or in chrome://tracing.",
+        functools.partial(_draw, seen, begin - margin, end + margin, fused),
+    )
+
+
+def _is_step(event: dict[str, Any]) -> bool:
+    about = event.get("args", {})
+    return "rows" in about and not about.get("first")
+
+
+def _draw(events: Sequence[dict[str, Any]], begin: float, end: float, fused: bool, axes: Any) -> None:
+    rows = sorted({event["pid"] for event in events})
+    labels = set()
+    # What lies within another span comes later, and is drawn on it.
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        name = PROGRAM if fused and event["cat"] == spans.STEP else _NAMES[event["cat"]]
+        is_main = event["tid"] == 0
+        y = rows.index(event["pid"]) + (0.0 if is_main else 0.38)
+        start = max(event["ts"], begin)
+        length = min(event["ts"] + event["dur"], end) - start
+        label = None if name in labels else name
+        labels.add(name)
+        color = SHARE_COLORS[name]
+        axes.barh(
+            y,
+            length / 1000,
+            left=(start - begin) / 1000,
+            height=0.5 if is_main else 0.18,
+            color=color,
+            linewidth=0,
+            label=label,
+        )
+    axes.set_yticks(range(len(rows)), [f"worker {row % 10_000}" for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.5)
+    axes.set_xlim(0, (end - begin) / 1000)
+    axes.set_xlabel("milliseconds")
+    axes.grid(axis="y", visible=False)
+    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8.5)

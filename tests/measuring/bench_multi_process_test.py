@@ -1,0 +1,62 @@
+"""`kdist bench` as it is: a model of the user's, on two workers, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Script, run
+
+MODEL = """
+import keras
+
+def make_model():
+    inputs = {"text": keras.Input((None,), dtype="int32", name="text"), "x": keras.Input((3,), name="x")}
+    text = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(5, 4)(inputs["text"]))
+    model = keras.Model(list(inputs.values()), keras.layers.Dense(7)(keras.layers.Concatenate()([text, inputs["x"]])))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+"""
+
+
+def test_it_measures_a_model_of_the_users(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    arguments = ["bench", "--backend", "torch", "--num-workers", "2", "--steps", "3", "--batch-size", "20"]
+    arguments += ["--model", "mine:make_model", "--json", "bench.json", "--plot", "bench.html"]
+    source = f"import sys\nfrom kdist.command_line import main\nsys.exit(main({arguments!r}))\n"
+    script = Script(tmp_path, "bench", source, {})
+    try:
+        assert script.wait(170) == 0, script.stdout() + script.stderr()
+    finally:
+        script.kill()
+    (result,) = json.loads((tmp_path / "bench.json").read_text())["results"]
+    assert [(round[0]["steps"], round[1]["rows"]) for round in result["rounds"]] == [(3, 60)] * 5
+    assert (result["num_workers"], result["backend"], result["efficiency"]) == (2, "torch", 1.0)
+    shares = result["shares"]
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["exchange"] > 0 and shares["compute"] > 0
+    lines = script.stdout().splitlines()
+    (row,) = [line.split() for line in lines if line.strip().startswith("2 ")][-1:]
+    assert row[0] == "2" and row[3] == "100%" and "-" not in row
+    assert (tmp_path / "bench.html").read_text().count("<svg ") == 2
+
+
+def in_worker_made_up() -> list[str]:
+    import keras
+
+    from kdist.errors import InvalidArgumentError
+    from kdist.measuring import bench_worker
+
+    model = bench_worker.make_model()
+    x, y = bench_worker.made_up(model, 6)
+    assert x.shape == (6, 28, 28, 1) and y.shape == (6,) and 0 <= y.min() <= y.max() < 10
+    with pytest.raises(InvalidArgumentError) as caught:
+        bench_worker.made_up(keras.Sequential([keras.layers.Dense(1)]), 6)
+    return [x.dtype.name, str(caught.value)]
+
+
+def test_data_are_made_up_from_what_the_model_takes() -> None:
+    dtype, said = run("torch", 1, in_worker_made_up)[0]
+    assert dtype == "float32" and "return (model, x, y)" in said

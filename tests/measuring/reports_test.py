@@ -1,0 +1,160 @@
+"""`kdist plot` and what `kdist bench` makes of its measurements, on records that are written by hand."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kdist.command_line import main
+from kdist.measuring import bench, records, run_report
+from kdist.measuring.bench import Measured, Plan
+from kdist.tracing import Totals
+
+START = {"start": True, "num_workers": 2, "backend": "torch", "exchanges_in_programs": False, "host": "host0"}
+
+
+def write_worker(folder: Path, worker: int, compute: float, starts: int = 1) -> None:
+    """Two epochs of four steps, of 0.1 s each, in records of two; what `compute` leaves is spent in exchanges."""
+    lines: list[dict[str, Any]] = []
+    for start in range(starts):
+        lines.append(START | {"worker": worker})
+        for epoch in range(1 + start, 3):
+            for step in (2, 4):
+                seconds = {"step": compute, "exchange": 0.2 - compute}
+                totals = {"elapsed": 0.2, "steps": 2, "rows": 20, "seconds": seconds, "compiles": False}
+                loss = {"loss": 1 / (4 * epoch + step)}
+                lines.append({"epoch": epoch, "step": step, "epoch_end": False, "logs": loss} | totals)
+            nothing = {"elapsed": 0.0, "steps": 0, "rows": 0, "seconds": {}, "compiles": False}
+            logs = {"loss": 1.0, "val_loss": None}
+            lines.append({"epoch": epoch, "step": 4, "epoch_end": True, "logs": logs} | nothing)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / f"worker-{worker}.jsonl").write_text(
+        text + '{"epoch": 3, "ste'
+    )  # killed in the middle of a line
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The run of two workers, of which the second computes for longer."""
+    write_worker(tmp_path, 0, 0.05)
+    write_worker(tmp_path, 1, 0.15)
+    return tmp_path
+
+
+def test_records_are_those_of_the_last_time_that_a_step_was_trained(tmp_path: Path) -> None:
+    write_worker(tmp_path, 0, 0.05, starts=2)
+    (log,) = records.read_run(str(tmp_path)).workers
+    once = [(2, False), (4, False), (4, True)]
+    assert [record.place for record in log.records] == [(epoch, *rest) for epoch in (1, 2) for rest in once]
+    assert len(log.starts) == 2 and log.totals.rows == 80
+
+
+def test_a_report_names_the_worker_that_the_others_wait_for(folder: Path) -> None:
+    report = run_report.read_report(str(folder))
+    assert "2 worker(s) on torch, 8 steps measured, 100 rows a second" in report.lead
+    assert "25% waiting for other workers; the slowest is worker 1." in report.lead
+    head, *rows = report.table
+    first, second = (dict(zip(head, row, strict=True)) for row in rows)
+    assert (first["host"], first["ms a step"], first["busy by itself"]) == ("host0", "100.0", "25.0")
+    assert (first["compute"], first["exchange"], first["Python"]) == ("25%", "75%", "0%")
+    assert (second["ms a step"], second["busy by itself"]) == ("100.0", "75.0")
+
+
+def test_a_page_opens_anywhere(folder: Path, capsys: Any) -> None:
+    event = {"name": "step", "cat": "step", "ph": "X", "ts": 0.0, "dur": 9.0, "pid": 0, "tid": 0}
+    (folder / "trace").mkdir()
+    (folder / "trace" / "worker-0.json").write_text("[\n" + json.dumps(event | {"args": {"rows": 8}}))
+    assert main(["plot", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder}/report.html\n"
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    drawings = re.findall("<svg .*?</svg>", page, re.DOTALL)
+    assert len(drawings) == 4 and page.count("worker 1") >= 3
+    assert not re.findall(r"""(?:src|href)=["'](?!#)""", page), "it loads nothing"
+    assert "prefers-color-scheme: dark" in page and "width=device-width" in page
+    ids = [name for svg in drawings for name in set(re.findall(r'clipPath id="(\w+)"', svg))]
+    assert len(ids) == len(set(ids)) >= 4, "no drawing cuts another one"
+    assert json.loads((folder / "trace" / "trace.json").read_text())[0]["name"] == "step"
+
+
+def test_a_picture_is_one(folder: Path) -> None:
+    assert main(["plot", str(folder), "-o", str(folder / "run.png")]) == 0
+    assert (folder / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plot", "{folder}/none"], "RUN_DIR must be a folder."),
+        (["plot", "{folder}"], "must have the records of kdist.callbacks.RunLog"),
+        (["plot", "{folder}", "--output", "run.pdf"], "ends in .html or .png"),
+        (["plot", "{folder}", "--output", "{folder}/none/run.png"], "The folder of a report must be there."),
+        (["bench", "--num-workers", "1,two"], "--num-workers must be a whole number"),
+        (["bench", "--steps", "0"], "--steps must be a whole number, at least 1"),
+        (["bench", "--json", "{folder}/none/b.json"], "The folder of --json must be there."),
+        (["bench", "--plot", "b.txt"], "ends in .html or .png"),
+    ],
+)
+def test_wrong_calls(arguments: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
+    assert main([argument.format(folder=tmp_path) for argument in arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert main(["plot", str(folder)]) == 2
+    assert "pip install 'kdist[plot]'" in capsys.readouterr().err
+
+
+def measured(num_workers: int, seconds: float, fused: bool = False, **shares: float) -> Measured:
+    """Three rounds of 10 steps of 64 rows, of which the last one was disturbed."""
+    about = {"num_workers": num_workers, "num_replicas": num_workers, "exchanges_in_programs": fused}
+    about |= {"backend": "jax" if fused else "torch", "device": "cpu:0"}
+    rounds = [
+        [Totals(time, 10, 640, {name: time * share for name, share in shares.items()})] * num_workers
+        for time in (seconds, seconds, 7 * seconds)
+    ]
+    return Measured(about, rounds)
+
+
+def test_the_table_of_a_benchmark() -> None:
+    everyone = [measured(1, 2.0, step=0.9), measured(4, 1.0, step=0.6, exchange=0.3, input=0.05)]
+    head, one, four = bench.table(everyone)
+    assert dict(zip(head, one, strict=True)) == {
+        "workers": "1",
+        "steps/s": "5.00",
+        "rows/s": "320",
+        "efficiency": "100%",
+        "compute": "90%",
+        "exchange": "0%",
+        "both": "90%",
+        "input": "0%",
+        "Python": "10%",
+    }
+    assert four == ["4", "10.00", "640", "50%", "60%", "30%", "90%", "5%", "5%"]
+    said = bench.as_json(Plan(batch_size=64, steps=10), everyone)
+    assert [result["efficiency"] for result in said["results"]] == [1.0, 0.5]
+    assert json.loads(json.dumps(said)) == said
+    assert len(bench.report(Plan(), everyone).charts) == 2
+
+
+def test_what_cannot_be_told_is_not_made_up() -> None:
+    alone, together = measured(1, 2.0, fused=True, step=0.9), measured(2, 1.5, fused=True, step=0.8)
+    assert bench.table([alone])[1][4:] == ["90%", "0%", "90%", "0%", "10%"], "one replica exchanges nothing"
+    assert bench.table([alone, together])[2][4:] == ["-", "-", "80%", "0%", "20%"]
+    said = " ".join(bench.notes(Plan(), [alone, together]))
+    assert "cannot be told from computing" in said and "share the" in said
