@@ -14,7 +14,7 @@ from typing import Any
 from kdist.demo import run_module
 from kdist.launch.plan import count_cores
 from kdist.measuring.drawing import COLORS, GREY, Chart, Report, draw_shares
-from kdist.measuring.shares import COMPUTE, EXCHANGE, INPUT, PROGRAM, PYTHON, shares_of
+from kdist.measuring.shares import COMPUTE, EXCHANGE, INPUT, MESSAGES, PROGRAM, PYTHON, shares_of
 from kdist.tracing import Totals
 from kdist.tracing.pace import Pace, pace_of
 from kdist.version import __version__
@@ -118,7 +118,7 @@ def table(everyone: Sequence[Measured]) -> list[list[str]]:
 
 def _row(measured: Measured, first: Measured) -> list[str]:
     shares = measured.shares()
-    both = shares[PROGRAM if measured.is_fused else COMPUTE] + shares[EXCHANGE]
+    both = sum(shares[name] for name in (PROGRAM, MESSAGES, COMPUTE, EXCHANGE) if name in shares)
     told = ["-", "-"] if measured.is_fused else [f"{shares[name]:.0%}" for name in (COMPUTE, EXCHANGE)]
     return [
         str(measured.num_workers),

@@ -195,7 +195,7 @@ def _picture(report: Report) -> bytes:
         figure.suptitle(report.title, fontsize=13)
         for number, chart in enumerate(report.charts):
             axes = figure.add_subplot(rows, columns, number + 1)
-            axes.set_title(chart.title, fontsize=11)
+            axes.set_title(chart.title, fontsize=11, loc="left")
             chart.draw(axes)
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png", dpi=150)
@@ -218,4 +218,9 @@ def draw_shares(axes: Any, rows: Sequence[tuple[str, dict[str, float]]]) -> None
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.grid(axis="y", visible=False)
-    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8.5)
+    legend_below(axes, 0.1)
+
+
+def legend_below(axes: Any, distance: float) -> None:
+    """Puts the legend below a chart: bars leave no room for it."""
+    axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -distance), fontsize=9)

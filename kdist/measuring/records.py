@@ -83,6 +83,11 @@ class Run:
         """Whether what a step takes contains the exchange."""
         return bool(self.about["exchanges_in_programs"])
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether it contains one: a single replica has nothing to exchange."""
+        return self.exchanges_in_programs and self.about["num_workers"] * len(self.about["devices"]) > 1
+
     def positions(self) -> dict[int, int]:
         """Returns how many steps there were before each epoch."""
         lengths: dict[int, int] = {}

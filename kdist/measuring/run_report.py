@@ -61,18 +61,19 @@ def _lead(run: Run) -> str:
 
 
 def _table(run: Run) -> list[list[str]]:
-    fused = run.exchanges_in_programs
-    rows = [["worker", "host", "ms a step", "busy by itself", *shares_of(run.workers[0].totals, fused)]]
+    rows = [
+        ["worker", "host", "ms a step", "busy by itself", *shares_of(run.workers[0].totals, run.is_fused)]
+    ]
     for log in run.workers:
         totals = log.totals
         steps = max(totals.steps, 1)
-        shares = shares_of(totals, fused).values()
+        shares = shares_of(totals, run.is_fused).values()
         rows.append(
             [
                 f"worker {log.worker}",
                 str(log.starts[-1]["host"]),
                 f"{1000 * totals.training / steps:.1f}",
-                f"{1000 * alone(totals, fused) / steps:.1f}",
+                f"{1000 * alone(totals, run.exchanges_in_programs) / steps:.1f}",
                 *(f"{share:.0%}" for share in shares),
             ]
         )
@@ -82,7 +83,7 @@ def _table(run: Run) -> list[list[str]]:
 def _charts(run: Run) -> list[Chart]:
     inside = (
         " Here the exchange is inside of the compiled step, so what a worker computes there is not seen."
-        if run.exchanges_in_programs and run.about["num_workers"] > 1
+        if run.is_fused
         else ""
     )
     return [
@@ -92,7 +93,7 @@ def _charts(run: Run) -> list[Chart]:
             functools.partial(_draw_losses, run),
         ),
         Chart(
-            "Time of a step, and what each worker is busy with by itself",
+            "A step, and how long each worker is busy by itself",
             "Grey is the whole step, which takes all workers equally long. A worker whose line is above the others' "
             "is waited for." + inside,
             functools.partial(_draw_steps, run),
@@ -158,5 +159,5 @@ def _line(axes: Any, points: Sequence[tuple[int, Any]], color: str, label: str, 
 
 
 def _draw_shares(run: Run, axes: Any) -> None:
-    rows = [(f"worker {log.worker}", shares_of(log.totals, run.exchanges_in_programs)) for log in run.workers]
+    rows = [(f"worker {log.worker}", shares_of(log.totals, run.is_fused)) for log in run.workers]
     draw_shares(axes, rows)

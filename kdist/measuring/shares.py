@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from kdist.tracing import Totals, spans
 
-COMPUTE, PROGRAM, EXCHANGE, INPUT, SAVE, VALIDATION, PYTHON = (
+COMPUTE, PROGRAM, EXCHANGE, MESSAGES, INPUT, SAVE, VALIDATION, PYTHON = (
     "compute",
     "step, exchange inside",
     "exchange",
+    "messages",
     "input",
     "save",
     "validation",
@@ -17,6 +18,7 @@ SHARE_COLORS = {
     COMPUTE: "#3b82f6",
     PROGRAM: "#3b82f6",
     EXCHANGE: "#f97316",
+    MESSAGES: "#f97316",
     INPUT: "#0d9f6e",
     SAVE: "#8b5cf6",
     VALIDATION: "#0891b2",
@@ -24,8 +26,10 @@ SHARE_COLORS = {
 }
 
 
-def shares_of(totals: Totals, exchanges_in_programs: bool) -> dict[str, float]:
+def shares_of(totals: Totals, is_fused: bool) -> dict[str, float]:
     """Returns which share of the time went where; together 1.
+
+    Where the exchange is inside of the compiled step, what is seen of it are the messages between steps.
 
     Example:
 
@@ -36,8 +40,8 @@ def shares_of(totals: Totals, exchanges_in_programs: bool) -> dict[str, float]:
     {'compute': 0.5, 'exchange': 0.25, 'input': 0.125, 'Python': 0.125}
     """
     seconds = {
-        PROGRAM if exchanges_in_programs else COMPUTE: totals.of(spans.STEP),
-        EXCHANGE: totals.of(spans.EXCHANGE),
+        PROGRAM if is_fused else COMPUTE: totals.of(spans.STEP),
+        MESSAGES if is_fused else EXCHANGE: totals.of(spans.EXCHANGE),
         INPUT: totals.of(spans.INPUT),
         SAVE: totals.of(spans.SAVE),
         VALIDATION: totals.of(spans.VALIDATION, spans.PREDICTION),

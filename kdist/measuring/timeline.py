@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from kdist.measuring.drawing import Chart
+from kdist.measuring.drawing import Chart, legend_below
 from kdist.measuring.shares import COMPUTE, EXCHANGE, INPUT, PROGRAM, PYTHON, SAVE, SHARE_COLORS, VALIDATION
 from kdist.tracing import merging, spans
 
@@ -79,4 +79,4 @@ def _draw(events: Sequence[dict[str, Any]], begin: float, end: float, fused: boo
     axes.set_xlim(0, (end - begin) / 1000)
     axes.set_xlabel("milliseconds")
     axes.grid(axis="y", visible=False)
-    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8.5)
+    legend_below(axes, 0.22)

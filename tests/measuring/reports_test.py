@@ -15,14 +15,20 @@ from kdist.measuring import bench, records, run_report
 from kdist.measuring.bench import Measured, Plan
 from kdist.tracing import Totals
 
-START = {"start": True, "num_workers": 2, "backend": "torch", "exchanges_in_programs": False, "host": "host0"}
+START = {
+    "start": True,
+    "num_workers": 2,
+    "backend": "torch",
+    "exchanges_in_programs": False,
+    "devices": ["cpu:0"],
+}
 
 
 def write_worker(folder: Path, worker: int, compute: float, starts: int = 1) -> None:
     """Two epochs of four steps, of 0.1 s each, in records of two; what `compute` leaves is spent in exchanges."""
     lines: list[dict[str, Any]] = []
     for start in range(starts):
-        lines.append(START | {"worker": worker})
+        lines.append(START | {"worker": worker, "host": f"host{worker}"})
         for epoch in range(1 + start, 3):
             for step in (2, 4):
                 seconds = {"step": compute, "exchange": 0.2 - compute}
