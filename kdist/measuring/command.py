@@ -40,9 +40,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     bench.add_argument("--plot", metavar="FILE", help="draw it, as .html or .png")
     plot = _add(commands, "plot", "draw the records and the trace of a run", _PLOT_EXAMPLES)
     plot.add_argument(
-        "folder", metavar="RUN_DIR", help="where kdist.callbacks.RunLog and KDIST_TRACE have written"
+        "folder", metavar="FOLDER", help="where kdist.callbacks.RunLog and KDIST_TRACE have written"
     )
-    plot.add_argument("--output", "-o", default="", metavar="FILE", help="(default RUN_DIR/report.html)")
+    plot.add_argument("--output", "-o", default="", metavar="FILE", help="(default FOLDER/report.html)")
 
 
 def _add(
@@ -67,7 +67,7 @@ def _plot(options: argparse.Namespace) -> int:
 
     if not os.path.isdir(options.folder):
         raise InvalidArgumentError(
-            "RUN_DIR must be a folder.",
+            "FOLDER must be there, and be that of a run.",
             received={"folder": options.folder},
             hint='Write one: model.fit(…, callbacks=[kdist.callbacks.RunLog("runs/first")])',
         )

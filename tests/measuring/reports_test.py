@@ -95,7 +95,7 @@ def test_a_picture_is_one(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["plot", "{folder}/none"], "RUN_DIR must be a folder."),
+        (["plot", "{folder}/none"], "FOLDER must be there"),
         (["plot", "{folder}"], "must have the records of kdist.callbacks.RunLog"),
         (["plot", "{folder}", "--output", "run.pdf"], "ends in .html or .png"),
         (["plot", "{folder}", "--output", "{folder}/none/run.png"], "The folder of a report must be there."),
