@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kdist.cluster import logs
+from kdist.cluster import environment, logs
 from kdist.errors import InvalidArgumentError, LaunchError, WorkerTimeoutError
 from kdist.launch import local_workers, ray_workers, report, shipping
 from kdist.launch.call import Call, Ended, Ending
@@ -107,7 +107,7 @@ def launch(
             kwargs=kwargs or {},
             num_workers=num_workers,
             backend=backend,
-            env={name: str(value) for name, value in (env or {}).items()},
+            env={**_quiet(), **{name: str(value) for name, value in (env or {}).items()}},
             timeout=timeout,
             resources=resources,
             num_ps=num_ps,
@@ -118,6 +118,11 @@ def launch(
     if ending.failed is not None:
         _raise_failure(ending.failed)
     return [_value(worker) for worker in ending.workers]
+
+
+def _quiet() -> dict[str, str]:
+    """Has workers say no plan: who calls a function knows what it starts, and a notebook shows stderr in red."""
+    return {logs.VARIABLE: environment.get(logs.VARIABLE) or "warning"}
 
 
 def _timeout_error(unfinished: Sequence[Ended], timeout: float) -> WorkerTimeoutError:

@@ -37,6 +37,17 @@ def test_results_in_order(capfd):
     assert sorted(capfd.readouterr().out.splitlines()) == [f"[worker {i}] hello" for i in range(3)]
 
 
+def test_workers_of_a_function_say_no_plan_unless_they_are_asked_to(monkeypatch):
+    def level():
+        return os.environ["KDIST_LOG"]
+
+    monkeypatch.delenv("KDIST_LOG", raising=False)
+    assert kdist.launch(level, 1, timeout=TIMEOUT) == ["warning"]
+    monkeypatch.setenv("KDIST_LOG", "info")
+    assert kdist.launch(level, 1, timeout=TIMEOUT) == ["info"]
+    assert kdist.launch(level, 1, env={"KDIST_LOG": "debug"}, timeout=TIMEOUT) == ["debug"]
+
+
 def test_a_failure_is_raised_with_its_cause():
     def work():
         if os.environ["RANK"] == "1":
