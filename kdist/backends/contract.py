@@ -118,6 +118,9 @@ class Backend(ABC):
             DeviceError: NCCL was asked for and there is no GPU.
         """
 
+    def seed_shuffling(self) -> None:  # noqa: B027
+        """Lets `random_state` decide how arrays are shuffled, where nothing does that could be returned."""
+
     @abstractmethod
     def random_state(self) -> bytes:
         """Returns the state of the generator that shuffles arrays in Keras's data adapter."""

@@ -134,9 +134,11 @@ class GlobalBatches:
         Once the workers agree on their data, and at the beginning of each epoch, since workers may have drawn
         different numbers in the one before: in a callback, or in a layer that draws as many as it has rows.
         """
-        runtime = self.runtime
-        if runtime.num_workers > 1 and keras_hooks.shuffles_arrays(self.iterator):
-            backend = get_backend()
+        runtime, backend = self.runtime, get_backend()
+        if not keras_hooks.shuffles_arrays(self.iterator):
+            return
+        backend.seed_shuffling()
+        if runtime.num_workers > 1:
             backend.set_random_state(runtime.group.all_gather_bytes(backend.random_state())[0])
 
     def reset(self) -> None:

@@ -17,8 +17,10 @@ from kdist.data.sources import torch_loader
 def capture(with_torch: bool = False) -> dict[str, Any]:
     """Returns the states of the generators that shuffle: the backend's, Python's, NumPy's, and of PyTorch's loaders."""
     name, words, *rest = np.random.get_state()
+    backend = get_backend()
     states = {
-        "backend": _text(get_backend().random_state()),
+        "name": backend.name,
+        "backend": _text(backend.random_state()),
         "python": random.getstate(),
         "numpy": [name, _text(np.asarray(words, "<u4").tobytes()), *rest],
     }
@@ -29,12 +31,14 @@ def capture(with_torch: bool = False) -> dict[str, Any]:
 
 
 def restore(states: Mapping[str, Any]) -> None:
-    """Sets what `capture` returned, in this process or another."""
+    """Sets what `capture` returned, in this process or another; what belongs to another backend is left out."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     name, key, *rest = states["numpy"]
     np.random.set_state((name, np.frombuffer(_bytes(key), "<u4").astype(np.uint32), *rest))
-    get_backend().set_random_state(_bytes(states["backend"]))
+    backend = get_backend()
+    if states.get("name", backend.name) == backend.name:
+        backend.set_random_state(_bytes(states["backend"]))
     if "loaders" in states:
         torch_loader.set_random_state(_bytes(states["loaders"]))
 

@@ -314,3 +314,34 @@ def test_nothing_is_written_and_no_random_number_drawn(backend, num_workers):
 @pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=pytest.mark.full), "torch"])
 def test_the_environment_leaves_it_out(backend):
     assert run(backend, 1, coupled, "0", 1) == [[]]
+
+
+def seeded_after_a_probe() -> Any:
+    """How often `fit` meets each row of datasets that shuffle by a seed, made before and after a probe."""
+    import keras
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+
+    context.context()._seed = None  # as in a process that has set none
+
+    class Sum(keras.losses.Loss):
+        def call(self, y: Any, predicted: Any) -> Any:
+            return -predicted
+
+    counts = []
+    for _ in range(2):
+        dataset = tf.data.Dataset.range(ROWS).shuffle(ROWS, seed=5).batch(4).map(lambda rows: (rows, rows))
+        with scope(True):
+            model = keras.Sequential(
+                [keras.Input((1,)), keras.layers.Embedding(ROWS, 1, "zeros"), keras.layers.Flatten()]
+            )
+            # A step adds 1 to the weight of each of its rows.
+            model.compile(keras.optimizers.SGD(1.0), Sum(reduction="sum"))
+        model.fit(dataset, epochs=2, verbose=0)
+        counts.append(model.get_weights()[0].ravel().tolist())
+    return counts
+
+
+def test_a_probe_leaves_the_workers_shuffles_alike():
+    for counts in run("tensorflow", 2, seeded_after_a_probe):
+        np.testing.assert_allclose(counts, np.full((2, ROWS), 2.0), rtol=1e-6)

@@ -237,3 +237,28 @@ def test_another_number_of_workers_goes_on(backend: str, tmp_path: Path) -> None
     (weights,) = run(backend, 1, start, str(tmp_path), False)
     for wanted, value in zip(expected, weights, strict=True):
         np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+
+
+def states() -> Any:
+    """The generators that decide what data come next."""
+    from kdist.training import generator_states
+
+    return generator_states.capture()
+
+
+def restored(foreign: Any) -> Any:
+    """What is drawn after the states of another backend, and that backend's own before and after."""
+    from kdist.backends import get_backend
+    from kdist.training import generator_states
+
+    before = get_backend().random_state()
+    generator_states.restore(foreign)
+    return before, get_backend().random_state(), np.random.rand()
+
+
+@pytest.mark.parametrize(("saved", "backend"), [("jax", "torch"), ("torch", "tensorflow")])
+def test_a_backend_leaves_the_random_state_of_another_one_alone(saved: str, backend: str) -> None:
+    foreign = run(saved, 1, states)[0]
+    (before, after, drawn) = run(backend, 1, restored, foreign)[0]
+    assert after == before
+    assert drawn == run(saved, 1, restored, foreign)[0][2]  # NumPy's is nobody's own

@@ -83,17 +83,22 @@ class TensorFlowBackend(Backend):
         native, joined = workers.join(cluster, options, names)
         return TensorFlowRuntime(native, topology, joined)
 
+    def seed_shuffling(self) -> None:
+        """Sets TensorFlow's global seed where the user has not: array shuffles derive from it."""
+        if _global_seed() is None:
+            tf.random.set_seed(random.SystemRandom().randrange(2**31))
+
     def random_state(self) -> bytes:
-        """Returns TensorFlow's global seed, setting one where the user has not: array shuffles derive from it."""
+        """Returns TensorFlow's global seed, nothing where there is none.
+
+        None is set here: workers would have different ones, and every `shuffle(seed=…)` that follows draws from both.
+        """
         seed = _global_seed()
-        if seed is None:
-            seed = random.SystemRandom().randrange(2**31)
-            tf.random.set_seed(seed)
-        return str(seed).encode()
+        return b"" if seed is None else str(seed).encode()
 
     def set_random_state(self, state: bytes) -> None:
         """Sets the global seed of another worker, unless it is the same: setting it restarts all draws."""
-        if _global_seed() != int(state):
+        if state and _global_seed() != int(state):
             tf.random.set_seed(int(state))
 
     def numpy_dataset(self, arrays: Any) -> Any:
