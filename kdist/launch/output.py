@@ -12,7 +12,8 @@ from typing import Any
 from kdist.cluster import environment
 
 _SPLIT = re.compile(rb"(\r|\n)")
-_COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
+_COLOUR = re.compile(rb"\x1b\[([0-9;]*)m")
+_CUT = re.compile(rb"(\x1b(\[[0-9;]*)?|\xe2\x94?)\Z")  # what may go on in the next piece
 _LONGEST = 65536  # a line without an end is shown from here on
 _LOST = b"The job cannot go on without "  # how the error of a worker that has lost another begins
 _PATIENCE = 1.0  # seconds that half a line waits for its other half
@@ -76,6 +77,7 @@ class LineStream:
         self._sink = sink
         self._prefix = prefix.encode()
         self._eager = eager and sink.is_terminal
+        self._plain = None if sink.has_colours else _Plain()
         self._text = b""
         self._shown = 0
         self._redraw = False  # a carriage return came: the next text replaces this line
@@ -87,7 +89,7 @@ class LineStream:
         if not self._prefix:
             self._sink.write(data)
             return
-        for piece in _SPLIT.split(data):
+        for piece in _SPLIT.split(self._plain(data) if self._plain else data):
             if piece == b"\n":
                 self._show()
                 self._sink.end_line()
@@ -112,8 +114,6 @@ class LineStream:
         if not self._text:
             self._since = time.monotonic()
         self._text += piece
-        if b"m" in piece and not self._sink.has_colours:  # where a colour ends, which may have come in parts
-            self._text = self._text[: self._shown] + _COLOUR.sub(b"", self._text[self._shown :])
 
     def _show(self) -> None:
         if self._sink.open_line is not self:
@@ -141,11 +141,37 @@ class LineStream:
 
     def close(self) -> None:
         """Shows what is left; the worker writes no more."""
+        if self._prefix and self._plain and self._plain.rest:
+            self._append(self._plain.rest)
         if self._prefix and self._text:
             self._show()
         if self._sink.open_line is self:
             self._sink.end_line()
         self._text = b""
+
+
+class _Plain:
+    """Takes colours out of a text that comes in pieces, cut anywhere.
+
+    Keras's bar tells what is left from what is done by its colour alone; here it is another line.
+    """
+
+    def __init__(self) -> None:
+        self.rest = b""
+        self._is_left = False
+
+    def __call__(self, data: bytes) -> bytes:
+        data = self.rest + data
+        cut = _CUT.search(data)
+        self.rest = cut[0] if cut else b""
+        parts = _COLOUR.split(data[: cut.start()] if cut else data)
+        shown = []
+        for position, part in enumerate(parts):
+            if position % 2:
+                self._is_left = part == b"37"
+            else:
+                shown.append(part.replace("━".encode(), "─".encode()) if self._is_left else part)
+        return b"".join(shown)
 
 
 class Tail:

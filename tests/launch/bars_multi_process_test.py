@@ -135,3 +135,6 @@ def test_a_terminal_gets_a_bar_that_moves(command, no_colour):
     )
     assert written.count("\r[worker 0] ") >= 6, "it is drawn anew"
     assert bool(COLOUR.search(written)) == (not no_colour)
+    halves = re.findall(r"[1-7]/8 (━+)(─+) ", written)
+    assert bool(halves) == bool(no_colour), "what is left is told without colours, too"
+    assert all(len(done + left) == 20 for done, left in halves)

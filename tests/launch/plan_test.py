@@ -174,6 +174,15 @@ def test_colours_are_for_terminals_and_who_wants_them(monkeypatch):
     assert _lines(*bar, terminal=True) == b"[0] 1/2 == done\n"
 
 
+def test_what_is_left_of_a_bar_is_told_without_colours_too():
+    bar = "1/2 \x1b[32m━━\x1b[0m\x1b[37m━━\x1b[0m ━\n".encode()
+    whole = "[0] 1/2 ━━── ━\n".encode()
+    assert _lines((0, bar)) == whole
+    for place in range(len(bar)):
+        assert _lines((0, bar[:place]), (0, bar[place:])) == whole, place
+    assert _lines((0, b"\xe2\x94")) == b"[0] \xe2\x94\n", "nothing is lost at the end"
+
+
 @given(st.lists(st.tuples(st.integers(0, 1), st.binary(max_size=6)), max_size=20))
 def test_no_line_is_lost_or_mixed(feeds):
     clean = [(worker, data.translate(None, b"\r\b\x1b")) for worker, data in feeds]
