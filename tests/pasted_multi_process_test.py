@@ -82,7 +82,7 @@ def commands() -> list[tuple[str, str]]:
                 found.append((where, match[1]))
     for where, line in pages():
         if prompt := re.match(r"\s*\w*\$ (?:[A-Z_]+=\S+ )*(kdist .*)", line):
-            found += [(where, match[1]) for match in _COMMAND.finditer(prompt[1])]
+            found += [(where, match[1]) for match in _COMMAND.finditer(prompt[1].split("  #")[0])]
     return found
 
 
