@@ -39,6 +39,8 @@ ELSEWHERE = {
     "parameter_servers_0": "parameter_servers_multi_process_test.py",
     "parameter_servers_1": "parameter_servers_multi_process_test.py",
     **{f"testing_{number}": "testing/plugin_multi_process_test.py" for number in range(3)},
+    "how_to_notebooks_1": "how_to_examples_multi_process_test.py",
+    "how_to_ray_0": "launch/ray_multi_process_test.py",
     "cluster_1": "tpu_strategy_multi_process_test.py, without TPUs",
 }
 _TABS = {"TensorFlow": "tensorflow", "JAX": "jax", "PyTorch": "torch"}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from kdist.launch.linux import descendants
 from kdist.testing import no_leaks
 from tests import by_hand
 from tests.alive import left_of
+from tests.docs.examples import example
 from tests.environment import clean_environment
 
 TIMEOUT = 60.0
@@ -187,6 +189,14 @@ def test_two_workers_train_on_a_cluster_that_is_started_and_stopped(tmp_path):
     for weights, replicas in eval(results):
         np.testing.assert_allclose(weights, by_hand.weights(2), rtol=1e-5)
         assert replicas == 2
+
+
+@pytest.mark.full  # real workers take long to import their backend
+@needs_ray
+def test_the_example_of_the_page(nothing_stays, tmp_path):
+    (tmp_path / "example.py").write_text(example("how_to_ray_0"))
+    one, two = runpy.run_path(str(tmp_path / "example.py"))["losses"]
+    assert one == two and len(one) == 5 and one[-1] < one[0]
 
 
 @needs_ray

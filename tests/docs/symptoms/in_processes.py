@@ -99,7 +99,7 @@ def error_of(function: Callable[[], object]) -> str:
 
 
 def a_worker_is_missing(folder: Path, backend: str) -> str:
-    with scripts(folder, JOIN, workers(backend, local_addresses(2), 0, seconds=2)) as started:
+    with scripts(folder, JOIN, workers(backend, local_addresses(2), 0, seconds=6)) as started:
         return said_by(started)
 
 

@@ -1,0 +1,59 @@
+"""The Python examples of the *How-to* pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.docs.examples import Run, each_example, example, run_example, runs
+from tests.docs.things import losses_of, new_model, rows
+from tests.processes import Script
+
+
+def how_to_slurm_0(example: Run) -> None:
+    model, folder = new_model(), Path("saved").absolute()
+    with mock.patch.dict(os.environ, {"CHECKPOINT_DIR": str(folder)}):
+        example(model=model, **rows())
+    assert len(losses_of(model)) == 10 and losses_of(model)[-1] < losses_of(model)[0]
+
+
+@runs(on="jax")
+def how_to_tpu_0(example: Run) -> None:
+    import kdist
+
+    told = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}  # nobody asks the metadata server
+    with mock.patch.dict(os.environ, told), pytest.raises(kdist.errors.DeviceError, match="sees none"):
+        example(kdist=kdist)
+
+
+def how_to_notebooks_0(example: Run) -> None:
+    assert example()["strategy"].num_replicas_in_sync == 2
+
+
+@runs(replaced=("gpu:", "cpu:"))
+def how_to_gpus_0(example: Run) -> None:
+    import kdist
+
+    assert example(kdist=kdist)["strategy"].num_replicas_in_sync == 2
+
+
+@each_example(globals())
+def test_example(backend: str, name: str, tmp_path: Path) -> None:
+    run_example(globals(), backend, name, tmp_path)
+
+
+def test_the_notebook_s_workers(tmp_path: Path) -> None:
+    data = "import numpy as np\ndraw = np.random.RandomState(0)\nx, y = draw.rand(40, 3), draw.rand(40, 1)\n"
+    told = "\nimport json\nprint('WEIGHTS', json.dumps(weights))\n"
+    script = Script(tmp_path, "launching", data + example("how_to_notebooks_1") + told, {})
+    try:
+        assert script.wait() == 0, script.stderr()
+    finally:
+        script.kill()
+    one, two = json.loads(re.findall(r"WEIGHTS (.*)", script.stdout())[0])
+    assert one == two and len(one) == 2
