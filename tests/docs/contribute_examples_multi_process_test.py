@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from kdist import gaps
 from tests.contract_cells import CELLS
 from tests.docs.examples import Run, each_example, run_example, runs
@@ -17,8 +19,6 @@ from tests.processes import run
 
 @runs(on="jax")
 def contribute_a_strategy_0(example: Run) -> None:
-    import pytest
-
     from kdist.errors import InvalidArgumentError
 
     made = example(make_model=lambda: new_model(plain=True), **rows())
@@ -54,6 +54,7 @@ def storages() -> dict[str, str]:
     }
 
 
+@pytest.mark.xdist_group("pool-jax")
 def test_the_picture_says_who_holds_the_variables() -> None:
     (found,) = run("jax", 1, storages)
     assert len(found) == len(HOLDERS) - 1, "all but parameter servers"

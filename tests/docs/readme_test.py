@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from kdist import demo
@@ -92,3 +93,11 @@ def test_links_between_files_lead_somewhere() -> None:
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
             assert "://" in target or (ROOT / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_extras_that_pages_name_are_there() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        named.update(re.findall(r"pip install '(?:\.|kdist)\[(\w+)\]'", page.read_text(encoding="utf-8")))
+    assert {"jax", "torch", "tensorflow"} <= named <= set(project["optional-dependencies"])

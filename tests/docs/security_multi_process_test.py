@@ -6,9 +6,11 @@ import ast
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.environment import ROOT
 from tests.house import FILES
-from tests.processes import each_backend, run
+from tests.processes import BACKENDS, run
 
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
@@ -31,7 +33,9 @@ def listening() -> list[str]:
     return found
 
 
-@each_backend
+@pytest.mark.parametrize(
+    "backend", [pytest.param(b, marks=pytest.mark.xdist_group(f"pool-{b}")) for b in BACKENDS]
+)
 def test_workers_of_one_machine_listen_where_the_page_says(backend: str) -> None:
     for worker, addresses in enumerate(run(backend, 2, listening)):
         # gloo's and TensorFlow's workers listen; of JAX and PyTorch the chief does in any case.
