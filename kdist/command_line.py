@@ -1,4 +1,4 @@
-"""The command line: `kdist run`, `manifest`, `info`, `demo`, `checkpoint`, `bench`, `plot`."""
+"""The command line: `kdist run`, `manifest`, `doctor`, `test`, `info`, `demo`, `checkpoint`, `bench`, `plot`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kdist.checkpoint import command as checkpoint_command
 from kdist.cluster import environment, logs
+from kdist.doctor import command as doctor_command
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
 from kdist.launch import restarts
 from kdist.launch.info import print_info
@@ -53,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kdist {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
+    doctor_command.add_to(commands)
     commands.add_parser("info", help="print what a bug report needs: versions, backend, devices, cluster")
     demo = commands.add_parser(
         "demo", help="train a small network on two workers and compare with one device"
@@ -141,6 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(options)
         if options.command == "info":
             return print_info()
+        if options.command in ("doctor", "test"):
+            return doctor_command.main(options)
         if options.command == "checkpoint":
             return checkpoint_command.main(options)
         if options.command == "manifest":

@@ -52,6 +52,7 @@ ORDER = (
     "testing",
     "demo",
     "measuring",
+    "doctor",
     "command_line",
     "__main__",
 )

@@ -49,6 +49,7 @@ WORDS = {
     "testing": "pools, fixtures, conformance",
     "demo": "kdist demo",
     "measuring": "kdist bench, plot",
+    "doctor": "kdist doctor, kdist test",
     "command_line": "kdist run, info, …",
 }
 BOX, GAP, HEIGHT, FLOOR = 184, 24, 40, 66

@@ -1,0 +1,186 @@
+"""`kdist doctor` and `kdist test`: their options, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+
+from kdist.cluster import discover, environment, keras_backend_name
+from kdist.doctor.examination import Options, examine
+from kdist.doctor.local_workers import examine_here, hidden_gpus, one_device
+from kdist.doctor.report import FAIL, OK, WARN, Line, Report
+from kdist.errors import BackendError, ClusterConfigError, InvalidArgumentError, KdistError
+from kdist.launch.info import version_of
+from kdist.launch.options import whole_number
+from kdist.launch.plan import check_backend_name, installed_backends
+
+_TIMEOUT = 120.0
+_EXAMPLES = """examples:
+  kdist doctor
+  kdist doctor -n 4 --backend jax --shared /data/checkpoints
+  torchrun --nproc-per-node 2 -m kdist doctor
+  srun -N 2 python -m kdist doctor
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds both commands to the command line."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="look for what would stop or slow a job, on all workers, and say what to do",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--shared", metavar="DIR", help="also see whether all workers share this folder")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    test = commands.add_parser(
+        "test",
+        help="the doctor, and one step of a small model compared with one device, on each backend",
+        allow_abbrev=False,
+    )
+    for command in (doctor, test):
+        command.add_argument(
+            "-n",
+            "--num-workers",
+            metavar="N",
+            help="how many workers to start where nothing describes a cluster (default 2)",
+        )
+        command.add_argument("--backend", help="tensorflow, jax or torch; by default what KERAS_BACKEND says")
+        command.add_argument(
+            "--timeout",
+            type=float,
+            default=_TIMEOUT,
+            metavar="S",
+            help=f"seconds after which it says where it stands, and ends (default {_TIMEOUT:g})",
+        )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs one of the commands; returns 0, or 1 if something cannot work.
+
+    Raises:
+        KdistError: If the call is wrong.
+    """
+    if not 1 <= options.timeout < 1e6:
+        raise InvalidArgumentError(
+            "--timeout must be at least 1 second.", received={"timeout": options.timeout}
+        )
+    check_backend_name(options.backend)
+    is_launched = _is_launched()
+    if is_launched and options.num_workers is not None:
+        raise InvalidArgumentError(
+            "--num-workers is for a machine on which nothing describes a cluster, and here something does.",
+            received={"num_workers": options.num_workers},
+            hint="See what: kdist info",
+        )
+    least = 2 if options.command == "test" else 1
+    count = whole_number("--num-workers", options.num_workers or "2", least)
+    if options.command == "test":
+        return _test(options, count, is_launched)
+    show = _as_json if options.json else _as_text
+    asked = Options(options.timeout, options.shared)
+    return _examined(asked, options.backend, count, is_launched, lambda report: show(report, is_launched))
+
+
+def _is_launched() -> bool:
+    try:
+        return discover().num_workers > 1
+    except ClusterConfigError:
+        return True  # by something that is wrong, which is what the doctor says then
+
+
+def _examined(
+    asked: Options, backend: str | None, count: int, is_launched: bool, show: Callable[[Report], None]
+) -> int:
+    """Examines workers of this machine, or as a worker those of the job; returns the exit code."""
+    if not is_launched:
+        report = examine_here(asked, count, backend)
+        show(report)
+        return report.exit_code
+
+    def say(report: Report) -> None:
+        # A worker that has not met the chief speaks for itself.
+        if not report.joined or discover().is_chief:
+            show(report)
+
+    with environment.patched(KERAS_BACKEND=backend or keras_backend_name()):
+        return examine(asked, say).exit_code
+
+
+def _next(report: Report, is_launched: bool, when_well: str) -> str:
+    if is_launched and not report.failed:
+        return "start your script in place of the doctor"
+    return report.next_command(when_well, "mend what has failed, then: kdist doctor")
+
+
+def _as_json(report: Report, is_launched: bool) -> None:
+    print(
+        json.dumps(report.as_json() | {"next": _next(report, is_launched, "kdist test")}, indent=2),
+        flush=True,
+    )
+
+
+def _as_text(report: Report, is_launched: bool) -> None:
+    print(f"{report.text()}\nnext: {_next(report, is_launched, 'kdist test')}", flush=True)
+
+
+def _test(options: argparse.Namespace, count: int, is_launched: bool) -> int:
+    """Examines each backend, and prints a table; returns the exit code."""
+    named = options.backend or (keras_backend_name() if is_launched else None)
+    backends = [named] if named else installed_backends()
+    if not backends:
+        raise BackendError("A backend must be installed.", hint="pip install jax, or torch, or tensorflow")
+    shown: list[tuple[str, Report]] = []
+    codes = []
+    for backend in backends:
+
+        def show(report: Report, backend: str = backend) -> None:
+            shown.append((backend, report))
+            print(f"{report.text()}\n", flush=True)
+            if backend == backends[-1]:
+                print(_table(shown), flush=True)
+                worst = next((report for _, report in shown if report.failed), report)
+                print(
+                    f"next: {_next(worst, is_launched, f'kdist run --num-workers {count} train.py')}",
+                    flush=True,
+                )
+
+        asked, broken = _with_one_device(options.timeout, backend, 1 if is_launched else count, is_launched)
+        if broken is not None:
+            show(broken)
+        codes.append(1 if broken else _examined(asked, backend, count, is_launched, show))
+    return max(codes)
+
+
+def _with_one_device(
+    timeout: float, backend: str, count: int, is_launched: bool
+) -> tuple[Options, Report | None]:
+    """Trains the small model on one device; returns what to ask for then, or what was wrong with that."""
+    asked = Options(timeout, trains=True)
+    if is_launched and not discover().is_chief:
+        return asked, None
+    try:
+        return dataclasses.replace(asked, expected=one_device(backend, timeout, hidden_gpus(count))), None
+    except KdistError as error:
+        command = f"kdist doctor --backend {backend}"
+        line = Line(FAIL, "one device", str(error), "Look closer", command)
+        return asked, Report(f"one device on {backend}", [line])
+
+
+def _table(shown: Sequence[tuple[str, Report]]) -> str:
+    """The last lines of `kdist test`: what came of each backend."""
+    rows = [("backend", "version", "checks", "one step", "result")]
+    for backend, report in shown:
+        counts = collections.Counter(line.status for line in report.lines)
+        checks = ", ".join(f"{counts[status]} {status}" for status in (OK, WARN, FAIL) if counts[status])
+        step = next((line for line in report.lines if line.check == "one step"), None)
+        agrees = "not run" if step is None else "as one device" if step.status == OK else "differs"
+        rows.append((backend, version_of(backend), checks, agrees, FAIL if report.failed else OK))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,177 @@
+"""The examination of one worker, from what it knows by itself to what all find out together. It always ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kdist.cluster import Cluster, discover, environment
+from kdist.doctor import one_step, probes
+from kdist.doctor.facts import Facts, gather, reach
+from kdist.doctor.machines import judge_all_reduce, judge_clocks, judge_machines, judge_shared
+from kdist.doctor.report import FAIL, OK, Line, Report
+from kdist.doctor.software import judge_software
+from kdist.errors import KdistError, WorkerTimeoutError
+from kdist.parity import Training
+
+_LAST = 5.0  # seconds after the time is up in which a process must have said so
+_BETWEEN = (
+    "All found worker 0, but do not reach each other: open all ports between the machines, or name the interface",
+    "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
+)
+_HINTS = {
+    "all-reduce": _BETWEEN,
+    "clocks": _BETWEEN,
+    "joining": (
+        "Start the missing workers, and see what they print; to wait longer",
+        "kdist doctor --timeout 600",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is asked for.
+
+    Args:
+        timeout: How many seconds the whole may take.
+        shared: A folder that all workers are to share.
+        started_by: Who has started the workers; `None` for what describes the cluster.
+        trains: Whether a step of a small model is compared with one device.
+        expected: What one device gives; `None` on workers that need not know.
+    """
+
+    timeout: float
+    shared: str | None = None
+    started_by: str | None = None
+    trains: bool = False
+    expected: Training | None = None
+
+
+def examine(options: Options, deliver: Callable[[Report], None]) -> Report:
+    """Examines this process, and with the others the cluster that it belongs to.
+
+    Args:
+        options: What is asked for.
+        deliver: Given the report, once: at the end, or when the time is up, and the process ends.
+    """
+    ends = time.monotonic() + options.timeout
+    report = Report()
+    stage = ["cluster"]
+    once = threading.Lock()
+
+    def late() -> None:
+        if once.acquire(blocking=False):
+            remedy, command = _HINTS.get(stage[0], ("Look where it stands", ""))
+            says = f"not finished within {options.timeout:g} s"
+            report.lines.append(Line(FAIL, stage[0], says, remedy, command))
+            deliver(report)
+            os._exit(report.exit_code)
+
+    timer = threading.Timer(options.timeout, late)
+    timer.daemon = True
+    timer.start()
+    # Where Python itself stands still, nobody else can end the process.
+    faulthandler.dump_traceback_later(options.timeout + _LAST, exit=True)
+    try:
+        for stage[0] in _stages(options, report, ends):
+            pass
+    except Exception as error:
+        remedy, command = _HINTS.get(stage[0], ("", ""))
+        report.lines.append(Line(FAIL, stage[0], _said(error), remedy, command))
+    if not once.acquire(blocking=False):
+        threading.Event().wait()  # the other thread ends the process
+    timer.cancel()
+    faulthandler.cancel_dump_traceback_later()
+    deliver(report)
+    return report
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, KdistError) else f"{type(error).__name__}: {error}"
+
+
+def _stages(options: Options, report: Report, ends: float) -> Iterator[str]:
+    """Does one thing after the other, and yields the name of the next."""
+    cluster = discover()
+    facts = gather(cluster)
+    report.title = _title(cluster, facts, options.started_by)
+    report.lines = [*judge_software([facts]), *judge_machines([facts])]
+    yield "import"
+    if problem := _import_problem():
+        facts = dataclasses.replace(facts, import_error=problem)
+        report.lines = [*judge_software([facts]), *judge_machines([facts])]
+        return
+    yield "joining"
+    start = time.monotonic()
+    try:
+        with environment.patched(KDIST_JOIN_TIMEOUT=max(1, int(ends - time.monotonic() - _LAST))):
+            strategy = _strategy()
+    except WorkerTimeoutError as error:
+        says = " ".join([error.rule, "" if cluster.is_chief else reach(cluster.coordinator)]).rstrip()
+        report.lines.append(Line(FAIL, "joining", says, *_HINTS["joining"]))
+        return
+    # What an engine computes on is asked once it has met the others: it must not begin before.
+    devices = tuple(strategy.runtime.devices)
+    facts = dataclasses.replace(
+        facts, devices=devices, accelerators=sum(not name.startswith("cpu") for name in devices)
+    )
+    yield from _together(options, report, cluster, facts, strategy, time.monotonic() - start)
+
+
+def _import_problem() -> str:
+    """Imports Keras and its backend; returns why that cannot be done, nothing where it can."""
+    try:
+        from kdist.backends import get_backend
+
+        get_backend()
+    except Exception as error:  # a broken installation may raise anything
+        return next(iter(_said(error).splitlines()), type(error).__name__)
+    return ""
+
+
+def _strategy() -> Any:
+    import kdist
+
+    return kdist.MultiWorkerMirroredStrategy()
+
+
+def _together(
+    options: Options, report: Report, cluster: Cluster, facts: Facts, strategy: Any, joining: float
+) -> Iterator[str]:
+    import kdist
+
+    def exchange(value: Any) -> list[Any]:
+        return kdist.all_gather_object(value, strategy)
+
+    everyone = [Facts(**json.loads(text)) for text in exchange(json.dumps(dataclasses.asdict(facts)))]
+    report.joined = True
+    report.lines = [*judge_software(everyone), *judge_machines(everyone)]
+    if cluster.num_workers > 1:
+        report.lines.append(
+            Line(OK, "joining", f"all {cluster.num_workers} workers came within {joining:.1f} s")
+        )
+    yield "clocks"
+    report.lines.append(judge_clocks(probes.clock_offsets(exchange)))
+    if options.shared is not None:
+        yield "shared"
+        problems = probes.shared_folder(options.shared, cluster.worker_index, exchange)
+        report.lines.append(judge_shared(options.shared, problems))
+    yield "all-reduce"
+    report.lines.append(judge_all_reduce(*probes.all_reduce_times(strategy)))
+    if options.trains:
+        yield "one step"
+        line = one_step.compare(options.expected, strategy, exchange)
+        report.lines += [line] if line else []
+    kdist.barrier("the doctor is done", strategy=strategy)
+
+
+def _title(cluster: Cluster, facts: Facts, started_by: str | None) -> str:
+    workers = f"{cluster.num_workers} worker{'s' * (cluster.num_workers > 1)}"
+    return f"{workers} on {facts.backend[0]}, {started_by or f'from {cluster.source}'}"

@@ -1,0 +1,127 @@
+"""Workers that the doctor starts itself, on this machine, where nothing describes a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kdist.cluster import environment, visible_gpus
+from kdist.doctor.examination import Options, examine
+from kdist.doctor.one_step import train_it
+from kdist.doctor.report import FAIL, WARN, Line, Report
+from kdist.errors import LaunchError
+from kdist.launch import report as exits
+from kdist.launch import shipping
+from kdist.launch.call import Ending
+from kdist.launch.local_workers import run_plan
+from kdist.launch.output import Sink
+from kdist.launch.plan import GPUS, plan_job
+from kdist.parity import Training
+
+_LATER = 15.0  # seconds after which the launcher ends workers that should have ended themselves
+
+
+def examine_here(options: Options, num_workers: int, backend: str | None) -> Report:
+    """Starts workers on this machine, and returns what they have found."""
+    options = dataclasses.replace(options, started_by="started here for this")
+    with tempfile.TemporaryDirectory(prefix="kdist-doctor-") as folder:
+        limit, hidden = options.timeout + _LATER, hidden_gpus(num_workers)
+        ending = _quietly(_in_worker, (options, folder), num_workers, backend, limit, hidden)
+        found = {
+            int(path.stem): Report.from_json(path.read_text("utf-8")) for path in Path(folder).glob("*.json")
+        }
+    report = together([found.get(index) for index in range(num_workers)], ending)
+    if hidden:
+        says = f"{len(visible_gpus())} GPU for {num_workers} workers, which compute on the CPU therefore"
+        report.lines.insert(0, Line(WARN, "devices", says, "With a GPU each", "kdist doctor -n 1"))
+    return report
+
+
+def hidden_gpus(num_workers: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns what hides the GPUs from workers where each cannot have one: two cannot share one."""
+    return {GPUS: ""} if 0 < len(visible_gpus(environ)) < num_workers else {}
+
+
+def one_device(backend: str | None, timeout: float, hidden: Mapping[str, str]) -> Training:
+    """Returns what one step of the small model gives on one device, in a process of its own.
+
+    Args:
+        backend: The Keras backend.
+        timeout: How many seconds it may take.
+        hidden: What hides the GPUs, where the workers have none either.
+
+    Raises:
+        LaunchError: If it fails.
+    """
+    ending = _quietly(train_it, (None,), 1, backend, timeout, hidden)
+    (worker,) = ending.workers
+    if worker.result is not None and worker.result.ok:
+        return worker.result.value()
+    late = f"It took longer than {timeout:g} s. " if ending.unfinished else ""
+    said = worker.result.summary if worker.result else " ".join(exits.last_traceback(worker.lines, 8))
+    raise LaunchError(
+        "Plain Keras must be able to train on one device.", received={"backend": backend}, hint=late + said
+    )
+
+
+def _quietly(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    num_workers: int,
+    backend: str | None,
+    timeout: float,
+    hidden: Mapping[str, str],
+) -> Ending:
+    plan = plan_job(num_workers, backend=backend, extra=hidden)
+    payload = shipping.pack_call(fn, args, {}, sys.path)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        quiet = Sink(nowhere)  # what the workers have printed last is in the ending
+        return run_plan(plan, payload, quiet, quiet, timeout=timeout, prefixed=False)
+
+
+def _in_worker(options: Options, folder: str) -> None:
+    index = environment.get("RANK")
+
+    def deliver(report: Report) -> None:
+        part = Path(folder, f"{index}.part")
+        part.write_text(json.dumps(report.as_json()), encoding="utf-8")
+        part.replace(Path(folder, f"{index}.json"))
+
+    report = examine(options, deliver)
+    if not report.joined:
+        raise SystemExit(1)  # the others need not wait for this worker
+
+
+def together(reports: Sequence[Report | None], ending: Ending) -> Report:
+    """Makes one report of those of all workers, of which some may be missing."""
+    there = [report for report in reports if report is not None]
+    # What they found together stands in the report of each; the chief's has everything.
+    for report in there:
+        if report.joined:
+            return report
+    whole = there[0] if there else Report("no worker has come so far")
+    for report in there[1:]:
+        whole.lines += [line for line in report.failed if line not in whole.lines]
+    failed = ending.failed
+    if failed is not None and reports[failed.index] is None:
+        last = exits.last_traceback(failed.lines, 8)
+        says = f"{failed.name} {exits.describe_exit(failed.exit_code or 0)}: {' '.join(last)}"
+        whole.lines.append(
+            Line(FAIL, "workers", says, "See all that it prints", "kdist run -n 1 -m kdist doctor")
+        )
+    for late in ending.unfinished:
+        whole.lines.append(
+            Line(
+                FAIL,
+                "workers",
+                f"{late.name} does not end",
+                "It was here: " + " ".join(shipping.last_stacks(late.lines)),
+            )
+        )
+    return whole

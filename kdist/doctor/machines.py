@@ -1,0 +1,206 @@
+"""What is said about the machines and what lies between them: the cluster, names, ports, cores, clocks, folders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from kdist.cluster import is_loopback, split_address
+from kdist.doctor.facts import Facts
+from kdist.doctor.report import FAIL, OK, WARN, Line, names_of, spread
+
+_MOST_OFFSET = 1.0  # seconds
+_FEW_FILES = 1024
+_LITTLE_MEMORY = 128 << 20
+_NOTHING = "nothing that describes a cluster"
+
+
+def judge_machines(everyone: Sequence[Facts]) -> Iterator[Line]:
+    """Yields the lines, from the facts of all workers or of one."""
+    yield from _cluster(everyone)
+    yield _hosts(everyone)
+    yield from _ports(everyone)
+    yield from _threads(everyone)
+    yield from _limits(everyone)
+
+
+def _cluster(everyone: Sequence[Facts]) -> Iterator[Line]:
+    winners = spread(
+        [(f.name, next((s for s, _, won in f.sources if won), "none")) for f in everyone], len(everyone)
+    )
+    found = False
+    for facts in everyone:
+        says = next((_without_addresses(says) for _, says, won in facts.sources if won), "")
+        for source, other, won in facts.sources:
+            if other.startswith("wrong: "):
+                found = True
+                yield Line(
+                    FAIL if won else WARN,
+                    "cluster",
+                    f"{source} on {facts.name} is {other}",
+                    "See all sources",
+                    "kdist info",
+                )
+            elif not won and other != _NOTHING and _without_addresses(other) != says:
+                found = True
+                yield Line(
+                    WARN,
+                    "cluster",
+                    f"{winners} describes the cluster, but {source} says otherwise on {facts.name}: {other}",
+                    "Unset the variables of the one that you do not mean; see them with",
+                    "kdist info",
+                )
+        if found:
+            return  # the others have the same
+    nobody = "no variable describes a cluster: a single worker"
+    yield Line(OK, "cluster", nobody if winners.startswith("none") else f"described by {winners}")
+
+
+def _without_addresses(says: str) -> str:
+    return re.sub(r" \([^)]*\)", "", says)
+
+
+def _hosts(everyone: Sequence[Facts]) -> Line:
+    for facts in everyone:
+        for host, why in facts.unresolved.items():
+            return Line(
+                FAIL, "names", f"{facts.name} cannot resolve {host!r}: {why}", "There", f"getent hosts {host}"
+            )
+    several = len(everyone[0].resolved) > 1
+    for facts in everyone:
+        own = split_address(facts.address)[0] if facts.address else ""
+        for host, number in facts.resolved.items():
+            if several and is_loopback(number) and not is_loopback(host):
+                says = f"{facts.name} takes {host!r} for {number}, which no other machine can reach"
+                status = WARN if host == own else FAIL
+                return Line(
+                    status,
+                    "names",
+                    says,
+                    "Give the host its real number in /etc/hosts there",
+                    f"getent hosts {host}",
+                )
+    count = len({host for facts in everyone for host in facts.resolved})
+    hosts = f"{count} host{'s' * (count > 1)} can be resolved"
+    return Line(OK, "names", hosts if count else "no addresses to resolve")
+
+
+def _ports(everyone: Sequence[Facts]) -> Iterator[Line]:
+    taken = [facts for facts in everyone if facts.port]
+    for facts in taken:
+        # The engines meet at worker 0; at the addresses of the others TensorFlow listens alone.
+        status = FAIL if facts.name == "worker 0" and "must be free" in facts.port else WARN
+        command = f"ss -ltnp 'sport = :{split_address(facts.address)[1]}'"
+        yield Line(
+            status, "ports", f"{facts.name} ({facts.address}): {facts.port}", "See who has it", command
+        )
+    known = [facts for facts in everyone if facts.address]
+    if not taken:
+        yield Line(
+            OK,
+            "ports",
+            f"free on {names_of([f.name for f in known], len(everyone))}" if known else "not chosen yet",
+        )
+
+
+def _threads(everyone: Sequence[Facts]) -> Iterator[Line]:
+    hosts: dict[str, list[Facts]] = {}
+    for facts in everyone:
+        hosts.setdefault(facts.host, []).append(facts)
+    for host, there in hosts.items():
+        cores, threads = there[0].cores, sum(facts.threads for facts in there)
+        if len(there) > cores:
+            yield Line(
+                WARN,
+                "threads",
+                f"{len(there)} workers share the {cores} cores of {host}",
+                f"Start {cores} workers there at most",
+            )
+        elif threads > cores:
+            share = cores // len(there)
+            command = f"export OMP_NUM_THREADS={share} TF_NUM_INTRAOP_THREADS={share}"
+            says = f"the workers of {host} compute on {threads} threads, and it has {cores} cores"
+            yield Line(WARN, "threads", says, "Give each its share, as `kdist run` does", command)
+    if all(sum(f.threads for f in there) <= there[0].cores for there in hosts.values()):
+        parts = [
+            f"{sum(f.threads for f in there)} of {there[0].cores} cores of {host}"
+            for host, there in hosts.items()
+        ]
+        yield Line(OK, "threads", ", ".join(parts[:4]))
+
+
+def _limits(everyone: Sequence[Facts]) -> Iterator[Line]:
+    few = [(f.name, f.open_files) for f in everyone if 0 <= f.open_files < _FEW_FILES]
+    little = [
+        (f.name, f"{f.shared_memory >> 20} MiB") for f in everyone if 0 <= f.shared_memory < _LITTLE_MEMORY
+    ]
+    if few:
+        yield Line(
+            WARN, "limits", f"open files: {spread(few, len(everyone))}", "Allow more", "ulimit -n 4096"
+        )
+    if little:
+        says = f"/dev/shm has {spread(little, len(everyone))}; NCCL and the workers of a DataLoader need it"
+        yield Line(WARN, "limits", says, "Start the container with more, such as", "docker run --shm-size=2g")
+    if not few and not little:
+        yield Line(OK, "limits", "open files and /dev/shm suffice")
+
+
+def judge_clocks(offsets: Sequence[tuple[float, float]]) -> Line:
+    """Says how far the clocks are apart.
+
+    Args:
+        offsets: Of each worker, by how many seconds it is ahead of the one that asks, and how sure that is.
+    """
+    far = {i: offset for i, (offset, doubt) in enumerate(offsets) if abs(offset) - doubt > _MOST_OFFSET}
+    if far:
+        says = ", ".join(
+            f"worker {i} is {abs(s):.1f} s {'ahead' if s > 0 else 'behind'}" for i, s in far.items()
+        )
+        return Line(
+            WARN,
+            "clocks",
+            f"{says}; times in logs and of files do not compare",
+            "There",
+            "timedatectl set-ntp true",
+        )
+    most = max(abs(offset) + doubt for offset, doubt in offsets)
+    return Line(OK, "clocks", f"within {max(most, 0.001) * 1000:.0f} ms")
+
+
+def judge_shared(folder: str, problems: Sequence[str]) -> Line:
+    """Says whether a folder is shared by all workers; `problems` has what each found, nothing where all is well."""
+    found = {f"worker {i}": text for i, text in enumerate(problems) if text}
+    if found:
+        says = f"{folder}: {spread(list(found.items()), len(problems))}"
+        return Line(
+            FAIL,
+            "shared",
+            says,
+            "Checkpoints need one folder that all workers see and may write to",
+            f"df {folder}",
+        )
+    return Line(OK, "shared", f"{folder}: written by each worker, read by all, renamed in one step")
+
+
+def judge_all_reduce(times: Sequence[float], num_bytes: int, is_right: bool) -> Line:
+    """Says how long it takes to add up over the workers.
+
+    Args:
+        times: Seconds for one number, and for many.
+        num_bytes: How many bytes the many have.
+        is_right: Whether the sum was right.
+    """
+    small, large = times
+    says = (
+        f"{small * 1000:.1f} ms for one number, {large * 1000:.0f} ms for {num_bytes >> 20} MB "
+        f"({num_bytes / 1e6 / max(large, 1e-9):.0f} MB/s)"
+    )
+    if not is_right:
+        return Line(
+            FAIL,
+            "all-reduce",
+            f"{says}, and the sum is wrong",
+            "Report this, with what this says",
+            "kdist info",
+        )
+    return Line(OK, "all-reduce", says)

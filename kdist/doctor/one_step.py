@@ -1,0 +1,54 @@
+"""The parity check of `kdist test`: one step of a small model, on one device and on all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kdist.doctor.report import FAIL, OK, Line
+from kdist.parity import ATOL, RTOL, Training, explain, train
+
+_ROWS = 23  # which no number of workers divides
+
+
+def make_model() -> Any:
+    """Returns a small model that has some of everything that is added up over the replicas."""
+    import keras
+
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(16, "tanh", kernel_regularizer="l2"),
+            keras.layers.Dense(4),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return model
+
+
+def rows() -> tuple[Any, Any, Any]:
+    """Returns what it is trained on: no two rows are alike, and none weighs as much as another."""
+    import numpy as np
+
+    draw = np.random.RandomState(0)
+    x = draw.normal(size=(_ROWS, 8)).astype("float32")
+    return x, draw.randint(4, size=_ROWS), np.linspace(0.5, 2, _ROWS).astype("float32")
+
+
+def train_it(make_strategy: Callable[[], Any] | None) -> Training:
+    """Trains it under a strategy, or plainly."""
+    return train(make_model, rows, make_strategy, 1, 0, {"batch_size": _ROWS})
+
+
+def compare(expected: Training | None, strategy: Any, exchange: Callable[[Any], list[Any]]) -> Line | None:
+    """Trains it on all workers; returns what came of it on the worker that knows what one device gives."""
+    mine = train_it(lambda: strategy)
+    everyone = exchange(mine.numbers)
+    if expected is None:
+        return None
+    workers = [Training(mine.title, mine.num_replicas, numbers, ()) for numbers in everyone]
+    message = explain(expected, workers, RTOL, ATOL)
+    if message is not None:
+        return Line(FAIL, "one step", message, "Report this, with what this says", "kdist info")
+    return Line(OK, "one step", f"{mine.num_replicas} replicas give the numbers of one device")

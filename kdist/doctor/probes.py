@@ -1,0 +1,129 @@
+"""What workers that have met find out together. All call the same function, in the same order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Exchange = Callable[[Any], list[Any]]  # gives the values of all workers, in their order
+
+_ROUNDS = 5
+_PATIENCE = 3.0  # seconds that a file may take to show on the other machines
+_REPLACEMENTS = 50
+_LARGE = 2 << 20  # numbers of float32: 8 MB
+
+
+def clock_offsets(exchange: Exchange, now: Callable[[], float] = time.time) -> list[tuple[float, float]]:
+    """Returns of each worker's clock by how many seconds it is ahead of this one's, and how sure that is."""
+    best: list[tuple[float, float]] | None = None
+    for _ in range(_ROUNDS):
+        exchange(0.0)  # they begin together
+        before, start = now(), time.monotonic()
+        theirs = exchange(before)
+        doubt = time.monotonic() - start
+        if best is None or doubt < best[0][1]:
+            best = [(there - before, doubt) for there in theirs]
+    assert best is not None
+    return best
+
+
+def shared_folder(folder: str, worker_index: int, exchange: Exchange) -> list[str]:
+    """Returns what each worker has found wrong with a folder that all are to share; nothing where all is well."""
+    job = exchange(os.urandom(4).hex())[0]
+    mine = Path(folder) / f".kdist-doctor-{job}-{worker_index}"
+    problem = _write(mine, str(worker_index))
+    everyone = exchange(problem)
+    if not any(everyone):
+        names = [mine.with_name(f".kdist-doctor-{job}-{i}") for i in range(len(everyone))]
+        problem = _missing(names)
+        everyone = exchange(problem)
+    if not any(everyone):
+        # Worker 0 goes on replacing its file while the others read it.
+        problem = _replace(mine) if worker_index == 0 else _torn(mine.with_name(f".kdist-doctor-{job}-0"))
+        everyone = exchange(problem)
+    with contextlib.suppress(OSError):
+        mine.unlink()
+    return everyone
+
+
+def _write(path: Path, text: str) -> str:
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        return f"cannot be written ({error.strerror})"
+    return ""
+
+
+def _missing(names: list[Path]) -> str:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        left = [index for index, name in enumerate(names) if _read(name) != str(index)]
+        if not left or time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)
+    return f"does not show the files of {', '.join(f'worker {index}' for index in left)}" if left else ""
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError):
+        return None
+
+
+def _replace(path: Path) -> str:
+    for number in range(_REPLACEMENTS):
+        if problem := _write(path, "ab"[number % 2] * 5000):
+            return problem
+    return ""
+
+
+def _torn(path: Path) -> str:
+    for _ in range(_REPLACEMENTS):
+        said = _read(path)
+        if said not in (None, "0", "a" * 5000, "b" * 5000):  # NFS may lose sight of it, and says so
+            return "a file that is being replaced is half there"
+    return ""
+
+
+def all_reduce_times(strategy: Any) -> tuple[list[float], int, bool]:
+    """Adds up one number, and many, over all replicas.
+
+    Returns:
+        The seconds for either, how many bytes the many have, and whether the sums were right.
+    """
+    import keras
+    import numpy as np
+
+    import kdist
+
+    def add_up(values: Any) -> Any:
+        context: Any = kdist.get_replica_context()
+        weight = keras.ops.cast(context.replica_id_in_sync_group, "float32") + 1.0
+        return context.all_reduce("SUM", values * weight)
+
+    count = strategy.num_replicas_in_sync
+    times, is_right = [], True
+    for number in (1, _LARGE):
+        values = keras.ops.ones((number,), "float32")
+        taken = []
+        for _ in range(_ROUNDS + 1):  # the first one compiles
+            start = time.perf_counter()
+            result = strategy.experimental_local_results(strategy.run(add_up, args=(values,)))[0]
+            host = keras.ops.convert_to_numpy(result)
+            taken.append(time.perf_counter() - start)
+        is_right = is_right and bool(np.all(host == count * (count + 1) / 2))
+        times.append(statistics.median(taken[1:]))
+    return times, _LARGE * 4, is_right

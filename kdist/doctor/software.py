@@ -1,0 +1,113 @@
+"""What is said about what all workers must have alike: Python, packages, the backend, devices, the secret."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from kdist.doctor.facts import Facts
+from kdist.doctor.report import FAIL, OK, WARN, Line, spread
+from kdist.launch.plan import BACKENDS
+
+_MISSING = "not installed"
+
+
+def judge_software(everyone: Sequence[Facts]) -> Iterator[Line]:
+    """Yields the lines, from the facts of all workers or of one."""
+    yield _python(everyone)
+    yield from _packages(everyone)
+    yield _backend(everyone)
+    if any(facts.devices for facts in everyone):  # a worker by itself does not know yet
+        yield _devices(everyone)
+    yield _token(everyone)
+
+
+def _spread(everyone: Sequence[Facts], value: Callable[[Facts], object]) -> str:
+    return spread([(facts.name, value(facts)) for facts in everyone], len(everyone))
+
+
+def _differ(everyone: Sequence[Facts], value: Callable[[Facts], object]) -> bool:
+    return len({str(value(facts)) for facts in everyone}) > 1
+
+
+def _python(everyone: Sequence[Facts]) -> Line:
+    says = _spread(everyone, lambda facts: facts.python)
+    if _differ(everyone, lambda facts: facts.python.split(".")[:2]):
+        return Line(FAIL, "python", says, "Give all workers the same Python")
+    if _differ(everyone, lambda facts: facts.python):
+        return Line(WARN, "python", says, "Give all workers the same Python")
+    return Line(OK, "python", f"{says}, {everyone[0].executable}")
+
+
+def _packages(everyone: Sequence[Facts]) -> Iterator[Line]:
+    alike = []
+    for package in dict.fromkeys(name for facts in everyone for name in facts.versions):
+
+        def version(facts: Facts, package: str = package) -> str:
+            return facts.versions.get(package, "not asked for")
+
+        says = f"{package} {_spread(everyone, version)}"
+        if any(version(facts) == _MISSING for facts in everyone):
+            yield Line(FAIL, "packages", says, command=f"pip install {package}")
+        elif _differ(everyone, version):
+            status = WARN if package == "numpy" else FAIL
+            wanted = f"{package}=={version(everyone[0]).split()[0]}"
+            yield Line(status, "packages", says, "On the others", f"pip install {wanted}")
+        else:
+            alike.append(f"{package} {version(everyone[0])}")
+    if alike:
+        yield Line(OK, "packages", ", ".join(alike))
+
+
+def _backend(everyone: Sequence[Facts]) -> Line:
+    broken = [facts for facts in everyone if facts.import_error]
+    says = _spread(everyone, lambda facts: " ".join([facts.backend[0], f"({facts.backend[1]})"]))
+    if any(facts.backend[0] not in BACKENDS for facts in everyone):
+        return Line(
+            FAIL, "backend", f"{says}; kdist knows {', '.join(BACKENDS)}", "", "export KERAS_BACKEND=jax"
+        )
+    if _differ(everyone, lambda facts: facts.backend[0]):
+        command = f"export KERAS_BACKEND={everyone[0].backend[0]}"
+        return Line(FAIL, "backend", says, "Set the same one on all workers", command)
+    if broken:
+        name = broken[0].backend[0]
+        reasons = spread([(facts.name, facts.import_error) for facts in broken], len(everyone))
+        command = f"KERAS_BACKEND={name} python -c 'import keras'"
+        return Line(FAIL, "backend", f"{name} cannot be imported: {reasons}", "See the whole error", command)
+    return Line(OK, "backend", says)
+
+
+def _devices(everyone: Sequence[Facts]) -> Line:
+    says = _spread(everyone, lambda facts: ", ".join(facts.devices))
+    if _differ(everyone, lambda facts: (len(facts.devices), facts.accelerators)):
+        return Line(
+            FAIL,
+            "devices",
+            says,
+            "All workers must have as many devices of one kind; choose them",
+            "export CUDA_VISIBLE_DEVICES=0",
+        )
+    unused = [facts for facts in everyone if facts.devices and facts.gpus and not facts.accelerators]
+    if unused:
+        backend = unused[0].backend[0]
+        who = spread([(facts.name, f"{facts.gpus} GPUs") for facts in unused], len(everyone))
+        return Line(
+            WARN,
+            "devices",
+            f"{says}; {backend} does not see {who}",
+            f"Install {backend} with CUDA",
+            "kdist info",
+        )
+    return Line(OK, "devices", says)
+
+
+def _token(everyone: Sequence[Facts]) -> Line:
+    # Fingerprints are compared, not shown: there is nothing to learn from one.
+    if _differ(everyone, lambda facts: facts.token):
+        says = _spread(everyone, lambda facts: f"secret {facts.token}" if facts.token else "none")
+        command = "export KDIST_CLUSTER_TOKEN=$(openssl rand -hex 16)"
+        return Line(FAIL, "token", says, "Set the same KDIST_CLUSTER_TOKEN on all workers, such as", command)
+    return Line(
+        OK,
+        "token",
+        "the same on all workers" if everyone[0].token else "none; only parameter servers need one",
+    )

@@ -1,0 +1,224 @@
+"""`kdist doctor` and `kdist test` in processes: where all is well on each backend, and where something is not."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from kdist.cluster import environment
+from kdist.command_line import main
+from kdist.doctor import command, one_step
+from kdist.doctor.local_workers import hidden_gpus, together
+from kdist.doctor.report import Line, Report
+from kdist.launch.call import Ended, Ending
+from kdist.parity import Training
+from tests.environment import clean_environment
+from tests.processes import BACKENDS, Script, each_backend, local_addresses, tf_config
+
+SOURCE = "import sys\nfrom kdist.command_line import main\nsys.exit(main({arguments!r}))"
+CHECKS = "python packages backend devices token cluster names ports threads limits joining clocks shared all-reduce"
+
+
+def start(folder, name, *arguments, **env):
+    return Script(folder, name, SOURCE.format(arguments=["doctor", *arguments]), env)
+
+
+def checks(said):
+    """The lines of a report: the status of each check."""
+    return {check: status for status, check in re.findall(r"^  (ok|warn|FAIL) +(\S+)", said, re.MULTILINE)}
+
+
+@each_backend
+def test_workers_that_are_well(backend, tmp_path):
+    addresses = local_addresses(2)
+    scripts = [
+        start(tmp_path, f"w{i}", "--shared", ".", KERAS_BACKEND=backend, TF_CONFIG=tf_config(addresses, i))
+        for i in range(2)
+    ]
+    try:
+        assert [script.wait() for script in scripts] == [0, 0], scripts[0].stdout() + scripts[1].stderr()
+    finally:
+        [script.kill() for script in scripts]
+    said = scripts[0].stdout()
+    assert said.startswith(f"kdist doctor: 2 workers on {backend}, from TF_CONFIG\n")
+    assert list(checks(said)) == CHECKS.split() and "FAIL" not in said
+    assert said.endswith("next: start your script in place of the doctor\n")
+    assert "all 2 workers came within" in said and "MB/s)" in said and "renamed in one step" in said
+    assert scripts[1].stdout() == ""
+    assert not list(tmp_path.glob(".kdist*"))
+
+
+# What is started, and what is said; each waits for a few seconds only, and all do so together.
+def broken(folder):
+    def alone(name, *arguments, **env):
+        return start(folder, name, "--timeout", "12", *arguments, **env)
+
+    yield from (
+        (
+            alone(f"missing-{backend}", KERAS_BACKEND=backend, TF_CONFIG=tf_config(addresses, 0)),
+            "FAIL  joining",
+            rf"All 2 workers must come within \d+ s, but worker 1 \({addresses[1]}\) did not",
+        )
+        for backend, addresses in ((backend, local_addresses(2)) for backend in BACKENDS)
+    )
+    first, second = local_addresses(2)
+    yield (
+        alone("chief", KERAS_BACKEND="torch", TF_CONFIG=tf_config([first, second], 1)),
+        "FAIL  joining",
+        rf"worker 0 \({first}\).*Nothing listens at {first}",
+    )
+    yield alone("wrong", KERAS_BACKEND="jax", TF_CONFIG="{"), "FAIL  cluster", "the value must be JSON"
+    unknown = alone("unknown", KERAS_BACKEND="numpy", TF_CONFIG=tf_config([first, second], 0))
+    yield unknown, "FAIL  backend", "kdist knows tensorflow, jax, torch"
+
+
+def test_workers_that_are_not(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        told = {"KERAS_BACKEND": "jax", "TF_CONFIG": tf_config([address, *local_addresses(1)], 0)}
+        busy = start(tmp_path, "busy", "--timeout", "12", **told)
+        started = [*broken(tmp_path), (busy, "FAIL  ports", "worker 0 .* must be free")]
+        try:
+            for script, line, words in started:
+                assert script.wait() == 1, script.stdout() + script.stderr()
+                said = " ".join(script.stdout().split())
+                assert " ".join(line.split()) in said and re.search(words, said), said
+                assert "next: " in script.stdout().splitlines()[-1]
+        finally:
+            [script.kill() for script, _, _ in started]
+    port = address.rpartition(":")[2]
+    assert busy.stdout().endswith(f"next: ss -ltnp 'sport = :{port}'\n")
+
+
+def test_what_does_not_end(tmp_path):
+    source = """
+        import time
+        from kdist.doctor import examination
+        examination.probes.all_reduce_times = lambda strategy: time.sleep(100)
+        examination.examine(examination.Options(8.0), lambda report: print(report.text(), flush=True))
+    """
+    script = Script(tmp_path, "hangs", source, {"KERAS_BACKEND": "torch"})
+    try:
+        assert script.wait(60) == 1, script.stderr()
+    finally:
+        script.kill()
+    said = " ".join(script.stdout().split())
+    assert "ok clocks" in said and "FAIL all-reduce not finished within 8 s → All found worker 0" in said
+    assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in said
+
+
+@pytest.mark.timeout(300)
+def test_kdist_test_starts_workers_itself():
+    done = subprocess.run(
+        [sys.executable, "-m", "kdist", "test", "--backend", "torch", "--timeout", "150"],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("kdist doctor: 2 workers on torch, started here for this\n")
+    assert "one step    2 replicas give the numbers of one device" in done.stdout
+    *_, head, row, last = done.stdout.splitlines()
+    assert head.split() == ["backend", "version", "checks", "one", "step", "result"]
+    assert row.startswith("torch ") and row.endswith("as one device  ok")
+    assert last == "next: kdist run --num-workers 2 train.py"
+
+
+def test_one_step_that_differs(monkeypatch):
+    runs = {True: {"loss": 0.5}, False: {"loss": 0.75}}
+
+    def train(make_strategy):
+        return Training("a strategy", 2, runs[make_strategy() == "right"], ())
+
+    monkeypatch.setattr(one_step, "train_it", train)
+    expected = Training("one device", 1, {"loss": 0.5}, ())
+
+    def exchange(numbers):
+        return [runs[True], numbers]
+
+    assert one_step.compare(expected, "right", exchange).status == "ok"
+    wrong = one_step.compare(expected, "wrong", exchange)
+    assert (
+        wrong.status == "FAIL" and "worker 1" in wrong.says and "0.5 on one device, 0.75 here" in wrong.says
+    )
+    assert one_step.compare(None, "wrong", exchange) is None
+
+
+WELL, ILL = Line("ok", "python", "3"), Line("FAIL", "backend", "jax cannot be imported: no on worker 1")
+
+
+def ended(index, code=0, lines=()):
+    return Ended(index, code, list(lines), None)
+
+
+def test_reports_of_workers_become_one():
+    both = Report("two", [WELL], joined=True)
+    assert together([both, Report("one", [ILL])], Ending([])) is both
+    alone = together([Report("zero", [WELL]), Report("one", [WELL, ILL])], Ending([], failed=ended(1, 1)))
+    assert alone.lines == [WELL, ILL] and alone.title == "zero"
+    dead = together([Report("zero", [WELL]), None], Ending([], failed=ended(1, -9, ["last words"])))
+    assert (
+        dead.exit_code == 1 and dead.lines[-1].says == "worker 1 was killed by SIGKILL (signal 9): last words"
+    )
+    silent = together([None, None], Ending([], unfinished=[ended(0), ended(1)]))
+    assert [line.says for line in silent.lines] == ["worker 0 does not end", "worker 1 does not end"]
+
+
+def test_gpus_are_hidden_where_there_are_too_few():
+    for gpus, num_workers, hidden in (("", 2, False), ("0", 1, False), ("0", 2, True), ("0,1", 2, False)):
+        assert bool(hidden_gpus(num_workers, {"CUDA_VISIBLE_DEVICES": gpus})) == hidden
+
+
+def test_the_table():
+    step = Line("ok", "one step", "well")
+    shown = [("jax", Report("", [WELL, step])), ("torch", Report("", [WELL, ILL]))]
+    head, first, second = command._table(shown).splitlines()
+    assert first.startswith("jax ") and first.split()[2:] == ["2", "ok", "as", "one", "device", "ok"]
+    assert second.endswith("1 ok, 1 FAIL  not run        FAIL")
+    assert head.index("result") == first.rindex("ok")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["doctor", "--timeout", "0"], "--timeout must be at least 1 second"),
+        (["doctor", "--num-workers", "many"], "--num-workers must be a whole number, at least 1"),
+        (["test", "--num-workers", "1"], "--num-workers must be a whole number, at least 2"),
+        (["doctor", "--backend", "numpy"], "The backend must be one of"),
+    ],
+)
+def test_wrong_calls(arguments, message, capsys):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_number_of_workers_beside_a_cluster(capsys):
+    with environment.patched(TF_CONFIG=tf_config(["a:1", "b:1"], 0)):
+        assert main(["doctor", "-n", "2"]) == 2
+    assert "here something does" in capsys.readouterr().err
+
+
+def test_json(monkeypatch, capsys):
+    monkeypatch.setattr(command, "examine_here", lambda *told: Report("two", [WELL, ILL], joined=True))
+    assert main(["doctor", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["ok"], said["title"], said["next"]) == (
+        False,
+        "two",
+        "mend what has failed, then: kdist doctor",
+    )
+    assert said["lines"][1] == {
+        "status": "FAIL",
+        "check": "backend",
+        "says": ILL.says,
+        "remedy": "",
+        "command": "",
+    }
