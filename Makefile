@@ -10,7 +10,7 @@ PACKAGES_jax = jax
 PACKAGES_torch = torch
 PACKAGES_tensorflow = tensorflow-cpu
 
-.PHONY: demo test test-full test-nightly dist test-dist mutants keras-tests lint docs bench table clean
+.PHONY: demo test test-full test-nightly matrix dist test-dist mutants keras-tests lint docs bench table clean
 
 demo: .venv-demo-$(BACKEND)/ready
 	KERAS_BACKEND=$(BACKEND) .venv-demo-$(BACKEND)/bin/kdist demo
@@ -31,8 +31,13 @@ test: .venv/ready lint
 test-full: .venv/ready lint test-nightly
 	.venv/bin/python $(PYTEST) --full
 
-test-nightly: .venv-nightly/ready
-	.venv-nightly/bin/python $(PYTEST) --full tests/contract_multi_process_test.py
+test-nightly: .venv/ready
+	.venv/bin/nox --session contract-coming-Keras -- --full
+
+# The contract in pairs with the oldest and the newest of what kdist is supported with: docs/versions.md.
+matrix: .venv/ready
+	.venv/bin/nox
+	.venv/bin/python -m tests.pages
 
 # The wheel and the sdist, built in an environment of their own.
 dist: .venv/ready
@@ -79,16 +84,5 @@ table: .venv/ready
 	.venv/bin/python $(PIP) -e '.[test]'
 	touch $@
 
-# kdist depends on keras, and keras-nightly is another name for the same package: hence --no-deps.
-.venv-nightly/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-nightly
-	grep -v '^keras' constraints.txt > .venv-nightly/constraints.txt
-	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet install -c .venv-nightly/constraints.txt \
-	  keras-nightly tensorflow-cpu jax torch scikit-learn cloudpickle grain pytest pytest-xdist pytest-timeout hypothesis
-	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes keras
-	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet install --force-reinstall --no-deps keras-nightly
-	.venv-nightly/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -e .
-	touch $@
-
 clean:
-	rm -rf .venv .venv-demo-* .venv-nightly .venv-dist build dist *.egg-info site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-demo-* .venv-dist .nox build dist *.egg-info site .pytest_cache .ruff_cache .mypy_cache .hypothesis

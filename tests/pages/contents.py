@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests import house_picture
+from tests import house_picture, versions
 from tests.environment import ROOT
 from tests.pages import backend, benchmarks, command_line, errors, pictures, variables
 
 __all__ = ["PAGES", "ROOT"]
 
 PAGES: dict[str, Callable[[], str]] = {
+    "docs/versions.md": versions.page,
     "docs/house.svg": house_picture.draw,
     "docs/overview.svg": pictures.overview,
     "docs/step.svg": pictures.step,

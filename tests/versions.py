@@ -1,0 +1,149 @@
+"""Which versions of Python, Keras and the backends kdist is tested with: `make matrix`, and what is known of its runs.
+
+    python -m tests.versions NAME RESULTS
+
+notes in docs/versions.json what the contract found (`--contract-results`) in the environment of this Python.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTES = ROOT / "docs" / "versions.json"
+PAGE = ROOT / "docs" / "versions.md"
+BEGIN = "<!-- versions: written by `python -m tests.pages`, do not edit -->"
+END = "<!-- end of the versions -->"
+
+# As they are called on the page, and the names of the packages that may be them.
+BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
+PACKAGES = {
+    "keras": ("keras", "keras-nightly"),
+    "tensorflow": ("tensorflow", "tensorflow-cpu"),
+    "jax": ("jax",),
+    "torch": ("torch",),
+    "numpy": ("numpy",),
+    "ml-dtypes": ("ml-dtypes",),
+    "cloudpickle": ("cloudpickle",),
+    "pyyaml": ("pyyaml",),
+    "grpcio": ("grpcio",),
+}
+_OLD = ("keras==3.15.0", "cloudpickle==3.0.*", "pyyaml==6.0", "grpcio==1.60.*")
+_NEW = ("cloudpickle", "pyyaml", "grpcio")
+_NEWEST = (*_NEW, "keras", "tensorflow-cpu", "jax")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Versions that are installed together.
+
+    Args:
+        name: What the environment is called.
+        python: The version of Python.
+        backends: Whose cells of the contract are run.
+        packages: What pip installs.
+        pinned: Whether those of constraints.txt are installed where `packages` leaves it open.
+        alone: What pip installs last, without what it depends on, in place of Keras.
+    """
+
+    name: str
+    python: str
+    backends: tuple[str, ...]
+    packages: tuple[str, ...] = field(repr=False)
+    pinned: bool = True
+    alone: str | None = None
+
+
+# The contract's cases with a `tf.data.Dataset` need TensorFlow on every backend.
+ENVIRONMENTS = (
+    Environment(
+        "oldest",
+        "3.11",
+        ("tensorflow", "torch"),
+        (*_OLD, "numpy==1.26.*", "ml-dtypes==0.4.*", "tensorflow-cpu==2.18.0", "torch==2.13.0"),
+        pinned=False,
+    ),
+    Environment("newest", "3.11", tuple(BACKENDS), (*_NEW, "keras", "tensorflow-cpu", "jax", "torch")),
+    # Newer than what constraints.txt has for development: JAX's newest need Python 3.12.
+    Environment("Python 3.12", "3.12", ("tensorflow", "jax"), _NEWEST, pinned=False),
+    Environment("Python 3.13", "3.13", ("tensorflow", "jax"), _NEWEST, pinned=False),
+    Environment(
+        "coming Keras",
+        "3.11",
+        tuple(BACKENDS),
+        (*_NEW, "tensorflow-cpu", "jax", "torch", "grain"),
+        alone="keras-nightly",
+    ),
+)
+
+
+def installed() -> Iterator[tuple[str, str]]:
+    """Yields what is in this Python's environment, and its version."""
+    yield "python", platform.python_version()
+    found = {str(one.metadata["Name"]).lower().replace("_", "-"): one.version for one in _distributions()}
+    for name, candidates in PACKAGES.items():
+        yield from ((name, found[one].partition("+")[0]) for one in candidates if one in found)
+
+
+def _distributions() -> Iterator[importlib.metadata.Distribution]:
+    yield from reversed([*importlib.metadata.distributions()])  # the first of a name is what is imported
+
+
+def note(name: str, results: dict[str, str]) -> bool:
+    """Notes what the contract has found in this environment; returns whether all that was run has passed.
+
+    Args:
+        name: Of the environment.
+        results: Cells and their outcomes.
+    """
+    notes = json.loads(NOTES.read_text(encoding="utf-8")) if NOTES.exists() else {}
+    cells = {}
+    for backend in BACKENDS:
+        if outcomes := [outcome for cell, outcome in results.items() if cell.startswith(f"{backend}-")]:
+            cells[backend] = [outcomes.count("passed"), len(outcomes)]
+    versions = {what: version for what, version in installed() if what not in BACKENDS or what in cells}
+    notes[name] = {"versions": versions, "cells": cells}
+    known = [one.name for one in ENVIRONMENTS]
+    notes = {one: notes[one] for one in known if one in notes}
+    NOTES.write_text(json.dumps(notes, indent=1) + "\n", encoding="utf-8")
+    return bool(cells) and all(passed == run for passed, run in cells.values())
+
+
+def table(notes: dict[str, Any]) -> str:
+    """Returns the page's table: an environment a row."""
+    columns = ("Python", "Keras", *BACKENDS.values(), "NumPy", "ml-dtypes", "cloudpickle", "grpcio")
+    lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
+    keys = ("python", "keras", *BACKENDS, "numpy", "ml-dtypes", "cloudpickle", "grpcio")
+    for name, noted in notes.items():
+        cells = [_cell(noted, key) for key in keys]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(noted: dict[str, Any], key: str) -> str:
+    version = noted["versions"].get(key, "–")
+    if key not in noted["cells"]:
+        return version
+    passed, run = noted["cells"][key]
+    return f"{version}<br>{'✓' if passed == run else '✗'} {passed}/{run}"
+
+
+def page() -> str:
+    """Returns the page with the table as it would be written today."""
+    text = PAGE.read_text(encoding="utf-8")
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    notes = json.loads(NOTES.read_text(encoding="utf-8"))
+    return f"{head}{BEGIN}\n{table(notes)}\n{END}{tail}"
+
+
+if __name__ == "__main__":
+    name, path = sys.argv[1:]
+    sys.exit(0 if note(name, json.loads(Path(path).read_text(encoding="utf-8"))) else 1)
