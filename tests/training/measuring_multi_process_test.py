@@ -14,6 +14,7 @@ import pytest
 
 from kdist.measuring.records import read_run
 from kdist.tracing import merging
+from kdist.tracing.pace import alone
 from tests.processes import BACKENDS, Script, each_backend, run, strategy
 
 ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps an epoch
@@ -62,12 +63,12 @@ def in_worker_measured(folder: str) -> dict[str, Any]:
 def test_a_fit_is_measured_alike_on_all_workers(backend: str, tmp_path: Path) -> None:
     history, other = run(backend, 2, in_worker_measured, str(tmp_path))
     assert history == other
-    assert history["slowest_worker"] == [1] * EPOCHS
+    # The machine may be so busy that the other one is held up for longer, but hardly in each epoch.
+    assert 1 in history["slowest_worker"] and set(history["slowest_worker"]) <= {0, 1}
     assert all(speed > 0 for speed in history["rows_per_second"])
     for name in ("waiting_for_input", "waiting_for_others"):
         assert all(0 <= share < 1 for share in history[name]), name
-    # The chief waits for the other one in most of its time, and that one for nobody.
-    assert all(share > 0.25 for share in history["waiting_for_others"])
+    assert max(history["waiting_for_others"]) > 0
     assert {"slowest_worker", "val_loss"} <= set(
         (tmp_path / "log.csv").read_text().splitlines()[0].split(",")
     )
@@ -81,18 +82,15 @@ def check_records(folder: Path, history: dict[str, Any]) -> None:
     assert [log.worker for log in run.workers] == [0, 1]
     assert run.positions() == {1: 0, 2: 6, 3: 12}
     for log in run.workers:
-        assert [(r.epoch, r.step, r.ends_epoch) for r in log.records] == [
-            place for epoch in (1, 2, 3) for place in ((epoch, 4, False), (epoch, 6, True))
-        ] or [(r.epoch, r.step) for r in log.records] == [
-            (1, 4), (1, 6), (2, 2), (2, 6), (2, 6), (3, 4), (3, 6),
-        ]  # fmt: skip
+        places = [(epoch, *place) for epoch in (1, 2, 3) for place in ((4, False), (6, True))]
+        assert [record.place for record in log.records] == places
         assert log.totals.steps == EPOCHS * 6 - 1, "all but the one that compiles"
         assert log.totals.rows == EPOCHS * ROWS - BATCH
         assert log.totals.training <= log.totals.elapsed
         ends = [record.logs for record in log.records if record.ends_epoch]
         assert [logs["val_loss"] for logs in ends] == history["val_loss"]
-    fast, slow = (log.totals for log in run.workers)
-    assert fast.of("exchange", "step") > slow.of("exchange", "step")
+    slow = run.workers[1].totals
+    assert alone(slow, run.exchanges_in_programs) >= SLOW * (EPOCHS * 6 - 1), "no sleep is taken for waiting"
 
 
 def check_trace(events: list[dict[str, Any]], backend: str) -> None:
