@@ -32,8 +32,12 @@ METADATA = {
 }
 # What has nothing to do with the tutorial: a remark of TensorFlow's, and one of the debugger of ipykernel.
 QUIET = {"TF_ENABLE_ONEDNN_OPTS": "0", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-# TensorFlow prints it in notebooks, and workers do.
-CHATTER = re.compile(r"^(?:\[worker \d+\] )?(?:INFO|WARNING):tensorflow:.*\n", re.MULTILINE)
+# What TensorFlow remarks in notebooks, from Python and from C++; workers do, too.
+CHATTER = re.compile(
+    r"^(?:\[worker \d+\] )?"
+    r"(?:(?:INFO|WARNING):tensorflow:|WARNING: All log messages before absl|[IWE]\d{4} \S+ .*\.cc:\d+\]).*\n",
+    re.MULTILINE,
+)
 # Of what a cell shows, the first of these that is there is kept, beside its text.
 RICH = ("image/png", "text/markdown")
 # What people wrote about a cell: the others are the front end's.
