@@ -90,7 +90,8 @@ def missing_error(cluster: Cluster, timeout: float, missing: Collection[int]) ->
     return WorkerTimeoutError(
         f"All {len(names)} workers must come within {timeout:g} s, but {named} did not.",
         received={"this_worker": names[cluster.worker_index]},
-        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600. What is in the way? Run: kdist doctor",
+        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600. What is in the way? "
+        "kdist doctor",
     )
 
 
