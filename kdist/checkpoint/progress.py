@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import threading
 import time
@@ -57,15 +58,19 @@ class _Line:
             full = round(_WIDTH * share)
             left = (now - self._began) * (1 - share) / max(share, 1e-9)
             drawn = f"{'━' * full}{'─' * (_WIDTH - full)}"
-            self._write(f"{self._what} {drawn} {share:.0%} of {_size(self._total)}, {left:.0f} s left")
+            state = f" {drawn} {share:.0%} of {_size(self._total)}, {left:.0f} s left"
+            # A line that is broken in two is not drawn over. The end of a path tells more than its beginning.
+            room = max(0, shutil.get_terminal_size().columns - 1 - len(state))
+            cut = len(self._what) > room
+            what = f"…{self._what[len(self._what) - room + 1 :]}" if cut and room else self._what[:room]
+            self._write(what + state)
 
     def clear(self) -> None:
         """Takes the line away, where there is one."""
         with self._lock:
             if self._width:
                 self._write("")
-                self._stream.write("\r")
-                self._stream.flush()
+                self._write("")  # back to the margin
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody looks any more
@@ -75,8 +80,14 @@ class _Line:
 
 
 def _is_looked_at(stream: Any) -> bool:
+    if stream is None:
+        return False
+    try:
+        is_terminal = bool(stream.isatty())
+    except (AttributeError, ValueError):  # what a program has put in its place, or closed
+        is_terminal = False
     # A notebook's streams are no terminals, and yet redraw a line.
-    return stream is not None and (stream.isatty() or type(stream).__module__.startswith("ipykernel."))
+    return is_terminal or type(stream).__module__.startswith("ipykernel.")
 
 
 def _size(num_bytes: int) -> str:

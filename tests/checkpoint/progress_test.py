@@ -71,3 +71,45 @@ def test_the_other_stream_is_taken_where_one_is_no_terminal(now, monkeypatch):
     monkeypatch.setattr("sys.stdout", terminal)
     read(now, 8.0, pipe, monkeypatch)
     assert pipe.getvalue() == "" and "100% of 10.0 MB" in terminal.getvalue()
+
+
+def test_a_long_path_is_cut_since_a_broken_line_is_not_drawn_over(now, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "64")
+    stream = Stream()
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress(f"reading /{'a-long-folder/' * 9}ckpt-3", 10_000_000) as add:
+        now[0] += 8.0
+        add(5_000_000)
+    state = stream.getvalue().split("\r")[1]
+    assert len(state) == 63 and state.startswith("…") and state.endswith(", 8 s left")
+    assert "/ckpt-3 ━" in state, "the end of a path tells more"
+
+
+def test_what_a_program_has_put_in_place_of_its_streams_stops_nothing(now, monkeypatch):
+    class Tee:
+        said = ""
+
+        def write(self, text):
+            self.said += text
+
+    closed = Stream()
+    closed.close()
+    monkeypatch.setattr("sys.stdout", closed)
+    tee = Tee()
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", tee)
+        with progress("reading here", 10_000_000) as add:
+            now[0] += 8.0
+            add(5_000_000)
+    assert tee.said == ""
+
+
+def test_a_terminal_that_goes_away_stops_nothing(now, monkeypatch):
+    stream = Stream()
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress("reading here", 10_000_000) as add:
+        now[0] += 8.0
+        add(1_000_000)
+        stream.close()
+        now[0] += 8.0
+        add(1_000_000)
