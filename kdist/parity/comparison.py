@@ -41,13 +41,14 @@ def differences(
 
     found = dict.fromkeys(expected.keys() ^ actual.keys(), "only one of the two runs has it")
     for name in [name for name in expected if name in actual]:
-        one, many = np.asarray(expected[name]), np.asarray(actual[name])
+        # Of every dtype, of which some can be neither subtracted nor printed.
+        one, many = (np.asarray(np.asarray(run[name]), "float64") for run in (expected, actual))
         if one.shape != many.shape:
             found[name] = f"shape {one.shape} on one device, {many.shape} here"
             continue
         with np.errstate(invalid="ignore"):  # infinity minus infinity
-            distance = np.abs(np.asarray(many, "float64") - np.asarray(one, "float64"))
-            agrees = distance <= atol + rtol * np.abs(np.asarray(one, "float64"))
+            distance = np.abs(many - one)
+            agrees = distance <= atol + rtol * np.abs(one)
         if agrees.all():
             continue
         where = np.unravel_index(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -34,6 +35,13 @@ def test_the_largest_difference_is_named():
 def test_what_is_missing_or_has_another_shape():
     assert differences({"a": 1.0}, {"b": 1.0}) == dict.fromkeys("ab", "only one of the two runs has it")
     assert differences({"a": [1.0]}, {"a": [[1.0]]}) == {"a": "shape (1,) on one device, (1, 1) here"}
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.bool_, np.uint32])
+def test_numbers_of_every_dtype_can_be_told(dtype):
+    one, many = np.asarray([1, 0], dtype), np.asarray([1, 1], dtype)
+    assert differences({"a": one}, {"a": one}) == {}
+    assert differences({"a": one}, {"a": many})["a"] == "1 of 2 differ, most at [1]: 0 on one device, 1 here"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
