@@ -83,7 +83,7 @@ class RunLog(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Leaves out what was between the epochs."""
-        self._step = 0
+        self._step = self._progress.step  # of an epoch that goes on, all may have been taken
         self._meter.take()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -182,3 +182,39 @@ def test_a_worker_that_is_killed_leaves_what_can_be_read_and_goes_on(backend: st
     places = [record.place for record in log.records]
     assert places == sorted(set(places)) and {epoch for epoch, _, _ in places} == {1, 2, 3}
     assert sum(record.totals.steps for record in log.records) >= 10
+
+
+def in_worker_resumed(folder: str) -> None:
+    """A fit that fails once all steps of its first epoch are in the backup, and another one that goes on there."""
+    import os
+    import time
+
+    import keras
+
+    import kdist
+
+    class Fail(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            while not any(name.startswith("ckpt-") for name in os.listdir(f"{folder}/backup")):
+                time.sleep(0.01)  # it is written in the background
+            raise RuntimeError("the disk is full")
+
+    x = np.random.RandomState(0).rand(32, 3).astype("float32")
+    for failing in ([Fail()], []):
+        with strategy().scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        backup = kdist.callbacks.BackupAndRestore(f"{folder}/backup", save_freq=4)
+        log = kdist.callbacks.RunLog(folder, every=2)
+        with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():
+            model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0, callbacks=[backup, log, *failing])
+        log.on_train_end()
+
+
+@pytest.mark.parametrize("backend", BACKENDS[2:])
+def test_an_epoch_of_which_all_steps_were_taken_keeps_its_records(backend: str, tmp_path: Path) -> None:
+    run(backend, 1, in_worker_resumed, str(tmp_path))
+    (log,) = read_run(str(tmp_path)).workers
+    places = [(epoch, *place) for epoch in (1, 2) for place in ((2, False), (4, False), (4, True))]
+    assert [record.place for record in log.records] == places
+    assert sum(record.totals.steps for record in log.records) == 2 * 3, "but for the one that compiles"
