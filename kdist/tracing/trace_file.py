@@ -72,6 +72,8 @@ class TraceFile:
         if span.about:
             event["args"] = span.about
         with self._lock:
+            if self._file < 0:  # closed while this span ended, in another thread
+                return
             event["tid"] = self._row()
             self._append(event)
             self._number += 1

@@ -6,6 +6,7 @@ import contextvars
 import json
 import os
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_a_trace_is_json_and_shows_each_thread_in_a_row(tmp_path: Path) -> None:
         with span("reading", "input", row=1):
             pass
 
-    with span("step", "step", step=1), span("all_reduce", "exchange"):
+    with span("step", "step", step=1) as late, span("all_reduce", "exchange"):
         for _ in range(2):
             thread = threading.Thread(target=read, name="kdist prefetch")
             thread.start()
@@ -102,6 +103,9 @@ def test_a_trace_is_json_and_shows_each_thread_in_a_row(tmp_path: Path) -> None:
     file.close()
     with span("too late", "step"):
         pass
+    with warnings.catch_warnings(action="error"):
+        file.add(late)  # of another thread, that was at its end
+        file.flush()
     written = json.loads((tmp_path / "worker-3.json").read_text())
     found = events_of(tmp_path / "worker-3.json")
     assert [event["name"] for event in found] == ["reading", "reading", "all_reduce", "step"]
