@@ -70,6 +70,7 @@ def main(options: argparse.Namespace) -> int:
             "--timeout must be at least 1 second.", received={"timeout": options.timeout}
         )
     check_backend_name(options.backend)
+    options.backend = options.backend and options.backend.lower()
     is_launched = _is_launched()
     if is_launched and options.num_workers is not None:
         raise InvalidArgumentError(

@@ -222,3 +222,12 @@ def test_json(monkeypatch, capsys):
         "remedy": "",
         "command": "",
     }
+
+
+def test_a_backend_may_be_spelt_in_capitals(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(
+        command, "examine_here", lambda *told: asked.append(told[-1]) or Report("two", [WELL])
+    )
+    assert main(["doctor", "--backend", "JAX"]) == 0
+    assert asked == ["jax"]
