@@ -17,7 +17,7 @@ class Throughput(keras.callbacks.Callback):
 
     The logs get
 
-    - `rows_per_second`: rows of global batches. The first step of a `fit`, which compiles, is left out;
+    - `rows_per_second`: rows of global batches. The first step after `compile`, which takes longer, is left out;
     - `waiting_for_input`: the share of the time in which a worker waits for its data, as a mean over the workers;
     - `waiting_for_others`: the share in which it waits for other workers, as far as kdist can tell: on JAX and
       TensorFlow, which exchange inside of the compiled step, what a worker computes there is not seen;
