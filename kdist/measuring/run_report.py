@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import statistics
@@ -27,7 +28,8 @@ def read_report(folder: str) -> Report:
     """
     traces = [path for path in (folder, os.path.join(folder, "trace")) if _has_traces(path)]
     for path in traces:
-        merging.merge(path)
+        with contextlib.suppress(OSError):  # the folder of somebody else
+            merging.merge(path)
     charts = [chart for path in traces if (chart := timeline.chart_of(path)) is not None]
     if not records.has_records(folder) and charts:
         return Report(
@@ -55,7 +57,7 @@ def _lead(run: Run) -> str:
             f"{run.workers[pace.slowest].worker}"
         ]
     text = ", ".join(words) + "."
-    if missing:
+    if missing > 0:  # a job that went on with fewer has more files than workers
         text += f" The files of {missing} worker(s) are not in this folder."
     return text
 

@@ -22,9 +22,12 @@ _NAMES = {
 
 
 def chart_of(folder: str) -> Chart | None:
-    """Returns a chart of some steps in the middle of a folder's trace; `None` where there are none."""
-    first, *_ = merging.files_in(folder)
-    steps = [event for event in merging.read(first) if _is_step(event)]
+    """Returns a chart of some steps in the middle of a folder's trace; `None` where there are none.
+
+    Where the folder has several starts, one after the other, it is of the last one.
+    """
+    found = [[event for event in merging.read(path) if _is_step(event)] for path in merging.files_in(folder)]
+    steps = max(filter(None, found), key=lambda steps: steps[-1]["ts"], default=[])
     middle = steps[max(0, (len(steps) - _STEPS) // 2) :][:_STEPS]
     if not middle:
         return None

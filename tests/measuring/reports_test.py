@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kdist.command_line import main
-from kdist.measuring import bench, records, run_report
+from kdist.measuring import bench, records, run_report, timeline
 from kdist.measuring.bench import Measured, Plan
 from kdist.tracing import Totals
 
@@ -71,10 +71,46 @@ def test_a_report_names_the_worker_that_the_others_wait_for(folder: Path) -> Non
     assert (second["ms a step"], second["busy by itself"]) == ("100.0", "75.0")
 
 
+def test_a_job_that_went_on_with_fewer_workers_misses_no_file(folder: Path) -> None:
+    with open(folder / "worker-0.jsonl", "a") as file:
+        file.write("\n" + json.dumps(START | {"worker": 0, "host": "host0", "num_workers": 1}) + "\n")
+    assert "not in this folder" not in run_report.read_report(str(folder)).lead
+    (folder / "worker-1.jsonl").unlink()
+    write_worker(folder, 0, 0.05)
+    assert "The files of 1 worker(s) are not in this folder." in run_report.read_report(str(folder)).lead
+
+
+def test_a_trace_that_nothing_can_be_written_beside_is_drawn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> str:
+        raise PermissionError(13, "Permission denied", path)
+
+    write_trace(folder, "worker-0.json", 0.0)
+    monkeypatch.setattr(run_report.merging, "merge", refuse)
+    assert [chart.title for chart in run_report.read_report(str(folder)).charts][-1] == "1 steps of the trace"
+
+
+def write_trace(folder: Path, name: str, begin: float, rows: int = 8) -> None:
+    """The trace of one start, of a single step."""
+    event = {"name": "step", "cat": "step", "ph": "X", "ts": begin, "dur": 9.0, "pid": 0, "tid": 0}
+    (folder / name).write_text("[\n" + json.dumps(event | {"args": {"rows": rows} if rows else {}}))
+
+
+def test_steps_of_a_trace_are_those_of_the_last_start(tmp_path: Path) -> None:
+    for name, begin, rows in (
+        ("worker-0.json", 5.0, 8),
+        ("worker-0-2.json", 900.0, 8),
+        ("worker-1.json", 990.0, 0),
+    ):
+        write_trace(tmp_path, name, begin, rows)
+    chart = timeline.chart_of(str(tmp_path))
+    assert chart is not None and [event["ts"] for event in chart.draw.args[0]] == [900.0]  # type: ignore[attr-defined]
+
+
 def test_a_page_opens_anywhere(folder: Path, capsys: Any) -> None:
-    event = {"name": "step", "cat": "step", "ph": "X", "ts": 0.0, "dur": 9.0, "pid": 0, "tid": 0}
     (folder / "trace").mkdir()
-    (folder / "trace" / "worker-0.json").write_text("[\n" + json.dumps(event | {"args": {"rows": 8}}))
+    write_trace(folder / "trace", "worker-0.json", 0.0)
     assert main(["plot", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder}/report.html\n"
     page = (folder / "report.html").read_text(encoding="utf-8")
