@@ -105,9 +105,15 @@ def measure(plan: Plan, num_workers: int) -> Measured:
 
 
 def efficiency(measured: Measured, first: Measured) -> float:
-    """Returns how much of what the first number of workers promises this one has kept; 1 is all."""
-    promised = first.rows_per_second * measured.num_workers / first.num_workers
-    return measured.rows_per_second / promised
+    """Returns how much of what the first number of workers promises this one has kept; 1 is all.
+
+    Replicas are what promises: a single worker may have all GPUs of the machine, of which two have a half each.
+    """
+    return measured.rows_per_second / _promised(measured, first)
+
+
+def _promised(measured: Measured, first: Measured) -> float:
+    return first.rows_per_second * measured.about["num_replicas"] / first.about["num_replicas"]
 
 
 def table(everyone: Sequence[Measured]) -> list[list[str]]:
@@ -180,8 +186,8 @@ def report(plan: Plan, everyone: Sequence[Measured]) -> Report:
     def speeds(axes: Any) -> None:
         numbers = [measured.num_workers for measured in everyone]
         rows = [measured.rows_per_second for measured in everyone]
-        ideal = [rows[0] * number / numbers[0] for number in numbers]
-        axes.plot(numbers, ideal, color=GREY, linestyle="--", label="as many times as fast")
+        ideal = [_promised(measured, everyone[0]) for measured in everyone]
+        axes.plot(numbers, ideal, color=GREY, linestyle="--", label="as fast as there are replicas")
         axes.plot(numbers, rows, color=COLORS[0], marker="o", label="measured")
         axes.set(xlabel="workers", ylabel="rows a second", xticks=numbers)
         axes.set_ylim(bottom=0)

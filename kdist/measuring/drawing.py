@@ -204,11 +204,14 @@ def _picture(report: Report) -> bytes:
 
 def draw_shares(axes: Any, rows: Sequence[tuple[str, dict[str, float]]]) -> None:
     """Draws a bar a row, of shares that make up a whole."""
+    labels = set()
     for number, (_, shares) in enumerate(rows):
         left = 0.0
         for name, share in shares.items():
             color = SHARE_COLORS[name]
-            axes.barh(number, share, left=left, color=color, height=0.6, label=name if number == 0 else None)
+            label = None if name in labels else name  # rows may tell other shares apart
+            labels.add(name)
+            axes.barh(number, share, left=left, color=color, height=0.6, label=label)
             if share > 0.07:
                 middle = left + share / 2
                 axes.text(middle, number, f"{share:.0%}", ha="center", va="center", color="white", size=9)

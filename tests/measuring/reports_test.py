@@ -13,6 +13,8 @@ import pytest
 from kdist.command_line import main
 from kdist.measuring import bench, records, run_report, timeline
 from kdist.measuring.bench import Measured, Plan
+from kdist.measuring.drawing import draw_shares
+from kdist.measuring.shares import COMPUTE, PROGRAM, PYTHON
 from kdist.tracing import Totals
 
 START = {
@@ -192,6 +194,21 @@ def test_the_table_of_a_benchmark() -> None:
     assert [result["efficiency"] for result in said["results"]] == [1.0, 0.5]
     assert json.loads(json.dumps(said)) == said
     assert len(bench.report(Plan(), everyone).charts) == 2
+
+
+def test_workers_that_share_the_gpus_of_one_promise_no_more_than_it() -> None:
+    one, two = measured(1, 2.0, step=0.9), measured(2, 2.0, step=0.9)
+    for alike in (one, two):
+        alike.about["num_replicas"] = 8
+    assert bench.efficiency(two, one) == 1.0
+
+
+def test_the_legend_has_the_shares_of_all_rows() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    draw_shares(axes, [("1", {COMPUTE: 0.9, PYTHON: 0.1}), ("2", {PROGRAM: 0.9, PYTHON: 0.1})])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [COMPUTE, PYTHON, PROGRAM]
 
 
 def test_what_cannot_be_told_is_not_made_up() -> None:
