@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kdist.cluster import keras_backend_name
 from kdist.testing.pool import WorkerPool
 
 _MOST = 3  # pools that are kept at a time
@@ -92,7 +93,9 @@ class Workers:
             env: More environment variables.
             plain: Whether they are for functions that make no strategy, and must have run none that does.
         """
-        key = (num_workers, backend, tuple(sorted((env or {}).items())), plain)
+        # A test may have set KERAS_BACKEND, for itself alone.
+        now = (backend or keras_backend_name()).lower()
+        key = (num_workers, now, tuple(sorted((env or {}).items())), plain)
         pool = self._pools.pop(key, None)
         if pool is not None and pool.has_failed:
             pool.close()

@@ -11,7 +11,16 @@ import pytest
 
 from kdist.errors import BackendError, InvalidArgumentError
 from kdist.launch.linux import process_table
-from kdist.testing import PoolTimeoutError, WorkerFailure, WorkerPool, check, free_ports, no_leaks, snapshot
+from kdist.testing import (
+    PoolTimeoutError,
+    WorkerFailure,
+    WorkerPool,
+    Workers,
+    check,
+    free_ports,
+    no_leaks,
+    snapshot,
+)
 
 TIMEOUT = 30.0
 
@@ -158,6 +167,14 @@ def test_workers_end_with_the_test_process():
     pids = done.stdout.split()
     assert len(pids) == 2, done.stderr
     wait_for_the_end_of(map(int, pids))
+
+
+def test_kept_workers_are_those_of_the_backend_of_now(monkeypatch):
+    with Workers() as workers:
+        for backend in ("jax", "torch", "jax"):
+            monkeypatch.setenv("KERAS_BACKEND", backend)
+            assert workers(1).run(os.getenv, "KERAS_BACKEND") == [backend]
+        assert workers(1) is workers(1, "JAX") and len(workers.pids) == 2
 
 
 def test_wrong_arguments():
