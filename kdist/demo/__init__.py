@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kdist.errors import LaunchError
+from kdist.launch.module import run_module
 
 # float32 carries 7 digits; a hundred steps of training enlarge the differences of the last one.
 _TOLERANCE = 1e-3
@@ -43,24 +41,6 @@ def main(num_workers: int, backend: str | None, epochs: int) -> int:
 
 def _run(backend: str | None, epochs: int, num_workers: int, result: Path, *flags: str) -> dict[str, Any]:
     return run_module("kdist.demo.train", backend, num_workers, result, "--epochs", str(epochs), *flags)
-
-
-def run_module(
-    module: str, backend: str | None, num_workers: int, result: Path, *arguments: str
-) -> dict[str, Any]:
-    """Runs a module on several workers, as `kdist run` does, and returns what it has written to a file, as JSON.
-
-    Raises:
-        LaunchError: It failed; what it said has been printed.
-    """
-    command = [sys.executable, "-m", "kdist", "run", "--num-workers", str(num_workers)]
-    if backend:
-        command += ["--backend", backend]
-    command += ["-m", module, "--result", str(result), *arguments]
-    code = subprocess.run(command, check=False).returncode
-    if code != 0:
-        raise LaunchError("The training failed.", received={"exit_code": code}, hint="See above.")
-    return json.loads(result.read_text())
 
 
 def _weight_difference(one: dict[str, Any], many: dict[str, Any]) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kdist.demo import run_module
+from kdist.launch.module import run_module
 from kdist.launch.plan import count_cores
 from kdist.measuring.drawing import COLORS, GREY, Chart, Report, draw_shares
 from kdist.measuring.shares import COMPUTE, EXCHANGE, INPUT, MESSAGES, PROGRAM, PYTHON, shares_of

@@ -25,7 +25,8 @@ column, which `tf.distribute` raises in its place. Its message states the rule, 
 """
 _CODES = {
     "0": "all went well",
-    "1": "a Python error ended the script; `kdist demo` and `kdist checkpoint` give it for a finding",
+    "1": "a Python error ended the script; `kdist demo`, `kdist doctor`, `kdist test` and `kdist checkpoint` give it "
+    "for a finding",
     "2": "the call was wrong: no such script, an unknown option or backend, or another `KdistError` of a command",
     f"{liveness.STALLED}": "a worker [hung](../failures.md#a-worker-hangs), and has ended itself",
     f"{liveness.PREEMPTED}": "a worker was preempted, has saved, and [wants to be started again](../resuming.md)",

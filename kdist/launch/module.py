@@ -1,0 +1,29 @@
+"""Modules of kdist's own commands that are run on several workers, as a user's are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kdist.errors import LaunchError
+
+
+def run_module(
+    module: str, backend: str | None, num_workers: int, result: Path, *arguments: str
+) -> dict[str, Any]:
+    """Runs a module on several workers, as `kdist run` does, and returns what it has written to a file, as JSON.
+
+    Raises:
+        LaunchError: It failed; what it said has been printed.
+    """
+    command = [sys.executable, "-m", "kdist", "run", "--num-workers", str(num_workers)]
+    if backend:
+        command += ["--backend", backend]
+    command += ["-m", module, "--result", str(result), *arguments]
+    code = subprocess.run(command, check=False).returncode
+    if code != 0:
+        raise LaunchError("The training failed.", received={"exit_code": code}, hint="See above.")
+    return json.loads(result.read_text())
