@@ -29,6 +29,7 @@ NOT_RUN = {
     "kdist.coordinator.strategy.ParameterServerStrategy": "see there",
     "kdist.strategies.tpu.TPUStrategy": "needs TPUs; see tests/tpu_strategy_multi_process_test.py",
     "kdist.testing.pool.WorkerPool": "starts workers of its own, as tests/testing/pool_multi_process_test.py does",
+    "kdist.testing.parity.assert_parity": "the same, as the page of testing does, whose examples run",
     "kdist.launch.function.launch": "starts workers of its own, as tests/launch/launch_multi_process_test.py does",
 }
 

@@ -44,6 +44,7 @@ def hints() -> list[tuple[str, str]]:
 def read_hints() -> Iterator[tuple[str, str]]:
     """All hints of errors and examples of the command line, and where they are."""
     for path in sorted((ROOT / "kdist").rglob("*.py")):
+        parts: set[ast.AST] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.keyword) and node.arg in ("hint", "epilog"):
@@ -51,10 +52,14 @@ def read_hints() -> Iterator[tuple[str, str]]:
             elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.JoinedStr)):
                 if "EXAMPLE" in ast.unparse(node.targets[0]):
                     yield where, text_of(node.value)
-            elif isinstance(node, ast.Constant) and str(node.value).startswith(
-                ("kdist run ", "For example: ")
+            elif (
+                isinstance(node, (ast.Constant, ast.JoinedStr))
+                and node not in parts
+                and text_of(node).startswith(("kdist run ", "For example: "))
             ):
-                yield where, str(node.value)
+                yield where, text_of(node)
+            if isinstance(node, ast.JoinedStr):  # comes before its parts
+                parts.update(node.values)
 
 
 def pages() -> Iterator[tuple[str, str]]:
