@@ -112,6 +112,7 @@ def test_what_does_not_end(tmp_path):
     assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in said
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_kdist_test_starts_workers_itself():
     done = subprocess.run(
