@@ -5,6 +5,8 @@ PYTHON ?= python3
 BACKEND ?= jax
 
 PIP = -m pip --disable-pip-version-check --quiet install -c constraints.txt
+# By a path: a script beside the checkout would take the folder `kdist` itself for the package.
+EDITABLE = --config-settings editable_mode=compat -e
 
 PACKAGES_jax = jax
 PACKAGES_torch = torch
@@ -17,7 +19,7 @@ demo: .venv-demo-$(BACKEND)/ready
 
 .venv-demo-%/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-demo-$*
-	.venv-demo-$*/bin/python $(PIP) -e '.[demo]' $(PACKAGES_$*)
+	.venv-demo-$*/bin/python $(PIP) $(EDITABLE) '.[demo]' $(PACKAGES_$*)
 	touch $@
 
 # Two tests at a time: most wait for worker processes, which share the cores.
@@ -81,7 +83,7 @@ table: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/python $(PIP) -e '.[test]'
+	.venv/bin/python $(PIP) $(EDITABLE) '.[test]'
 	touch $@
 
 clean:
