@@ -11,7 +11,7 @@ import pytest
 
 from kdist import demo
 from kdist.command_line import build_parser, main
-from kdist.launch import info
+from kdist.launch import info, module
 from kdist.launch.plan import count_cores
 from tests.environment import clean_environment
 from tests.processes import TIMEOUT, each_backend, run
@@ -110,7 +110,7 @@ def test_demo(monkeypatch, capsys, accuracy, code):
         started.append([part for part in command if "/" not in part])
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(demo.subprocess, "run", trains)
+    monkeypatch.setattr(module.subprocess, "run", trains)
     assert main(["demo", "--num-workers", "3", "--backend", "jax", "--epochs", "2"]) == code
     options = ["--backend", "jax", "-m", "kdist.demo.train", "--result", "--epochs", "2"]
     assert started == [

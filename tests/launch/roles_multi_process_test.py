@@ -40,22 +40,21 @@ def names(job):
 
 
 def test_all_roles_run_the_script_and_end_with_the_chief(start, tmp_path):
-    script = (
-        SERVED
-        + """
+    script = """
 names = ["TF_CONFIG", "KDIST_CLUSTER_TOKEN", "RANK"]
-pathlib.Path(role).write_text(json.dumps({n: os.environ.get(n) for n in names}))
+pathlib.Path(f"{role}-{index}").write_text(json.dumps({n: os.environ.get(n) for n in names}))
 if role == "chief":
-    wait_for("evaluator")
+    for task in ("worker-0", "worker-1", "ps-0", "ps-1", "evaluator-0"): wait_for(task)
     say("token", os.environ["KDIST_CLUSTER_TOKEN"] == "mine")
+elif role != "evaluator":
+    serve()
 """
-    )
     job = start(script, "--evaluator", "--log-dir", "logs", env={"RANK": "9", "KDIST_CLUSTER_TOKEN": "mine"})
     assert job.wait() == 0, job.stderr()
     assert names(job) == {"[chief]", "[worker 0]", "[worker 1]", "[ps 0]", "[ps 1]", "[evaluator]"}
     assert "[chief] token True" in job.stdout() and "[worker" not in job.stderr()
     assert left_of(job.named(), 1) == [] and len(job.named()) == 6
-    chief, evaluator = (json.loads((tmp_path / role).read_text()) for role in ("chief", "evaluator"))
+    chief, evaluator = (json.loads((tmp_path / task).read_text()) for task in ("chief-0", "evaluator-0"))
     config = json.loads(chief["TF_CONFIG"])
     assert config["task"] == {"type": "chief", "index": 0}
     assert {role: len(listed) for role, listed in config["cluster"].items()} == {

@@ -63,7 +63,7 @@ def test_there_are_mutants() -> None:
 
 def _tree(folder: Path, **patches: str) -> Path:
     for name, text in {
-        "pyproject.toml": "[tool.pytest.ini_options]\npython_files = ['*_test.py']\n",
+        "pyproject.toml": "[tool.pytest.ini_options]\npython_files = ['*_test.py']\naddopts = '-p no:kdist'\n",
         "kdist/__init__.py": "answer = 42\nwait = 0\n",
         "tests/one_test.py": TESTS,
         **{f"tests/mutants/{name}.patch": text for name, text in patches.items()},
