@@ -187,6 +187,26 @@ def coordinator_cluster(resolver: Any = None, environ: Mapping[str, str] | None 
     return cluster
 
 
+def own_role(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """Returns which task this process is, by `TF_CONFIG`, in a job whose tasks have different work; else `None`.
+
+    Example:
+
+    >>> from kdist.cluster.roles import own_role
+    >>> task = '"task": {"type": "worker", "index": 1}'
+    >>> own_role({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"], "ps": ["c:1"]}, ' + task + "}"})
+    ('worker', 1)
+    >>> own_role({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, ' + task + "}"}) is None
+    True
+    """
+    resolver = TFConfigClusterResolver(environ=environ)
+    try:
+        job, index, spec = resolver.task_type, resolver.task_id, resolver.cluster_spec()
+    except ClusterConfigError:
+        return None
+    return (job, index or 0) if job and ("ps" in spec.jobs or job == "evaluator") else None
+
+
 def describe(spec: ClusterSpec, task_type: str, task_id: int) -> str:
     """Says which task of which cluster this is.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist.measuring.drawing import Chart, legend_below
@@ -33,9 +34,11 @@ def chart_of(folder: str) -> Chart | None:
         return None
     begin, end = middle[0]["ts"], middle[-1]["ts"] + middle[-1]["dur"]
     margin = (end - begin) * 0.03
+    everything = list(merging.read_all(folder))
+    names = {event["pid"]: event["args"]["name"] for event in everything if event["name"] == "process_name"}
     seen = [
         event
-        for event in merging.read_all(folder)
+        for event in everything
         if event.get("ph") == "X"
         and event["cat"] in _NAMES
         and event["ts"] + event["dur"] >= begin - margin
@@ -46,7 +49,7 @@ def chart_of(folder: str) -> Chart | None:
         f"{len(middle)} steps of the trace",
         "Below each worker is what its other threads did meanwhile. All of it, to zoom into: open trace.json at "
         "ui.perfetto.dev, or in chrome://tracing.",
-        functools.partial(_draw, seen, begin - margin, end + margin, fused),
+        functools.partial(_draw, seen, names, begin - margin, end + margin, fused),
     )
 
 
@@ -55,7 +58,14 @@ def _is_step(event: dict[str, Any]) -> bool:
     return "rows" in about and not about.get("first")
 
 
-def _draw(events: Sequence[dict[str, Any]], begin: float, end: float, fused: bool, axes: Any) -> None:
+def _draw(
+    events: Sequence[dict[str, Any]],
+    names: Mapping[int, str],
+    begin: float,
+    end: float,
+    fused: bool,
+    axes: Any,
+) -> None:
     rows = sorted({event["pid"] for event in events})
     labels = set()
     # What lies within another span comes later, and is drawn on it.
@@ -77,7 +87,9 @@ def _draw(events: Sequence[dict[str, Any]], begin: float, end: float, fused: boo
             linewidth=0,
             label=label,
         )
-    axes.set_yticks(range(len(rows)), [f"worker {row % 10_000}" for row in rows])
+    axes.set_yticks(
+        range(len(rows)), [re.split("[,(]", names.get(row, f"process {row}"))[0].strip() for row in rows]
+    )
     axes.set_ylim(len(rows) - 0.4, -0.5)
     axes.set_xlim(0, (end - begin) / 1000)
     axes.set_xlabel("milliseconds")

@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 MERGED = "trace.json"
-_FILE = re.compile(r"worker-(\d+)(?:-(\d+))?\.json")
+# In the order of their rows.
+JOBS = ("worker", "chief", "ps", "evaluator")
+_FILE = re.compile(rf"({'|'.join(JOBS)})-(\d+)(?:-(\d+))?\.json")
 
 
-def file_of(worker: int, start: int) -> str:
-    """The name of a worker's file; `start` counts the processes that were this worker, from 0."""
-    return f"worker-{worker}-{start + 1}.json" if start else f"worker-{worker}.json"
+def file_of(job: str, index: int, start: int) -> str:
+    """The name of a task's file; `start` counts the processes that were this task, from 0."""
+    return f"{job}-{index}-{start + 1}.json" if start else f"{job}-{index}.json"
 
 
 def line_of(event: dict[str, Any], first: bool) -> str:
@@ -24,9 +26,9 @@ def line_of(event: dict[str, Any], first: bool) -> str:
 
 
 def files_in(folder: str) -> list[str]:
-    """Returns the paths of the workers' traces, in the order of the workers and of their starts."""
+    """Returns the paths of the tasks' traces, in the order of the tasks and of their starts."""
     names = [match for name in os.listdir(folder) if (match := _FILE.fullmatch(name))]
-    names.sort(key=lambda match: (int(match[1]), int(match[2] or 0)))
+    names.sort(key=lambda match: (JOBS.index(match[1]), int(match[2]), int(match[3] or 0)))
     return [os.path.join(folder, match.string) for match in names]
 
 

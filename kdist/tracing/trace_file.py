@@ -15,7 +15,7 @@ import time
 import warnings
 from typing import Any
 
-from kdist.cluster import environment
+from kdist.cluster import environment, roles
 from kdist.tracing import merging, spans
 from kdist.tracing.spans import Span
 
@@ -25,8 +25,8 @@ _SECONDS = 0.2
 _MOST_LINES = 512
 # About 150 MB. A trace that is longer can hardly be looked at.
 _MOST_EVENTS = 1_000_000
-# Rows of processes that were started one after the other, for the same worker.
-_STARTS = 10_000
+# How the numbers of rows are apart: of processes that were started one after the other for the same task, of jobs.
+_STARTS, _JOBS = 10_000, 100_000_000
 
 
 class TraceFile:
@@ -34,15 +34,17 @@ class TraceFile:
 
     Args:
         folder: Where; made if it is not there.
-        worker: The index of this worker.
+        index: The index of this task.
+        job: Its job.
     """
 
-    def __init__(self, folder: str, worker: int) -> None:
+    def __init__(self, folder: str, index: int, job: str = "worker") -> None:
         os.makedirs(folder, exist_ok=True)
         self.folder = folder
-        self.worker = worker
-        self._file, start = _create(folder, worker)
-        self._process = worker + _STARTS * start
+        self.leads = index == 0 and job in ("worker", "chief")
+        self._file, start = _create(folder, job, index)
+        rank = _JOBS * merging.JOBS.index(job) + index
+        self._process = rank + _STARTS * start
         # Clocks that never go back have no common beginning.
         self._zero = time.time_ns() - time.perf_counter_ns()
         self._lock = threading.RLock()
@@ -52,10 +54,9 @@ class TraceFile:
         self._written = time.monotonic()
         self._number = 0
         again = f", start {start + 1}" if start else ""
-        self._describe(
-            "process_name", name=f"worker {worker}{again} ({socket.gethostname()}, process {os.getpid()})"
-        )
-        self._describe("process_sort_index", sort_index=worker)
+        name = f"{roles.task_name(job, index)}{again} ({socket.gethostname()}, process {os.getpid()})"
+        self._describe("process_name", name=name)
+        self._describe("process_sort_index", sort_index=rank)
         self._describe("thread_name", name="main")
         self.flush()
 
@@ -127,11 +128,11 @@ class TraceFile:
         self._is_empty = False
 
 
-def _create(folder: str, worker: int) -> tuple[int, int]:
-    """Opens a file that was not there; returns its number, too, among those of the same worker."""
+def _create(folder: str, job: str, index: int) -> tuple[int, int]:
+    """Opens a file that was not there; returns its number, too, among those of the same task."""
     start = 0
     while True:
-        path = os.path.join(folder, merging.file_of(worker, start))
+        path = os.path.join(folder, merging.file_of(job, index, start))
         with contextlib.suppress(FileExistsError):
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666), start
         start += 1
@@ -141,18 +142,22 @@ _file: TraceFile | None = None
 
 
 def begin(worker: int) -> None:
-    """Begins the trace of this process, if it is wanted and has not begun. Called once the worker knows which it is."""
+    """Begins the trace of this process, if it is wanted and has not begun. Called once the worker knows which it is.
+
+    Where tasks have different work, each is a worker by itself: the trace is named by what `TF_CONFIG` calls the task.
+    """
     global _file
     folder = environment.get(VARIABLE)
     if not folder or _file is not None:
         return
     try:
-        _file = TraceFile(folder, worker)
+        job, index = roles.own_role() or ("worker", worker)
+        _file = TraceFile(folder, index, job)
     except OSError as error:
         warnings.warn(f"{VARIABLE}: nothing can be written to {folder}: {error}")
         return
     spans.add_sink(_file)
-    atexit.register(_end, os.getpid())
+    atexit.register(_end)
 
 
 def flush() -> None:
@@ -161,10 +166,19 @@ def flush() -> None:
         _file.flush()
 
 
-def _end(pid: int) -> None:
-    if _file is None or os.getpid() != pid:
+def _end() -> None:
+    if _file is None:
         return
     _file.close()
-    if _file.worker == 0:
+    if _file.leads:
         with contextlib.suppress(OSError):
             merging.merge(_file.folder)
+
+
+def _in_child() -> None:
+    global _file
+    _file = None
+
+
+if hasattr(os, "register_at_fork"):  # what its parent has not written yet is the parent's to write
+    os.register_at_fork(after_in_child=_in_child)

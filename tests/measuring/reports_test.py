@@ -95,8 +95,10 @@ def test_a_trace_that_nothing_can_be_written_beside_is_drawn(
 
 def write_trace(folder: Path, name: str, begin: float, rows: int = 8) -> None:
     """The trace of one start, of a single step."""
+    who = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"task of {name} (host, process 1)"}}
     event = {"name": "step", "cat": "step", "ph": "X", "ts": begin, "dur": 9.0, "pid": 0, "tid": 0}
-    (folder / name).write_text("[\n" + json.dumps(event | {"args": {"rows": rows} if rows else {}}))
+    event |= {"args": {"rows": rows} if rows else {}}
+    (folder / name).write_text(f"[\n{json.dumps(who)},\n{json.dumps(event)}")
 
 
 def test_steps_of_a_trace_are_those_of_the_last_start(tmp_path: Path) -> None:
@@ -118,11 +120,12 @@ def test_a_page_opens_anywhere(folder: Path, capsys: Any) -> None:
     page = (folder / "report.html").read_text(encoding="utf-8")
     drawings = re.findall("<svg .*?</svg>", page, re.DOTALL)
     assert len(drawings) == 4 and page.count("worker 1") >= 3
+    assert ">task of worker-0.json<" in drawings[-1], "rows have the names that the trace has given them"
     assert not re.findall(r"""(?:src|href)=["'](?!#)""", page), "it loads nothing"
     assert "prefers-color-scheme: dark" in page and "width=device-width" in page
     ids = [name for svg in drawings for name in set(re.findall(r'clipPath id="(\w+)"', svg))]
     assert len(ids) == len(set(ids)) >= 4, "no drawing cuts another one"
-    assert json.loads((folder / "trace" / "trace.json").read_text())[0]["name"] == "step"
+    assert json.loads((folder / "trace" / "trace.json").read_text())[1]["name"] == "step"
 
 
 def test_a_picture_is_one(folder: Path) -> None:

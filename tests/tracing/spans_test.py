@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,20 +149,59 @@ def test_traces_of_killed_and_restarted_workers_are_put_together(tmp_path: Path)
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_a_child_writes_nothing_into_its_parents_trace(tmp_path: Path) -> None:
-    file = trace_file.TraceFile(str(tmp_path), 0)
-    spans.add_sink(file)
+@pytest.fixture
+def begun(tmp_path: Path) -> Iterator[Path]:
+    """A folder for traces, which `trace_file.begin` writes to."""
+    with environment.patched(KDIST_TRACE=tmp_path):
+        yield tmp_path
+    trace_file._end()
+    trace_file._file = None
+
+
+def test_a_child_writes_nothing_into_its_parents_trace(begun: Path) -> None:
+    trace_file.begin(0)
+    with span("of the parent", "step"):  # is not on disk yet
+        pass
     pid = os.fork()
     if pid == 0:
         with span("of a child", "input"):
             pass
-        file.flush()
+        trace_file.flush()
+        trace_file._end()
+        trace_file.begin(0)
+        with span("of a child that is a worker itself", "input"):
+            pass
+        trace_file._end()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     with span("of the parent", "step"):
         pass
-    file.close()
-    assert [event["name"] for event in events_of(tmp_path / "worker-0.json")] == ["of the parent"]
+    trace_file._end()
+    assert [event["name"] for event in events_of(begun / "worker-0.json")] == ["of the parent"] * 2
+    (event,) = events_of(begun / "worker-0-2.json")
+    assert event["name"] == "of a child that is a worker itself"
+
+
+@pytest.mark.parametrize(
+    ("job", "index", "name"),
+    [("chief", 0, "chief"), ("worker", 1, "worker 1"), ("ps", 1, "ps 1"), ("evaluator", 0, "evaluator")],
+)
+def test_tasks_with_different_work_trace_by_their_names(begun: Path, job: str, index: int, name: str) -> None:
+    cluster = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1", "e:1"]}
+    config = {"cluster": cluster, "task": {"type": job, "index": index}}
+    trace_file.TraceFile(str(begun), 0).close()
+    with environment.patched(TF_CONFIG=json.dumps(config)):
+        trace_file.begin(0)  # by itself, each of them is the first worker
+    with span("what it does", "step"):
+        pass
+    trace_file._end()
+    file = begun / f"{job}-{index}.json"
+    assert [event["name"] for event in events_of(file)] == ["what it does"]
+    about = {e["name"]: e["args"] for e in json.loads(file.read_text()) if e["ph"] == "M"}
+    assert about["process_name"]["name"].startswith(f"{name} (")
+    both = [json.loads(Path(path).read_text())[0]["pid"] for path in merging.files_in(str(begun))]
+    assert len(both) == 2 and both == sorted(set(both)), "the first worker is in another row"
+    assert (begun / "trace.json").exists() == (job == "chief")
 
 
 def test_a_disk_that_takes_no_more_ends_the_trace_and_nothing_else(
