@@ -109,7 +109,8 @@ def test_launch_sees_only_cluster_and_errors():
 
 
 @pytest.mark.parametrize(
-    "room", ["cluster", "tracing", "launch", "errors", "context", "handlers", "contents"]
+    "room",
+    ["cluster", "tracing", "launch", "errors", "whole_files", "named", "context", "handlers", "contents"],
 )
 def test_light_rooms_need_only_the_standard_library(room):
     broken = [

@@ -23,6 +23,8 @@ ORDER = (
     "gaps",
     "handlers",
     "values",
+    "whole_files",
+    "named",
     "cluster",
     "tracing",
     "topology",

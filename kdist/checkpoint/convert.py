@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from typing import Any
 
 import keras
@@ -13,6 +10,7 @@ from kdist.checkpoint.checked_reading import read_index
 from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.index import Index
 from kdist.errors import CheckpointError, InvalidArgumentError
+from kdist.named import call_function
 
 _SUFFIXES = (".weights.h5", ".keras")
 
@@ -89,23 +87,3 @@ def _make(path: str, index: Index, name: str) -> tuple[Any, str]:
         received={"checkpoint": path, "model": name},
         hint="Name a function that makes it: --model module:function",
     ) from errors[0]
-
-
-def call_function(model: str) -> Any:
-    """Returns what a function of a module returns, by the name "module:function".
-
-    Raises:
-        InvalidArgumentError: There is none.
-    """
-    module, _, function = model.partition(":")
-    sys.path.insert(0, os.getcwd())  # where `python -m` looks first
-    try:
-        return getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError) as error:
-        raise InvalidArgumentError(
-            "--model must name a function of a module.",
-            received={"model": model, "error": str(error)},
-            hint="For example: --model train:make_model",
-        ) from error
-    finally:
-        del sys.path[0]

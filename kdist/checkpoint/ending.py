@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 
 from kdist.cluster import environment
 from kdist.cluster.tf_config import parse_tf_config
+from kdist.whole_files import whole_file
 
 SIGN = ".training-ended"
 _WATCHES = ".evaluator-"
@@ -35,13 +36,9 @@ def begin(directories: Iterable[str]) -> None:
 def end(directories: Iterable[str]) -> None:
     """Leaves the sign in folders that are there, all at once: nobody sees half of it."""
     for directory in directories:
-        part = os.path.join(directory, f"{SIGN}-{secrets.token_hex(4)}")
-        with contextlib.suppress(
-            OSError
-        ):  # the folder has gone, or is full: the evaluator has its time limit
-            with open(part, "x", encoding="utf-8"):
-                pass
-            os.replace(part, os.path.join(directory, SIGN))
+        # The folder may have gone, or be full: the evaluator has its time limit.
+        with contextlib.suppress(OSError), whole_file(os.path.join(directory, SIGN)):
+            pass
 
 
 @contextlib.contextmanager

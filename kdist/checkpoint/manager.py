@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kdist.checkpoint import layout
 from kdist.checkpoint.folders import gather_from, remove
 from kdist.errors import CheckpointMismatchError, InvalidArgumentError
+from kdist.whole_files import whole_file
 
 if TYPE_CHECKING:
     from kdist.checkpoint.checkpoint import Checkpoint
@@ -233,10 +234,8 @@ class CheckpointManager:
         return {"last": self._made, "kept": []}
 
     def _write_kept(self, state: dict[str, Any]) -> None:
-        part = f"{self._kept_path}.{secrets.token_hex(4)}"
-        with open(part, "w", encoding="utf-8") as file:
-            json.dump(state, file)
-        os.replace(part, self._kept_path)
+        with whole_file(self._kept_path) as file:
+            file.write(json.dumps(state).encode())
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._directory!r}>"

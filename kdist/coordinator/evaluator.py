@@ -18,7 +18,7 @@ from kdist.errors import (
     InvalidArgumentError,
     WorkerTimeoutError,
 )
-from kdist.training.whole_files import is_remote
+from kdist.whole_files import is_remote
 
 if TYPE_CHECKING:
     import keras

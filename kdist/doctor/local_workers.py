@@ -23,6 +23,7 @@ from kdist.launch.local_workers import run_plan
 from kdist.launch.output import Sink
 from kdist.launch.plan import GPUS, plan_job
 from kdist.parity import Training
+from kdist.whole_files import whole_file
 
 _LATER = 15.0  # seconds after which the launcher ends workers that should have ended themselves
 
@@ -89,9 +90,8 @@ def _in_worker(options: Options, folder: str) -> None:
     index = environment.get("RANK")
 
     def deliver(report: Report) -> None:
-        part = Path(folder, f"{index}.part")
-        part.write_text(json.dumps(report.as_json()), encoding="utf-8")
-        part.replace(Path(folder, f"{index}.json"))
+        with whole_file(Path(folder, f"{index}.json")) as file:
+            file.write(json.dumps(report.as_json()).encode())
 
     report = examine(options, deliver)
     if not report.joined:

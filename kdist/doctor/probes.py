@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kdist.whole_files import whole_file
+
 Exchange = Callable[[Any], list[Any]]  # gives the values of all workers, in their order
 
 _ROUNDS = 5
@@ -52,16 +54,12 @@ def shared_folder(folder: str, worker_index: int, exchange: Exchange) -> list[st
 
 
 def _write(path: Path, text: str) -> str:
-    part = path.with_name(f"{path.name}.part")
     try:
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(text)
+        with whole_file(path) as file:
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         return f"cannot be written ({error.strerror})"
     return ""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -55,6 +53,11 @@ class Measured:
     def num_workers(self) -> int:
         """Of how many workers."""
         return int(self.about["num_workers"])
+
+    @property
+    def steps(self) -> int:
+        """Steps of a round: fewer than were asked for where there are not as many rows."""
+        return self.rounds[0][0].steps
 
     @property
     def is_fused(self) -> bool:
@@ -138,10 +141,15 @@ def _row(measured: Measured, first: Measured) -> list[str]:
 
 def notes(plan: Plan, everyone: Sequence[Measured]) -> list[str]:
     """Returns what is to be known of the table, a sentence or two each."""
+    steps, rows = everyone[0].steps, everyone[0].rounds[0][0].rows
     said = [
         f"{plan.model or 'A small convolutional network'} on {everyone[0].about['backend']}, global batches of "
-        f"{plan.batch_size} rows, medians of {plan.rounds} rounds of {plan.steps} steps."
+        f"{min(plan.batch_size, rows)} rows, medians of {len(everyone[0].rounds)} rounds of {steps} steps."
     ]
+    if rows < plan.batch_size * plan.steps:
+        said.append(
+            f"There are {rows:,} rows, fewer than the {plan.steps} steps that were asked for would take."
+        )
     if any(measured.is_fused for measured in everyone):
         said.append("-: the exchange is inside of the compiled step, and cannot be told from computing.")
     if len(everyone) > 1 and everyone[0].about["device"].startswith("cpu"):
@@ -158,7 +166,7 @@ def as_json(plan: Plan, everyone: Sequence[Measured]) -> dict[str, Any]:
         "kdist": __version__,
         "model": plan.model,
         "batch_size": plan.batch_size,
-        "steps": plan.steps,
+        "steps": everyone[0].steps,
         "results": [
             {
                 **measured.about,
@@ -171,13 +179,6 @@ def as_json(plan: Plan, everyone: Sequence[Measured]) -> dict[str, Any]:
             for measured in everyone
         ],
     }
-
-
-def write_json(path: str, content: dict[str, Any]) -> None:
-    """Writes a file, which is whole once it has its name."""
-    part = f"{path}.{os.getpid()}.part"
-    Path(part).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
 
 
 def report(plan: Plan, everyone: Sequence[Measured]) -> Report:

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 
 import kdist
-from kdist.checkpoint.convert import call_function
 from kdist.errors import InvalidArgumentError
+from kdist.named import call_function
 from kdist.tracing import Meter
 
 _ANY_LENGTH = 16  # of a dimension that the model leaves open
@@ -70,14 +70,10 @@ def made_up(model: Any, rows: int) -> tuple[Any, Any]:
 class Rounds(keras.callbacks.Callback):
     """Keeps what each epoch took; the first one, which compiles and warms up, does not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter) -> None:
         super().__init__()
-        self.meter = Meter()
+        self.meter = meter
         self.totals: list[dict[str, Any]] = []
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Begins."""
-        self.meter.open()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Leaves out what was between the epochs."""
@@ -89,10 +85,6 @@ class Rounds(keras.callbacks.Callback):
         if epoch > 0:
             self.totals.append(totals.as_json())
 
-    def on_train_end(self, logs: Any = None) -> None:
-        """Ends."""
-        self.meter.close()
-
 
 def measure(strategy: Any, function: str | None, batch_size: int, steps: int, rounds: int) -> dict[str, Any]:
     """Trains, and returns what all workers say."""
@@ -100,14 +92,21 @@ def measure(strategy: Any, function: str | None, batch_size: int, steps: int, ro
     with strategy.scope():
         made = call_function(function) if function else make_model()
     rows = steps * batch_size
+    if isinstance(made, tuple) and len(made) != 3:
+        raise InvalidArgumentError(
+            "--model must name a function that returns a compiled model, or (model, x, y).",
+            received={"model": function, "returned": tuple(type(part).__name__ for part in made)},
+            hint="return model, x, y",
+        )
     model, x, y = made if isinstance(made, tuple) else (made, *made_up(made, rows))
     if not getattr(model, "compiled", False):
         raise InvalidArgumentError(
             "The model must be compiled.", received={"model": function}, hint='model.compile("adam", "mse")'
         )
     x, y = keras.tree.map_structure(lambda array: array[:rows], (x, y))
-    kept = Rounds()
-    model.fit(x, y, batch_size=batch_size, epochs=1 + rounds, shuffle=False, verbose=0, callbacks=[kept])
+    with Meter() as meter:
+        kept = Rounds(meter)
+        model.fit(x, y, batch_size=batch_size, epochs=1 + rounds, shuffle=False, verbose=0, callbacks=[kept])
     everyone = kdist.all_gather_object(json.dumps(kept.totals), strategy)
     runtime = strategy.runtime
     return {

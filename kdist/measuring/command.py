@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 
 from kdist.errors import InvalidArgumentError
 from kdist.launch.options import whole_number
+from kdist.whole_files import check_output, whole_file
 
 _BENCH_EXAMPLES = """examples:
   kdist bench --num-workers 1,2
@@ -90,8 +92,8 @@ def _bench(options: argparse.Namespace) -> int:
     )
     if options.plot:
         drawing.check_output(options.plot)
-    if options.json and not os.path.isdir(os.path.dirname(options.json) or "."):
-        raise InvalidArgumentError("The folder of --json must be there.", received={"json": options.json})
+    if options.json:
+        check_output(options.json)
     everyone = []
     for number in sorted(set(numbers)):
         print(f"{number} worker(s) …", flush=True)
@@ -99,7 +101,8 @@ def _bench(options: argparse.Namespace) -> int:
     print("\n" + _lines(bench.table(everyone)) + "\n")
     print("\n".join(bench.notes(plan, everyone)))
     if options.json:
-        bench.write_json(options.json, bench.as_json(plan, everyone))
+        with whole_file(options.json) as file:
+            file.write(json.dumps(bench.as_json(plan, everyone), indent=1).encode() + b"\n")
     if options.plot:
         drawing.write(bench.report(plan, everyone), options.plot)
     return 0

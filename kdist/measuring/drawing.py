@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import io
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kdist import whole_files
 from kdist.errors import InvalidArgumentError
 from kdist.measuring.shares import SHARE_COLORS
 
@@ -111,7 +111,7 @@ def check_output(path: str) -> None:
     """Raises before anything is measured or read, if a report could not be written.
 
     Raises:
-        InvalidArgumentError: The name has another ending, or matplotlib is missing.
+        InvalidArgumentError: The name has another ending, nothing can be written there, or matplotlib is missing.
     """
     if not path.endswith(ENDINGS):
         raise InvalidArgumentError(
@@ -119,11 +119,7 @@ def check_output(path: str) -> None:
             received={"output": path},
             hint="For example: --output report.html",
         )
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise InvalidArgumentError(
-            "The folder of a report must be there.", received={"output": path}, hint=f"mkdir -p {folder}"
-        )
+    whole_files.check_output(path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -135,10 +131,8 @@ def check_output(path: str) -> None:
 def write(report: Report, path: str) -> None:
     """Writes a report, as a page or as a picture by the ending of its name; it is whole once it has its name."""
     data = _page(report).encode() if path.endswith(".html") else _picture(report)
-    part = f"{path}.{os.getpid()}.part"
-    with open(part, "wb") as file:
+    with whole_files.whole_file(path) as file:
         file.write(data)
-    os.replace(part, path)
 
 
 def _figure(rows: int, columns: int, height: float = _HEIGHT) -> Any:

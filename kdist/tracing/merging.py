@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from kdist.whole_files import whole_file
 
 MERGED = "trace.json"
 # In the order of their rows.
@@ -58,18 +59,12 @@ def read_all(folder: str) -> Iterator[dict[str, Any]]:
 
 def write(path: str, events: Iterable[dict[str, Any]]) -> None:
     """Writes a trace, which is whole once it has its name."""
-    part = f"{path}.{os.getpid()}.part"
-    try:
-        with open(part, "w", encoding="utf-8") as file:
-            first = True
-            for event in events:
-                file.write(line_of(event, first))
-                first = False
-            file.write("[]\n" if first else "\n]\n")
-        os.replace(part, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)
+    with whole_file(path) as file:
+        first = True
+        for event in events:
+            file.write(line_of(event, first).encode())
+            first = False
+        file.write(b"[]\n" if first else b"\n]\n")
 
 
 def merge(folder: str) -> str:

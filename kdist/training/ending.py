@@ -9,7 +9,7 @@ from typing import Any
 from kdist.backends.contract import Runtime
 from kdist.checkpoint import ending
 from kdist.training.keras_callbacks import saved_paths
-from kdist.training.whole_files import is_remote
+from kdist.whole_files import is_remote
 
 
 class Ending:

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from kdist.training import saving
-from kdist.training.whole_files import normal
+from kdist.whole_files import normal
 
 # What each kind writes to.
 _PATHS = {

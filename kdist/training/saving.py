@@ -30,7 +30,7 @@ from kdist import keras_hooks, tracing
 from kdist.backends.contract import Runtime
 from kdist.cluster import logs
 from kdist.context import StrategyLike
-from kdist.training.whole_files import is_remote, normal, write_whole
+from kdist.whole_files import is_remote, normal, write_whole
 
 # How long a worker waits for the chief to begin a save of the same file, before it writes its own.
 PATIENCE_SECONDS = 30.0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.processes import Script, run
+from tests.processes import Script, run, strategy
 
 MODEL = """
 import keras
@@ -54,9 +55,19 @@ def in_worker_made_up() -> list[str]:
     assert x.shape == (6, 28, 28, 1) and y.shape == (6,) and 0 <= y.min() <= y.max() < 10
     with pytest.raises(InvalidArgumentError) as caught:
         bench_worker.made_up(keras.Sequential([keras.layers.Dense(1)]), 6)
-    return [x.dtype.name, str(caught.value)]
+    with pytest.raises(InvalidArgumentError) as pair:
+        bench_worker.measure(strategy(), f"{__name__}:make_pair", 2, 1, 1)
+    return [x.dtype.name, str(caught.value), str(pair.value)]
+
+
+def make_pair() -> Any:
+    """What a user may return who expects the targets to be made up."""
+    from kdist.measuring import bench_worker
+
+    return bench_worker.make_model(), 0
 
 
 def test_data_are_made_up_from_what_the_model_takes() -> None:
-    dtype, said = run("torch", 1, in_worker_made_up)[0]
+    dtype, said, pair = run("torch", 1, in_worker_made_up)[0]
     assert dtype == "float32" and "return (model, x, y)" in said
+    assert "a compiled model, or (model, x, y)." in pair and "returned=('Sequential', 'int')" in pair

@@ -139,16 +139,18 @@ def test_a_picture_is_one(folder: Path) -> None:
         (["plot", "{folder}/none"], "FOLDER must be there"),
         (["plot", "{folder}"], "must have the records of kdist.callbacks.RunLog"),
         (["plot", "{folder}", "--output", "run.pdf"], "ends in .html or .png"),
-        (["plot", "{folder}", "--output", "{folder}/none/run.png"], "The folder of a report must be there."),
+        (["plot", "{folder}", "--output", "{folder}/none/run.png"], "must be a file that can be written."),
+        (["plot", "{folder}", "--output", "{folder}/" + 300 * "x" + ".png"], "error='File name too long'"),
         (["bench", "--num-workers", "1,two"], "--num-workers must be a whole number"),
         (["bench", "--steps", "0"], "--steps must be a whole number, at least 1"),
-        (["bench", "--json", "{folder}/none/b.json"], "The folder of --json must be there."),
+        (["bench", "--json", "{folder}/none/b.json"], "mkdir -p {folder}/none"),
+        (["bench", "--json", "{folder}"], "error='Is a directory'"),
         (["bench", "--plot", "b.txt"], "ends in .html or .png"),
     ],
 )
 def test_wrong_calls(arguments: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
     assert main([argument.format(folder=tmp_path) for argument in arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert said.format(folder=tmp_path) in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -193,10 +195,22 @@ def test_the_table_of_a_benchmark() -> None:
         "Python": "10%",
     }
     assert four == ["4", "10.00", "640", "50%", "60%", "30%", "90%", "5%", "5%"]
-    said = bench.as_json(Plan(batch_size=64, steps=10), everyone)
+    plan = Plan(batch_size=64, steps=10)
+    assert "batches of 64 rows, medians of 3 rounds of 10 steps." in bench.notes(plan, everyone)[0]
+    said = bench.as_json(plan, everyone)
     assert [result["efficiency"] for result in said["results"]] == [1.0, 0.5]
     assert json.loads(json.dumps(said)) == said
     assert len(bench.report(Plan(), everyone).charts) == 2
+
+
+def test_it_says_what_it_has_done_where_there_were_fewer_rows_than_it_was_asked_for() -> None:
+    few = [measured(1, 2.0, step=0.9)]  # 10 steps, 640 rows
+    plan = Plan(batch_size=64, steps=20)
+    said = " ".join(bench.notes(plan, few))
+    assert "batches of 64 rows, medians of 3 rounds of 10 steps." in said
+    assert "There are 640 rows, fewer than the 20 steps that were asked for would take." in said
+    assert bench.as_json(plan, few)["steps"] == 10
+    assert "global batches of 640 rows" in bench.notes(Plan(batch_size=1000), few)[0]
 
 
 def test_workers_that_share_the_gpus_of_one_promise_no_more_than_it() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from kdist.errors import InvalidArgumentError
 
 _FILES = (".keras", ".h5", ".hdf5", ".json")
 
@@ -20,6 +24,51 @@ def normal(path: str | os.PathLike[str]) -> str:
     """Returns what a path is called on all workers."""
     text = os.fspath(path)
     return text if is_remote(text) else os.path.abspath(text)
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Within this, a file is written; it has its name once it is complete.
+
+    Example:
+
+    >>> import os, tempfile
+    >>> from kdist.whole_files import whole_file
+    >>> folder = tempfile.mkdtemp()
+    >>> with whole_file(f"{folder}/new") as file:
+    ...     _ = file.write(b"all of it")
+    >>> os.listdir(folder)
+    ['new']
+    """
+    part = f"{os.fspath(path)}.{os.urandom(4).hex()}.part"  # others may write the same file
+    try:
+        with open(part, "xb") as file:
+            yield file
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+
+
+def check_output(path: str) -> None:
+    """Raises, before any work is done, if `whole_file` could not write this.
+
+    Raises:
+        InvalidArgumentError: There is no such folder, it is read-only, or the name is that of a folder.
+    """
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        trial = f"{path}.{os.urandom(4).hex()}.part"
+        with open(trial, "xb"):
+            os.unlink(trial)
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        raise InvalidArgumentError(
+            "The output must be a file that can be written.",
+            received={"output": path, "error": error.strerror},
+            hint=f"mkdir -p {os.path.dirname(path)}" if is_missing else "",
+        ) from error
 
 
 def write_whole(path: str, write: Callable[[Any], Any], worker_index: int) -> tuple[Any, str]:

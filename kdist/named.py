@@ -1,0 +1,30 @@
+"""What a command line names: a function of the user's."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from kdist.errors import InvalidArgumentError
+
+
+def call_function(model: str) -> Any:
+    """Returns what a function of a module returns, by the name "module:function".
+
+    Raises:
+        InvalidArgumentError: There is none.
+    """
+    module, _, function = model.partition(":")
+    sys.path.insert(0, os.getcwd())  # where `python -m` looks first
+    try:
+        return getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgumentError(
+            "--model must name a function of a module.",
+            received={"model": model, "error": str(error)},
+            hint="For example: --model train:make_model",
+        ) from error
+    finally:
+        del sys.path[0]
