@@ -48,7 +48,7 @@ class Totals:
 
 
 class Meter:
-    """Adds up the spans of the thread that opens it, and of the replicas that it lets run.
+    """Adds up the spans of the thread that enters it, and of the replicas that it lets run.
 
     The first step of a step function compiles: what comes before its end is left out, unless there is nothing else.
     """
@@ -58,23 +58,15 @@ class Meter:
         self._begin()
 
     def __enter__(self) -> Meter:
-        self.open()
+        self._begin()
+        spans.add_sink(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def open(self) -> None:
-        """Begins."""
-        self._begin()
-        spans.add_sink(self)
-
-    def close(self) -> None:
-        """Ends."""
         spans.remove_sink(self)
 
     def take(self) -> Totals:
-        """Returns what there was since it was opened or asked the last time."""
+        """Returns what there was since it was entered or asked the last time."""
         totals = self._totals
         totals.elapsed = time.perf_counter() - self._since
         if not totals.steps and self._compiling is not None:

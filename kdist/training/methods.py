@@ -119,7 +119,7 @@ def _train(
     model.stop_training = False
     logs: dict[str, Any] = {}
     session.progress = progress = Progress(batches, callbacks, initial_epoch)
-    with function:
+    with function, progress.at_end:
         session.run_callbacks(callbacks.on_train_begin)
         progress.restore_callbacks()
         # Either may have been set by a callback that restores a checkpoint: Keras's own, or kdist's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,8 @@ class Progress:
         """Steps of all epochs that this process has taken."""
         self.is_resumed = False
         """Whether the epoch goes on in its middle: its metrics are those of the checkpoint."""
+        self.at_end = contextlib.ExitStack()
+        """What callbacks have open while `fit` runs. If it fails, Keras does not tell them."""
 
     @property
     def runtime(self) -> Runtime:

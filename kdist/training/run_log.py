@@ -16,6 +16,7 @@ import numpy as np
 from kdist.errors import InvalidArgumentError
 from kdist.tracing import Meter
 from kdist.training.session import progress_of
+from kdist.whole_files import is_remote
 
 
 class RunLog(keras.callbacks.Callback):
@@ -47,11 +48,14 @@ class RunLog(keras.callbacks.Callback):
         super().__init__()
         if not isinstance(every, int) or every < 1:
             raise InvalidArgumentError("every must be a number of steps, from 1.", received={"every": every})
-        if not os.fspath(directory):
-            raise InvalidArgumentError("directory must name a folder.", received={"directory": directory})
+        if not os.fspath(directory) or is_remote(os.fspath(directory)):
+            raise InvalidArgumentError(
+                "directory must name a folder; an object store takes no records line by line.",
+                received={"directory": directory},
+                hint='kdist.callbacks.RunLog("runs/first")',
+            )
         self.directory = os.fspath(directory)
         self.every = every
-        self._meter = Meter()
         self._file: IO[str] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -66,6 +70,7 @@ class RunLog(keras.callbacks.Callback):
                 "directory must name a folder that can be written to.",
                 received={"directory": self.directory, "error": str(error)},
             ) from error
+        self._progress.at_end.callback(self._close)
         self._write(
             {
                 "start": True,
@@ -79,7 +84,7 @@ class RunLog(keras.callbacks.Callback):
             }
         )
         self._noted = self._progress.num_steps
-        self._meter.open()
+        self._meter = self._progress.at_end.enter_context(Meter())
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Leaves out what was between the epochs."""
@@ -96,16 +101,14 @@ class RunLog(keras.callbacks.Callback):
         """Writes what has not been written, and the logs of the epoch."""
         self._record(epoch, logs, epoch_end=True)
 
-    def on_train_end(self, logs: Any = None) -> None:
-        """Closes the file."""
-        self._meter.close()
+    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _record(self, epoch: int, logs: Mapping[str, Any] | None, epoch_end: bool = False) -> None:
         self._noted = self._progress.num_steps
-        numbers = {name: _finite(value) for name, value in (logs or {}).items()}
+        numbers = {name: _as_json(value) for name, value in (logs or {}).items()}
         where = {"epoch": epoch + 1, "step": self._step, "epoch_end": epoch_end}
         self._write(where | self._meter.take().as_json() | {"logs": numbers})
 
@@ -130,7 +133,10 @@ def _open(path: str) -> IO[str]:
     return open(path, "a", encoding="utf-8")
 
 
-def _finite(value: Any) -> Any:
-    """Returns a metric as JSON, which has no word for what is no number."""
-    value = keras.ops.convert_to_numpy(value).tolist()
-    return value if np.isfinite(value).all() else None
+def _as_json(value: Any) -> Any:
+    """Returns a metric as JSON, which has no word for what is no finite number; what is none at all, as text."""
+    try:
+        value = keras.ops.convert_to_numpy(value).tolist()
+        return value if np.isfinite(value).all() else None
+    except (TypeError, ValueError):  # a callback may write anything into the logs
+        return str(value)

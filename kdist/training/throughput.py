@@ -38,14 +38,11 @@ class Throughput(keras.callbacks.Callback):
 
     on_all_workers = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._meter = Meter()
-
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins to measure."""
-        self._runtime = progress_of(self.model).runtime
-        self._meter.open()
+        progress = progress_of(self.model)
+        self._runtime = progress.runtime
+        self._meter = progress.at_end.enter_context(Meter())
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Leaves out what was between the epochs."""
@@ -64,7 +61,3 @@ class Throughput(keras.callbacks.Callback):
         logs["waiting_for_input"] = pace.waiting_for_input
         if runtime.num_workers > 1:
             logs |= {"waiting_for_others": pace.waiting_for_others, "slowest_worker": pace.slowest}
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Ends."""
-        self._meter.close()

@@ -196,6 +196,15 @@ def in_worker_resumed(folder: str) -> None:
     import keras
 
     import kdist
+    from kdist.errors import InvalidArgumentError
+    from kdist.tracing import spans
+
+    with pytest.raises(InvalidArgumentError, match="an object store takes no records"):
+        kdist.callbacks.RunLog("gs://bucket/run")
+
+    class Tell(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["phase"], logs["learning_rate"] = "warm-up", float("inf")
 
     class Fail(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -211,8 +220,10 @@ def in_worker_resumed(folder: str) -> None:
         backup = kdist.callbacks.BackupAndRestore(f"{folder}/backup", save_freq=4)
         log = kdist.callbacks.RunLog(folder, every=2)
         with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():
-            model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0, callbacks=[backup, log, *failing])
-        log.on_train_end()
+            measures = [Tell(), backup, kdist.callbacks.Throughput(), log]
+            model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0, callbacks=measures + failing)
+        assert not spans._sinks, "what has measured has ended"
+        assert log._file is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS[2:])
@@ -222,3 +233,5 @@ def test_an_epoch_of_which_all_steps_were_taken_keeps_its_records(backend: str, 
     places = [(epoch, *place) for epoch in (1, 2) for place in ((2, False), (4, False), (4, True))]
     assert [record.place for record in log.records] == places
     assert sum(record.totals.steps for record in log.records) == 2 * 3, "but for the one that compiles"
+    last = log.records[-1].logs
+    assert (last["phase"], last["learning_rate"]) == ("warm-up", None), "JSON has no infinity"
