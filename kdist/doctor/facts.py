@@ -24,7 +24,7 @@ from kdist.cluster import (
 )
 from kdist.errors import ClusterConfigError
 from kdist.launch.info import version_of
-from kdist.launch.plan import THREADS, count_cores
+from kdist.launch.plan import THREADS, usable_cores
 
 _PACKAGES = ("kdist", "keras", "numpy")
 _RESOLVING = 5.0  # seconds for all names; a name server that does not answer takes longer
@@ -46,7 +46,7 @@ class Facts:
         unresolved: The hosts whose number could not be found, and why.
         address: Where the worker is to listen; empty where nobody says so.
         port: Why it cannot listen there; empty where it can.
-        cores: How many cores it may use.
+        cores: Which cores it may use; `mpirun` and Slurm give each worker its own.
         threads: On how many it computes.
         open_files: How many files it may have open; -1 for as many as it likes.
         shared_memory: Bytes of /dev/shm; -1 where there is none.
@@ -68,7 +68,7 @@ class Facts:
     unresolved: dict[str, str]
     address: str
     port: str
-    cores: int
+    cores: list[int]
     threads: int
     open_files: int
     shared_memory: int
@@ -86,7 +86,7 @@ def gather(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Facts:
     resolved, unresolved = resolve(hosts)
     token = environment.cluster_token(environ)
     address = cluster.addresses[cluster.worker_index] or ""
-    cores = count_cores()
+    cores = usable_cores()
     return Facts(
         name=f"worker {cluster.worker_index}",
         host=socket.gethostname(),
@@ -100,7 +100,7 @@ def gather(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Facts:
         address=address,
         port=port_problem("" if cluster.coordinator_taken and cluster.is_chief else address),
         cores=cores,
-        threads=_threads(cores, environ),
+        threads=_threads(len(cores), environ),
         open_files=_open_files(),
         shared_memory=_shared_memory(),
         gpus=len(visible_gpus(environ)),

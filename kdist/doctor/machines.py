@@ -107,26 +107,24 @@ def _threads(everyone: Sequence[Facts]) -> Iterator[Line]:
     hosts: dict[str, list[Facts]] = {}
     for facts in everyone:
         hosts.setdefault(facts.host, []).append(facts)
+    well = []
     for host, there in hosts.items():
-        cores, threads = there[0].cores, sum(facts.threads for facts in there)
+        cores = len({core for facts in there for core in facts.cores})
+        threads = sum(facts.threads for facts in there)
+        some = f"{cores} core{'s' * (cores > 1)}"
         if len(there) > cores:
-            yield Line(
-                WARN,
-                "threads",
-                f"{len(there)} workers share the {cores} cores of {host}",
-                f"Start {cores} workers there at most",
-            )
+            says = f"{len(there)} workers share {some} of {host}"
+            most = f"Start {cores} worker{'s' * (cores > 1)} there at most, or let them have more of its cores"
+            yield Line(WARN, "threads", says, most)
         elif threads > cores:
             share = cores // len(there)
             command = f"export OMP_NUM_THREADS={share} TF_NUM_INTRAOP_THREADS={share}"
-            says = f"the workers of {host} compute on {threads} threads, and it has {cores} cores"
+            says = f"the workers of {host} compute on {threads} threads, and have {some}"
             yield Line(WARN, "threads", says, "Give each its share, as `kdist run` does", command)
-    if all(sum(f.threads for f in there) <= there[0].cores for there in hosts.values()):
-        parts = [
-            f"{sum(f.threads for f in there)} of {there[0].cores} cores of {host}"
-            for host, there in hosts.items()
-        ]
-        yield Line(OK, "threads", ", ".join(parts[:4]))
+        else:
+            well.append(f"{threads} of {some} of {host}")
+    if len(well) == len(hosts):
+        yield Line(OK, "threads", ", ".join(well[:4]))
 
 
 def _limits(everyone: Sequence[Facts]) -> Iterator[Line]:

@@ -83,11 +83,16 @@ class JobPlan:
             self.held.pop().close()
 
 
+def usable_cores() -> list[int]:
+    """Returns the cores that this process may use, by their numbers."""
+    with contextlib.suppress(AttributeError):
+        return sorted(os.sched_getaffinity(0)) or [0]
+    return list(range(os.cpu_count() or 1))
+
+
 def count_cores() -> int:
     """Returns the number of cores that this process may use."""
-    with contextlib.suppress(AttributeError):
-        return len(os.sched_getaffinity(0)) or 1
-    return os.cpu_count() or 1
+    return len(usable_cores())
 
 
 def is_auto(num_workers: str | int | None) -> bool:

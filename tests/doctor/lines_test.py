@@ -25,7 +25,7 @@ WELL = Facts(
     unresolved={},
     address="host0:2222",
     port="",
-    cores=4,
+    cores=[0, 1, 2, 3],
     threads=4,
     open_files=4096,
     shared_memory=1 << 30,
@@ -217,15 +217,15 @@ PROVOKED = {
         {"host": "host0"},
         "warn",
         "threads",
-        "the workers of host0 compute on 8 threads, and it has 4 cores",
+        "the workers of host0 compute on 8 threads, and have 4 cores",
         "export OMP_NUM_THREADS=2 TF_NUM_INTRAOP_THREADS=2",
     ),
     "cores": (
-        {"cores": 1, "threads": 1},
-        {"host": "host0", "cores": 1, "threads": 1},
+        {"cores": [0], "threads": 1},
+        {"host": "host0", "cores": [0], "threads": 1},
         "warn",
         "threads",
-        "2 workers share the 1 cores of host0",
+        "2 workers share 1 core of host0",
         "",
     ),
     "files": ({}, {"open_files": 256}, "warn", "limits", "open files: 256 on worker 1", "ulimit -n 4096"),
@@ -252,6 +252,12 @@ def test_what_is_wrong(name):
 
 def test_every_check_is_provoked():
     assert {row[3] for row in PROVOKED.values()} == set(lines())
+
+
+def test_workers_that_have_cores_of_their_own_do_not_share_them():
+    one, two = ({"host": "host0", "cores": [core], "threads": 1} for core in (0, 1))
+    (line,) = lines(one, two)["threads"]
+    assert (line.status, line.says) == ("ok", "2 of 2 cores of host0")
 
 
 def test_sources_that_say_the_same_do_not_conflict():
