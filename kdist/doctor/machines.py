@@ -114,7 +114,9 @@ def _threads(everyone: Sequence[Facts]) -> Iterator[Line]:
         some = f"{cores} core{'s' * (cores > 1)}"
         if len(there) > cores:
             says = f"{len(there)} workers share {some} of {host}"
-            most = f"Start {cores} worker{'s' * (cores > 1)} there at most, or let them have more of its cores"
+            most = (
+                f"Start {cores} worker{'s' * (cores > 1)} there at most, or let them have more of its cores"
+            )
             yield Line(WARN, "threads", says, most)
         elif threads > cores:
             share = cores // len(there)

@@ -10,10 +10,12 @@ no file can be written of the chief's parts alone.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
 import os
+import sys
 import threading
 import time
 import zlib
@@ -39,6 +41,8 @@ _IMPATIENCE_SECONDS = 1.0
 # How long the chief may take to write.
 _WRITING_SECONDS = 600.0
 _PAUSE = 0.02
+# How long after its last save the chief, which holds what it has posted, stays for those that have not read it yet.
+_STAY_SECONDS = 10.0
 
 _is_alone: ContextVar[bool] = ContextVar("kdist_saves_alone", default=False)
 _keeps_files: ContextVar[bool] = ContextVar("kdist_keeps_files", default=False)
@@ -132,6 +136,8 @@ class _Log:
         self._posts: list[_Post] = []
         self._mine: Counter[tuple[str, str]] = Counter()
         self._patience = PATIENCE_SECONDS
+        self._stays_until: float | None = None
+        self._last_seen = -1
 
     def announce(self, runtime: Runtime, wanted: tuple[str, str], write: Callable[[Any], Any]) -> Any:
         """On the chief: writes, and tells the others before and after."""
@@ -145,12 +151,27 @@ class _Log:
             return result
         finally:
             _post(runtime, _end_key(number), end)
+            if self._stays_until is None:
+                atexit.register(self._stay, runtime)  # called before the connection is closed
+            self._stays_until = time.monotonic() + _STAY_SECONDS
+
+    def _stay(self, runtime: Runtime) -> None:
+        """On the chief, at its end: waits a little for those that may still ask for its last save."""
+        left = set(range(1, runtime.num_workers))
+        with contextlib.suppress(Exception):  # whatever the engine raises when others have gone
+            while left and time.monotonic() < (self._stays_until or 0.0) and not hasattr(sys, "last_type"):
+                left = {i for i in left if runtime.group.look_up(_seen_key(self._num_posted - 1, i)) is None}
+                time.sleep(_PAUSE if left else 0.0)
 
     def is_written(self, runtime: Runtime, wanted: tuple[str, str]) -> bool:
         """On another worker: waits for the chief's save of the same; says whether its file can be seen here."""
         with self._lock:
             try:
-                return self._wait(runtime, wanted)
+                found, last = self._wait(runtime, wanted), len(self._posts) - 1
+                if last > self._last_seen:
+                    self._last_seen = last
+                    _post(runtime, _seen_key(last, runtime.worker_index), True)
+                return found
             except Exception as error:  # whatever the engine raises when the chief has gone
                 logs.logger.warning(
                     "worker %d writes %s itself, since the chief (worker 0) does not answer: %s",
@@ -228,6 +249,10 @@ def _begin_key(number: int) -> str:
 
 def _end_key(number: int) -> str:
     return f"kdist/saved/{number}"
+
+
+def _seen_key(number: int, worker_index: int) -> str:
+    return f"kdist/seen/{number}/{worker_index}"
 
 
 def _post(runtime: Runtime, key: str, value: Any) -> None:
