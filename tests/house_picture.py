@@ -19,6 +19,8 @@ WORDS = {
     "version": "of kdist",
     "handlers": "from Keras to the roof",
     "values": "one for each replica",
+    "whole_files": "complete, or not there",
+    "named": "module:function",
     "cluster": "who takes part",
     "tracing": "what takes how long",
     "gaps": "what cannot be, and what then",
