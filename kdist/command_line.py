@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from kdist.checkpoint import command as checkpoint_command
 from kdist.cluster import environment, logs
@@ -42,14 +43,17 @@ _RUN_EXAMPLES = """examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """What all commands, and theirs, are made of: examples stay as they stand, and no option is guessed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="kdist",
-        description="Run a Keras script on several workers.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser: argparse.ArgumentParser = _Parser(
+        prog="kdist", description="Run a Keras script on several workers.", epilog=_EXAMPLES
     )
     parser.add_argument("--version", action="version", version=f"kdist {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -75,8 +79,6 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         usage="kdist run [options] script.py [argument ...]\n"
         "       kdist run [options] -m module [argument ...]",
         epilog=_RUN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     names = ("-n", "--num-workers", "--num_workers", "--nproc-per-node", "--nproc_per_node")
     run.add_argument(

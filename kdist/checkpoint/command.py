@@ -27,8 +27,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "checkpoint",
         help="look into a checkpoint, check it, or convert it for plain Keras",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
     where = "a checkpoint, or a directory of checkpoints, of which the newest counts"

@@ -26,7 +26,9 @@ _PLOT_EXAMPLES = """examples:
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the commands to the command line of kdist."""
-    bench = _add(commands, "bench", "how fast a model trains here, by the number of workers", _BENCH_EXAMPLES)
+    bench = commands.add_parser(
+        "bench", help="how fast a model trains here, by the number of workers", epilog=_BENCH_EXAMPLES
+    )
     bench.add_argument(
         "--model", metavar="MODULE:FUNCTION", help="makes your model; by default a small one of its own"
     )
@@ -40,23 +42,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     bench.add_argument("--steps", default="20", metavar="N", help="of each of five rounds (default 20)")
     bench.add_argument("--json", metavar="FILE", help="write all that was measured")
     bench.add_argument("--plot", metavar="FILE", help="draw it, as .html or .png")
-    plot = _add(commands, "plot", "draw the records and the trace of a run", _PLOT_EXAMPLES)
+    plot = commands.add_parser("plot", help="draw the records and the trace of a run", epilog=_PLOT_EXAMPLES)
     plot.add_argument(
         "folder", metavar="FOLDER", help="where kdist.callbacks.RunLog and KDIST_TRACE have written"
     )
     plot.add_argument("--output", "-o", default="", metavar="FILE", help="(default FOLDER/report.html)")
-
-
-def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str, examples: str
-) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name,
-        help=about,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
 
 
 def main(options: argparse.Namespace) -> int:

@@ -20,8 +20,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "manifest",
         help="write a job for Kubernetes or Slurm",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     schedulers = manifest.add_subparsers(dest="scheduler", required=True, metavar="SCHEDULER")
     for name, module, what in (
@@ -33,7 +31,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             help=f"write {what}",
             usage=f"kdist manifest {name} -n N [options] script.py [argument ...]\n"
             f"       kdist manifest {name} -n N [options] -m module [argument ...]",
-            allow_abbrev=False,
         )
         module.add_options(parser)
         parser.set_defaults(write=module.write)
