@@ -8,7 +8,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 
-from kdist.cluster import discover, environment, keras_backend_name
+from kdist.cluster import Cluster, discover, environment, keras_backend_name
 from kdist.doctor.examination import Options, examine
 from kdist.doctor.local_workers import examine_here, hidden_gpus, one_device
 from kdist.doctor.report import FAIL, OK, WARN, Line, Report
@@ -32,15 +32,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "doctor",
         help="look for what would stop or slow a job, on all workers, and say what to do",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     doctor.add_argument("--shared", metavar="DIR", help="also see whether all workers share this folder")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     test = commands.add_parser(
         "test",
         help="the doctor, and one step of a small model compared with one device, on each backend",
-        allow_abbrev=False,
     )
     for command in (doctor, test):
         command.add_argument(
@@ -71,7 +68,8 @@ def main(options: argparse.Namespace) -> int:
         )
     check_backend_name(options.backend)
     options.backend = options.backend and options.backend.lower()
-    is_launched = _is_launched()
+    cluster = _cluster()
+    is_launched = cluster is None or cluster.num_workers > 1
     if is_launched and options.num_workers is not None:
         raise InvalidArgumentError(
             "--num-workers is for a machine on which nothing describes a cluster, and here something does.",
@@ -81,17 +79,19 @@ def main(options: argparse.Namespace) -> int:
     least = 2 if options.command == "test" else 1
     count = whole_number("--num-workers", options.num_workers or "2", least)
     if options.command == "test":
-        return _test(options, count, is_launched)
+        is_chief = not is_launched or (cluster is not None and cluster.is_chief)
+        return _test(options, count, is_launched, is_chief)
     show = _as_json if options.json else _as_text
     asked = Options(options.timeout, options.shared)
     return _examined(asked, options.backend, count, is_launched, lambda report: show(report, is_launched))
 
 
-def _is_launched() -> bool:
+def _cluster() -> Cluster | None:
+    """Returns the cluster; `None` where its description is wrong, which is what the doctor says then."""
     try:
-        return discover().num_workers > 1
+        return discover()
     except ClusterConfigError:
-        return True  # by something that is wrong, which is what the doctor says then
+        return None
 
 
 def _examined(
@@ -129,7 +129,7 @@ def _as_text(report: Report, is_launched: bool) -> None:
     print(f"{report.text()}\nnext: {_next(report, is_launched, 'kdist test')}", flush=True)
 
 
-def _test(options: argparse.Namespace, count: int, is_launched: bool) -> int:
+def _test(options: argparse.Namespace, count: int, is_launched: bool, is_chief: bool) -> int:
     """Examines each backend, and prints a table; returns the exit code."""
     named = options.backend or (keras_backend_name() if is_launched else None)
     backends = [named] if named else installed_backends()
@@ -150,22 +150,20 @@ def _test(options: argparse.Namespace, count: int, is_launched: bool) -> int:
                     flush=True,
                 )
 
-        asked, broken = _with_one_device(options.timeout, backend, 1 if is_launched else count, is_launched)
+        asked, broken = Options(options.timeout, trains=True), None
+        if is_chief:
+            asked, broken = _with_one_device(asked, backend, 1 if is_launched else count)
         if broken is not None:
             show(broken)
         codes.append(1 if broken else _examined(asked, backend, count, is_launched, show))
     return max(codes)
 
 
-def _with_one_device(
-    timeout: float, backend: str, count: int, is_launched: bool
-) -> tuple[Options, Report | None]:
+def _with_one_device(asked: Options, backend: str, count: int) -> tuple[Options, Report | None]:
     """Trains the small model on one device; returns what to ask for then, or what was wrong with that."""
-    asked = Options(timeout, trains=True)
-    if is_launched and not discover().is_chief:
-        return asked, None
     try:
-        return dataclasses.replace(asked, expected=one_device(backend, timeout, hidden_gpus(count))), None
+        expected = one_device(backend, asked.timeout, hidden_gpus(count))
+        return dataclasses.replace(asked, expected=expected), None
     except KdistError as error:
         command = f"kdist doctor --backend {backend}"
         line = Line(FAIL, "one device", str(error), "Look closer", command)

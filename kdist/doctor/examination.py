@@ -150,13 +150,15 @@ def _together(
     def exchange(value: Any) -> list[Any]:
         return kdist.all_gather_object(value, strategy)
 
-    everyone = [Facts(**json.loads(text)) for text in exchange(json.dumps(dataclasses.asdict(facts)))]
+    everyone = [facts.of_another(text) for text in exchange(json.dumps(dataclasses.asdict(facts)))]
     report.joined = True
     report.lines = [*judge_software(everyone), *judge_machines(everyone)]
     if cluster.num_workers > 1:
         report.lines.append(
             Line(OK, "joining", f"all {cluster.num_workers} workers came within {joining:.1f} s")
         )
+    if len({one.versions.get("kdist") for one in everyone}) > 1:
+        return  # another version may exchange other things
     yield "clocks"
     report.lines.append(judge_clocks(probes.clock_offsets(exchange)))
     if options.shared is not None:

@@ -22,6 +22,7 @@ from kdist.launch.call import Ending
 from kdist.launch.local_workers import run_plan
 from kdist.launch.output import Sink
 from kdist.launch.plan import GPUS, plan_job
+from kdist.launch.roles import NO_GPU
 from kdist.parity import Training
 from kdist.whole_files import whole_file
 
@@ -46,7 +47,7 @@ def examine_here(options: Options, num_workers: int, backend: str | None) -> Rep
 
 def hidden_gpus(num_workers: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns what hides the GPUs from workers where each cannot have one: two cannot share one."""
-    return {GPUS: ""} if 0 < len(visible_gpus(environ)) < num_workers else {}
+    return {GPUS: NO_GPU} if 0 < len(visible_gpus(environ)) < num_workers else {}
 
 
 def one_device(backend: str | None, timeout: float, hidden: Mapping[str, str]) -> Training:

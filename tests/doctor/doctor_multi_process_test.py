@@ -73,6 +73,11 @@ def broken(folder):
         rf"worker 0 \({first}\).*Nothing listens at {first}",
     )
     yield alone("wrong", KERAS_BACKEND="jax", TF_CONFIG="{"), "FAIL  cluster", "the value must be JSON"
+    arguments = ["test", "--timeout", "12"]
+    tested = Script(
+        folder, "tested", SOURCE.format(arguments=arguments), {"KERAS_BACKEND": "jax", "TF_CONFIG": "{"}
+    )
+    yield tested, "FAIL  cluster", "the value must be JSON.* jax [^ ]+ 1 FAIL not run FAIL next: "
     unknown = alone("unknown", KERAS_BACKEND="numpy", TF_CONFIG=tf_config([first, second], 0))
     yield unknown, "FAIL  backend", "kdist knows tensorflow, jax, torch"
 
@@ -93,6 +98,32 @@ def test_workers_that_are_not(tmp_path):
             [script.kill() for script, _, _ in started]
     port = address.rpartition(":")[2]
     assert busy.stdout().endswith(f"next: ss -ltnp 'sport = :{port}'\n")
+
+
+def test_another_version_of_kdist(tmp_path):
+    source = """
+        import dataclasses
+        from kdist.doctor import examination, facts
+
+        @dataclasses.dataclass(frozen=True)
+        class Facts(facts.Facts):
+            of_tomorrow: int = 0
+
+        installed, facts.Facts = facts.version_of, Facts
+        facts.version_of = lambda package: "9.0" if package == "kdist" else installed(package)
+        examination.examine(examination.Options(60.0), lambda report: print(report.text(), flush=True))
+    """
+    addresses = local_addresses(2)
+    told = [{"KERAS_BACKEND": "torch", "TF_CONFIG": tf_config(addresses, index)} for index in range(2)]
+    scripts = [start(tmp_path, "ours", **told[0]), Script(tmp_path, "theirs", source, told[1])]
+    try:
+        assert [script.wait() for script in scripts] == [1, 0], scripts[0].stdout() + scripts[1].stderr()
+    finally:
+        [script.kill() for script in scripts]
+    for script in scripts:
+        said = " ".join(script.stdout().split())
+        assert re.search(r"FAIL packages kdist [0-9.]+\w* on worker 0, 9.0 on worker 1", said), said
+        assert said.count("FAIL") == 1 and "clocks" not in said, "others may be asked other things"
 
 
 def test_what_does_not_end(tmp_path):
