@@ -68,7 +68,7 @@ def train(
             hint="Pass a function that makes the strategy as `strategy`.",
         )
     numbers = {f"before training, {name}": value for name, value in _weights(model)}
-    history = model.fit(**_arguments(data), epochs=epochs, verbose=0, **fit_arguments).history
+    history = model.fit(**_arguments(data), epochs=epochs, **{"verbose": 0, **fit_arguments}).history
     numbers |= {f"history, {name}": value for name, value in history.items()}
     numbers |= _weights(model)
     options = {"batch_size": fit_arguments.get("batch_size"), "steps": fit_arguments.get("steps_per_epoch")}

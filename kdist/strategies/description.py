@@ -54,13 +54,14 @@ def describe(strategy: Any) -> str:
 def announce(strategy: Any) -> None:
     """Says what came of a strategy: by itself on the chief of a job of several tasks, and there once."""
     runtime, several = strategy.runtime, bool(strategy._told.tasks) or strategy.runtime.num_workers > 1
+    line = plan(strategy)
     if runtime.worker_index:
         logs.logger.debug("%r", strategy)
     elif several and not _announced:
-        _announced.append(plan(strategy))
-        logs.notice("%s", plan(strategy))
+        _announced.append(line)
+        logs.notice("%s", line)
     else:
-        logs.logger.info("%s", plan(strategy))
+        logs.logger.info("%s", line)
 
 
 def plan(strategy: Any) -> str:

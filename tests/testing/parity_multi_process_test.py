@@ -51,7 +51,7 @@ def drawing_by_itself():
 def test_numbers_of_one_device(backend, workers):
     weights = np.linspace(0.5, 2, len(X)).astype("float32")
     told = {"batch_size": 8, "backend": backend, "workers": workers}
-    assert_parity(make_model, (X, Y, weights), validation_data=(X[:5], Y[:5]), **told)
+    assert_parity(make_model, (X, Y, weights), validation_data=(X[:5], Y[:5]), verbose=2, **told)
     with pytest.raises(AssertionError, match="The model begins with other weights") as info:
         assert_parity(drawing_by_itself, (X, Y), epochs=1, **told)
     said = str(info.value)
