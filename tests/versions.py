@@ -117,13 +117,12 @@ def note(name: str, results: dict[str, str]) -> bool:
 
 
 def table(notes: dict[str, Any]) -> str:
-    """Returns the page's table: an environment a row."""
-    columns = ("Python", "Keras", *BACKENDS.values(), "NumPy", "ml-dtypes", "cloudpickle", "grpcio")
-    lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
-    keys = ("python", "keras", *BACKENDS, "numpy", "ml-dtypes", "cloudpickle", "grpcio")
-    for name, noted in notes.items():
-        cells = [_cell(noted, key) for key in keys]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    """Returns the page's table: an environment a column, so that it fits on a phone."""
+    lines = [f"| | {' | '.join(notes)} |", "| --- " * (len(notes) + 1) + "|"]
+    packages = {"python": "Python", "keras": "Keras", **BACKENDS, "numpy": "NumPy"}
+    packages |= {name: name for name in ("ml-dtypes", "cloudpickle", "grpcio")}
+    for key, name in packages.items():
+        lines.append(f"| {name} | {' | '.join(_cell(noted, key) for noted in notes.values())} |")
     return "\n".join(lines)
 
 
