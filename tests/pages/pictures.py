@@ -162,10 +162,10 @@ def holders() -> str:
     sheet = Drawing(
         680, 76 + 88 * len(HOLDERS), "Which rows and which variables each device has, by strategy"
     )
-    sheet.rows(20, 16, ["replica0"])
-    sheet.text(44, 29, "rows of a batch that it computes", "small", "start")
-    sheet.rows(270, 16, ["model"])
-    sheet.text(294, 29, "variables that it holds", "small", "start")
+    sheet.rows(20, 16, ["replica0", "replica1"])
+    sheet.text(62, 29, "rows of a batch that it computes", "small", "start")
+    sheet.rows(280, 16, ["model"])
+    sheet.text(304, 29, "variables that it holds", "small", "start")
     sheet.box(450, 14, 30, 20, "ground", dashed=True)
     sheet.text(488, 29, "one process", "small", "start")
     for lane, (strategy, (words, devices)) in enumerate(HOLDERS.items()):
