@@ -164,8 +164,9 @@ def test_a_child_writes_nothing_into_its_parents_trace(begun: Path) -> None:
         pass
     pid = os.fork()
     if pid == 0:
-        with span("of a child", "input"):
-            pass
+        for _ in range(600):  # more than is kept back
+            with span("of a child", "input"):
+                pass
         trace_file.flush()
         trace_file._end()
         trace_file.begin(0)
