@@ -69,13 +69,14 @@ class LineStream:
 
     Args:
         sink: Where to write.
-        prefix: What to put in front of each line; empty to pass everything through untouched.
+        prefix: What to put in front of each line; `None` to pass everything through untouched.
         eager: Whether half a line is shown at once.
     """
 
-    def __init__(self, sink: Sink, prefix: str, eager: bool = False) -> None:
+    def __init__(self, sink: Sink, prefix: str | None, eager: bool = False) -> None:
         self._sink = sink
-        self._prefix = prefix.encode()
+        self._untouched = prefix is None
+        self._prefix = (prefix or "").encode()
         self._eager = eager and sink.is_terminal
         self._plain = None if sink.has_colours else _Plain()
         self._text = b""
@@ -86,7 +87,7 @@ class LineStream:
 
     def feed(self, data: bytes) -> None:
         """Takes what the worker has written, cut anywhere."""
-        if not self._prefix:
+        if self._untouched:
             self._sink.write(data)
             return
         for piece in _SPLIT.split(self._plain(data) if self._plain else data):
@@ -141,9 +142,9 @@ class LineStream:
 
     def close(self) -> None:
         """Shows what is left; the worker writes no more."""
-        if self._prefix and self._plain and self._plain.rest:
+        if self._plain and self._plain.rest:
             self._append(self._plain.rest)
-        if self._prefix and self._text:
+        if self._text:
             self._show()
         if self._sink.open_line is self:
             self._sink.end_line()

@@ -104,7 +104,7 @@ class Supervisor:
         until = min(self._judge_at, self._kill_at, self._deadline)
         if any(worker.alive and worker.pidfd is None for worker in self._workers):
             until = min(until, time.monotonic() + 0.02)
-        if any(channel.line.waits() for worker in self._workers for channel in worker.channels.values()):
+        if any(line.waits() for worker in self._workers for line in worker.lines()):
             until = min(until, time.monotonic() + 0.25)
         return None if until == _FOREVER else max(0.01, until - time.monotonic())
 
@@ -122,8 +122,8 @@ class Supervisor:
         for worker in self._workers:
             if worker.pidfd is None:
                 self._note_exit(worker)
-            for channel in worker.channels.values():
-                channel.line.tick()
+            for line in worker.lines():
+                line.tick()
 
     def _read(self, worker: WorkerProcess, fd: int) -> None:
         # Unregistered first: read() closes the descriptor when the stream has ended.

@@ -27,7 +27,7 @@ def start_command(command: Sequence[str]) -> list[str]:
 class Channel:
     """One of a worker's two output streams."""
 
-    line: LineStream
+    lines: list[LineStream]
     tail: Tail | None
 
 
@@ -40,7 +40,7 @@ class WorkerProcess:
         out: Where its stdout goes.
         err: Where its stderr goes.
         prefix: What to put in front of its lines.
-        log_file: Where its whole output is kept too.
+        log_file: Where its whole output is kept too, of a bar that is redrawn its last state.
         append: Whether that file is written on, as after a restart, and not anew.
         keep_stdin: Whether it reads the launcher's stdin.
     """
@@ -72,7 +72,7 @@ class WorkerProcess:
         self._prefix = prefix
         self._keep_stdin = keep_stdin
         self._append = append
-        self._log: IO[bytes] | None = None
+        self._log: IO[str] | None = None
 
     @property
     def pid(self) -> int:
@@ -87,9 +87,11 @@ class WorkerProcess:
 
     def start(self) -> None:
         """Starts the process, in a session of its own so that its children can be ended with it."""
+        logs: list[Sink] = []
         if self.log_file:
-            mode = "ab" if self._append else "wb"
-            self._log = open(self.log_file, mode, buffering=0)  # noqa: SIM115  # closed with the worker
+            mode = "a" if self._append else "w"
+            self._log = open(self.log_file, mode, encoding="utf-8")  # noqa: SIM115  # closed with the worker
+            logs = [Sink(self._log)]
         eager = (self.plan.index == 0 and not self.plan.helps) or not self._prefix
         out_read, out_write = self._open_stdout(eager)
         err_read, err_write = os.pipe()
@@ -109,8 +111,9 @@ class WorkerProcess:
         finally:
             os.close(out_write)
             os.close(err_write)
-        self.channels[out_read] = Channel(LineStream(self._out, self._prefix, eager), None)
-        self.channels[err_read] = Channel(LineStream(self._err, self._prefix, eager), self.tail)
+        for fd, sink, tail in ((out_read, self._out, None), (err_read, self._err, self.tail)):
+            shown = LineStream(sink, self._prefix or None, eager)
+            self.channels[fd] = Channel([shown, *(LineStream(log, "") for log in logs)], tail)
         with contextlib.suppress(OSError, AttributeError):
             self.pidfd = os.pidfd_open(self.process.pid)
 
@@ -128,6 +131,10 @@ class WorkerProcess:
                 return _open_terminal(len(self._prefix))
         return os.pipe()
 
+    def lines(self) -> list[LineStream]:
+        """All that its output goes to."""
+        return [line for channel in self.channels.values() for line in channel.lines]
+
     def read(self, fd: int) -> bool:
         """Reads what the worker has written to one of its streams; returns False when that has ended."""
         try:
@@ -136,15 +143,15 @@ class WorkerProcess:
             data = b""
         channel = self.channels[fd]
         if not data:
-            channel.line.close()
+            for line in channel.lines:
+                line.close()
             del self.channels[fd]
             os.close(fd)
             return False
-        if self._log is not None:
-            self._log.write(data)
         if channel.tail is not None:
             channel.tail.feed(data)
-        channel.line.feed(data)
+        for line in channel.lines:
+            line.feed(data)
         return True
 
     def collect(self) -> bool:
@@ -158,7 +165,8 @@ class WorkerProcess:
     def close(self) -> None:
         """Closes what is open. The process has ended by now."""
         for fd, channel in self.channels.items():
-            channel.line.close()
+            for line in channel.lines:
+                line.close()
             os.close(fd)
         self.channels.clear()
         if self.pidfd is not None:

@@ -53,7 +53,7 @@ def command(tmp_path):
     (folder,) = find_spec("keras").submodule_search_locations
     script = tmp_path / "bars.py"
     script.write_text(SCRIPT.replace("BAR", repr(os.path.join(folder, "src", "utils", "progbar.py"))))
-    return [sys.executable, "-m", "kdist", "run", "-n", "2", str(script)]
+    return [sys.executable, "-m", "kdist", "run", "-n", "2", "--log-dir", str(tmp_path / "logs"), str(script)]
 
 
 def screen(written: str) -> list[str]:
@@ -124,7 +124,7 @@ def test_a_pipe_gets_each_bar_once_and_no_control_characters(command):
 
 
 @pytest.mark.parametrize("no_colour", ["", "1"])
-def test_a_terminal_gets_a_bar_that_moves(command, no_colour):
+def test_a_terminal_gets_a_bar_that_moves(command, no_colour, tmp_path):
     written = on_terminal(command, NO_COLOR=no_colour)
     check(
         [
@@ -138,3 +138,6 @@ def test_a_terminal_gets_a_bar_that_moves(command, no_colour):
     halves = re.findall(r"[1-7]/8 (━+)(─+) ", written)
     assert bool(halves) == bool(no_colour), "what is left is told without colours, too"
     assert all(len(done + left) == 20 for done, left in halves)
+    log = (tmp_path / "logs" / "worker-0.log").read_text()
+    assert not set("\x1b\r\x08") & set(log) and log.count("8/8 ") == log.count("/8 ") == 2, "each bar once"
+    assert [line[:5] for line in log.splitlines()] == ["Epoch", "8/8 ━"] * 2

@@ -209,7 +209,7 @@ def test_half_a_line_is_shown_after_a_moment(monkeypatch):
 
 def test_one_worker_passes_through():
     stream = _Terminal(False)
-    line = LineStream(Sink(stream), "")
+    line = LineStream(Sink(stream), None)
     for data in (b"a\r", b"\xff\x00b", b"\n"):
         line.feed(data)
     line.close()
