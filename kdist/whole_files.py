@@ -63,11 +63,11 @@ def check_output(path: str) -> None:
         with open(trial, "xb"):
             os.unlink(trial)
     except OSError as error:
-        is_missing = isinstance(error, FileNotFoundError)
+        folder = os.path.dirname(path) or "."
         raise InvalidArgumentError(
             "The output must be a file that can be written.",
             received={"output": path, "error": error.strerror},
-            hint=f"mkdir -p {os.path.dirname(path)}" if is_missing else "",
+            hint="" if os.path.isdir(folder) else f"mkdir -p {folder}",
         ) from error
 
 

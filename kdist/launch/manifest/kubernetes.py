@@ -85,7 +85,7 @@ def _head(request: Request, options: argparse.Namespace) -> str:
         "Written by kdist manifest kubernetes, for Kubernetes 1.29 or later.",
         f"What it prints:  kubectl logs{where} --prefix --follow --max-log-requests {request.num_workers} "
         f"--selector job-name={name}",
-        "If it stands:    write it with `-m kdist doctor` in the script's place, which says why",
+        "If it hangs:     write it with `-m kdist doctor` in the script's place, which says why",
         f"To start anew:   kubectl delete{where} job {name}    and apply this again; the checkpoints stay",
     ]
     return "".join(f"# {line}\n" for line in lines)

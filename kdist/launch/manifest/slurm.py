@@ -69,7 +69,7 @@ def write(request: Request, options: argparse.Namespace) -> str:
         )
     return (
         "#!/bin/bash\n# Written by kdist manifest slurm. Submit it with sbatch.\n"
-        "# If it stands: write it with `-m kdist doctor` in the script's place, which says why.\n"
+        "# If it hangs: write it with `-m kdist doctor` in the script's place, which says why.\n"
         f'{directives}\n{exports}mkdir -p "${CHECKPOINTS}"\n\n{body}'
     )
 
