@@ -21,7 +21,7 @@ from kdist.cluster import (
     split_address,
 )
 from kdist.cluster.roles import listed
-from kdist.errors import StrategyScopeError, WorkerMismatchError, WorkerTimeoutError
+from kdist.errors import ClusterConfigError, StrategyScopeError, WorkerMismatchError, WorkerTimeoutError
 
 Joined = TypeVar("Joined", bound=JoinedWorkers)
 
@@ -92,6 +92,16 @@ def missing_error(cluster: Cluster, timeout: float, missing: Collection[int]) ->
         received={"this_worker": names[cluster.worker_index]},
         hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600. What is in the way? "
         "kdist doctor",
+    )
+
+
+def closed_error(this_worker: str, error: BaseException) -> ClusterConfigError:
+    """Returns the error of a worker that has met the others, and cannot reach one at another port of its."""
+    return ClusterConfigError(
+        "Workers that have met must reach each other at further ports, too.",
+        received={"this_worker": this_worker, "error": str(error)[:200]},
+        hint="Open all ports above 1024 between the hosts, or name the interface that leads to the others: "
+        "export GLOO_SOCKET_IFNAME=eth0",
     )
 
 

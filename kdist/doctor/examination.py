@@ -83,7 +83,8 @@ def examine(options: Options, deliver: Callable[[Report], None]) -> Report:
         for stage[0] in _stages(options, report, ends):
             pass
     except Exception as error:
-        remedy, command = _HINTS.get(stage[0], ("", ""))
+        # An error of kdist's says itself what to do; where an engine fails that was found, it is what lies between.
+        remedy, command = ("", "") if isinstance(error, KdistError) or stage[0] not in _HINTS else _BETWEEN
         report.lines.append(Line(FAIL, stage[0], _said(error), remedy, command))
     if not once.acquire(blocking=False):
         threading.Event().wait()  # the other thread ends the process

@@ -29,6 +29,7 @@ from kdist.backends.jax.dispatched import note_dispatched
 from kdist.backends.jax.meeting import without_chatter
 from kdist.backends.jax.storage import Storage, arranged, is_divided
 from kdist.backends.jax.workers import all_devices
+from kdist.backends.joining import closed_error
 from kdist.backends.workers import Workers
 from kdist.errors import DatasetError
 from kdist.topology import Central, Sharded, Topology
@@ -69,7 +70,12 @@ class JaxCore(Runtime):
         self._one_at_a_time = len(self.devices) > 1 and self.local_devices[0].platform == "cpu"
         if self.num_workers > 1:
             with without_chatter(), group.working():
-                self.broadcast([np.zeros(1, np.float32)])  # a broken connection shows here
+                try:
+                    self.broadcast([np.zeros(1, np.float32)])  # a broken connection shows here
+                except jax.errors.JaxRuntimeError as error:
+                    if (explained := group.explain_failure(error)) is not error:
+                        raise explained from error
+                    raise closed_error(f"worker {self.worker_index}", error) from error
 
     @property
     def communication(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kdist.backends.joining import check_devices, missing_error
+from kdist.backends.joining import check_devices, closed_error, missing_error
 from kdist.backends.torch import lifeline
 from kdist.backends.waiting import Waiting
 from kdist.cluster import Cluster, environment, is_loopback, join_address, split_address
@@ -88,8 +88,8 @@ class Meeting:
             else:
                 port = int(self.store.get("lifeline"))
                 connections = lifeline.connect_to_chief(self.host, port, cluster.worker_index, self._deadline)
-        except TimeoutError as error:
-            raise missing_error(self.cluster, self._timeout, []) from error
+        except OSError as error:  # all have met at the chief's port
+            raise closed_error(cluster.worker_names[cluster.worker_index], error) from error
         return lifeline.Lifeline(cluster.worker_index, connections)
 
     def _make_store(self) -> dist.Store:
