@@ -115,8 +115,7 @@ def _stages(options: Options, report: Report, ends: float) -> Iterator[str]:
         with environment.patched(KDIST_JOIN_TIMEOUT=max(1, int(ends - time.monotonic() - _LAST))):
             strategy = _strategy()
     except WorkerTimeoutError as error:
-        says = " ".join([error.rule, "" if cluster.is_chief else reach(cluster.coordinator)]).rstrip()
-        report.lines.append(Line(FAIL, "joining", says, *_HINTS["joining"]))
+        report.lines.append(missing_line(cluster, error))
         return
     # What an engine computes on is asked once it has met the others: it must not begin before.
     devices = tuple(strategy.runtime.devices)
@@ -124,6 +123,12 @@ def _stages(options: Options, report: Report, ends: float) -> Iterator[str]:
         facts, devices=devices, accelerators=sum(not name.startswith("cpu") for name in devices)
     )
     yield from _together(options, report, cluster, facts, strategy, time.monotonic() - start)
+
+
+def missing_line(cluster: Cluster, error: WorkerTimeoutError) -> Line:
+    """Returns what is said where not all have come; where the chief did not, what comes of a connection to it."""
+    says = " ".join([error.rule, "" if cluster.is_chief else reach(cluster.coordinator)]).rstrip()
+    return Line(FAIL, "joining", says, *_HINTS["joining"])
 
 
 def _import_problem() -> str:

@@ -26,9 +26,13 @@ ON = {
     "joined_too_late": ("jax",),
     "different_devices": ("jax",),
     "two_of_one_index": ("torch",),
+    "port_that_is_closed": ("torch",),
+    "further_ports_that_are_closed": ("torch",),
+    "another_token": ("torch",),
 }
 ENTRIES = {
     "A worker is missing": ["a_worker_is_missing"],
+    "Firewall": ["port_that_is_closed", "further_ports_that_are_closed"],
     "Name of a host": ["host_without_an_address", "host_of_somebody_else"],
     "Port in use": ["port_in_use"],
     "No cluster": ["nobody_described_a_cluster"],
@@ -38,6 +42,7 @@ ENTRIES = {
     "The backend": ["backend_that_is_unknown"],
     "Devices that are not there": ["no_gpu", "no_tpu", "different_devices"],
     "NCCL": ["nccl_without_gpus"],
+    "Token": ["another_token"],
     "A worker hangs": ["a_worker_hangs"],
     "Different collectives": ["other_collective"],
     "A barrier": ["barrier_alone"],
@@ -55,12 +60,19 @@ ENTRIES = {
     "Wrong place": ["mixed_strategies", "function_of_tensorflow"],
     "NaN": ["not_a_number"],
     "Other numbers": ["coupled_rows", "model_from_outside", "other_weights"],
+    "Slow": ["one_is_slow"],
+    "Clocks": ["other_clock"],
     "No such checkpoint": ["no_checkpoint"],
     "A damaged checkpoint": ["damaged_checkpoint", "missing_shard"],
     "A checkpoint that does not fit": ["checkpoint_of_another_model", "checkpoint_with_less"],
     "Versions that differ": ["newer_checkpoint"],
     "A checkpoint that cannot be written": ["folder_cannot_be_written"],
     "The folder is not shared": ["folder_is_not_shared"],
+}
+# Entries that quote nothing: what they say is tested there.
+ELSEWHERE = {
+    "The first step": "stalls_test.py: test_a_worker_that_works_has_not_hung",
+    "Processes that are left": "launch/signals_multi_process_test.py: test_a_killed_launcher_takes_its_workers_along",
 }
 # In the order of the backends, whose pools are kept.
 CASES = sorted((BACKENDS[position % len(BACKENDS)], entry) for position, entry in enumerate(ENTRIES))
@@ -112,6 +124,14 @@ def test_what_goes_wrong_says_what_the_page_quotes(backend: str, entry: str, tmp
 def test_every_quoted_text_is_brought_about() -> None:
     assert quoted().keys() == ENTRIES.keys()
     assert {name for names in ENTRIES.values() for name in names} == {*in_workers.CASES, *in_processes.CASES}
+
+
+def test_every_entry_is_brought_about() -> None:
+    titles = set(re.findall(r"^#{3,4} (.*)", PAGE, re.MULTILINE)) - {"Exit codes"}  # those that follow
+    assert titles == ENTRIES.keys() | ELSEWHERE.keys()
+    for place in ELSEWHERE.values():
+        path, name = place.split(": ")
+        assert f"def {name}(" in (ROOT / "tests" / path).read_text(encoding="utf-8"), place
 
 
 def test_every_link_of_the_table_is_an_entry_and_every_entry_is_in_the_table() -> None:

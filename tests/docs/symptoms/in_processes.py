@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 
 import kdist
+from kdist.backends import joining
 from kdist.cluster import discover, liveness
+from kdist.coordinator.rpc import Peer, Service
+from kdist.doctor import examination
 from tests.environment import clean_environment
 from tests.processes import Script, local_addresses, tf_config
 
@@ -101,6 +104,42 @@ def error_of(function: Callable[[], object]) -> str:
 def a_worker_is_missing(folder: Path, backend: str) -> str:
     with scripts(folder, JOIN, workers(backend, local_addresses(2), 0, seconds=6)) as started:
         return said_by(started)
+
+
+@contextlib.contextmanager
+def silent_address() -> Iterator[str]:
+    """An address at which nobody answers, as behind a firewall: the queue of its listener is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as waiting:
+        for _ in range(4):
+            waiting.enter_context(client := socket.socket()).setblocking(False)
+            client.connect_ex(server.getsockname())
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def port_that_is_closed(folder: Path, backend: str) -> str:
+    with silent_address() as chief:
+        (env,) = workers("torch", [chief, *local_addresses(1)], 1, seconds=6)
+        cluster = discover(environ=env)
+        line = examination.missing_line(cluster, joining.missing_error(cluster, 115, [0]))
+        with scripts(folder, JOIN, [env]) as started:
+            return "\n".join([line.text(), line.says, said_by(started)])
+
+
+def further_ports_that_are_closed(folder: Path, backend: str) -> str:
+    source = "from kdist.backends.torch import lifeline\nconnect = lifeline.connect_to_chief\n"
+    source += "lifeline.connect_to_chief = lambda host, port, *more: connect(host, 1, *more)\n" + JOIN
+    with scripts(folder, source, workers("torch", local_addresses(2), 0, 1)) as (_, other):
+        return said_by([other])
+
+
+def another_token(folder: Path, backend: str) -> str:
+    service = Service(address := local_addresses(1)[0], {}, "one")
+    peer = Peer(f"worker 0 ({address})", address, "another")
+    try:
+        return error_of(lambda: peer.call("compute"))
+    finally:
+        peer.close()
+        service.stop()
 
 
 def nobody_described_a_cluster(folder: Path, backend: str) -> str:
@@ -239,7 +278,7 @@ def launched_function_does_not_end(folder: Path, backend: str) -> str:
     return error_of(lambda: kdist.launch(train, num_workers=2, timeout=2))
 
 
-_HELPERS = ("run", "run_script", "scripts", "workers", "said_by", "error_of", "interrupted")
+_HELPERS = ("run", "run_script", "scripts", "workers", "said_by", "error_of", "interrupted", "silent_address")
 CASES: dict[str, Callable[[Path, str], str]] = {
     name: value
     for name, value in list(globals().items())

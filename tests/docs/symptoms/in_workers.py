@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import kdist
+from kdist.doctor import machines, probes
 from tests.processes import strategy
 
 
@@ -217,6 +218,22 @@ def ended_dataset() -> None:
     iterator = iter(strategy().experimental_distribute_dataset([np.zeros((2, 1), "float32")]))
     iterator.get_next()
     iterator.get_next()
+
+
+def one_is_slow() -> None:
+    import keras
+
+    wait = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs=None: time.sleep(0.1 * me())
+    )
+    fit(callbacks=[kdist.callbacks.Throughput(), wait], epochs=2, verbose=2)
+
+
+def other_clock() -> None:
+    offsets = probes.clock_offsets(
+        lambda value: kdist.all_gather_object(value, strategy()), lambda: time.time() + 90 * me()
+    )
+    print(machines.judge_clocks(offsets).text())
 
 
 # Checkpoints -------------------------------------------------------------------------------------------------
