@@ -32,7 +32,6 @@ ON = {
 }
 ENTRIES = {
     "A worker is missing": ["a_worker_is_missing"],
-    "Firewall": ["port_that_is_closed", "further_ports_that_are_closed"],
     "Name of a host": ["host_without_an_address", "host_of_somebody_else"],
     "Port in use": ["port_in_use"],
     "No cluster": ["nobody_described_a_cluster"],
@@ -42,7 +41,6 @@ ENTRIES = {
     "The backend": ["backend_that_is_unknown"],
     "Devices that are not there": ["no_gpu", "no_tpu", "different_devices"],
     "NCCL": ["nccl_without_gpus"],
-    "Token": ["another_token"],
     "A worker hangs": ["a_worker_hangs"],
     "Different collectives": ["other_collective"],
     "A barrier": ["barrier_alone"],
@@ -60,14 +58,16 @@ ENTRIES = {
     "Wrong place": ["mixed_strategies", "function_of_tensorflow"],
     "NaN": ["not_a_number"],
     "Other numbers": ["coupled_rows", "model_from_outside", "other_weights"],
-    "Slow": ["one_is_slow"],
-    "Clocks": ["other_clock"],
     "No such checkpoint": ["no_checkpoint"],
     "A damaged checkpoint": ["damaged_checkpoint", "missing_shard"],
     "A checkpoint that does not fit": ["checkpoint_of_another_model", "checkpoint_with_less"],
     "Versions that differ": ["newer_checkpoint"],
     "A checkpoint that cannot be written": ["folder_cannot_be_written"],
     "The folder is not shared": ["folder_is_not_shared"],
+    "Firewall": ["port_that_is_closed", "further_ports_that_are_closed"],
+    "Slow": ["one_is_slow"],
+    "Clocks": ["other_clock"],
+    "Token": ["another_token"],
 }
 # Entries that quote nothing: what they say is tested there.
 ELSEWHERE = {
