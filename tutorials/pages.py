@@ -82,7 +82,8 @@ def convert(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]
             if "image/png" in data:
                 figure = f"{name}-{len(figures) + 1}.png"
                 figures[figure] = base64.b64decode(data["image/png"])
-                parts.append(f"![{cell['metadata'].get('alt', '')}]({figure}){{ .figure }}")
+                shown = f"![{cell['metadata'].get('alt', '')}]({figure}){{ .figure }}"
+                parts.append(f"[{shown}]({figure})")
             elif "text/markdown" in data:
                 parts.append("".join(data["text/markdown"]))
             else:
