@@ -83,6 +83,11 @@ def test_every_public_name_has_an_entry(site: Path) -> None:
     assert not missing
 
 
+def test_examples_of_docstrings_are_shown_as_code(site: Path) -> None:
+    reference = "".join(page.read_text(encoding="utf-8") for page in (site / "api").rglob("*.html"))
+    assert "<blockquote>" not in reference and reference.count('<span class="gp">&gt;&gt;&gt; </span>') > 20
+
+
 def test_each_page_has_a_title_and_a_description_of_its_own(site: Path) -> None:
     seen: dict[str, Path] = {}
     for page in site.rglob("index.html"):
