@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from tests.environment import clean_environment
-from tests.processes import Script, each_backend, local_addresses, run, start_pool, strategy, tf_config
+from tests.processes import (
+    BACKENDS,
+    Script,
+    each_backend,
+    full_unless,
+    local_addresses,
+    run,
+    start_pool,
+    strategy,
+    tf_config,
+)
 
 # Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
 
@@ -238,8 +248,15 @@ for path in sys.argv[1:]:
 """
 
 
-@each_backend
-@pytest.mark.parametrize("synchronized", [False, True])
+@pytest.mark.parametrize(
+    ("synchronized", "backend"),
+    # On TensorFlow the layer that knows the other workers is the harder one.
+    [
+        pytest.param(synchronized, backend, marks=full_unless(synchronized or backend != "tensorflow"))
+        for backend in BACKENDS
+        for synchronized in (False, True)
+    ],
+)
 def test_saved_files_open_where_kdist_is_not_installed(backend, synchronized, tmp_path, request):
     if synchronized and backend != "tensorflow":
         reason = "Keras refuses to make a layer with synchronized=True on this backend, and the file says so"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, run_plain
+from tests.processes import BACKENDS, full_unless, run, run_plain
 from tests.ways import WAYS
 
 
@@ -97,8 +97,14 @@ def plain() -> dict[str, Any]:
     return {}
 
 
-@each_backend
-@pytest.mark.parametrize("num_workers", [1, 2])
+# TensorFlow traces each way anew, and takes half a minute with each number of workers.
+PAIRS = [(backend, number) for backend in BACKENDS for number in (1, 2)]
+FULL = {("tensorflow", 2), ("jax", 1)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "num_workers"), [pytest.param(*pair, marks=full_unless(pair not in FULL)) for pair in PAIRS]
+)
 def test_every_way_to_use_a_variable_gives_what_it_gives_in_plain_keras(
     backend: str, num_workers: int, plain: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import BACKENDS, Script, each_backend, full_unless
+from tests.processes import Script, each_backend
 
 TUTORIAL = Path(__file__).with_name("tutorial.py").read_text(encoding="utf-8")
 
@@ -42,7 +42,8 @@ def test_in_one_process(backend: str, tmp_path: Path) -> None:
     check(script.stdout())
 
 
-@pytest.mark.parametrize("backend", [pytest.param(b, marks=full_unless(b == "jax")) for b in BACKENDS])
+@pytest.mark.full  # notebook 9 trains as tasks, too
+@each_backend
 def test_as_tasks_of_a_job(backend: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kdist", "run", "--num-workers", "2", "--num-ps", "2"]
     script = Script(tmp_path, "tutorial", TUTORIAL, {"KERAS_BACKEND": backend}, command)

@@ -133,7 +133,7 @@ def test_a_terminal_gets_a_bar_that_moves(command, no_colour, tmp_path):
             if "line" in line or "Epoch" in line or "8/8" in line or "kdist" in line
         ]
     )
-    assert written.count("\r[worker 0] ") >= 6, "it is drawn anew"
+    assert written.count("\r[worker 0] ") > 2, "it is drawn anew"
     assert bool(COLOUR.search(written)) == (not no_colour)
     halves = re.findall(r"[1-7]/8 (━+)(─+) ", written)
     assert bool(halves) == bool(no_colour), "what is left is told without colours, too"

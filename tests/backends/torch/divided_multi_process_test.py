@@ -282,7 +282,7 @@ def test_files_and_checkpoints_go_to_other_numbers_of_workers_and_back(tmp_path)
         model.fit(*_rows(), batch_size=8, epochs=2, shuffle=False, verbose=0)
         model.save_weights(f"{folder}/half.weights.h5")
         assert model.module.module.weight.to_local().shape == (4, 4)
-        return kdist.Checkpoint(model=model).save(f"{folder}/half")
+        return kdist.Checkpoint(model=model).save(f"{folder}/half", asynchronous=False)
 
     def second_half(folder, path, kind):
         import kdist
