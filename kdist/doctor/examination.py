@@ -17,7 +17,7 @@ from kdist.doctor.facts import Facts, gather, reach
 from kdist.doctor.machines import judge_all_reduce, judge_clocks, judge_machines, judge_shared
 from kdist.doctor.report import FAIL, OK, Line, Report
 from kdist.doctor.software import judge_software
-from kdist.errors import KdistError, WorkerTimeoutError
+from kdist.errors import KdistError, WorkerLostError, WorkerTimeoutError
 from kdist.parity import Training
 
 _LAST = 5.0  # seconds after the time is up in which a process must have said so
@@ -83,15 +83,24 @@ def examine(options: Options, deliver: Callable[[Report], None]) -> Report:
         for stage[0] in _stages(options, report, ends):
             pass
     except Exception as error:
-        # An error of kdist's says itself what to do; where an engine fails that was found, it is what lies between.
-        remedy, command = ("", "") if isinstance(error, KdistError) or stage[0] not in _HINTS else _BETWEEN
-        report.lines.append(Line(FAIL, stage[0], _said(error), remedy, command))
+        report.lines.append(failed_line(stage[0], error))
     if not once.acquire(blocking=False):
         threading.Event().wait()  # the other thread ends the process
     timer.cancel()
     faulthandler.cancel_dump_traceback_later()
     deliver(report)
     return report
+
+
+def failed_line(stage: str, error: Exception) -> Line:
+    """Returns what is said of a stage in which an error was raised.
+
+    One of kdist's says itself what to do. Where an engine fails, or a worker that had come is lost, it is most often
+    what lies between them.
+    """
+    says_what_to_do = isinstance(error, KdistError) and not isinstance(error, WorkerLostError)
+    advice = ("", "") if says_what_to_do or stage not in _HINTS else _BETWEEN
+    return Line(FAIL, stage, _said(error), *advice)
 
 
 def _said(error: Exception) -> str:

@@ -7,10 +7,12 @@ import re
 
 import pytest
 
+from kdist.doctor.examination import failed_line
 from kdist.doctor.facts import Facts
 from kdist.doctor.machines import judge_all_reduce, judge_clocks, judge_machines, judge_shared
 from kdist.doctor.report import Line, Report, names_of, spread
 from kdist.doctor.software import judge_software
+from kdist.errors import ClusterConfigError, WorkerLostError
 from tests.environment import ROOT
 
 WELL = Facts(
@@ -291,6 +293,18 @@ def test_all_reduce():
     assert (line.status, line.says) == ("ok", "0.5 ms for one number, 20 ms for 8 MB (419 MB/s)")
     wrong = judge_all_reduce([0.0005, 0.02], 8 << 20, False)
     assert wrong.status == "FAIL" and "the sum is wrong" in wrong.says
+
+
+def test_what_lies_between_workers_is_named_where_nothing_else_says_what_to_do():
+    advised = [
+        (stage, type(error).__name__)
+        for stage in ("joining", "all-reduce", "one step")
+        for error in (ConnectionError("x"), WorkerLostError("x"), ClusterConfigError("x", hint="y"))
+        if "open all ports" in failed_line(stage, error).text()
+    ]
+    assert advised == [
+        (s, e) for s in ("joining", "all-reduce") for e in ("ConnectionError", "WorkerLostError")
+    ]
 
 
 def test_text_of_a_report():
