@@ -42,7 +42,7 @@ _IMPATIENCE_SECONDS = 1.0
 _WRITING_SECONDS = 600.0
 _PAUSE = 0.02
 # How long after its last save the chief, which holds what it has posted, stays for those that have not read it yet.
-_STAY_SECONDS = 10.0
+_STAY_SECONDS = 5.0
 
 _is_alone: ContextVar[bool] = ContextVar("kdist_saves_alone", default=False)
 _keeps_files: ContextVar[bool] = ContextVar("kdist_keeps_files", default=False)
