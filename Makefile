@@ -22,10 +22,10 @@ demo: .venv-demo-$(BACKEND)/ready
 	.venv-demo-$*/bin/python $(PIP) $(EDITABLE) '.[demo]' $(PACKAGES_$*)
 	touch $@
 
-# Two tests at a time: most wait for worker processes, which share the cores.
-PYTEST = -m pytest -n 2 --dist loadgroup --durations 20
+# One test more at a time than there are cores: most wait for worker processes for a while, which share them.
+PYTEST = -m pytest -n 3 --dist loadgroup --durations 20
 
-# What CI runs: pairs instead of products, in at most 20 minutes on 2 cores.
+# What CI runs: pairs instead of products, in at most 25 minutes on 2 cores.
 test: .venv/ready lint
 	.venv/bin/python $(PYTEST)
 

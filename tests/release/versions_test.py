@@ -73,8 +73,5 @@ def test_every_environment_has_a_row_and_every_backend_its_cells() -> None:
 
 def test_a_cell_that_failed_shows() -> None:
     noted = {"versions": {"python": "3.11.7", "jax": "0.9.0"}, "cells": {"jax": [99, 100]}}
-    assert (
-        table({"some": noted})
-        .splitlines()[-1]
-        .startswith("| some | 3.11.7 | – | – | 0.9.0<br>✗ 99/100 | – |")
-    )
+    lines = table({"some": noted}).splitlines()
+    assert "| JAX | 0.9.0<br>✗ 99/100 |" in lines and "| PyTorch | – |" in lines
