@@ -25,7 +25,7 @@ demo: .venv-demo-$(BACKEND)/ready
 # One test more at a time than there are cores: most wait for worker processes for a while, which share them.
 PYTEST = -m pytest -n 3 --dist loadgroup --durations 20
 
-# What CI runs: pairs instead of products, in at most 25 minutes on 2 cores.
+# What CI runs: pairs instead of products, in less than half an hour on 2 cores.
 test: .venv/ready lint
 	.venv/bin/python $(PYTEST)
 
