@@ -31,7 +31,7 @@ class StrategyLike(Protocol):
     def scope(self) -> Scope[Any]:
         """Returns a context manager that makes it current."""
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
         """Reduces a value over all replicas."""
 
 
@@ -121,7 +121,7 @@ class ReplicaContext:
                 options count.
 
         Returns:
-            A structure like `value`. A `MEAN` of integers is of floating point.
+            A structure like `value`. The `MEAN` of integers is floating point, as in `Strategy.reduce`.
 
         Raises:
             InvalidArgumentError: There is no such operation, or the value is a distributed one.

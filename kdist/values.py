@@ -85,20 +85,29 @@ class PerReplica(DistributedValues):
     """
 
 
-def regroup(parts: Sequence[Any], map_structure: Callable[..., Any]) -> Any:
-    """Turns one structure a replica into one structure of `PerReplica` leaves.
+def is_same(leaves: Sequence[Any]) -> bool:
+    """Returns whether all replicas have the same object, or equal Python values."""
+    first = leaves[0]
+    by_value = type(first) in (bool, int, float, complex, str, bytes)
+    return all(leaf is first or (by_value and type(leaf) is type(first) and leaf == first) for leaf in leaves)
+
+
+def regroup(parts: Sequence[Any], map_structure: Callable[..., Any], always_wrap: bool = True) -> Any:
+    """Turns one structure per replica into one structure of `PerReplica` leaves.
 
     As in `tf.distribute`, a worker with a single replica gets its structure as it is.
 
     Args:
-        parts: Structures of the same shape, one a local replica.
-        map_structure: `keras.tree.map_structure`; this module imports no Keras.
+        parts: Structures of the same shape, one per local replica.
+        map_structure: `keras.tree.map_structure`; this module does not import Keras.
+        always_wrap: If `False`, a leaf that is the same in all replicas stays one value. `None` always does.
     """
     if len(parts) == 1:
         return parts[0]
 
     def join(*leaves: Any) -> Any:
-        return None if all(leaf is None for leaf in leaves) else PerReplica(leaves)
+        same = leaves[0] is None if always_wrap else True
+        return leaves[0] if same and is_same(leaves) else PerReplica(leaves)
 
     return map_structure(join, *parts)
 
@@ -121,11 +130,9 @@ def component(value: Any, index: int, map_structure: Callable[..., Any]) -> Any:
 
 
 def local_results(
-    value: Any, map_structure: Callable[..., Any], flatten: Callable[[Any], list[Any]]
-) -> tuple:
-    """Returns one structure a replica: the reverse of `regroup`."""
-    sizes = {len(leaf.values) for leaf in flatten(value) if isinstance(leaf, DistributedValues)}
-    if not sizes:
+    value: Any, num_local: int, map_structure: Callable[..., Any], is_nested: Callable[[Any], bool]
+) -> tuple[Any, ...]:
+    """Returns one structure per local replica: the reverse of `regroup`; `(value,)` for anything else."""
+    if not is_nested(value) and not isinstance(value, DistributedValues):
         return (value,)
-
-    return tuple(component(value, i, map_structure) for i in range(max(sizes)))
+    return tuple(component(value, i, map_structure) for i in range(num_local))

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from kdist.errors import InvalidArgumentError
-from kdist.values import DistributedValues, regroup
+from kdist.values import DistributedValues, PerReplica, is_same
 
 
 def map_tensors(method: str, function: Callable[[Any], Any], value: Any) -> Any:
@@ -33,17 +33,15 @@ def joined(parts: Sequence[Any]) -> Any:
     stay what they are.
     """
 
-    def undistributed(leaf: Any) -> Any:
-        values = leaf.values if isinstance(leaf, DistributedValues) else ()
-        # To TensorFlow a Keras variable is a tensor.
-        if not values or (keras.ops.is_tensor(values[0]) and not isinstance(values[0], keras.Variable)):
-            return leaf
-        first = values[0]
-        constant = isinstance(first, (bool, int, float, complex, str, bytes))
-        same = all(v is first or (constant and type(v) is type(first) and v == first) for v in values)
-        return first if same else leaf
+    if len(parts) == 1:
+        return parts[0]
 
-    return keras.tree.map_structure(undistributed, regroup(parts, keras.tree.map_structure))
+    def join(*leaves: Any) -> Any:
+        # To TensorFlow a Keras variable is a tensor.
+        is_tensor = keras.ops.is_tensor(leaves[0]) and not isinstance(leaves[0], keras.Variable)
+        return leaves[0] if is_same(leaves) and not is_tensor else PerReplica(leaves)
+
+    return keras.tree.map_structure(join, *parts)
 
 
 def is_integer(tensor: Any) -> bool:
@@ -53,5 +51,9 @@ def is_integer(tensor: Any) -> bool:
 
 
 def as_float(tensor: Any) -> Any:
-    """Returns a tensor of Keras's floating-point dtype."""
-    return keras.ops.cast(tensor, keras.config.floatx())
+    """Returns an integer tensor in the dtype in which TensorFlow divides it, which `tf.distribute` uses for means.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/math/truediv
+    """
+    is_small = keras.backend.standardize_dtype(tensor.dtype) in ("bool", "int8", "uint8", "int16", "uint16")
+    return keras.ops.cast(tensor, "float32" if is_small else "float64")

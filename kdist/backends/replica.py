@@ -105,7 +105,8 @@ class Replica(ReplicaContext):
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)):
             total = self.all_reduce_with_gradient(tensor)
         else:
-            (total,) = self.all_reduce_sum([tensor])
+            # Packed, since `all_reduce_sum` may give all replicas the same tensor, which `run` would return as one.
+            (total,) = self.all_reduce_packed([tensor])
         return total if op is ReduceOp.SUM else divide(total, self.num_replicas_in_sync)
 
     @property

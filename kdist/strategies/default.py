@@ -134,6 +134,10 @@ class DefaultStrategy(Strategy):
         """Returns what the function makes for the only replica."""
         return value_fn(ValueContext())
 
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns the value of the only replica, in a tuple."""
+        return (value,)
+
 
 @functools.cache
 def default_strategy() -> DefaultStrategy:

@@ -117,6 +117,8 @@ def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None, by
         return by_own(op, _summands(runtime, op, leaf))
     ops = keras.ops
     parts = runtime.to_holder(_parts(leaf))
+    if op is ReduceOp.MEAN:
+        parts = [as_float(part) if is_integer(part) else part for part in parts]
     number: Any = runtime.num_replicas
     if axis is not None:
         axis = checked_axis(axis, len(parts[0].shape))
@@ -133,7 +135,7 @@ def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None, by
         (total,) = runtime.sum_over_workers([sum(parts[1:], parts[0])])
     if op is ReduceOp.SUM:
         return total
-    return divide(as_float(total) if is_integer(total) else total, number)
+    return divide(total, number)
 
 
 def _check_equal_shapes(parts: Sequence[Any]) -> None:
@@ -162,6 +164,8 @@ def _reduce_equal(op: ReduceOp, value: Any, axis: int | None) -> Any:
             received={"value": value},
             hint='Reduce what `strategy.run` returns, or take its "MEAN".',
         )
+    if axis is None and not isinstance(value, keras.Variable):
+        return value
     tensor = keras.ops.convert_to_tensor(value)
     return tensor if axis is None else keras.ops.mean(tensor, axis=checked_axis(axis, len(tensor.shape)))
 

@@ -90,4 +90,4 @@ def run(
                 received={"replica_0": results[0], f"replica_{index}": other},
                 hint="A replica that has nothing to return may return None in the same places as the others.",
             ) from error
-    return regroup(results, keras.tree.map_structure)
+    return regroup(results, keras.tree.map_structure, always_wrap=False)

@@ -284,8 +284,9 @@ class Strategy:
             options: A `kdist.RunOptions`.
 
         Returns:
-            What the function returns: a structure of `kdist.DistributedValues` with one component for each
-            replica of this worker, or the value itself where there is one replica.
+            The function's result: a structure of `kdist.DistributedValues` with one component per replica of
+            this worker, or the value itself if the worker has one replica. A Python number or string that all
+            replicas return is one value, and so is a tensor that comes from `merge_call` for all of them.
 
         Raises:
             StrategyScopeError: Inside a replica.
@@ -304,7 +305,7 @@ class Strategy:
 
         return run(self, fn, args, kwargs, options)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
         """Reduces a value over all replicas, of all workers.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
@@ -317,7 +318,8 @@ class Strategy:
                 reduce over the replicas only, whose shapes must be equal.
 
         Returns:
-            A structure of tensors, equal on all workers.
+            A structure of tensors, equal on all workers. The `MEAN` of integers has the dtype of a true division
+            in TensorFlow: float32 for 8 and 16 bits, else float64. JAX has float64 only if `jax_enable_x64` is set.
 
         Raises:
             InvalidArgumentError: There is no such operation or axis, or a value that is not distributed is to
@@ -371,9 +373,10 @@ class Strategy:
             value: A value or a structure of values, such as an element of a distributed dataset.
 
         Returns:
-            One value a local replica; `(value,)` for something that is not distributed. Of a Keras variable the
-            variable for each replica, or, with `synchronization="on_read"`, each replica's own value; all
-            workers must ask for that.
+            One value per local replica. A dictionary, list or tuple becomes one structure per replica, whether
+            its leaves are distributed or not; any other value that is not distributed becomes `(value,)`. A
+            Keras variable becomes the variable once per replica, or, with `synchronization="on_read"`, each
+            replica's own value; all workers must ask for these values together.
         """
         import keras
 
@@ -387,7 +390,8 @@ class Strategy:
             return PerReplica([leaf] * len(self.runtime.devices))
 
         value = keras.tree.map_structure(of_variable, value)
-        return local_results(value, keras.tree.map_structure, keras.tree.flatten)
+        num_local = len(self.runtime.devices)
+        return local_results(value, num_local, keras.tree.map_structure, keras.tree.is_nested)
 
     def __repr__(self) -> str:
         return describe(self)

@@ -58,12 +58,11 @@ def in_worker_types(num_replicas):
     s = strategy(num_replicas)
     tensor, none, text, list_ = s.run(lambda: (keras.ops.ones(2), None, "text", []))
     number_of_local = len(s.runtime.devices)
-    assert none is None and list_ == []
+    assert (none, text, list_) == (None, "text", [])
     if number_of_local == 1:
-        assert keras.ops.is_tensor(tensor) and text == "text"
+        assert keras.ops.is_tensor(tensor)
     else:
         assert isinstance(tensor, kdist.DistributedValues)
-        assert isinstance(text, kdist.DistributedValues) and text.values == ("text",) * number_of_local
         assert all(keras.ops.is_tensor(part) for part in tensor.values)
         assert "PerReplica" in repr(tensor) and "0:" in repr(tensor)
     parts = s.experimental_local_results(tensor)

@@ -185,7 +185,8 @@ class _Program:
         # Not `addressable_data`, which takes any shard of an array that is said to be equal on all devices.
         shards = [out.addressable_shards for out in outputs]
         number = len(self._runtime.devices)
-        return [self._outputs.fill([parts[i].data for parts in shards]) for i in range(number)]
+        pairs = [*zip(shards, self._outputs.same, strict=True)]
+        return [self._outputs.fill([p[0 if same else i].data for p, same in pairs]) for i in range(number)]
 
     def _discover(self, call: _Call) -> list[Any]:
         """Traces the function, without compiling it, until all its variables are known."""
@@ -252,7 +253,7 @@ class _Program:
         except Exception as error:
             error.add_note("Raised in the function of all replicas, which JAX traces once.")
             raise
-        self._outputs = Outputs(result)
+        self._outputs = Outputs(result, replica.same)
         # One trace may see a value as new that another one sees as the old one: the first says which are written.
         written = self._written if self._knows_written else list(values.written.values())
         return values.results(written), self._outputs.take()

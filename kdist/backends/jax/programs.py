@@ -185,10 +185,17 @@ class Template:
 
 
 class Outputs(Template):
-    """What a traced function returns: arrays, which its program computes, among constants."""
+    """The result of a traced function: arrays, which its program computes, among constants.
 
-    def __init__(self, result: Any) -> None:
+    Args:
+        result: A structure.
+        same: The arrays among them that all local replicas share.
+    """
+
+    def __init__(self, result: Any, same: Sequence[Any] = ()) -> None:
         super().__init__(result, lambda leaf: leaf if is_array(leaf) else None)
+        self.same = [any(leaf is other for other in same) for leaf in self.data]
+        """For each array, whether it is one of those that all local replicas share."""
 
     def take(self) -> list[Any]:
         """Returns the arrays of the trace, once: they must not outlive it."""

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import keras
 
 from kdist.backends.jax.collectives import Collectives
 from kdist.backends.replica import Replica, equal_shares
 from kdist.context import cross_replica
+from kdist.values import DistributedValues
 
 
 class JaxReplica(Replica):
@@ -26,6 +28,8 @@ class JaxReplica(Replica):
             is_model_step=False,
         )
         self._collectives = collectives
+        self.same: list[Any] = []
+        """The arrays that `merge_call` returned to all local replicas alike."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -77,9 +81,14 @@ class JaxReplica(Replica):
             merged_args, merged_kwargs = values
             with scope.crossing() as written, cross_replica(self.strategy):
                 result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
-            return result, written
+            return (
+                result,
+                written,
+                [not isinstance(leaf, DistributedValues) for leaf in keras.tree.flatten(result)],
+            )
 
-        result, written = self._collectives.merge(call, (tuple(args), dict(kwargs or {})))
+        result, written, same = self._collectives.merge(call, (tuple(args), dict(kwargs or {})))
+        self.same += [leaf for leaf, is_same in zip(keras.tree.flatten(result), same, strict=True) if is_same]
         with scope.crossing():  # the function may have run in another's place
             for variable, value in written:
                 variable.assign(value)

@@ -22,7 +22,7 @@ from kdist.arrays.gathering import gather_rows
 from kdist.arrays.structures import joined
 from kdist.backends.jax.components import has_components
 from kdist.backends.jax.core import JaxCore
-from kdist.backends.jax.programs import Placed, initialize
+from kdist.backends.jax.programs import Outputs, Placed, initialize
 from kdist.backends.jax.replicas import JaxReplica
 from kdist.backends.jax.scopes import JaxScope, Values
 from kdist.backends.jax.storage import is_divided, whole
@@ -66,7 +66,7 @@ def run(runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: Any, plac
             own_args, own_kwargs = call.fill([jax.device_put(p[index], device) for p in call.data])
             result = fn(*own_args, **own_kwargs)
             scope.aggregate()
-            return result
+            return Outputs(result, replica.same)
 
     threads = ReplicaThreads(
         [f"replica {runtime.replica_ids[i]} ({n})" for i, n in enumerate(runtime.devices)]
@@ -84,7 +84,12 @@ def run(runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: Any, plac
             placed.write_components(variable, [component for component, _ in results], results[0][1])
         else:
             variable.assign(results[0])
-    return returned
+    return [outputs.fill(_with_first(outputs, returned[0])) for outputs in returned]
+
+
+def _with_first(outputs: Outputs, first: Outputs) -> list[Any]:
+    """A replica's arrays, with the first replica's where all of them share one."""
+    return [a if same else own for own, a, same in zip(outputs.data, first.data, outputs.same, strict=True)]
 
 
 def _value_on(runtime: JaxCore, variable: Any, index: int, placed: Placed) -> Any:
