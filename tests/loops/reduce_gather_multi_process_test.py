@@ -34,7 +34,6 @@ def in_worker_reduce(num_replicas):
         "mean": [s.reduce(op, vectors, axis=None) for op in (kdist.ReduceOp.MEAN, "MEAN", "mean")],
         "structure": s.reduce("SUM", structure, axis=None),
         "numbers": s.reduce("SUM", numbers, axis=None),
-        "default axis": s.reduce("SUM", vectors),
         "integers": [s.reduce(op, integers, axis=None) for op in ("SUM", "MEAN")],
         "integers, axis": [s.reduce(op, integers, axis=0) for op in ("SUM", "MEAN")],
         "rows": [s.reduce(op, rows, axis=0) for op in ("SUM", "MEAN")],
@@ -62,7 +61,6 @@ def test_reduce_adds_or_averages(backend, num_workers, num_replicas):
         np.testing.assert_allclose(found["structure"]["a"], total)
         assert found["structure"]["b"] == (ids.sum(), None)
         assert found["numbers"] == ids.sum() + num_replicas / 2
-        np.testing.assert_allclose(found["default axis"], total)
         np.testing.assert_array_equal(found["integers"][0], [ids.sum(), 7 * num_replicas])
         assert found["integers"][0].dtype == found["integers, axis"][0].dtype == "int32"
         np.testing.assert_allclose(found["integers"][1], [ids.mean(), 7], rtol=1e-6)
