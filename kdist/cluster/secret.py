@@ -105,7 +105,7 @@ def _read(directory: int) -> str:
 
 
 def _create(directory: int) -> None:
-    """Writes the whole file under another name first. Of several processes at once, one wins, and all read its secret."""
+    """Writes a whole file, then gives it its name. If several processes do so at once, all read the first one."""
     name = f"new-{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:

@@ -30,7 +30,9 @@ def test_the_token_is_the_secret(directory: Path, monkeypatch: pytest.MonkeyPatc
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("other", ["10.0.0.1:1", "host1:2222", "[fe80::1]:5", "127.example.org:1", "0.0.0.0:1"])
+@pytest.mark.parametrize(
+    "other", ["10.0.0.1:1", "host1:2222", "[fe80::1]:5", "127.example.org:1", "0.0.0.0:1"]
+)
 def test_without_a_token_other_machines_are_refused(directory: Path, other: str) -> None:
     with pytest.raises(ClusterConfigError, match="not set") as refused:
         job_secret(["127.0.0.1:1", other])
@@ -40,7 +42,9 @@ def test_without_a_token_other_machines_are_refused(directory: Path, other: str)
 
 def test_loopback_is_a_matter_of_numbers() -> None:
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.9.8.7", "::1")))
-    assert not any(map(is_loopback, ("127.example.org", "127", "0.0.0.0", "::", "10.0.0.1", "", "localhost.a")))
+    assert not any(
+        map(is_loopback, ("127.example.org", "127", "0.0.0.0", "::", "10.0.0.1", "", "localhost.a"))
+    )
 
 
 def test_each_user_has_one_secret_on_a_machine(directory: Path) -> None:
