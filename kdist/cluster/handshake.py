@@ -172,7 +172,7 @@ def clients(
 ) -> Generator[tuple[Link, dict[str, Any]] | None]:
     """Yields the first message of each client that proves to know the secret, with its link, until the deadline.
 
-    Yields `None` about once a second. Logs and closes other connections; the caller closes the links that it got.
+    Yields `None` at least once a second. Logs and closes other connections; the caller closes the links that it got.
     """
     pending: dict[Link, None] = {}
     reported = False
