@@ -63,9 +63,8 @@ def plan_roles(
     environ = dict(os.environ if environ is None else environ)
     extra = dict(extra or {})
     if len(hosts) < 2:  # launchers of several machines cannot agree on a new secret
-        extra[environment.TOKEN_VARIABLE] = environment.cluster_token(environ | extra) or secrets.token_hex(
-            16
-        )
+        token = environment.cluster_token(environ | extra)
+        extra[environment.TOKEN_VARIABLE] = token or secrets.token_hex(16)
     if num_ps:
         plan = _plan_servers(local_workers, num_ps, backend, environ, extra)
     else:
