@@ -168,6 +168,23 @@ def test_port_in_use(backend, tmp_path):
         expect(chief, "ClusterConfigError", str(taken))
 
 
+@pytest.mark.parametrize("backend", ["jax", "torch"])  # TensorFlow's workers meet as JAX's do
+def test_workers_with_different_secrets(backend, tmp_path):
+    addresses = local_addresses(2)
+    environments = [
+        {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, index), "KDIST_JOIN_TIMEOUT": "3"}
+        | {"KDIST_CLUSTER_TOKEN": token}
+        for index, token in enumerate(["one secret", "another secret"])
+    ]
+    with scripts(tmp_path, PRELUDE + IMPORT + MULTI_WORKER, environments) as (chief, other):
+        words = "must know the same secret", "export KDIST_CLUSTER_TOKEN=$(openssl rand -hex 16)"
+        expect(other, "ClusterConfigError", *words)
+        expect(chief, "KdistError")
+        told = chief.stdout() + chief.stderr() + other.stdout() + other.stderr()
+    assert "Dropped a connection from 127.0.0.1: it does not accept the secret (KDIST_CLUSTER_TOKEN)" in told
+    assert "5ec2e7" not in told
+
+
 @pytest.mark.parametrize("missing", [0, 1], ids=["chief", "other"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_worker_that_never_comes(backend, missing, tmp_path):

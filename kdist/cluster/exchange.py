@@ -1,27 +1,27 @@
 """`complete_addresses`: how every worker learns every worker's address when the launcher tells only one.
 
 TensorFlow needs them all; torchrun and MPI tell worker 0's. Each worker opens a connection to worker 0, says
-where it can be reached, and gets the full list back. Lines of JSON, of limited size; nothing is unpickled.
+where it can be reached, and gets the full list back. Where there is a secret, both sides prove that they know it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import selectors
+import random
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from kdist.cluster import handshake, logs
 from kdist.cluster.addresses import free_ports, is_loopback, join_address, split_address
 from kdist.cluster.discovery import Cluster
+from kdist.cluster.handshake import Link, NotOfThisJobError, secret_error
 from kdist.cluster.process_variables import stable_port
 from kdist.errors import ClusterConfigError, WorkerTimeoutError
 
-_MOST_BYTES = 4096  # of one worker's line; the reply may be longer, by its number of workers
-_LOOK = 1.0  # seconds between two looks at who is missing
+_MOST_CHARACTERS = 512  # of one worker's address; a host name has up to 253
 _SLACK = 3.0  # workers outwait worker 0, whose message says who is missing
 
 
@@ -80,9 +80,9 @@ def _meeting_places(cluster: Cluster) -> list[tuple[str, int]]:
     return [(host, place) for place in dict.fromkeys([*beside, *derived]) if place != port]
 
 
-def _greeting(cluster: Cluster) -> bytes:
-    """What worker 0 says first, so that nobody mistakes another server, or another job, for it."""
-    return json.dumps({"kdist": "addresses", "of": cluster.coordinator}).encode() + b"\n"
+def _purpose(cluster: Cluster) -> str:
+    """Names the connection, so that no worker takes worker 0 of another job of the same user for its own."""
+    return f"addresses of {cluster.coordinator}"
 
 
 def _own_address(cluster: Cluster, host: str) -> str:
@@ -95,30 +95,42 @@ def _own_address(cluster: Cluster, host: str) -> str:
 def _gather(
     cluster: Cluster, timeout: float, deadline: float, note: Callable[[Collection[int]], None]
 ) -> tuple[str, ...]:
-    """Worker 0's side: waits for the others, then tells everybody."""
+    """Worker 0's side: waits for the others, then sends the list to all of them."""
     addresses: dict[int, str] = {0: _own_address(cluster, split_address(cluster.coordinator)[0])}
-    joined: list[socket.socket] = []
-    with contextlib.ExitStack() as cleanup, selectors.DefaultSelector() as selector:
+    joined: list[Link] = []
+    secret = handshake.secret_if_any(str(cluster.coordinator), warn=True)
+    with contextlib.ExitStack() as cleanup:
         server = cleanup.enter_context(_listen(cluster))
-        selector.register(server, selectors.EVENT_READ)
-        while len(addresses) < cluster.num_workers:
-            ready = selector.select(min(_LOOK, max(0.0, deadline - time.monotonic())))
-            missing = [index for index in range(cluster.num_workers) if index not in addresses]
+        clients = handshake.clients(server, secret, _purpose(cluster), deadline)
+        for client in cleanup.enter_context(contextlib.closing(clients)):
+            if client is None:
+                note(_missing(cluster, addresses))
+                continue
+            link, said = client
+            cleanup.enter_context(link.connection)
+            problem = _admit(said, cluster, addresses)
+            if problem is None:
+                joined.append(link)
+            elif secret:
+                _tell([*joined, link], {"problem": problem})
+                raise _mismatch_error(problem)
+            else:  # anybody could stop the job if this were an error
+                _tell([link], {"problem": problem})
+                logs.logger.warning("Ignored a worker from %s: %s", link.host, _mismatch_error(problem))
+            if len(addresses) == cluster.num_workers:
+                break
+        else:
+            missing = _missing(cluster, addresses)
             note(missing)
-            if not ready and time.monotonic() >= deadline:
-                _tell(joined, {"missing": missing, "timeout": timeout})
-                raise _missing_error(missing, timeout)
-            for key, _ in ready:
-                if key.fileobj is server:
-                    _accept(server, _greeting(cluster), selector, cleanup)
-                    continue
-                client: Any = key.fileobj
-                line = _read_line(client, key.data, selector)
-                if line is not None and _admit(line, cluster, addresses, joined):
-                    joined.append(client)
+            _tell(joined, {"missing": missing, "timeout": timeout})
+            raise _missing_error(missing, timeout)
         complete = tuple(addresses[index] for index in range(cluster.num_workers))
         _tell(joined, {"addresses": complete})
         return complete
+
+
+def _missing(cluster: Cluster, addresses: Mapping[int, str]) -> list[int]:
+    return [index for index in range(cluster.num_workers) if index not in addresses]
 
 
 def _listen(cluster: Cluster) -> socket.socket:
@@ -128,7 +140,7 @@ def _listen(cluster: Cluster) -> socket.socket:
         where = host if is_loopback(host) else ""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            return socket.create_server((where, port), family=family, backlog=128)
+            return socket.create_server((where, port), family=family, backlog=socket.SOMAXCONN)
         except OSError as error:
             refused[join_address(host, port)] = os.strerror(error.errno or 0)
     raise ClusterConfigError(
@@ -138,54 +150,17 @@ def _listen(cluster: Cluster) -> socket.socket:
     )
 
 
-def _accept(
-    server: socket.socket,
-    greeting: bytes,
-    selector: selectors.BaseSelector,
-    cleanup: contextlib.ExitStack,
-) -> None:
-    connection, _ = server.accept()
-    connection.setblocking(False)
-    cleanup.enter_context(connection)
-    with contextlib.suppress(OSError):
-        connection.send(greeting)  # a few bytes: they fit
-    selector.register(connection, selectors.EVENT_READ, bytearray())
-
-
-def _read_line(
-    connection: socket.socket, line: bytearray, selector: selectors.BaseSelector
-) -> bytearray | None:
-    """Adds what has come to a line; returns it once it is complete. Strangers that talk on are cut off."""
-    try:
-        received = connection.recv(_MOST_BYTES)
-    except BlockingIOError:
-        return None
-    except OSError:
-        received = b""
-    line += received
-    complete = b"\n" in line
-    if complete or not received or len(line) > _MOST_BYTES:
-        selector.unregister(connection)
-        if not complete:
-            connection.close()
-    return line if complete else None
-
-
-def _admit(line: bytearray, cluster: Cluster, addresses: dict[int, str], joined: list[socket.socket]) -> bool:
-    """Takes a worker in; returns False for a stranger and raises for a worker that does not belong here."""
-    try:
-        said = json.loads(line)
-        index, count, address = said["worker"], said["num_workers"], said["address"]
-        split_address(address)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False  # not one of ours: a port scan, say
-    valid = type(index) is int and 0 < index < cluster.num_workers
-    if count == cluster.num_workers and valid and index not in addresses:
-        addresses[index] = address
-        return True
-    problem = {"expected num_workers": cluster.num_workers, "num_workers": count, "worker": index}
-    _tell(joined, {"problem": problem})
-    raise _mismatch_error(problem)
+def _admit(said: Mapping[str, Any], cluster: Cluster, addresses: dict[int, str]) -> dict[str, Any] | None:
+    """Notes the address of a worker; returns what is wrong if it does not belong to these workers."""
+    index, count, address = (said.get(name) for name in ("worker", "num_workers", "address"))
+    agrees = count == cluster.num_workers
+    if agrees and type(index) is int and 0 < index < cluster.num_workers and index not in addresses:
+        with contextlib.suppress(ClusterConfigError):
+            split_address(address)
+            if len(str(address)) <= _MOST_CHARACTERS:
+                addresses[index] = str(address)
+                return None
+    return {"expected num_workers": cluster.num_workers, "num_workers": count, "worker": index}
 
 
 def _mismatch_error(problem: dict[str, Any]) -> ClusterConfigError:
@@ -204,89 +179,65 @@ def _missing_error(missing: Sequence[int], timeout: float) -> WorkerTimeoutError
     )
 
 
-def _tell(connections: list[socket.socket], message: dict[str, Any]) -> None:
-    line = json.dumps(message).encode() + b"\n"
-    for connection in connections:
+def _tell(links: Sequence[Link], message: Mapping[str, Any]) -> None:
+    for link in links:
         with contextlib.suppress(OSError):
-            connection.settimeout(5.0)
-            connection.sendall(line)
+            link.send(message)
 
 
 def _report(
     cluster: Cluster, timeout: float, deadline: float, note: Callable[[Collection[int]], None]
 ) -> tuple[str, ...]:
-    """Every other worker's side: tells worker 0 the own address and reads the list."""
+    """The side of every other worker: sends its own address to worker 0 and reads the list."""
     note([0])
-    with _connect(cluster, timeout, deadline, note) as connection:
-        own = _own_address(cluster, connection.getsockname()[0])
-        said = {"worker": cluster.worker_index, "num_workers": cluster.num_workers, "address": own}
+    link = _connect(cluster, timeout, deadline, note)
+    with link.connection:
+        own = _own_address(cluster, link.connection.getsockname()[0])
         try:
-            connection.sendall(json.dumps(said).encode() + b"\n")
-            reply = _read_reply(connection, deadline, 1024 * (cluster.num_workers + 4))
+            link.send({"worker": cluster.worker_index, "num_workers": cluster.num_workers, "address": own})
+            reply = link.receive(deadline, 1024 * (cluster.num_workers + 4))
         except OSError as error:
             raise _lost_error(cluster, timeout, error) from error
-    if "missing" in reply:
-        missing = [index for index in range(cluster.num_workers) if index in reply["missing"]]
-        note(missing)
-        raise _missing_error(missing, timeout)
-    if "problem" in reply:
-        raise _mismatch_error(reply["problem"])
     try:
+        if "missing" in reply:
+            missing = [index for index in range(cluster.num_workers) if index in reply["missing"]]
+            note(missing)
+            raise _missing_error(missing, timeout)
+        if "problem" in reply:
+            raise _mismatch_error(dict(reply["problem"]))
         addresses = tuple(reply["addresses"])
         for address in addresses:
             split_address(address)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError) as error:
         raise _lost_error(cluster, timeout, error) from error
     return addresses
 
 
 def _connect(
     cluster: Cluster, timeout: float, deadline: float, note: Callable[[Collection[int]], None]
-) -> socket.socket:
+) -> Link:
+    secret = handshake.secret_if_any(str(cluster.coordinator))
     problem: Exception = TimeoutError()
+    stranger: NotOfThisJobError | None = None
     while time.monotonic() < deadline - _SLACK:
         for place in _meeting_places(cluster):
             patience = min(5.0, max(0.1, deadline - time.monotonic()))
             try:
-                connection = socket.create_connection(place, timeout=patience)
+                return handshake.connect(place, secret, _purpose(cluster), patience, min(1.0, patience))
+            except NotOfThisJobError as error:
+                if stranger is None:
+                    logs.logger.warning(
+                        "A process at %s is not of this job: %s.", join_address(*place), error
+                    )
+                problem = stranger = error
             except OSError as error:  # worker 0 may still be importing its framework
                 problem = error
-                continue
-            if _is_worker_0(connection, _greeting(cluster), min(1.0, patience)):
-                return connection
-            connection.close()
         note([0])
-        time.sleep(0.1)
+        # Thousands of workers must not all try again at once.
+        time.sleep(random.uniform(0.5, 1.5) * min(2.0, 0.1 + cluster.num_workers / 1000))
+    if stranger is not None:
+        raise secret_error(str(cluster.coordinator), stranger) from stranger
     raise _lost_error(cluster, timeout, problem) from problem
-
-
-def _is_worker_0(connection: socket.socket, greeting: bytes, patience: float) -> bool:
-    try:
-        return _wait_for_line(connection, time.monotonic() + patience, len(greeting)) == greeting
-    except OSError:
-        return False
-
-
-def _read_reply(connection: socket.socket, deadline: float, most: int) -> dict[str, Any]:
-    try:
-        reply = json.loads(_wait_for_line(connection, deadline, most))
-    except ValueError:
-        reply = None
-    if not isinstance(reply, dict):
-        raise ConnectionResetError("the answer was not that of a worker")
-    return reply
-
-
-def _wait_for_line(connection: socket.socket, deadline: float, most: int) -> bytes:
-    """Reads a line of limited size; raises `OSError` where it does not come in time."""
-    line = b""
-    while b"\n" not in line and len(line) < most:
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
-        received = connection.recv(most - len(line))
-        if not received:
-            raise ConnectionResetError("worker 0 closed the connection without an answer")
-        line += received
-    return line
 
 
 def _lost_error(cluster: Cluster, timeout: float, error: Exception) -> WorkerTimeoutError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from kdist.cluster import is_loopback
+from kdist.cluster.secret import EXPORT_TOKEN
 from kdist.doctor.facts import Facts
 from kdist.doctor.report import FAIL, OK, WARN, Line, spread
 from kdist.launch.plan import BACKENDS
@@ -101,13 +103,14 @@ def _devices(everyone: Sequence[Facts]) -> Line:
 
 
 def _token(everyone: Sequence[Facts]) -> Line:
+    do, command = "Set the same KDIST_CLUSTER_TOKEN on all workers, such as", EXPORT_TOKEN
     # Fingerprints are compared, not shown: there is nothing to learn from one.
     if _differ(everyone, lambda facts: facts.token):
         says = _spread(everyone, lambda facts: f"secret {facts.token}" if facts.token else "none")
-        command = "export KDIST_CLUSTER_TOKEN=$(openssl rand -hex 16)"
-        return Line(FAIL, "token", says, "Set the same KDIST_CLUSTER_TOKEN on all workers, such as", command)
-    return Line(
-        OK,
-        "token",
-        "the same on all workers" if everyone[0].token else "none; only parameter servers need one",
-    )
+        return Line(FAIL, "token", says, do, command)
+    if everyone[0].token:
+        return Line(OK, "token", "the same on all workers")
+    hosts = {host for facts in everyone for host in (*facts.resolved, *facts.unresolved)}
+    if all(map(is_loopback, hosts)):
+        return Line(OK, "token", "none; the workers of one machine use a secret of their user")
+    return Line(WARN, "token", "none; the workers cannot check who connects to their ports", do, command)

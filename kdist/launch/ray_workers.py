@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import secrets
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -204,6 +205,7 @@ def _run_all(
     told = {name: str(max(1, int(needs.get("CPU", 1)))) for name in THREADS}
     told |= {name: value for name, value in os.environ.items() if name.startswith("KDIST_")}
     told.pop(JOB_VARIABLE, None)
+    told[environment.TOKEN_VARIABLE] = environment.cluster_token() or secrets.token_hex(16)
     backend = call.backend or environment.get("KERAS_BACKEND") or None
     addresses = [worker.address for worker in workers]
     timeout = None if deadline == _FOREVER else max(0.1, deadline - time.monotonic())

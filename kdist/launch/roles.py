@@ -62,6 +62,9 @@ def plan_roles(
     """
     environ = dict(os.environ if environ is None else environ)
     extra = dict(extra or {})
+    if len(hosts) < 2:  # launchers of several machines cannot agree on a new secret
+        token = environment.cluster_token(environ | extra)
+        extra[environment.TOKEN_VARIABLE] = token or secrets.token_hex(16)
     if num_ps:
         plan = _plan_servers(local_workers, num_ps, backend, environ, extra)
     else:
@@ -84,7 +87,6 @@ def _plan_servers(
         "worker": addresses[1 : 1 + num_workers],
         "ps": addresses[1 + num_workers :],
     }
-    token = environment.cluster_token({**environ, **extra}) or secrets.token_hex(16)
     inherited = {name: value for name, value in environ.items() if name not in _TORCHRUN}
     job_id = uuid.uuid4().hex
     tasks = []
@@ -92,7 +94,6 @@ def _plan_servers(
         for index, address in enumerate(listed):
             variables = {
                 "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}}),
-                environment.TOKEN_VARIABLE: token,
                 **thread_share(environ, num_workers),
                 **_gpu_share(environ, role, index, num_workers),
             }

@@ -26,7 +26,6 @@ from kdist.cluster import (
     visible_gpus,
 )
 from kdist.errors import ClusterConfigError, WorkerTimeoutError
-from tests.ports import neighbouring_ports
 
 
 @given(st.from_regex(r"[a-z0-9][a-z0-9.-]{0,20}", fullmatch=True), st.integers(1, 65535))
@@ -181,37 +180,6 @@ def test_exchange_refuses_two_workers_of_one_index():
     found = _exchange([first, second, second], timeout=2.0)
     assert isinstance(found[0], ClusterConfigError) and "its own index" in str(found[0])
     assert all(isinstance(error, (ClusterConfigError, WorkerTimeoutError)) for error in found)
-
-
-def stranger_says(port, data):
-    """Waits for worker 0, whose greeting names it, and then talks about something else."""
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-                assert b"addresses" in connection.recv(1000)
-                connection.sendall(data)
-                return
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def test_exchange_is_not_put_off_by_strangers():
-    port = neighbouring_ports(3)
-    clusters = _clusters(2, port)
-    found = {}
-    chief = threading.Thread(target=lambda: found.update({0: complete_addresses(clusters[0], 20.0)}))
-    chief.start()
-    try:
-        # Worker 1 comes when both have been, so that worker 0 cannot have finished before.
-        for data in (b"GET / HTTP/1.1\r\n\r\n", b"x" * 100_000):
-            stranger_says(port + 1, data)
-        found[1] = complete_addresses(clusters[1], 20.0)
-    finally:
-        chief.join(30)
-    assert not chief.is_alive()
-    assert found[0] == found[1] and found[0][0] == f"127.0.0.1:{port}"
 
 
 def test_exchange_finds_another_port(monkeypatch):

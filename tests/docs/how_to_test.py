@@ -141,14 +141,14 @@ def test_each_process_of_mpi_has_a_gpu(tmp_path: Path) -> None:
 
 def test_one_command_a_host_by_ssh(tmp_path: Path) -> None:
     ((_, source),) = [block for block in blocks("bash") if block[0] == "several-machines"]
-    program(tmp_path, "ssh", 'echo "$2|$3"')
-    said = sorted(run_bash(source, tmp_path, {}).splitlines())
-    assert [line.split("|")[0] for line in said] == ["host0", "host1"]
-    for index, line in enumerate(said):
-        _, _, command = line.partition("&& ")
-        words = shlex.split(command)
-        assert words[:5] == ["kdist", "run", "-n", "2", "--hosts"] and words[5] == "host0:5000,host1:5000"
-        assert words[6:] == ["--host-index", str(index), "train.py"]
+    program(tmp_path, "ssh", 'echo "$2|$(bash -c "$3")"')
+    program(tmp_path, "kdist", 'echo "$KDIST_CLUSTER_TOKEN|$@"')
+    said = [line.split("|") for line in sorted(run_bash(source, tmp_path, {}).splitlines())]
+    assert [host for host, _, _ in said] == ["host0", "host1"]
+    assert len({token for _, token, _ in said}) == 1
+    assert len(bytes.fromhex(said[0][1])) == 16
+    for index, (_, _, words) in enumerate(said):
+        assert words == f"run -n 2 --hosts host0:5000,host1:5000 --host-index {index} train.py"
 
 
 def commands(name: str) -> list[list[str]]:

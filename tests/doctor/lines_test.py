@@ -32,7 +32,7 @@ WELL = Facts(
     open_files=4096,
     shared_memory=1 << 30,
     gpus=0,
-    token="",
+    token="aa",
     devices=("cpu:0",),
 )
 OTHER = dataclasses.replace(
@@ -60,7 +60,7 @@ def test_where_all_is_well():
         "packages": ["kdist 0.2.0, keras 3.15.1, numpy 2.0.0, torch 2.13.0"],
         "backend": ["torch (KERAS_BACKEND is set) on all workers"],
         "devices": ["cpu:0 on all workers"],
-        "token": ["none; only parameter servers need one"],
+        "token": ["the same on all workers"],
         "cluster": ["described by TF_CONFIG on all workers"],
         "names": ["2 hosts can be resolved"],
         "ports": ["free on all workers"],
@@ -150,9 +150,17 @@ PROVOKED = {
         "torch does not see 2 GPUs on all workers",
         "kdist info",
     ),
+    "no token": (
+        {"token": ""},
+        {"token": ""},
+        "warn",
+        "token",
+        "none; the workers cannot check who connects",
+        "export KDIST_CLUSTER_TOKEN=$(openssl rand -hex 16)",
+    ),
     "token": (
-        {"token": "aa"},
         {},
+        {"token": ""},
         "FAIL",
         "token",
         "secret aa on worker 0, none on worker 1",
@@ -250,6 +258,12 @@ def test_what_is_wrong(name):
     assert words in said[0].says
     others = {c for c, found in lines(one, two).items() if any(line.status != "ok" for line in found)}
     assert others == {check}, "one cause, one line"
+
+
+def test_workers_of_one_machine_need_no_token():
+    here = {"token": "", "resolved": {"127.0.0.1": "127.0.0.1"}}
+    (said,) = lines(here, here)["token"]
+    assert (said.status, said.command) == ("ok", "") and "of their user" in said.says
 
 
 def test_every_check_is_provoked():

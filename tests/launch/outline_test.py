@@ -93,9 +93,11 @@ def test_a_dry_run_starts_nothing_and_prints_what_each_worker_would_be_told(scri
 def test_a_dry_run_shows_no_secret(script, capsys, monkeypatch):
     shown = []
     monkeypatch.setattr("secrets.token_hex", lambda size: shown.append("5ec2e7") or "5ec2e7")
-    assert main(["run", "-n", "1", "--num-ps", "1", "--dry-run", str(script)]) == 0
-    out, _ = capsys.readouterr()
-    assert shown and "5ec2e7" not in out and "KDIST_CLUSTER_TOKEN=" in out
+    for options in (["-n", "1", "--num-ps", "1"], ["-n", "2"]):
+        shown.clear()
+        assert main(["run", *options, "--dry-run", str(script)]) == 0
+        out, _ = capsys.readouterr()
+        assert shown and "5ec2e7" not in out and "KDIST_CLUSTER_TOKEN=" in out
 
 
 def test_a_wrong_call_is_one_in_a_dry_run_too(script, capsys):

@@ -72,7 +72,8 @@ def test_results_in_order(nothing_stays, capfd, monkeypatch):
         told = [
             os.environ[name] for name in ("KDIST_TEST", "KDIST_HANG_TIMEOUT", "LOCAL_RANK", "OMP_NUM_THREADS")
         ]
-        return int(os.environ["RANK"]), a + b, told, os.environ["TF_CONFIG"], "keras" in sys.modules
+        token = os.environ["KDIST_CLUSTER_TOKEN"]
+        return int(os.environ["RANK"]), a + b, told, os.environ["TF_CONFIG"], "keras" in sys.modules, token
 
     results = kdist.launch(
         work, 3, args=(1,), kwargs={"b": 2}, env={"KDIST_TEST": 5}, timeout=TIMEOUT, on="ray"
@@ -81,6 +82,7 @@ def test_results_in_order(nothing_stays, capfd, monkeypatch):
     clusters = [eval(result[3]) for result in results]
     assert [one["task"]["index"] for one in clusters] == [0, 1, 2]
     assert len({*clusters[0]["cluster"]["worker"]}) == 3 and not any(result[4] for result in results)
+    assert len({result[5] for result in results}) == 1 and len(bytes.fromhex(results[0][5])) == 16
     printed = capfd.readouterr()
     assert sorted(printed.out.splitlines()) == [f"[worker {i}] hello" for i in range(3)]
     assert sorted(printed.err.splitlines()) == [f"[worker {i}] warned" for i in range(3)]

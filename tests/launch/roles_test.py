@@ -67,6 +67,16 @@ def test_every_task_finds_its_place_and_knows_the_secret():
         assert set(told(num_ps=1, local_workers=1, name="KDIST_CLUSTER_TOKEN", **own).values()) == {"own"}
 
 
+def test_workers_that_are_all_alike_share_a_secret_too():
+    secrets = told({}, 2, 0, True, name="KDIST_CLUSTER_TOKEN")
+    assert list(secrets) == ["worker 0", "worker 1", "evaluator"]
+    assert len(set(secrets.values())) == 1
+    assert len(bytes.fromhex(secrets["worker 0"])) == 16
+    assert set(secrets.values()) != set(told({}, 2, 0, name="KDIST_CLUSTER_TOKEN").values()), "one per job"
+    (own,) = set(told({"KDIST_CLUSTER_TOKEN": "own"}, 2, 0, name="KDIST_CLUSTER_TOKEN").values())
+    assert own == "own"
+
+
 def test_of_several_machines_the_first_has_the_evaluator():
     port = neighbouring_ports(2)
     hosts = [f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"]
@@ -76,4 +86,6 @@ def test_of_several_machines_the_first_has_the_evaluator():
     assert config == {"cluster": {"worker": hosts}, "task": {"type": "evaluator", "index": 0}}
     second = plan_roles(1, 0, True, hosts=hosts, host_index=1, environ={})
     assert [task.name for task in second.workers] == ["worker 1"]
-    assert "KDIST_CLUSTER_TOKEN" not in second.workers[0].environ
+    assert "KDIST_CLUSTER_TOKEN" not in second.workers[0].environ, "the launchers cannot agree on one"
+    kept = plan_roles(1, hosts=hosts, host_index=1, environ={"KDIST_CLUSTER_TOKEN": "own"})
+    assert kept.workers[0].environ["KDIST_CLUSTER_TOKEN"] == "own"

@@ -49,7 +49,7 @@ _ENDS = {
 
 GROUPS: dict[str, dict[str, str]] = {
     "kdist's own": {
-        "KDIST_CLUSTER_TOKEN": "the secret of a job with parameter servers: see [the token](../security.md#the-token)",
+        "KDIST_CLUSTER_TOKEN": "[the secret of a job](../security.md#the-token), the same for all of its processes",
         "KDIST_COORDINATOR_ADDRESS": "worker 0's address, of an [Indexed Job](../cluster.md#kubernetes-jobs)",
         "CHECKPOINT_DIR": "set by [`kdist manifest`](../launcher.md#kdist-manifest), for the script to read",
         "KDIST_DEBUG": "1: each collective is compared before it starts ([loops](../loops.md#when-something-is-wrong))",

@@ -22,11 +22,12 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 
 from kdist.backends.activity import is_stopped
-from kdist.cluster import liveness
+from kdist.cluster import handshake, liveness
 
 _MESSAGE = struct.Struct("!4scI")
 _MAGIC = b"kdl1"
-_HELLO, _BEAT, _DIED, _FROZEN, _HUNG, _FAILED, _ENDED = b"H", b"B", b"D", b"Z", b"S", b"F", b"E"
+_PURPOSE = "lifeline"
+_BEAT, _DIED, _FROZEN, _HUNG, _FAILED, _ENDED = b"B", b"D", b"Z", b"S", b"F", b"E"
 _WORDS = {
     _FROZEN: "which does not run any more: a signal such as SIGSTOP has stopped it, or its machine stands still",
     _HUNG: "which has hung",
@@ -190,44 +191,38 @@ def _let_go(lifeline: weakref.ref[Lifeline]) -> None:
         known._let_go()
 
 
-def wait_for_workers(server: socket.socket, num_workers: int, deadline: float) -> dict[int, socket.socket]:
+def wait_for_workers(
+    server: socket.socket, num_workers: int, deadline: float, secret: str
+) -> dict[int, socket.socket]:
     """The chief's side of the beginning: waits for a connection from every other worker.
 
     Raises:
         TimeoutError: Not all came before the deadline.
     """
     connections: dict[int, socket.socket] = {}
-    while len(connections) < num_workers - 1:
-        server.settimeout(max(0.1, deadline - time.monotonic()))
-        connection, _ = server.accept()
-        try:
-            connection.settimeout(5.0)
-            magic, kind, index = _MESSAGE.unpack(_read_exactly(connection, _MESSAGE.size))
-        except (OSError, struct.error):
-            connection.close()
-            continue
-        if magic != _MAGIC or kind != _HELLO or not 0 < index < num_workers or index in connections:
-            connection.close()  # a stranger: a port scan, say
-            continue
-        connections[index] = connection
+    with contextlib.closing(handshake.clients(server, secret, _PURPOSE, deadline)) as clients:
+        while len(connections) < num_workers - 1:
+            client = next(clients, ())
+            if client == ():
+                raise TimeoutError("not all workers have connected in time")
+            if client:
+                link, said = client
+                index = said.get("worker")
+                if type(index) is int and 0 < index < num_workers and index not in connections:
+                    connections[index] = link.connection
+                else:
+                    link.connection.close()
     return connections
 
 
-def connect_to_chief(host: str, port: int, worker_index: int, deadline: float) -> dict[int, socket.socket]:
+def connect_to_chief(
+    host: str, port: int, worker_index: int, deadline: float, secret: str
+) -> dict[int, socket.socket]:
     """The other workers' side of the beginning."""
-    connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
-    connection.sendall(_MESSAGE.pack(_MAGIC, _HELLO, worker_index))
-    return {0: connection}
-
-
-def _read_exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        received = connection.recv(size - len(data))
-        if not received:
-            break
-        data += received
-    return data
+    left = max(0.1, deadline - time.monotonic())
+    link = handshake.connect((host, port), secret, _PURPOSE, left, left)
+    link.send({"worker": worker_index})
+    return {0: link.connection}
 
 
 def _is_near(connection: socket.socket) -> bool:

@@ -22,6 +22,7 @@ from kdist.backends.torch import lifeline
 from kdist.backends.waiting import Waiting
 from kdist.cluster import Cluster, environment, is_loopback, join_address, split_address
 from kdist.cluster.addresses import port_error
+from kdist.cluster.handshake import NotOfThisJobError, secret_error, secret_if_any
 from kdist.errors import ClusterConfigError
 
 # Between two looks at the store while waiting for the others.
@@ -80,14 +81,21 @@ class Meeting:
     def open_lifeline(self) -> lifeline.Lifeline:
         """Connects every worker with the chief; see `Lifeline`."""
         cluster = self.cluster
+        secret = secret_if_any(join_address(self.host, self._port), warn=cluster.is_chief)
         try:
             if cluster.is_chief:
                 with listen(self.host, 0) as server:
                     self.store.set("lifeline", str(server.getsockname()[1]))
-                    connections = lifeline.wait_for_workers(server, cluster.num_workers, self._deadline)
+                    connections = lifeline.wait_for_workers(
+                        server, cluster.num_workers, self._deadline, secret
+                    )
             else:
                 port = int(self.store.get("lifeline"))
-                connections = lifeline.connect_to_chief(self.host, port, cluster.worker_index, self._deadline)
+                connections = lifeline.connect_to_chief(
+                    self.host, port, cluster.worker_index, self._deadline, secret
+                )
+        except NotOfThisJobError as error:
+            raise secret_error(cluster.worker_names[0], error) from error
         except OSError as error:  # all have met at the chief's port
             raise closed_error(cluster.worker_names[cluster.worker_index], error) from error
         return lifeline.Lifeline(cluster.worker_index, connections)

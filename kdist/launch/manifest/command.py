@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import sys
 
 from kdist.errors import InvalidArgumentError
@@ -43,7 +45,9 @@ def main(options: argparse.Namespace) -> int:
         sys.stdout.write(text)
         return 0
     try:
-        with open(options.output, "w", encoding="utf-8") as file:
+        # A manifest may contain a secret.
+        private = functools.partial(os.open, mode=0o600)
+        with open(options.output, "w", encoding="utf-8", opener=private) as file:
             file.write(text)
     except OSError as error:
         raise InvalidArgumentError(

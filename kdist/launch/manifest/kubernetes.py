@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import re
+import secrets
 from typing import Any
 
 from kdist.cluster import liveness, split_address
+from kdist.cluster.environment import TOKEN_VARIABLE
 from kdist.errors import InvalidArgumentError
 from kdist.launch.manifest.request import Request
 from kdist.launch.manifest.request import add_options as add_common_options
+from kdist.launch.options import whole_number
 from kdist.launch.plan import THREADS
 
 _PORT = "2222"
@@ -37,12 +40,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--storage", default="10Gi", metavar="Q", help="how much the written claim asks for (default 10Gi)")
     add("--storage-class", metavar="NAME", help="of the written claim; it must allow ReadWriteMany")
     add("--shared-memory", default="2Gi", metavar="Q", help="size of /dev/shm (default 2Gi)")
+    add(
+        "--user",
+        default="1000",
+        metavar="UID",
+        help="number of the user that runs the workers (default 1000)",
+    )
 
 
 def write(request: Request, options: argparse.Namespace) -> str:
     """Returns the manifest, in YAML."""
     _check(request, options)
-    objects = [_service(request), _job(request, options)]
+    objects = [_secret(request), _service(request), _job(request, options)]
     if options.claim is None:
         objects.insert(0, _claim(request, options))
     for one in objects:
@@ -86,6 +95,7 @@ def _head(request: Request, options: argparse.Namespace) -> str:
         f"What it prints:  kubectl logs{where} --prefix --follow --max-log-requests {request.num_workers} "
         f"--selector job-name={name}",
         "If it hangs:     write it with `-m kdist doctor` in the script's place, which says why",
+        "It contains the secret of the job: do not publish it.",
         f"To start anew:   kubectl delete{where} job {name}    and apply this again; the checkpoints stay",
     ]
     return "".join(f"# {line}\n" for line in lines)
@@ -111,6 +121,16 @@ def _claim(request: Request, options: argparse.Namespace) -> dict[str, Any]:
         "kind": "PersistentVolumeClaim",
         "metadata": {"name": _claim_name(request, options), "labels": _labels(request)},
         "spec": spec,
+    }
+
+
+def _secret(request: Request) -> dict[str, Any]:
+    """Holds what the workers prove to each other that they know."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"{request.name}-token", "labels": _labels(request)},
+        "stringData": {"token": request.variables.get(TOKEN_VARIABLE) or secrets.token_hex(16)},
     }
 
 
@@ -162,7 +182,16 @@ def _rules(request: Request) -> list[dict[str, Any]]:
 
 
 def _pod(request: Request, options: argparse.Namespace) -> dict[str, Any]:
+    user = whole_number("--user", options.user, 0)
     pod: dict[str, Any] = {
+        # Workers do not talk to the API of Kubernetes. The volume belongs to the group of their user.
+        "automountServiceAccountToken": False,
+        "securityContext": {
+            "runAsNonRoot": user != 0,
+            "runAsUser": user,
+            "fsGroup": user,
+            "fsGroupChangePolicy": "OnRootMismatch",
+        },
         "subdomain": request.name,
         "restartPolicy": "Never",  # by the kubelet, which knows no rules; the Job makes a new pod
         "terminationGracePeriodSeconds": request.grace,
@@ -192,6 +221,7 @@ def _container(request: Request, options: argparse.Namespace) -> dict[str, Any]:
         "command": [word.replace("$(", "$$(") for word in request.command],
         "env": _environment(request, options),
     }
+    container["securityContext"] = {"allowPrivilegeEscalation": False}
     if resources := _resources(request):
         container["resources"] = resources
     # NCCL and the processes of a DataLoader use far more than the 64 MiB that a container has by itself.
@@ -212,8 +242,11 @@ def _environment(request: Request, options: argparse.Namespace) -> list[dict[str
     if request.cpus is not None:  # a container sees all cores of its node
         variables |= dict.fromkeys(THREADS, str(request.cpus))
     variables |= {key: value.replace("$(", "$$(") for key, value in request.variables.items()}
+    variables.pop(TOKEN_VARIABLE, None)  # the Secret has it
     failures = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
     told: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in variables.items()]
+    token = {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}
+    told.append({"name": TOKEN_VARIABLE, "valueFrom": token})
     if liveness.RESTART_VARIABLE not in variables:
         told.append({"name": liveness.RESTART_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": failures}}})
     return told

@@ -12,6 +12,7 @@ import re
 import shlex
 
 from kdist.cluster import liveness
+from kdist.cluster.environment import TOKEN_VARIABLE
 from kdist.errors import InvalidArgumentError
 from kdist.launch.manifest.request import CHECKPOINTS, Request
 from kdist.launch.manifest.request import add_options as add_common_options
@@ -22,6 +23,11 @@ _WORD = re.compile(r"[A-Za-z0-9_.,:+=@%/-]+")
 # All workers: a worker ends by itself when another one has, and may take longer, to save. Told explicitly, for a
 # site may have chosen otherwise. kdist counts the tasks node by node.
 _SRUN = "srun --kill-on-bad-exit=0 --wait=0 --distribution=block --label"
+# Not `openssl`, which a machine may lack. srun passes the variable on to all tasks.
+_SECRET = f"""\
+# The secret by which the workers know each other.
+export {TOKEN_VARIABLE}=${{{TOKEN_VARIABLE}:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}
+"""
 _LOOP = """\
 # A step that has failed is started again: {max_restarts} more times. What a checkpoint holds is not lost.
 for ((start = 0; start <= {max_restarts}; start++)); do
@@ -70,7 +76,7 @@ def write(request: Request, options: argparse.Namespace) -> str:
     return (
         "#!/bin/bash\n# Written by kdist manifest slurm. Submit it with sbatch.\n"
         "# If it hangs: write it with `-m kdist doctor` in the script's place, which says why.\n"
-        f'{directives}\n{exports}mkdir -p "${CHECKPOINTS}"\n\n{body}'
+        f'{directives}\n{exports}{_SECRET}mkdir -p "${CHECKPOINTS}"\n\n{body}'
     )
 
 

@@ -354,3 +354,39 @@ def test_torchrun_starts_it_too(tmp_path):
     losses = re.findall(r"LOSS 2 (.*)", torchrun.stdout())
     assert len(losses) == 2, _output(torchrun)
     assert losses[0] == losses[1]
+
+
+def test_strangers_neither_delay_the_lifeline_nor_take_part_in_it():
+    def open_with_strangers():
+        import socket
+        import threading
+        import time
+
+        from kdist.backends.torch import lifeline
+
+        found, refused = {}, ""
+        with contextlib.ExitStack() as cleanup:
+            server = cleanup.enter_context(socket.create_server(("127.0.0.1", 0)))
+            host, port = server.getsockname()
+            began = time.monotonic()
+            wait = lambda: found.update(lifeline.wait_for_workers(server, 2, began + 20, "secret"))  # noqa: E731
+            thread = threading.Thread(target=wait)
+            thread.start()
+            for _ in range(3):
+                cleanup.enter_context(socket.create_connection((host, port)))
+            pretender = cleanup.enter_context(socket.create_connection((host, port)))
+            pretender.sendall(b"kdl1H\0\0\0\1")
+            try:
+                lifeline.connect_to_chief(host, port, 1, began + 5, "another")
+            except ConnectionError as error:
+                refused = str(error)
+            (ours,) = lifeline.connect_to_chief(host, port, 1, began + 20, "secret").values()
+            thread.join(20)
+            seconds = time.monotonic() - began
+            with ours, found[1]:
+                return list(found), found[1].getpeername() == ours.getsockname(), refused, seconds
+
+    ((indices, is_ours, refused, seconds),) = run("torch", 1, open_with_strangers)
+    assert indices == [1] and is_ours
+    assert "KDIST_CLUSTER_TOKEN" in refused
+    assert seconds < 4

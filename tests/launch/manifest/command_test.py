@@ -1,5 +1,7 @@
 """`kdist manifest`: its options, and wrong ones."""
 
+import stat
+
 import pytest
 
 from kdist.command_line import main
@@ -77,7 +79,8 @@ def test_the_name_of_a_job_comes_from_the_script(manifest, target, name):
 
 
 def test_output_goes_to_a_file(manifest, tmp_path):
-    for options in (KUBERNETES, ["slurm"]):
+    for options in ([*KUBERNETES, "--env", "KDIST_CLUSTER_TOKEN=a"], ["slurm"]):
         printed = manifest(*options, "-n", "2", "train.py")
         assert manifest(*options, "-n", "2", "--output", str(tmp_path / "job"), "train.py") == ""
         assert (tmp_path / "job").read_text() == printed
+        assert stat.S_IMODE((tmp_path / "job").stat().st_mode) == 0o600, "it may contain a secret"

@@ -139,6 +139,33 @@ def test_what_a_worker_gets(objects):
     assert "resources" not in pod_of(objects(*BASE, "train.py"))["containers"][0]
 
 
+def token_of(objects):
+    """The secret that the workers get, by way of the reference in their environment."""
+    (container,) = pod_of(objects)["containers"]
+    (entry,) = [entry for entry in container["env"] if entry["name"] == "KDIST_CLUSTER_TOKEN"]
+    reference = entry["valueFrom"]["secretKeyRef"]
+    assert reference["name"] == objects["Secret"]["metadata"]["name"] and "value" not in entry
+    return objects["Secret"]["stringData"][reference["key"]]
+
+
+def test_the_workers_share_a_secret(objects, manifest):
+    tokens = {token_of(objects(*BASE, "train.py")) for _ in range(2)}
+    assert len(tokens) == 2 and all(len(bytes.fromhex(token)) == 16 for token in tokens), "one per job"
+    own = ["--env", "KDIST_CLUSTER_TOKEN=mine 7"]
+    assert token_of(objects(*BASE, *own, "train.py")) == "mine 7"
+    assert manifest("kubernetes", *BASE, *own, "train.py").count("mine 7") == 1
+
+
+def test_pods_have_no_rights_that_they_do_not_need(objects):
+    pod = pod_of(objects(*BASE, "train.py"))
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] == 1000
+    assert pod["securityContext"]["fsGroup"] == 1000, "the user may write to the volume"
+    assert pod["containers"][0]["securityContext"]["allowPrivilegeEscalation"] is False
+    root = pod_of(objects(*BASE, "--user", "0", "train.py"))["securityContext"]
+    assert root["runAsUser"] == 0 and root["runAsNonRoot"] is False
+
+
 def test_a_variable_of_the_user_wins(objects):
     (container,) = pod_of(
         objects(*BASE, "--env", "KDIST_RESTART=7", "--env", "KDIST_JOIN_TIMEOUT=9", "train.py")

@@ -161,6 +161,16 @@ def test_words_reach_the_workers_as_they_are(sbatch):
     assert sbatch(script, "--max-restarts", "0", "--env", f"NOTE={note}").returncode == 0
 
 
+def test_all_tasks_of_a_job_get_one_secret(sbatch, tmp_path):
+    script = "import os; open('tokens', 'a').write(os.environ['KDIST_CLUSTER_TOKEN'] + '\\n')"
+    for own in ({}, {}, {"KDIST_CLUSTER_TOKEN": "mine"}):
+        assert sbatch(script, "--max-restarts", "0", **own).returncode == 0
+    one, same, another, again, *mine = (tmp_path / "tokens").read_text().split()
+    assert one == same != another == again
+    assert len(bytes.fromhex(one)) == len(bytes.fromhex(another)) == 16
+    assert mine == ["mine", "mine"]
+
+
 PLAIN = 'import os, sys; rank, start = (int(os.environ[n]) for n in ("SLURM_PROCID", "KDIST_RESTART"))\n'
 
 
