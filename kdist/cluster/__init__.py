@@ -20,6 +20,7 @@ from kdist.cluster.environment import keras_backend_choice, keras_backend_name, 
 from kdist.cluster.errors import ClusterImportError, ClusterKeyError, ClusterRuntimeError, ClusterTypeError
 from kdist.cluster.exchange import complete_addresses
 from kdist.cluster.gce import GCEClusterResolver
+from kdist.cluster.gpus import may_have_gpus, own_gpus
 from kdist.cluster.indexed_job import IndexedJobClusterResolver
 from kdist.cluster.kubeflow import JAXClusterResolver, PETClusterResolver
 from kdist.cluster.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
@@ -70,6 +71,8 @@ __all__ = [
     "join_address",
     "keras_backend_choice",
     "keras_backend_name",
+    "may_have_gpus",
+    "own_gpus",
     "split_address",
     "survey",
     "visible_gpus",

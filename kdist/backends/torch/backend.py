@@ -17,8 +17,7 @@ from kdist.backends.torch.coordination import TorchEngine
 from kdist.backends.torch.runtime import TorchRuntime
 from kdist.backends.torch.workers import Workers, join
 from kdist.communication.cross_device_ops import CrossDeviceOps
-from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
-from kdist.errors import DeviceError
+from kdist.communication.options import CommunicationOptions, hint_ignored
 from kdist.topology import Topology
 
 
@@ -56,13 +55,7 @@ class TorchBackend(Backend):
             hint_ignored(f"cross_device_ops={ops!r}", "on PyTorch, replicas of one process add up in turn.")
         options, cluster = options or CommunicationOptions(), topology.cluster
         names = self.require_devices(topology.devices) or torch_devices.devices_of_worker(cluster)
-        on_cpu = any(name.startswith("cpu:") for name in names)
-        if on_cpu and options.implementation is CommunicationImplementation.NCCL:
-            raise DeviceError(
-                "NCCL was asked for, but it runs on NVIDIA GPUs only.",
-                received={"devices": names, "implementation": "NCCL"},
-                hint="Use CommunicationImplementation.AUTO (gloo on CPUs), or start where there are GPUs.",
-            )
+        options = options.for_devices(names, topology.worker_index)
         if options.bytes_per_pack:
             hint_ignored(
                 f"bytes_per_pack={options.bytes_per_pack}",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kdist.backends.device_names import missing_device, short_name
-from kdist.cluster import Cluster
+from kdist.cluster import Cluster, own_gpus
 
 
 def list_devices(kind: str | None = None) -> tuple[str, ...]:
@@ -39,13 +39,7 @@ def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
 def devices_of_worker(cluster: Cluster | None) -> tuple[str, ...]:
     """Returns the devices of a worker where the user names none: its part of the GPUs, or the CPU."""
     gpus = list_devices("gpu")
-    if cluster is None or not gpus:
-        return gpus or ("cpu:0",)
-    each = len(gpus) // cluster.local_workers
-    if each == 0:
-        return (gpus[cluster.local_rank % len(gpus)],)
-    first = cluster.local_rank * each
-    return gpus[first : first + each]
+    return tuple(gpus[index] for index in own_gpus(cluster, len(gpus))) or ("cpu:0",)
 
 
 def torch_device(name: str) -> torch.device:
