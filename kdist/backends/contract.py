@@ -300,6 +300,7 @@ class Runtime(ABC):
         try:
             with stalls.entered():
                 yield
+                self.group.check_intact()
         except KdistError:
             raise
         except Exception as error:

@@ -264,7 +264,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     @property
     def has_own_gpus(self) -> bool:
-        """Whether Slurm has bound each task to GPUs of its own, or `cluster_spec()` has narrowed this task to its own."""
+        """Whether this task sees only its own GPUs: Slurm has bound it to them, or `cluster_spec()` has."""
         bound = self._environ.get("SLURM_GPUS_PER_TASK") or self._environ.get("SLURM_NTASKS_PER_GPU")
         by_hand = self._environ.get("SLURM_GPU_BIND", "none").removeprefix("verbose,") != "none"
         per_task = "gpu" in self._environ.get("SLURM_TRES_PER_TASK", "")

@@ -326,7 +326,7 @@ def thread_share(environ: Mapping[str, str], local_workers: int) -> dict[str, st
 
 
 def _gpu_share(environ: Mapping[str, str], local_index: int, local_workers: int) -> dict[str, str]:
-    """A worker's share of the machine's GPUs: as many as the others have, and one that it shares if there are too few."""
+    """A worker's share of the machine's GPUs: as many as the others have; one that it shares if there are few."""
     gpus = visible_gpus(environ)
     if local_workers == 1 or not gpus:
         return {}

@@ -16,7 +16,15 @@ import jax.extend.backend
 
 from kdist.backends.jax.watch import service_client
 from kdist.backends.joining import wait_for_all
-from kdist.cluster import Cluster, is_loopback, liveness, own_gpus, split_address, visible_gpus
+from kdist.cluster import (
+    Cluster,
+    choose_nccl_interface,
+    is_loopback,
+    liveness,
+    own_gpus,
+    split_address,
+    visible_gpus,
+)
 from kdist.errors import StrategyScopeError
 
 # A worker that has sent no heartbeat for this share of the timeout counts as lost; JAX's own default is 100 s.
@@ -36,6 +44,8 @@ def meet(cluster: Cluster, timeout: float, devices: Sequence[str]) -> None:
     jax.config.update("jax_enable_recoverability", True)
     # Its handler of SIGTERM would keep a worker alive that is asked to end.
     jax.config.update("jax_enable_preemption_service", False)
+    if visible_gpus():
+        choose_nccl_interface(cluster)
     _use_gloo(split_address(addresses[cluster.worker_index])[0])
     with without_chatter():
         jax.distributed.initialize(

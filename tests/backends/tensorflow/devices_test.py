@@ -38,6 +38,9 @@ class Machine:
         assert not self.started and kind == "GPU"
         self.visible = list(wanted)
 
+    def has_started(self) -> bool:
+        return self.started
+
     @property
     def numbers(self) -> list[int]:
         return [int(gpu.name[-1]) for gpu in self.visible]
@@ -48,7 +51,7 @@ def machine(gpus: int) -> Iterator[Machine]:
     made = Machine(gpus)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices.tf, "config", made))
-        stack.enter_context(mock.patch.object(devices, "_started", lambda: made.started))
+        stack.enter_context(mock.patch.object(devices, "_started", made.has_started))
         stack.enter_context(mock.patch.object(devices, "_named", ()))
         yield made
 
