@@ -4,6 +4,9 @@ PYTHON ?= python3
 # Of `make demo`: jax (the smallest install), torch or tensorflow.
 BACKEND ?= jax
 
+# Of `make test-gpu`.
+GPU_PACKAGES ?= 'jax[cuda12]' torch 'tensorflow[and-cuda]'
+
 PIP = -m pip --disable-pip-version-check --quiet install -c constraints.txt
 # By a path: a script beside the checkout would take the folder `kdist` itself for the package.
 EDITABLE = --config-settings editable_mode=compat -e
@@ -12,7 +15,7 @@ PACKAGES_jax = jax
 PACKAGES_torch = torch
 PACKAGES_tensorflow = tensorflow-cpu
 
-.PHONY: demo test test-full test-nightly matrix dist test-dist mutants keras-tests lint docs bench table clean
+.PHONY: demo test test-full test-gpu test-nightly matrix dist test-dist mutants keras-tests lint docs bench table clean
 
 demo: .venv-demo-$(BACKEND)/ready
 	KERAS_BACKEND=$(BACKEND) .venv-demo-$(BACKEND)/bin/kdist demo
@@ -32,6 +35,17 @@ test: .venv/ready lint
 # Every product, workers that are not forked, and the contract with the coming Keras.
 test-full: .venv/ready lint test-nightly
 	.venv/bin/python $(PYTEST) --full
+
+# On a machine with GPUs: one command, and the file to send back. All of it takes an hour at most, and less with one GPU.
+test-gpu: .venv-gpu/ready
+	.venv-gpu/bin/python -m pytest tests/gpus -m gpu -p no:cacheprovider --gpu-report gpu-report.md
+
+# PyTorch's own package brings CUDA. A package that does not fit this machine's driver: make test-gpu GPU_PACKAGES=…
+.venv-gpu/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip --disable-pip-version-check --quiet install $(EDITABLE) '.[servers]' $(GPU_PACKAGES) \
+	  pytest pytest-timeout pytest-xdist hypothesis
+	touch $@
 
 test-nightly: .venv/ready
 	.venv/bin/nox --session contract-coming-Keras -- --full
@@ -87,4 +101,4 @@ table: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-demo-* .venv-dist .nox build dist *.egg-info site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-gpu .venv-demo-* .venv-dist .nox build dist *.egg-info site .pytest_cache .ruff_cache .mypy_cache .hypothesis

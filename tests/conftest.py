@@ -43,11 +43,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--contract-results", default=None, help="write the result of each contract cell to this file"
     )
+    parser.addoption("--gpu-report", default=None, help="write what the tests found on GPUs to this file")
     parser.addoption("--support-results", default=None, help="write what each strategy can do to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: of a product; runs with --full, or when it is named")
+    config.addinivalue_line(
+        "markers", "gpu: needs an NVIDIA GPU; skipped where there is none; `make test-gpu`"
+    )
     processes.forks = not config.getoption("--full")
     if processes.forks:
         # Workers compile the same programs again and again; what JAX finds here depends on the program alone.
@@ -99,6 +103,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     reports.print_contract(terminalreporter, config.getoption("--contract-results"))
     reports.print_faults(terminalreporter)
+    reports.write_gpus(terminalreporter, config.getoption("--gpu-report"))
     reports.write_support(terminalreporter, config.getoption("--support-results"))
 
 

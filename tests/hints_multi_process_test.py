@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import kdist
 from kdist.experimental import CollectiveCommunication, CommunicationOptions
-from tests.processes import each_backend, run
+from tests.processes import Script, each_backend, run
 
 
 def hints():
@@ -67,6 +68,87 @@ def test_hints_are_followed_or_warned_about(backend):
     names = ["HierarchicalCopyAllReduce", "ReductionToOneDevice"] * (backend != "tensorflow")
     assert len(hinted) == len(names), "each once"
     assert all(f"cross_device_ops={name}()" in line for name, line in zip(names, hinted, strict=True))
+
+
+def nccl():
+    """What training gives with NCCL and without GPUs, as often as it is asked for; and what was logged."""
+    import logging
+
+    import keras
+
+    from kdist.communication import options as communication
+    from tests.processes import strategy
+
+    communication._ignored.clear()
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("kdist").addHandler(handler)
+    options = CommunicationOptions(implementation="NCCL")
+    devices = ["cpu:0", "cpu:1"]
+    rows = np.random.default_rng(7).normal(size=(8, 2)).astype("float32")
+    kernel = np.array([[0.5], [-1.5]], "float32")
+    strategy()
+    try:
+        made = [kdist.MultiWorkerMirroredStrategy(communication_options=options) for _ in range(2)]
+        made += [kdist.experimental.MultiWorkerMirroredStrategy("NCCL")]
+        if made[0].runtime.num_workers == 1:
+            made += [kdist.MirroredStrategy(devices, kdist.NcclAllReduce()) for _ in range(2)]
+    finally:
+        logging.getLogger("kdist").removeHandler(handler)
+    weights = []
+    for one in made:
+        with one.scope():
+            model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.set_weights([kernel])
+        model.fit(rows, rows[:, :1], batch_size=8, shuffle=False, verbose=0)
+        weights.append(model.get_weights()[0])
+    gradient = 2 * rows.T @ (rows @ kernel - rows[:, :1]) / 8
+    return [line for line in logged if "hint" in line], weights, kernel - 0.1 * gradient
+
+
+@each_backend
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_nccl_without_gpus_is_a_hint(backend, num_workers):
+    for index, (logged, weights, expected) in enumerate(run(backend, num_workers, nccl)):
+        for one in weights:
+            np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-6)
+        words = ["implementation=NCCL", "cross_device_ops=NcclAllReduce()"][: 3 - num_workers]
+        assert [line.split(" is a hint")[0] for line in logged] == (words if index == 0 else [])
+
+
+MISSING = """
+    import numpy as np
+
+    import kdist
+
+    def train(devices):
+        strategy = kdist.MirroredStrategy(devices)
+        import keras
+
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+        return strategy.num_replicas_in_sync
+
+    for make in (kdist.MirroredStrategy, lambda names: kdist.MultiWorkerMirroredStrategy(devices=names)):
+        try:
+            make(["gpu:0", "gpu:1"])
+        except kdist.errors.DeviceError as error:
+            print(error)
+    print("replicas:", train(["cpu:0", "cpu:1", "cpu:2"]))
+"""
+
+
+@each_backend
+def test_a_script_falls_back_to_cpus_where_gpus_are_missing(backend, tmp_path):
+    told = {"KERAS_BACKEND": backend, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    script = Script(tmp_path, "missing", MISSING, told)
+    assert script.wait() == 0, script.stderr()
+    *errors, last = script.stdout().splitlines()
+    assert last == "replicas: 3" and sum("gpu:0" in line for line in errors) == 2
 
 
 def resolvers():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,3 +84,49 @@ def _recorded(reporter: pytest.TerminalReporter, wanted: str) -> list[Any]:
         for name, value in getattr(report, "user_properties", ())
         if name == wanted and report.when == "call"
     ]
+
+
+def write_gpus(reporter: pytest.TerminalReporter, path: str | None) -> None:
+    """Writes a page on the tests that ran on GPUs: the devices, the versions, and the result of each test.
+
+    Args:
+        reporter: Of pytest.
+        path: The file; `None` for no page.
+    """
+    if path is None:
+        return
+    lines = ["# kdist on GPUs", "", "## Devices", "", "```text", _output_of("nvidia-smi", "-L"), "```", ""]
+    lines += [
+        "## Versions",
+        "",
+        "| package | version |",
+        "| --- | --- |",
+        f"| python | {platform.python_version()} |",
+    ]
+    commit = _output_of("git", "rev-parse", "--short", "HEAD")
+    lines += [f"| kdist | {importlib.metadata.version('kdist')}, commit {commit} |"]
+    driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[
+        0
+    ]
+    lines += [f"| NVIDIA driver | {driver} |"]
+    for distribution in sorted(importlib.metadata.distributions(), key=lambda d: d.name):
+        if distribution.name.startswith(("keras", "jax", "tensorflow", "torch", "nvidia-", "numpy")):
+            lines.append(f"| {distribution.name} | {distribution.version} |")
+    lines += ["", "## Tests", "", "| test | result | seconds |", "| --- | --- | --- |"]
+    failures = []
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in reporter.stats.get(outcome, []):
+            name = report.nodeid.rpartition("::")[2].partition("@")[0]
+            reason = f": {report.longrepr[2].removeprefix('Skipped: ')}" if outcome == "skipped" else ""
+            lines.append(f"| {name} | {outcome}{reason} | {report.duration:.1f} |")
+            if outcome in ("failed", "error"):
+                failures += ["", f"### {name}", "", "```text", *report.longreprtext.splitlines()[-60:], "```"]
+    Path(path).write_text("\n".join([*lines, *failures, ""]), encoding="utf-8")
+    reporter.write_line(f"written: {path}")
+
+
+def _output_of(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"none: {error}"

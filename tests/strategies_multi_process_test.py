@@ -133,14 +133,7 @@ def test_cross_device_ops():
 
 def refused():
     """What each wrong construction raises: name, classes and message."""
-    from kdist.experimental import CommunicationOptions
-
-    nccl = CommunicationOptions(implementation="NCCL")
     wrong = {
-        "NCCL between CPUs": lambda: kdist.MultiWorkerMirroredStrategy(communication_options=nccl),
-        "NCCL, experimental": lambda: kdist.experimental.MultiWorkerMirroredStrategy("NCCL"),
-        "NcclAllReduce": lambda: kdist.MirroredStrategy(["cpu:0", "cpu:1"], kdist.NcclAllReduce()),
-        "NcclAllReduce, all devices": lambda: kdist.MirroredStrategy(cross_device_ops=kdist.NcclAllReduce()),
         "no such GPU": lambda: kdist.MirroredStrategy(["gpu:7"]),
         "one of them missing": lambda: kdist.MirroredStrategy(["cpu:0", "gpu:9"]),
         "no such device": lambda: kdist.OneDeviceStrategy("/gpu:7"),
@@ -168,10 +161,6 @@ def refused():
 
 
 REFUSED = {
-    "NCCL between CPUs": ("DeviceError", "NCCL"),
-    "NCCL, experimental": ("DeviceError", "NCCL"),
-    "NcclAllReduce": ("DeviceError", "NCCL"),
-    "NcclAllReduce, all devices": ("DeviceError", "NCCL"),
     "no such GPU": ("DeviceError", "gpu:7"),
     "one of them missing": ("DeviceError", "gpu:9"),
     "no such device": ("DeviceError", "gpu:7"),

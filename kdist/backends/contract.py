@@ -115,7 +115,7 @@ class Backend(ABC):
 
         Raises:
             WorkerTimeoutError: A worker did not come in time; names it.
-            DeviceError: NCCL was asked for and there is no GPU.
+            DeviceError: A device is not there.
         """
 
     def seed_shuffling(self) -> None:  # noqa: B027
@@ -300,6 +300,7 @@ class Runtime(ABC):
         try:
             with stalls.entered():
                 yield
+                self.group.check_intact()
         except KdistError:
             raise
         except Exception as error:

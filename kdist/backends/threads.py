@@ -6,17 +6,33 @@ replica runs at any moment, and always in the same order, it is safe, and result
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 from kdist.errors import WorkerMismatchError
 
 _END = ("end of the step", None)
+
+captures: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+"""Captures what the engine keeps for each thread, such as the current GPU; the result is entered in another one."""
+
+
+def helper(name: str, function: Callable[..., None], *args: Any, daemon: bool = True) -> threading.Thread:
+    """Returns a thread, not started yet, which has what the engine keeps for the thread that calls this."""
+    state = captures()
+
+    def call() -> None:
+        with state:
+            function(*args)
+
+    return threading.Thread(target=call, name=name, daemon=daemon)
 
 
 class _Stopped(BaseException):

@@ -62,6 +62,13 @@ class Workers:
         """Returns an error that names the worker that was lost, where `error` comes from that."""
         return error
 
+    def check_intact(self, finishes: bool = False) -> None:
+        """Raises if a worker was lost and what was computed since may be wrong: do not apply or save it.
+
+        Args:
+            finishes: Whether to wait first until the device has finished, so that nothing comes after the answer.
+        """
+
 
 class JoinedWorkers(Workers, Board):
     """The workers of a cluster. What each engine does its own way is left to its subclass.

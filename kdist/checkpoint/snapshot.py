@@ -89,7 +89,8 @@ def take(
     """Returns this worker's share, whose bytes are still those of the variables."""
     spans = cut([tensor.size for tensor in contents.tensors], folder.rank, len(folder.members))
 
-    read: Callable[[], Iterable[Any]] = functools.partial(_read, contents.sources, spans)
+    check = (lambda: None) if runtime is None else runtime.group.check_intact
+    read: Callable[[], Iterable[Any]] = functools.partial(_read, contents.sources, spans, check)
     if runtime is not None and runtime.divides_over_workers:
         parts = _gather(contents, spans, runtime)
         read = functools.partial(iter, parts)
@@ -112,9 +113,10 @@ def take(
     return Share(contents.tensors, spans, read, facts, contents.states)
 
 
-def _read(sources: Sequence[Any], spans: Sequence[Span]) -> Iterator[Any]:
+def _read(sources: Sequence[Any], spans: Sequence[Span], check: Callable[[], None]) -> Iterator[Any]:
     for span in spans:
         yield _bytes_of(sources[span.tensor], span)
+    check()
 
 
 def _bytes_of(source: Any, span: Span) -> Any:

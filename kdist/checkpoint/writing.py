@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kdist import faults, tracing
-from kdist.backends import stalls, whereabouts
+from kdist.backends import stalls, threads, whereabouts
 from kdist.checkpoint import layout
 from kdist.checkpoint.checksums import crc32
 from kdist.checkpoint.folders import Folder, remove
@@ -93,9 +93,7 @@ class Save:
             self._write(share)
             return
         # No daemon: Python waits for it before it ends.
-        self._thread = threading.Thread(
-            target=self._write_behind, args=(share,), name="kdist checkpoint", daemon=False
-        )
+        self._thread = threads.helper("kdist checkpoint", self._write_behind, share, daemon=False)
         self._thread.start()
 
     def join(self) -> str | None:

@@ -20,7 +20,9 @@ from kdist.cluster.environment import keras_backend_choice, keras_backend_name, 
 from kdist.cluster.errors import ClusterImportError, ClusterKeyError, ClusterRuntimeError, ClusterTypeError
 from kdist.cluster.exchange import complete_addresses
 from kdist.cluster.gce import GCEClusterResolver
+from kdist.cluster.gpus import may_have_gpus, own_gpus
 from kdist.cluster.indexed_job import IndexedJobClusterResolver
+from kdist.cluster.interfaces import choose_nccl_interface, interface_towards
 from kdist.cluster.kubeflow import JAXClusterResolver, PETClusterResolver
 from kdist.cluster.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
 from kdist.cluster.process_variables import (
@@ -59,6 +61,7 @@ __all__ = [
     "TorchrunClusterResolver",
     "UnionResolver",
     "check_port_free",
+    "choose_nccl_interface",
     "complete_addresses",
     "discover",
     "environment",
@@ -66,10 +69,13 @@ __all__ = [
     "expand_tasks_per_node",
     "free_ports",
     "hold_free_ports",
+    "interface_towards",
     "is_loopback",
     "join_address",
     "keras_backend_choice",
     "keras_backend_name",
+    "may_have_gpus",
+    "own_gpus",
     "split_address",
     "survey",
     "visible_gpus",

@@ -46,6 +46,15 @@ def hang_timeout(environ: Mapping[str, str] | None = None) -> float:
     return _read(HANG_VARIABLE, 600.0, environ)
 
 
+def engine_timeout(environ: Mapping[str, str] | None = None) -> float:
+    """Returns how many seconds a collective of the engine may wait, where the user sets no limit.
+
+    An engine that runs out of time ends the process without a word about the worker that hangs. So kdist, which says
+    which worker hangs and where, comes first. A worker that saves or compiles meanwhile gets as much time again.
+    """
+    return max(1800.0, 2 * hang_timeout(environ) + heartbeat_timeout(environ))
+
+
 def join_timeout(environ: Mapping[str, str] | None = None) -> float:
     """Returns how many seconds the workers wait for each other at the start.
 

@@ -165,6 +165,7 @@ class SlurmClusterResolver(ClusterResolver):
                 hint="Lower gpus_per_task, or ask Slurm for more GPUs: srun --gpus-per-task=1",
             )
         self._task_type, self._task_id = self._own_task()
+        self._has_set_gpus = False
 
     def _text(self, *names: str) -> str:
         for name in names:
@@ -255,10 +256,19 @@ class SlurmClusterResolver(ClusterResolver):
             first = places[self._process] * self._gpus_per_task
             mine = self._visible[first : first + self._gpus_per_task]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+            self._has_set_gpus = True
         cluster: dict[str, list[str]] = {}
         for job, count in sorted(self._jobs.items()):
             cluster[job], addresses = addresses[:count], addresses[count:]
         return ClusterSpec(cluster)
+
+    @property
+    def has_own_gpus(self) -> bool:
+        """Whether this task sees only its own GPUs: Slurm has bound it to them, or `cluster_spec()` has."""
+        bound = self._environ.get("SLURM_GPUS_PER_TASK") or self._environ.get("SLURM_NTASKS_PER_GPU")
+        by_hand = self._environ.get("SLURM_GPU_BIND", "none").removeprefix("verbose,") != "none"
+        per_task = "gpu" in self._environ.get("SLURM_TRES_PER_TASK", "")
+        return self._has_set_gpus or bool(bound) or by_hand or per_task
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Returns the job and the index of this process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 from kdist.cluster import logs
 from kdist.errors import InvalidArgumentError
@@ -19,7 +20,7 @@ class CommunicationImplementation(enum.Enum):
     RING = "RING"
     """A ring over the network that needs no GPU. JAX and PyTorch take gloo, whose rings are the same idea."""
     NCCL = "NCCL"
-    """NVIDIA's collectives; an error where there is no GPU."""
+    """NVIDIA's collectives. A hint: without GPUs, a warning says so once, and `AUTO` is used."""
 
 
 class CommunicationOptions:
@@ -75,6 +76,14 @@ class CommunicationOptions:
         self.bytes_per_pack = bytes_per_pack
         self.timeout_seconds = timeout_seconds
         self.implementation = implementation
+
+    def for_devices(self, devices: Sequence[str], worker_index: int = 0) -> CommunicationOptions:
+        """Returns the options that hold for these devices: without GPUs, `AUTO` in place of NCCL, and a warning."""
+        wants_nccl = self.implementation is CommunicationImplementation.NCCL
+        if not wants_nccl or all(name.startswith("gpu:") for name in devices):
+            return self
+        hint_ignored("implementation=NCCL", "NCCL runs on NVIDIA GPUs only.", worker_index)
+        return CommunicationOptions(self.bytes_per_pack, self.timeout_seconds)
 
 
 class CollectiveHints(CommunicationOptions):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kdist.backends import threads
 from kdist.tracing import span
 
 # How long the thread sleeps on a full queue before it looks whether it is still wanted.
@@ -57,9 +58,7 @@ class Prefetch:
         self._queue: queue.Queue[Any] = queue.Queue(depth)
         self._closed = threading.Event()
         # The thread holds no reference to this object, whose user may forget to close it.
-        self._thread = threading.Thread(
-            target=_fill, args=(items, self._queue, self._closed), name="kdist prefetch", daemon=True
-        )
+        self._thread = threads.helper("kdist prefetch", _fill, items, self._queue, self._closed)
         self._thread.start()
 
     def take(self, most: int, wait: float | None = None) -> list[Any]:

@@ -23,7 +23,7 @@ def hook_seeds() -> None:
             return original(self, ordered)
         with replica.scope.untracked():  # all replicas draw equally often
             seed = original(self, ordered)
-        offset = [replica.replica_id_in_sync_group * SEED_STRIDE, 0]
+        offset = [replica.replica_id_in_sync_group * SEED_STRIDE % 2**31, 0]  # int32 on PyTorch
         return seed + keras.ops.cast(keras.ops.convert_to_tensor(offset), seed.dtype)
 
     wrap(keras.random.SeedGenerator, "next", next_seed)

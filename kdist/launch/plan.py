@@ -326,12 +326,13 @@ def thread_share(environ: Mapping[str, str], local_workers: int) -> dict[str, st
 
 
 def _gpu_share(environ: Mapping[str, str], local_index: int, local_workers: int) -> dict[str, str]:
-    """A worker's share of the machine's GPUs, where there are enough: as many as the others have."""
+    """A worker's share of the machine's GPUs: as many as the others have; one that it shares if there are few."""
     gpus = visible_gpus(environ)
-    each = len(gpus) // local_workers
-    if local_workers == 1 or not each:
-        return {}  # one has all; more workers than GPUs share them as the engine can
-    return {GPUS: ",".join(gpus[local_index * each : (local_index + 1) * each])}
+    if local_workers == 1 or not gpus:
+        return {}
+    each = max(1, len(gpus) // local_workers)
+    first = local_index * each % len(gpus)
+    return {GPUS: ",".join(gpus[first : first + each])}
 
 
 def idle_gpus(plan: JobPlan, environ: Mapping[str, str] | None = None) -> list[str]:

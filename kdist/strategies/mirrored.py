@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from kdist.backends import get_backend
 from kdist.communication.cross_device_ops import CrossDeviceOps, NcclAllReduce, is_own
-from kdist.communication.options import CommunicationImplementation, CommunicationOptions
-from kdist.errors import DeviceError, InvalidArgumentError
+from kdist.communication.options import hint_ignored
+from kdist.errors import InvalidArgumentError
 from kdist.strategies.places import choose_devices
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
@@ -26,7 +26,7 @@ class MirroredStrategy(Strategy):
             one of kdist's, which is a hint outside TensorFlow. See `kdist.CrossDeviceOps`.
 
     Raises:
-        DeviceError: A device is not there, or NCCL was asked for without GPUs.
+        DeviceError: A device is not there.
         InvalidArgumentError: `devices` is empty or names a device twice.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MirroredStrategy
@@ -47,29 +47,21 @@ class MirroredStrategy(Strategy):
     ) -> None:
         backend = get_backend()
         names = choose_devices(backend, devices)
-        _check_cross_device_ops(cross_device_ops, names)
-        options = CommunicationOptions()
-        if isinstance(cross_device_ops, NcclAllReduce):
-            options = CommunicationOptions(implementation=CommunicationImplementation.NCCL)
-        own = is_own(cross_device_ops)
-        super().__init__(backend.create_runtime(Topology(names), options, None if own else cross_device_ops))
+        _check_cross_device_ops(cross_device_ops)
+        own, native = is_own(cross_device_ops), cross_device_ops
+        if isinstance(native, NcclAllReduce) and not all(name.startswith("gpu:") for name in names):
+            hint_ignored(f"cross_device_ops={native!r}", "NCCL runs on NVIDIA GPUs only.")
+            native = None
+        super().__init__(backend.create_runtime(Topology(names), None, None if own else native))
         self.cross_device_ops = cross_device_ops
         if own and len(names) > 1:
             self.own_ops = cross_device_ops
 
 
-def _check_cross_device_ops(ops: CrossDeviceOps | None, devices: Sequence[str]) -> None:
-    if ops is None:
-        return
-    if not isinstance(ops, CrossDeviceOps):
+def _check_cross_device_ops(ops: CrossDeviceOps | None) -> None:
+    if ops is not None and not isinstance(ops, CrossDeviceOps):
         raise InvalidArgumentError(
             "cross_device_ops must be a kdist.CrossDeviceOps or None.",
             received={"cross_device_ops": ops},
             hint="For example: kdist.ReductionToOneDevice()",
-        )
-    if isinstance(ops, NcclAllReduce) and not all(name.startswith("gpu:") for name in devices):
-        raise DeviceError(
-            "NcclAllReduce needs GPUs: NCCL runs on NVIDIA GPUs only.",
-            received={"devices": tuple(devices)},
-            hint="Leave cross_device_ops out, or use kdist.ReductionToOneDevice().",
         )

@@ -30,7 +30,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     Raises:
         ClusterConfigError: The description of the cluster is wrong.
         WorkerTimeoutError: A worker did not come in time.
-        DeviceError: NCCL was asked for without GPUs.
+        DeviceError: A device is not there.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MultiWorkerMirroredStrategy
 

@@ -62,8 +62,14 @@ def save(strategy: StrategyLike, model: Any, target: Any, write: Callable[[Any],
     """
     keras_hooks.sync_state(model)
     runtime = strategy.runtime
+
+    def write_intact(path: Any) -> Any:
+        result = write(path)
+        runtime.group.check_intact()  # else the file does not get its name
+        return result
+
     with tracing.span("saving a file", "save"), runtime.kept_whole(keras_hooks.all_variables(model)):
-        return _save(runtime, model, target, write)
+        return _save(runtime, model, target, write_intact)
 
 
 def _save(runtime: Runtime, model: Any, target: Any, write: Callable[[Any], Any]) -> Any:

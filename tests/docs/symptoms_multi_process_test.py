@@ -20,7 +20,6 @@ ON = {
     "out_of_memory": BACKENDS,
     "too_late_for_devices": ("jax",),
     "no_tpu": ("jax",),
-    "nccl_without_gpus": ("torch",),
     "coupled_rows": ("torch",),
     "function_of_tensorflow": ("torch",),
     "joined_too_late": ("jax",),
@@ -40,7 +39,6 @@ ENTRIES = {
     "In a notebook": ["launched_function_fails", "launched_function_does_not_end"],
     "The backend": ["backend_that_is_unknown"],
     "Devices that are not there": ["no_gpu", "no_tpu", "different_devices"],
-    "NCCL": ["nccl_without_gpus"],
     "A worker hangs": ["a_worker_hangs"],
     "Different collectives": ["other_collective"],
     "A barrier": ["barrier_alone"],
@@ -71,6 +69,7 @@ ENTRIES = {
 }
 # Entries that quote nothing: what they say is tested there.
 ELSEWHERE = {
+    "NCCL": "hints_multi_process_test.py: test_nccl_without_gpus_is_a_hint",
     "The first step": "stalls_test.py: test_a_worker_that_works_has_not_hung",
     "Processes that are left": "launch/signals_multi_process_test.py: test_a_killed_launcher_takes_its_workers_along",
 }

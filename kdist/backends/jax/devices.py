@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from kdist.backends.device_names import count_of_kind, missing_device, short_name, too_late
-from kdist.cluster import environment
+from kdist.backends.jax.watch import has_started
+from kdist.cluster import environment, may_have_gpus
 
 KINDS = ("gpu", "tpu", "cpu")
 
@@ -88,6 +89,8 @@ def find_devices(names: Sequence[str]) -> list[Any]:
     found = []
     for name in names:
         kind, index = name.split(":")
+        if kind == "gpu" and not has_started() and not may_have_gpus():
+            raise missing_device(name, ["cpu:0"])  # JAX is not started: CPU devices can still be asked for
         available = local_devices(kind)
         if int(index) >= len(available):
             raise missing_device(name, [other for k in KINDS for other in list_devices(k)])

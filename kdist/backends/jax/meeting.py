@@ -16,7 +16,15 @@ import jax.extend.backend
 
 from kdist.backends.jax.watch import service_client
 from kdist.backends.joining import wait_for_all
-from kdist.cluster import Cluster, environment, is_loopback, liveness, split_address, visible_gpus
+from kdist.cluster import (
+    Cluster,
+    choose_nccl_interface,
+    is_loopback,
+    liveness,
+    own_gpus,
+    split_address,
+    visible_gpus,
+)
 from kdist.errors import StrategyScopeError
 
 # A worker that has sent no heartbeat for this share of the timeout counts as lost; JAX's own default is 100 s.
@@ -36,6 +44,8 @@ def meet(cluster: Cluster, timeout: float, devices: Sequence[str]) -> None:
     jax.config.update("jax_enable_recoverability", True)
     # Its handler of SIGTERM would keep a worker alive that is asked to end.
     jax.config.update("jax_enable_preemption_service", False)
+    if visible_gpus():
+        choose_nccl_interface(cluster)
     _use_gloo(split_address(addresses[cluster.worker_index])[0])
     with without_chatter():
         jax.distributed.initialize(
@@ -102,13 +112,10 @@ def _can_listen(host: str) -> bool:
 
 
 def _local_gpus(cluster: Cluster, devices: Sequence[str]) -> list[int] | None:
-    """Shares the GPUs of a machine among its workers, where neither the launcher nor the user has done so."""
-    gpus = visible_gpus()
-    if devices or environment.get("CUDA_VISIBLE_DEVICES") is not None or cluster.local_workers < 2:
-        return None
-    share = len(gpus) // cluster.local_workers
-    first = cluster.local_rank * share
-    return list(range(first, first + share)) or None
+    """Returns the GPUs that JAX may open in this worker; `None` for all that it sees."""
+    count = len(visible_gpus())
+    mine = own_gpus(cluster, count)
+    return None if devices or len(mine) == count else list(mine)
 
 
 # What gloo and the coordination service say of themselves when all is well, on every worker.

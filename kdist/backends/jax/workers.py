@@ -22,8 +22,8 @@ from kdist.backends.joining import check_devices, join_once
 from kdist.backends.mail import Mail
 from kdist.backends.workers import Workers
 from kdist.cluster import Cluster, visible_gpus
-from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
-from kdist.errors import DeviceError, StrategyScopeError, WorkerLostError
+from kdist.communication.options import CommunicationOptions, hint_ignored
+from kdist.errors import StrategyScopeError, WorkerLostError
 
 _ENGINE = workers.folders_of_engine(jax.__file__, __file__)
 
@@ -142,7 +142,6 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
         ClusterConfigError: The port of the chief is in use.
         StrategyScopeError: JAX has computed something already, or this process has joined another cluster,
             by kdist or by `jax.distributed.initialize`.
-        DeviceError: NCCL was asked for and there is no GPU.
     """
     _check_options(devices, options, 0 if cluster is None else cluster.worker_index)
     names = [short_name(name) for name in devices]
@@ -169,15 +168,8 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
 
 
 def _check_options(devices: Sequence[str], options: CommunicationOptions, worker_index: int) -> None:
-    if options.implementation is CommunicationImplementation.NCCL:
-        kinds = {short_name(name).split(":")[0] for name in devices} or (
-            {"gpu"} if visible_gpus() else {"cpu"}
-        )
-        if kinds != {"gpu"}:
-            raise DeviceError(
-                "NCCL needs GPUs: it runs on NVIDIA GPUs only, and this worker uses none.",
-                received={"implementation": "NCCL", "devices": tuple(devices)},
-                hint="Leave the implementation at AUTO: JAX takes NCCL between GPUs and gloo between CPUs.",
-            )
+    options.for_devices(
+        [short_name(name) for name in devices] or ["gpu:0" if visible_gpus() else "cpu:0"], worker_index
+    )
     if options.bytes_per_pack:
         hint_ignored("bytes_per_pack", "on JAX, XLA groups the collectives.", worker_index)

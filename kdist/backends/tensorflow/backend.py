@@ -20,9 +20,8 @@ from kdist.backends.tensorflow.coordination import NativeCoordination
 from kdist.backends.tensorflow.runtime import TensorFlowRuntime
 from kdist.backends.tensorflow.synchronous import SynchronousRuntime
 from kdist.communication.cross_device_ops import CrossDeviceOps
-from kdist.communication.options import CommunicationImplementation, CommunicationOptions
+from kdist.communication.options import CommunicationOptions
 from kdist.data.sources.tf_data import Iterated
-from kdist.errors import DeviceError
 from kdist.topology import Topology
 
 
@@ -68,15 +67,12 @@ class TensorFlowBackend(Backend):
     ) -> TensorFlowRuntime:
         """Creates a native `MirroredStrategy`, or joins the workers with `MultiWorkerMirroredStrategy`."""
         options, cluster = options or CommunicationOptions(), topology.cluster
-        names = tuple(map(device_names.short_name, topology.devices)) or self.list_devices()
-        if cluster is None or not names[0].startswith("cpu:"):
-            names = self.require_devices(names)
-        if options.implementation is CommunicationImplementation.NCCL and not names[0].startswith("gpu:"):
-            raise DeviceError(
-                "NCCL runs on NVIDIA GPUs only, and TensorFlow sees none.",
-                received={"implementation": "NCCL", "devices": names},
-                hint="Use CommunicationImplementation.AUTO or RING.",
-            )
+        names = tuple(map(device_names.short_name, topology.devices))
+        if cluster is None:
+            names = self.require_devices(names or self.list_devices())
+        else:
+            names = tensorflow_devices.devices_of_worker(cluster, names)
+        options = options.for_devices(names, topology.worker_index)
         topology = dataclasses.replace(topology, devices=names)
         if cluster is None:
             return TensorFlowRuntime(_mirrored(names, ops), topology, workers.Workers())

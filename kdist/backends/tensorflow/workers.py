@@ -22,7 +22,7 @@ from kdist.backends.joining import join_once
 from kdist.backends.mail import Mail
 from kdist.backends.tensorflow import meeting
 from kdist.backends.tensorflow.store import ServiceStore
-from kdist.cluster import Cluster, liveness
+from kdist.cluster import Cluster, choose_nccl_interface, liveness
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.errors import DeviceError
 
@@ -294,6 +294,8 @@ def _connect(
     cluster: Cluster, options: CommunicationOptions, devices: Sequence[str], timeout: float
 ) -> tf.distribute.Strategy:
     addresses = meeting.meet(cluster, timeout)
+    if devices[0].startswith("gpu:"):
+        choose_nccl_interface(cluster)
     meeting.configure_heartbeats(len(addresses), timeout)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": list(addresses)}),

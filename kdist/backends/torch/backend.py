@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kdist import keras_hooks
+from kdist.backends import threads
 from kdist.backends.contract import Backend
 from kdist.backends.torch import devices as torch_devices
 from kdist.backends.torch import functions, modules
@@ -17,9 +18,10 @@ from kdist.backends.torch.coordination import TorchEngine
 from kdist.backends.torch.runtime import TorchRuntime
 from kdist.backends.torch.workers import Workers, join
 from kdist.communication.cross_device_ops import CrossDeviceOps
-from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
-from kdist.errors import DeviceError
+from kdist.communication.options import CommunicationOptions, hint_ignored
 from kdist.topology import Topology
+
+_GPU_STATE = 16  # bytes: a seed and an offset
 
 
 class TorchBackend(Backend):
@@ -34,6 +36,8 @@ class TorchBackend(Backend):
     value_and_grad = staticmethod(functions.value_and_grad)
 
     def __init__(self) -> None:
+        threads.captures = torch_devices.current_gpu
+        self._gpus: list[torch.device] = []  # of the newest strategy, in the order of its replicas
         keras_hooks.hook_torch_modules(modules.zero_grad, modules.call_module)
         keras_hooks.hook_torch_dropout()
 
@@ -56,26 +60,26 @@ class TorchBackend(Backend):
             hint_ignored(f"cross_device_ops={ops!r}", "on PyTorch, replicas of one process add up in turn.")
         options, cluster = options or CommunicationOptions(), topology.cluster
         names = self.require_devices(topology.devices) or torch_devices.devices_of_worker(cluster)
-        on_cpu = any(name.startswith("cpu:") for name in names)
-        if on_cpu and options.implementation is CommunicationImplementation.NCCL:
-            raise DeviceError(
-                "NCCL was asked for, but it runs on NVIDIA GPUs only.",
-                received={"devices": names, "implementation": "NCCL"},
-                hint="Use CommunicationImplementation.AUTO (gloo on CPUs), or start where there are GPUs.",
-            )
+        options = options.for_devices(names, topology.worker_index)
         if options.bytes_per_pack:
             hint_ignored(
                 f"bytes_per_pack={options.bytes_per_pack}",
                 "all gradients of a dtype are one pack.",
                 topology.worker_index,
             )
+        self._gpus = [torch_devices.torch_device(name) for name in names if name.startswith("gpu:")]
         group = join(cluster, names, options) if cluster is not None else Workers()
         return TorchRuntime(dataclasses.replace(topology, devices=names), group)
 
     def random_state(self) -> bytes:
-        """Returns the state of PyTorch's generator, from which Keras's data loaders shuffle."""
-        return torch.get_rng_state().numpy().tobytes()
+        """Returns the state of PyTorch's generator, from which Keras's data loaders shuffle; then those of the GPUs."""
+        states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in self._gpus)]
+        return b"".join(state.numpy().tobytes() for state in states)
 
     def set_random_state(self, state: bytes) -> None:
-        """Sets the state of PyTorch's generator on the CPU."""
-        torch.set_rng_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
+        """Sets the state of PyTorch's generator on the CPU, and of those GPUs for which there is one."""
+        states = torch.from_numpy(np.frombuffer(state, np.uint8).copy())
+        size = len(torch.get_rng_state())
+        torch.set_rng_state(states[:size])
+        for gpu, own in zip(self._gpus, states[size:].reshape(-1, _GPU_STATE), strict=False):
+            torch.cuda.set_rng_state(own, gpu)

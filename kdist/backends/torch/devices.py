@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from kdist.backends.device_names import missing_device, short_name
-from kdist.cluster import Cluster
+from kdist.cluster import Cluster, own_gpus
 
 
 def list_devices(kind: str | None = None) -> tuple[str, ...]:
@@ -39,13 +42,45 @@ def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
 def devices_of_worker(cluster: Cluster | None) -> tuple[str, ...]:
     """Returns the devices of a worker where the user names none: its part of the GPUs, or the CPU."""
     gpus = list_devices("gpu")
-    if cluster is None or not gpus:
-        return gpus or ("cpu:0",)
-    each = len(gpus) // cluster.local_workers
-    if each == 0:
-        return (gpus[cluster.local_rank % len(gpus)],)
-    first = cluster.local_rank * each
-    return gpus[first : first + each]
+    return tuple(gpus[index] for index in own_gpus(cluster, len(gpus))) or ("cpu:0",)
+
+
+def current_gpu() -> AbstractContextManager[Any]:
+    """Captures the current GPU of this thread, to be entered in another one; nothing where PyTorch uses none."""
+    if not torch.cuda.is_initialized():
+        return contextlib.nullcontext()
+    return torch.cuda.device(torch.cuda.current_device())
+
+
+class ThreadStates:
+    """What PyTorch keeps for each thread: taken from the thread of the user's call to those of its replicas.
+
+    Kernels that name no device (Triton's, those of `torch.compile`) run on the current one.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        gpus = [device for device in devices if device.type == "cuda"]
+        self._streams = {device: torch.cuda.current_stream(device) for device in gpus}
+        self._inference = torch.is_inference_mode_enabled()
+        kinds = {device.type for device in devices} if len(devices) > 1 else ()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
+        ]
+
+    @contextlib.contextmanager
+    def entered(self, device: torch.device, is_other_thread: bool) -> Iterator[None]:
+        """Entered in the thread of the replica that has the device."""
+        with contextlib.ExitStack() as stack:
+            if is_other_thread:
+                if self._inference:
+                    stack.enter_context(torch.inference_mode())
+                for kind, dtype in self._autocast:
+                    stack.enter_context(torch.autocast(kind, dtype))
+            if device in self._streams:
+                stack.enter_context(
+                    torch.cuda.stream(self._streams[device])
+                )  # which makes the device current
+            yield
 
 
 def torch_device(name: str) -> torch.device:

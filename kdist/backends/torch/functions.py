@@ -16,6 +16,7 @@ from kdist.backends.replica import RowShare, equal_shares
 from kdist.backends.threads import Baton
 from kdist.backends.torch import divided
 from kdist.backends.torch.core import TorchCore
+from kdist.backends.torch.devices import ThreadStates
 from kdist.backends.torch.replicas import TorchReplica, TorchScope
 from kdist.values import component
 
@@ -32,6 +33,7 @@ def in_replicas(
     In a step of a model's the shares say how much the rows of each replica count; `None` for the user's function.
     """
     state = keras_hooks.ThreadState() if len(runtime.devices) > 1 else None
+    engine_state = ThreadStates(runtime.torch_devices)
     for copies in runtime.copies:
         copies.start_step(keep_gradients=shares is None)
 
@@ -49,6 +51,7 @@ def in_replicas(
         with contextlib.ExitStack() as stack:
             if index > 0 and state is not None:
                 stack.enter_context(state)
+            stack.enter_context(engine_state.entered(runtime.torch_devices[index], index > 0))
             stack.enter_context(keras.device(str(runtime.torch_devices[index])))
             stack.enter_context(replica)
             stack.enter_context(torch.set_grad_enabled(gradients))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -31,7 +29,6 @@ _PAUSE = 0.05
 _FAREWELL = 1.0
 # A chief that listens answers at once.
 _ANSWER = 8.0
-_SIOCGIFADDR = 0x8915  # of Linux: the address of a network interface
 
 
 class Meeting:
@@ -169,43 +166,3 @@ def describe_devices(names: Sequence[str]) -> dict[str, Any]:
     gpus = [int(name.split(":")[1]) for name in names if name.startswith("gpu:")]
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in gpus]
     return {"kind": "gpu" if gpus else "cpu", "count": len(names), "gpus": uuids}
-
-
-def interface_towards(cluster: Cluster) -> str | None:
-    """Returns the network interface by which this worker reaches the others; `None` to leave it to gloo.
-
-    gloo takes the address that this machine's name resolves to. That may be the loopback interface, by which
-    nobody else can be reached, or a public one for a job of one machine.
-    """
-    hosts = [split_address(address)[0] for address in (cluster.coordinator, *cluster.addresses) if address]
-    if not hosts or all(is_loopback(host) for host in hosts):
-        return _interface_of("127.0.0.1") if hosts else None
-    for host in hosts:
-        own = _address_towards(host)
-        if own is not None and not is_loopback(own):
-            return _interface_of(own)
-    return None
-
-
-def _address_towards(host: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing: the kernel only looks up the route
-            return str(probe.getsockname()[0])
-        except OSError:
-            return None
-
-
-def _interface_of(address: str) -> str | None:
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(reply[20:24]) == address:
-                    return name
-    return None

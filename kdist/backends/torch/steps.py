@@ -50,6 +50,7 @@ class TorchSteps(ReplicatedSteps):
         """After training, torch modules in the model are back in evaluation mode, as with plain Keras."""
         if self.kind == "train":
             self.model.eval()
+        self.runtime.group.check_intact(finishes=True)
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
         """Joins the rows of tensors."""

@@ -18,9 +18,9 @@ from kdist.backends import stalls, whereabouts, workers
 from kdist.backends.joining import join_once
 from kdist.backends.torch.devices import torch_device
 from kdist.backends.torch.lifeline import Lifeline
-from kdist.backends.torch.meeting import Meeting, compare_devices, describe_devices, interface_towards
+from kdist.backends.torch.meeting import Meeting, compare_devices, describe_devices
 from kdist.backends.torch.store import GroupStore
-from kdist.cluster import Cluster, environment
+from kdist.cluster import Cluster, choose_nccl_interface, environment, interface_towards, liveness
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
 from kdist.errors import KdistError, StrategyScopeError, WorkerTimeoutError
 
@@ -76,8 +76,9 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self._cpu_group = cpu_group
         self._stuck = False
         self._pending: Any = None  # the collective that is under way
+        self._aborted = False
         if nccl:
-            lifeline.on_death(_abort_nccl)
+            lifeline.on_death(self._abort)
         self._stalls.start()
 
     def all_reduce(self, tensor: torch.Tensor, group: Any = None) -> None:
@@ -196,7 +197,22 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             if isinstance(seen, KdistError):
                 return seen
             seen = seen.__cause__ or seen.__context__
-        return error
+        return self._lost_error() if self._aborted else error
+
+    def check_intact(self, finishes: bool = False) -> None:
+        """Raises if collectives were aborted."""
+        if finishes and self._nccl:
+            torch.cuda.synchronize()
+        if self._aborted:
+            raise self._lost_error()
+
+    def _lost_error(self) -> Exception:
+        return stalls.lost_error(self.names, self.worker_index, self._lifeline.wait_for_loss(0.0))
+
+    def _abort(self) -> None:
+        # First of all: what is computed from here on may lack the part of the lost worker.
+        self._aborted = True
+        _abort_nccl()
 
     def close(self) -> None:
         """Leaves the group, in good order for those that go on."""
@@ -213,10 +229,15 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     def _group(self, tensor: torch.Tensor) -> Any:
         return None if tensor.is_cuda else self._cpu_group
 
+    def _is_queued(self, tensor: torch.Tensor) -> bool:
+        """Whether the device itself waits for a collective, and Python goes on."""
+        return self._nccl and tensor.is_cuda
+
     def _finish(self, work: Any, tensor: torch.Tensor) -> None:
         self._pending = work
-        if self._nccl and tensor.is_cuda:
+        if self._is_queued(tensor):
             work.wait()  # returns once it is enqueued
+            self.check_intact()
             return
         while True:
             try:
@@ -266,8 +287,23 @@ def _uint8(data: bytes) -> torch.Tensor:
 def _abort_nccl() -> None:
     # NCCL does not notice a dead process on the same machine. gloo does, and cannot be aborted.
     time.sleep(2.0)
-    group = dist.distributed_c10d._get_default_group()
-    group._get_backend(torch.device("cuda")).abort()
+    # The groups of a mesh, too: whoever waits in one of them would wait for NCCL's own timeout.
+    found = [_backend_of("cuda", group) for group in list(dist.distributed_c10d._world.pg_map)]
+    backends = [backend for backend in found if backend is not None and backend.name() == "nccl"]
+    # Together: by itself, one abort may wait for another (https://github.com/pytorch/pytorch/issues/119797).
+    if backends:
+        backends[0]._group_start()
+        for backend in reversed(backends):
+            backend.abort()
+        backends[0]._group_end()
+
+
+def _backend_of(kind: str, group: Any) -> Any:
+    """Returns what carries tensors of a kind of device in a group; `None` if nothing does."""
+    try:
+        return group._get_backend(torch.device(kind))
+    except RuntimeError:
+        return None
 
 
 def join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions) -> JoinedWorkers:
@@ -301,11 +337,9 @@ def _join(
             cluster.worker_index,
         )
     lifeline = meeting.open_lifeline()
-    arguments: dict[str, Any] = {}
-    if options.timeout_seconds is not None:
-        arguments["timeout"] = timedelta(seconds=options.timeout_seconds)
-    if devices[0].startswith("gpu:"):
-        torch.cuda.set_device(torch_device(devices[0]))
+    _set_current_gpu(devices)
+    if nccl:
+        choose_nccl_interface(cluster)
     # The user's own choice of interface stands.
     interface = environment.get("GLOO_SOCKET_IFNAME") or interface_towards(cluster)
     with environment.patched(GLOO_SOCKET_IFNAME=interface):
@@ -314,7 +348,8 @@ def _join(
             store=dist.PrefixStore("group", meeting.store),
             rank=cluster.worker_index,
             world_size=cluster.num_workers,
-            **arguments,
+            timeout=timedelta(seconds=options.timeout_seconds or liveness.engine_timeout()),
+            device_id=torch_device(devices[0]) if nccl else None,
         )
     return JoinedWorkers(cluster, lifeline, meeting.store, nccl)
 
@@ -335,8 +370,15 @@ def _adopt(cluster: Cluster, devices: Sequence[str], timeout: float) -> JoinedWo
     meeting = Meeting(cluster, timeout, dist.distributed_c10d._get_default_store())
     compare_devices(cluster, meeting.gather("devices", describe_devices(devices)))
     lifeline = meeting.open_lifeline()
-    backend = dist.get_backend()
-    cpu_group = None if "gloo" in backend else dist.new_group(backend="gloo")
-    return JoinedWorkers(
-        cluster, lifeline, meeting.store, "nccl" in backend, owns_group=False, cpu_group=cpu_group
-    )
+    _set_current_gpu(devices)
+    # Not by `get_backend`, which says "undefined" of a group that was made without naming one.
+    group = dist.distributed_c10d._get_default_group()
+    cpu, gpu = (_backend_of(kind, group) for kind in ("cpu", "cuda"))
+    cpu_group = None if cpu is not None else dist.new_group(backend="gloo")
+    nccl = gpu is not None and gpu.name() == "nccl"
+    return JoinedWorkers(cluster, lifeline, meeting.store, nccl, owns_group=False, cpu_group=cpu_group)
+
+
+def _set_current_gpu(devices: Sequence[str]) -> None:
+    if devices[0].startswith("gpu:"):
+        torch.cuda.set_device(torch_device(devices[0]))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
 import kdist
 from kdist.backends import get_backend
+from kdist.cluster import discover, environment
 from kdist.errors import DeviceError
 from tests.backends.where import in_worker
 
 if in_worker:
     import jax
+
+    from kdist.backends.jax import meeting
 
 
 def test_logical_cpus_are_there() -> None:
@@ -30,10 +36,20 @@ def test_missing_device_names_the_others() -> None:
         kdist.OneDeviceStrategy("gpu:0")
 
 
-def test_nccl_needs_a_gpu() -> None:
-    options = kdist.experimental.CommunicationOptions(implementation="NCCL")
-    with pytest.raises(DeviceError, match="NCCL needs GPUs"):
-        kdist.MultiWorkerMirroredStrategy(communication_options=options)
+def test_each_worker_opens_its_own_gpus_alone() -> None:
+    def opened(devices: Sequence[str] = (), **environ: str) -> list[Any]:
+        found = []
+        for index in range(2):
+            place = {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            told = place | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TF_CONFIG": None} | environ
+            with environment.patched(**told):
+                found.append(meeting._local_gpus(discover(), devices))
+        return found
+
+    assert opened(CUDA_VISIBLE_DEVICES="4,5,6,7") == [[0, 1], [2, 3]]
+    assert opened(CUDA_VISIBLE_DEVICES="4") == [None, None], "all that it sees"
+    assert opened(CUDA_VISIBLE_DEVICES="") == [None, None]
+    assert opened(["gpu:1"], CUDA_VISIBLE_DEVICES="4,5,6,7") == [None, None]
 
 
 def test_random_state_travels() -> None:

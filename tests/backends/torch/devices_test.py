@@ -4,10 +4,9 @@ import pytest
 
 import kdist
 from kdist.backends import get_backend
-from kdist.cluster import discover
+from kdist.cluster import discover, environment
 from kdist.errors import DeviceError
-from kdist.experimental import CommunicationImplementation, CommunicationOptions
-from kdist.topology import Topology
+from kdist.launch.plan import plan_job
 from tests.backends.where import in_worker
 
 if in_worker:
@@ -43,6 +42,7 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_what_is():
         (2, 2, [("gpu:0",), ("gpu:1",)]),
         (4, 2, [("gpu:0", "gpu:1"), ("gpu:2", "gpu:3")]),
         (1, 2, [("gpu:0",), ("gpu:0",)]),
+        (2, 3, [("gpu:0",), ("gpu:1",), ("gpu:0",)]),
     ],
 )
 def test_workers_of_a_machine_share_its_gpus(gpus, workers, expected):
@@ -50,10 +50,16 @@ def test_workers_of_a_machine_share_its_gpus(gpus, workers, expected):
         assert [devices.devices_of_worker(_cluster(i, workers)) for i in range(workers)] == expected
 
 
-def test_nccl_without_a_gpu_is_an_error_that_says_so():
-    options = CommunicationOptions(implementation=CommunicationImplementation.NCCL)
-    with pytest.raises(DeviceError, match="NVIDIA GPUs only"):
-        get_backend().create_runtime(Topology(("cpu:0",)), options)
+def test_a_worker_takes_all_gpus_that_the_launcher_gave_it():
+    plan = plan_job(2, environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"})
+    plan.release_ports()
+    for worker in plan.workers:
+        with (
+            environment.patched(**worker.environ),
+            mock.patch.object(torch.cuda, "device_count", return_value=4),
+        ):
+            found = devices.devices_of_worker(discover())
+        assert found == ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
 
 
 def test_the_scope_places_variables_and_random_state_travels():

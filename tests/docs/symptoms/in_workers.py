@@ -164,11 +164,6 @@ def no_tpu() -> None:
             del os.environ[name]
 
 
-def nccl_without_gpus() -> None:
-    options = kdist.experimental.CommunicationOptions(implementation="NCCL")
-    kdist.MultiWorkerMirroredStrategy(communication_options=options)
-
-
 def another_cluster() -> None:
     spec = kdist.cluster_resolver.ClusterSpec({"worker": ["localhost:2222", "localhost:2223"]})
     resolver = kdist.cluster_resolver.SimpleClusterResolver(spec, task_type="worker", task_id=me())

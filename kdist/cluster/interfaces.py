@@ -1,0 +1,77 @@
+"""The network interface that leads from this worker to the others, for gloo and for NCCL."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from pathlib import Path
+
+from kdist.cluster import environment
+from kdist.cluster.addresses import is_loopback, split_address
+from kdist.cluster.discovery import Cluster
+
+_SIOCGIFADDR = 0x8915  # of Linux: the address of a network interface
+
+
+def interface_towards(cluster: Cluster) -> str | None:
+    """Returns the network interface by which this worker reaches the others; `None` to leave it to the engine.
+
+    gloo takes the address that this machine's name resolves to. That may be the loopback interface, by which
+    nobody else can be reached, or a public one for a job of one machine.
+    """
+    hosts = [split_address(address)[0] for address in (cluster.coordinator, *cluster.addresses) if address]
+    if not hosts or all(is_loopback(host) for host in hosts):
+        return _interface_of("127.0.0.1") if hosts else None
+    for host in hosts:
+        own = _address_towards(host)
+        if own is not None and not is_loopback(own):
+            return _interface_of(own)
+    return None
+
+
+def choose_nccl_interface(cluster: Cluster) -> None:
+    """Lets NCCL find the other machines by the interface that leads to them, unless the user has chosen one.
+
+    NCCL takes the first interface that is up. That may be one of Docker's, by which no other machine can be reached,
+    and the first collective hangs. InfiniBand carries the data as before.
+    """
+    hosts = [split_address(address)[0] for address in (cluster.coordinator, *cluster.addresses) if address]
+    chosen = environment.get("NCCL_SOCKET_IFNAME") or environment.get("NCCL_COMM_ID")
+    if chosen or all(is_loopback(host) for host in hosts) or _is_in_nccl_conf("NCCL_SOCKET_IFNAME"):
+        return
+    if interface := interface_towards(cluster):
+        environment.set_default("NCCL_SOCKET_IFNAME", f"={interface}")  # = for exactly this name
+
+
+def _is_in_nccl_conf(name: str) -> bool:
+    for path in (environment.get("NCCL_CONF_FILE"), os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf"):
+        with contextlib.suppress(OSError):
+            if path and name in Path(path).read_text(encoding="utf-8", errors="replace"):
+                return True
+    return False
+
+
+def _address_towards(host: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing: the kernel only looks up the route
+            return str(probe.getsockname()[0])
+        except OSError:
+            return None
+
+
+def _interface_of(address: str) -> str | None:
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    return name
+    return None

@@ -1,0 +1,112 @@
+"""NCCL's way to end collectives, played by gloo: Python does not wait for results, and a lost worker aborts them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from tests.processes import Script, local_addresses, run_plain, tf_config
+
+STEPS = 6
+AFTER = 4  # so many steps are whole
+
+PLAYED = """
+    import json
+    import os
+
+    import keras
+    import numpy as np
+    import torch
+
+    import kdist
+    from kdist.backends import stalls
+    from kdist.backends.torch import workers
+    from tests.backends.torch.abort_multi_process_test import AFTER, build, data
+
+    workers.JoinedWorkers._is_queued = lambda self, tensor: True
+    torch.cuda.synchronize = lambda: None
+    workers._abort_nccl = lambda: None
+    strategy = kdist.MultiWorkerMirroredStrategy()
+    group = strategy.runtime.group
+    group._nccl = True
+    with strategy.scope():
+        model = build()
+    x, y = data()
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, epochs=1)
+    whole = [weights.tolist() for weights in model.get_weights()]
+
+    # The other worker dies in a step: what the collective leaves is a part of the sum.
+    group._lifeline.wait_for_loss = lambda timeout: {1 - group.worker_index: "which has died"}
+
+    def aborted(work, tensor, finish=workers.JoinedWorkers._finish):
+        if model.optimizer.iterations.value >= AFTER and tensor.is_floating_point() and not group._aborted:
+            group._abort()
+            tensor.fill_(1e9)
+        return finish(group, work, tensor)
+
+    with strategy.scope():
+        model = build()
+    group._finish = aborted
+    said = []
+    checkpoints = keras.callbacks.ModelCheckpoint("each-epoch.keras")
+    try:
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[checkpoints])
+    except kdist.errors.WorkerLostError as error:
+        said.append(str(error))
+    group._finish = lambda work, tensor: workers.JoinedWorkers._finish(group, work, tensor)
+    kept = [keras.ops.convert_to_numpy(weights).tolist() for weights in model.weights]
+    group.all_gather_bytes = lambda data: [data] * 2  # it has arrived: the worker died just after
+    group.begin_gather_bytes = lambda data: lambda: [data] * 2
+    for save, path in ((model.save, "by-hand.keras"), (kdist.Checkpoint(model=model).save, "checkpoint")):
+        try:
+            save(path)
+        except (kdist.errors.WorkerLostError, kdist.errors.CheckpointError) as error:
+            said.append(str(error))
+    print(json.dumps([whole, kept, said]), flush=True)
+    os._exit(0)  # the connection cannot be closed in good order any more
+"""
+
+
+def build():
+    import keras
+
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+    rng = np.random.default_rng(3)
+    model.set_weights([rng.normal(size=weights.shape).astype("float32") for weights in model.get_weights()])
+    return model
+
+
+def data():
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(8 * STEPS, 3)).astype("float32")
+    return x, (x[:, :1] - x[:, 1:2]).astype("float32")
+
+
+def plain():
+    found = []
+    for steps in (STEPS, AFTER):
+        model = build()
+        x, y = data()
+        model.fit(x[: 8 * steps], y[: 8 * steps], batch_size=8, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    return found
+
+
+def test_what_was_computed_after_an_abort_is_neither_applied_nor_saved(tmp_path):
+    addresses = local_addresses(2)
+    scripts = []
+    for index in range(2):
+        (folder := tmp_path / str(index)).mkdir()
+        told = {"KERAS_BACKEND": "torch", "TF_CONFIG": tf_config(addresses, index)}
+        scripts.append(Script(folder, "played", PLAYED, told))
+    whole, part = run_plain("torch", plain)
+    for script in scripts:
+        assert script.wait() == 0, script.stderr()
+        trained, kept, said = json.loads(script.stdout().splitlines()[-1])
+        for one, expected in [*zip(trained, whole, strict=True), *zip(kept, part, strict=True)]:
+            np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-6)
+        assert len(said) == 3 and all("which has died" in text for text in said), said
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"played.py", "played.out", "played.err"}, "no file, not even a half one"

@@ -1,0 +1,97 @@
+"""4,096 workers that nobody starts: PyTorch's `fake` process group shows which collectives each of them would issue.
+
+NCCL waits forever if two workers issue other collectives, or the same ones in another order.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.processes import start_pool
+
+WORLD = 4096
+RANKS = (0, 1, 2047, 4095)
+
+
+def collectives(kind: str, rank: int, rows: int) -> list[tuple]:
+    """What one of the workers issues in a `fit` of two epochs, and `evaluate`, in a process of its own."""
+    import keras
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import kdist
+    from kdist.backends.torch import workers
+    from kdist.cluster import discover
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+    place = {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    cluster = discover(environ=place)
+
+    class Lifeline:
+        lost = frozenset()
+
+        def on_death(self, call):
+            pass
+
+        def wait_for_loss(self, timeout):
+            return {}
+
+        died = close = say_hung = lambda self: {}
+
+    class Workers(workers.JoinedWorkers):
+        """Messages reach all workers, and all of them say the same."""
+
+        def begin_gather_bytes(self, data):
+            issued.append(("message",))
+            return lambda: [data] * WORLD
+
+    issued: list[tuple] = []
+    for name in ("all_reduce", "all_gather", "broadcast", "reduce_scatter"):
+        original = getattr(dist, name)
+
+        def log(*args, name=name, original=original, group=None, **kwargs):
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            facts = [(str(tensor.dtype), tensor.numel()) for tensor in tensors]
+            issued.append((name, *facts, dist.get_world_size(group)))
+            return original(*args, group=group, **kwargs)
+
+        setattr(dist, name, log)
+    workers._join = lambda *args: Workers(cluster, Lifeline(), dist.HashStore(), nccl=False)
+    workers.dist.is_initialized = lambda: False
+    kdist.strategies.places.discover = lambda resolver=None: cluster
+    made = kdist.MultiWorkerMirroredStrategy() if kind == "mirrored" else kdist.FullyShardedStrategy()
+    keras.utils.set_random_seed(5)
+    with made.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input((8,)),
+                keras.layers.Dense(WORLD, "relu"),
+                keras.layers.BatchNormalization(synchronized=kind == "mirrored"),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(clipnorm=1.0), "mse", metrics=["mae"])
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(rows, 8)).astype("float32"), rng.normal(size=(rows, 1)).astype("float32")
+    model.fit(x, y, batch_size=WORLD, epochs=2, verbose=0, shuffle=False)
+    return issued
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "divided"])
+def test_all_of_4096_workers_issue_the_same_collectives(kind):
+    sequences = []
+    for rank in RANKS:
+        pool = start_pool(1, "torch")
+        try:
+            # The last batch is so short that most workers have no row of it.
+            (issued,) = pool.run(collectives, kind, rank, WORLD + 100)
+        finally:
+            pool.close()
+        sequences.append(issued)
+    kinds = {entry[0] for entry in sequences[0]}
+    assert {"message", "all_reduce", "broadcast"} <= kinds
+    for rank, issued in zip(RANKS, sequences, strict=True):
+        assert issued == sequences[0], f"worker {rank} differs from worker 0"
