@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import random
 import socket
 
 from kdist.errors import ClusterConfigError
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # Ports above these are handed out by the system to outgoing connections, at any moment.
 _LOWEST, _HIGHEST = 15000, 32000
 
@@ -66,7 +66,10 @@ def join_address(host: str, port: int) -> str:
 
 def is_loopback(host: str) -> bool:
     """Says whether a host's name or number can only mean the machine it is used on."""
-    return host in _LOOPBACK or host.startswith("127.")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name, even one such as 127.example.org
 
 
 def hold_free_ports(count: int, host: str = "127.0.0.1") -> list[socket.socket]:

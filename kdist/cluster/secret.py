@@ -1,0 +1,150 @@
+"""The secret of a job, and how two processes prove to each other that they know it without sending it.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Sequence
+
+from kdist.cluster.addresses import is_loopback, split_address
+from kdist.cluster.environment import TOKEN_VARIABLE, cluster_token
+from kdist.errors import ClusterConfigError
+
+NONCE_BYTES = 16
+PROOF_BYTES = hashlib.sha256().digest_size
+EXPORT_TOKEN = f"export {TOKEN_VARIABLE}=$(openssl rand -hex 16)"
+_HINT = f"Set the same secret on all machines of the job. Create it once, such as with\n{EXPORT_TOKEN}"
+_MOST_BYTES = 256  # of the file with the secret
+
+
+def job_secret(addresses: Sequence[str]) -> str:
+    """Returns the secret that all processes of a job share.
+
+    This is the value of `KDIST_CLUSTER_TOKEN`. If the variable is not set and all addresses are loopback addresses,
+    it is a secret of the current user, from a file that no other user can read.
+
+    Args:
+        addresses: The addresses of the job's processes, each as `host:port`.
+
+    Returns:
+        The secret, as text. Do not log it.
+
+    Raises:
+        ClusterConfigError: If there is no `KDIST_CLUSTER_TOKEN` and an address is not a loopback address, or the
+            user's secret cannot be read or created.
+
+    Example:
+
+    >>> from kdist.cluster import environment
+    >>> from kdist.cluster.secret import job_secret
+    >>> with environment.patched(KDIST_CLUSTER_TOKEN="example"):
+    ...     job_secret(["host0:2222"])
+    'example'
+    """
+    if token := cluster_token():
+        return token
+    others = [address for address in addresses if not is_loopback(split_address(address)[0])]
+    if others:
+        raise ClusterConfigError(
+            f"A job whose addresses other machines can reach needs a secret, but {TOKEN_VARIABLE} is not set.",
+            received={"addresses": others[:3]},
+            hint=_HINT,
+        )
+    return _user_secret()
+
+
+def _user_secret() -> str:
+    """Returns the secret of the current user. The first process that needs it creates the file."""
+    directory = os.path.join(tempfile.gettempdir(), f"kdist-{os.geteuid()}")
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, 0o700)
+        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            _check_private(os.fstat(opened), "it belongs to, or is open to, another user")
+            try:
+                return _read(opened)
+            except FileNotFoundError:
+                _create(opened)
+                return _read(opened)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        raise ClusterConfigError(
+            "kdist keeps a secret of yours in a private directory, but cannot use it: "
+            f"{error.strerror or 'unknown error'}.",
+            received={"directory": directory},
+            hint=f"Remove the directory, set TMPDIR to another one, or set the secret yourself:\n{EXPORT_TOKEN}",
+        ) from error
+
+
+def _check_private(status: os.stat_result, problem: str) -> None:
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError(errno.EACCES, problem)
+
+
+def _read(directory: int) -> str:
+    # Without O_NONBLOCK, a FIFO in place of the file would block for ever.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open("secret", flags, dir_fd=directory), "rb") as file:
+        status = os.fstat(file.fileno())
+        _check_private(status, "the file in it belongs to, or is open to, another user")
+        content = file.read(_MOST_BYTES) if stat.S_ISREG(status.st_mode) else b""
+    if len(content) != 2 * PROOF_BYTES:
+        raise OSError(errno.EINVAL, "the file in it does not hold a secret")
+    return content.decode("ascii", "replace")
+
+
+def _create(directory: int) -> None:
+    """Writes the whole file under another name first. Of several processes at once, one wins, and all read its secret."""
+    name = f"new-{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        with open(os.open(name, flags, 0o600, dir_fd=directory), "wb") as file:
+            file.write(secrets.token_hex(PROOF_BYTES).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(name, "secret", src_dir_fd=directory, dst_dir_fd=directory)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory)
+
+
+def new_nonce() -> bytes:
+    """Returns random bytes to be used once, in the challenge of one connection."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def prove(secret: str, purpose: str, role: str, nonces: Sequence[bytes], message: bytes = b"") -> bytes:
+    """Returns the proof that the sender of a message knows the secret.
+
+    It is an HMAC-SHA256 of everything that the receiver has to believe. Nobody can replay it on another connection,
+    for another purpose, or back to its sender.
+
+    Args:
+        secret: The secret of the job.
+        purpose: The kind of the connection.
+        role: The role of the sender, such as "server".
+        nonces: A nonce of each side, always in the same order.
+        message: The bytes that the proof covers.
+    """
+    parts = (b"kdist 1", purpose.encode(), role.encode(), *nonces, message)
+    covered = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return hmac.new(secret.encode(), covered, hashlib.sha256).digest()
+
+
+def is_proof(
+    received: bytes, secret: str, purpose: str, role: str, nonces: Sequence[bytes], message: bytes = b""
+) -> bool:
+    """Checks a proof that `prove` of another process has returned."""
+    return hmac.compare_digest(received, prove(secret, purpose, role, nonces, message))
