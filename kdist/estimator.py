@@ -71,7 +71,7 @@ class EvalSpec:
     """What to evaluate with.
 
     Args:
-        input_fn: As that of `TrainSpec`.
+        input_fn: As that of `TrainSpec`, but called for each evaluation.
         steps: Batches of an evaluation; `None` to the end of the data.
         start_delay_secs: Seconds before the first evaluation, on a task of its own.
         throttle_secs: The least seconds from one evaluation to the next; the last checkpoint is evaluated in any case.
@@ -299,18 +299,25 @@ def _check(config: RunConfig, cluster: Cluster) -> None:
 def _evaluate_as_they_come(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> dict[str, Any] | None:
-    data = _dataset(estimator.config.eval_distribute, eval_spec.input_fn)
-    done = SidecarEvaluator(
+    done = _Evaluator(
         estimator.model(trains=False),
-        data,
+        lambda: _dataset(estimator.config.eval_distribute, eval_spec.input_fn),
         estimator.model_dir,
-        steps=_at_most(eval_spec.steps, data),
+        steps=eval_spec.steps,
         max_evaluations=train_spec.max_steps,  # checkpoints are numbered by their steps
         callbacks=list(eval_spec.callbacks),
         start_delay=eval_spec.start_delay_secs,
         throttle_seconds=eval_spec.throttle_secs,
     ).start()
     return done[-1].logs | {"global_step": done[-1].iterations} if done else None
+
+
+class _Evaluator(SidecarEvaluator):
+    """Calls the function of an `EvalSpec` for each evaluation."""
+
+    def _arguments(self) -> dict[str, Any]:
+        found = super()._arguments()
+        return found | {"steps": _at_most(found["steps"], found["x"])}
 
 
 class _Turns:

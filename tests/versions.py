@@ -34,9 +34,10 @@ PACKAGES = {
     "cloudpickle": ("cloudpickle",),
     "pyyaml": ("pyyaml",),
     "grpcio": ("grpcio",),
+    "cryptography": ("cryptography",),
 }
-_OLD = ("keras==3.15.0", "cloudpickle==3.0.*", "pyyaml==6.0", "grpcio==1.60.*")
-_NEW = ("cloudpickle", "pyyaml", "grpcio")
+_OLD = ("keras==3.15.0", "cloudpickle==3.0.*", "pyyaml==6.0", "grpcio==1.60.*", "cryptography==42.*")
+_NEW = ("cloudpickle", "pyyaml", "grpcio", "cryptography")
 _NEWEST = (*_NEW, "keras", "tensorflow-cpu", "jax")
 
 
@@ -120,7 +121,7 @@ def table(notes: dict[str, Any]) -> str:
     """Returns the page's table: an environment a column, so that it fits on a phone."""
     lines = [f"| | {' | '.join(notes)} |", "| --- " * (len(notes) + 1) + "|"]
     packages = {"python": "Python", "keras": "Keras", **BACKENDS, "numpy": "NumPy"}
-    packages |= {name: name for name in ("ml-dtypes", "cloudpickle", "grpcio")}
+    packages |= {name: name for name in ("ml-dtypes", "cloudpickle", "grpcio", "cryptography")}
     for key, name in packages.items():
         lines.append(f"| {name} | {' | '.join(_cell(noted, key) for noted in notes.values())} |")
     return "\n".join(lines)

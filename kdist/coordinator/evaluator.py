@@ -60,7 +60,8 @@ class SidecarEvaluator:
         model: A compiled model like the one that is trained. Created in the scope of a strategy, it is evaluated by
             that one.
         data: What `model.evaluate` takes as `x`, or a tuple `(x, y)` or `(x, y, sample_weight)`; it is read again for
-            each checkpoint.
+            each checkpoint. Or a function without arguments that returns such data, or a generator, and is called for
+            each evaluation.
         checkpoint_dir: The folder to watch; it need not be there yet.
         steps: Batches of an evaluation; `None` for all.
         max_evaluations: Stops after the checkpoint of this number, or a later one: "ckpt-10" of 10. Of checkpoints
@@ -111,15 +112,9 @@ class SidecarEvaluator:
 
         keras_hooks.require_compiled(model, "evaluate")
         _check(data, checkpoint_dir, max_evaluations, poll_seconds)
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         self._model = model
-        self._arguments = {
-            "x": x,
-            "y": y,
-            "sample_weight": sample_weight,
-            "steps": steps,
-            "batch_size": batch_size,
-        }
+        self._data = data
+        self._options = {"steps": steps, "batch_size": batch_size}
         self._folder = Folder(os.path.abspath(checkpoint_dir), poll_seconds)
         self._max_evaluations = max_evaluations
         self._callbacks = [] if callbacks is None else keras.tree.flatten(callbacks)
@@ -189,7 +184,7 @@ class SidecarEvaluator:
 
         model = self._model
         if not keras_hooks.layers_are_built(model):
-            model.evaluate(**self._arguments | {"steps": 1}, verbose=0)
+            model.evaluate(**self._arguments() | {"steps": 1}, verbose=0)
         try:
             load(found, model)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
@@ -199,7 +194,7 @@ class SidecarEvaluator:
         for callback in self._callbacks:
             if isinstance(callback, SidecarEvaluatorModelExport):
                 callback.checkpoint_number = found.number
-        logs = model.evaluate(**self._arguments, callbacks=self._callbacks, verbose=0, return_dict=True)
+        logs = model.evaluate(**self._arguments(), callbacks=self._callbacks, verbose=0, return_dict=True)
         self._folder.done_with(found)
         iterations = getattr(getattr(model, "optimizer", None), "iterations", 0)
         done = Evaluation(found.path, found.number, int(keras.ops.convert_to_numpy(iterations)), logs)
@@ -208,6 +203,14 @@ class SidecarEvaluator:
             told = ", ".join(f"{name}: {value:.4f}" for name, value in logs.items())
             print(f"{os.path.basename(done.path)}, step {done.iterations}: {told}", flush=True)
         return True
+
+    def _arguments(self) -> dict[str, Any]:
+        """Returns what `model.evaluate` takes for one evaluation."""
+        import keras
+
+        data = self._data() if callable(self._data) else self._data
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        return {"x": x, "y": y, "sample_weight": sample_weight, **self._options}
 
     def _is_last(self, found: Watched) -> bool:
         number = len(self._evaluations) if found.number is None else found.number
@@ -254,7 +257,7 @@ def _check(data: Any, checkpoint_dir: Any, max_evaluations: Any, poll_seconds: f
         raise InvalidArgumentError(
             "data must be readable once for each checkpoint, and a generator is not.",
             received={"data": data},
-            hint="Pass the function that makes it, in a keras.utils.PyDataset or tf.data.Dataset.from_generator.",
+            hint="Pass the function that makes it; it is called for each evaluation.",
         )
     directory = os.fspath(checkpoint_dir)
     if not directory or is_remote(directory) or os.path.isfile(directory):

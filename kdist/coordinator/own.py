@@ -24,17 +24,17 @@ from kdist.backends.coordination import (
     join_threads,
 )
 from kdist.backends.waiting import Waiting
-from kdist.cluster import environment
 from kdist.cluster.roles import ServerCluster
+from kdist.cluster.secret import job_secret
 from kdist.coordinator import shipping
 from kdist.coordinator.closures import Closure, Closures
 from kdist.coordinator.group import Group
 from kdist.coordinator.optimizers import Optimizers
 from kdist.coordinator.placement import place
 from kdist.coordinator.recent import Recent
-from kdist.coordinator.rpc import Peer, PeerLost
+from kdist.coordinator.rpc import Peer, PeerLost, close_all
 from kdist.coordinator.served import Home, Record, Served
-from kdist.errors import WorkerLostError, WorkerTimeoutError
+from kdist.errors import ClusterConfigError, WorkerLostError, WorkerTimeoutError
 
 _LOOK = 1.0  # seconds between two looks at who is missing
 _GLANCE = 0.05  # seconds in which a task that is there says so
@@ -94,14 +94,14 @@ class OwnCoordination(Coordination):
         self._partitioner = partitioner
         self._synchronous = synchronous
         self._session = uuid.uuid4().hex
-        self._token = environment.cluster_token()
+        secret = job_secret([*cluster.workers, *cluster.servers])
         self._cluster = cluster
         peers = [
-            Peer(*task, self._token, after_lost_server)
+            Peer(*task, secret, after_lost_server)
             for task in zip(cluster.server_names, cluster.servers, strict=True)
         ]
         self._workers = [
-            Peer(*task, self._token) for task in zip(cluster.worker_names, cluster.workers, strict=True)
+            Peer(*task, secret) for task in zip(cluster.worker_names, cluster.workers, strict=True)
         ]
         _require([*peers, *self._workers], timeout)
         self.served = Served(engine, peers, self._session, tells=True)
@@ -200,8 +200,7 @@ class OwnCoordination(Coordination):
         self.closures.close()
         for stop in self._watches:
             stop()
-        for peer in [*self.served.servers, *self._workers]:
-            peer.close()  # who waits for an answer has none now
+        close_all([*self.served.servers, *self._workers])  # who waits for an answer has none now
         join_threads(self._threads)
 
     def _lost_server(self, server: Peer) -> None:
@@ -334,14 +333,17 @@ def _require(peers: Sequence[Peer], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     waiting = Waiting([peer.name for peer in peers], timeout)
     missing = list(peers)
-    # One is waited for, for a moment; then all are looked at.
-    while missing and (left := deadline - time.monotonic()) > 0:
-        missing[0].is_there(min(left, _LOOK))
-        missing = [peer for peer in missing if not peer.is_there(_GLANCE)]
-        waiting.note([peers.index(peer) for peer in missing])
+    try:
+        # One is waited for, for a moment; then all are looked at.
+        while missing and (left := deadline - time.monotonic()) > 0:
+            missing[0].is_there(min(left, _LOOK))
+            missing = [peer for peer in missing if not peer.is_there(_GLANCE)]
+            waiting.note([peers.index(peer) for peer in missing])
+    except ClusterConfigError:
+        close_all(peers)
+        raise
     if missing:
-        for peer in peers:
-            peer.close()
+        close_all(peers)
         raise WorkerTimeoutError(
             f"All workers and servers must come within {timeout:g} s; {', '.join(map(str, missing))} did not.",
             hint="Run the script there, too: on these tasks it calls `kdist.Server(...).join()`.",

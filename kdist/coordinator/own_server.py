@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdist.cluster import environment
 from kdist.cluster.roles import task_name
 from kdist.coordinator.group import GroupTask
 from kdist.coordinator.rpc import Handler, Message, Peer, Service
@@ -28,7 +27,7 @@ _METHODS = (
 class OwnServer:
     """A task of kdist's own. The coordinator that came last is served."""
 
-    def __init__(self, address: str, job_name: str, engine: Any) -> None:
+    def __init__(self, address: str, job_name: str, engine: Any, secret: str) -> None:
         self._address = address
         self._engine = engine
         self._job_name = job_name
@@ -36,9 +35,9 @@ class OwnServer:
         self._serves: Any = None
         self._handlers: Mapping[str, Handler] = {}
         self._lock = threading.Lock()
-        self._token = environment.cluster_token()
+        self._secret = secret
         methods = {name: self._forward(name) for name in _METHODS}
-        self._service = Service(address, methods | {"begin": self._begin}, self._token)
+        self._service = Service(address, methods | {"begin": self._begin}, self._secret)
 
     def join(self) -> None:
         self._service.wait()
@@ -53,7 +52,7 @@ class OwnServer:
                 if self._serves is not None:
                     self._serves.close()
                 addresses = header["servers"]
-                peers = [Peer(task_name("ps", i, one), one, self._token) for i, one in enumerate(addresses)]
+                peers = [Peer(task_name("ps", i, one), one, self._secret) for i, one in enumerate(addresses)]
                 if header["synchronous"]:
                     self._serves = GroupTask(
                         self._engine, header["index"], self._address, self._session, peers

@@ -1,31 +1,41 @@
 """Calls between the tasks of a job, over gRPC: a header of JSON, and arrays of bytes beside it.
 
 gRPC (https://grpc.io) is what TensorFlow's own parameter servers talk over. It has the deadlines, the keep-alive and
-the connecting anew; here is only how a call is written down.
+the connecting anew; here is only how a call is written down. Both sides of a connection prove by TLS that they know
+the secret of the job, before either reads anything: see `tls.py`.
 """
 
 from __future__ import annotations
 
-import hmac
-import importlib
 import itertools
 import json
+import math
+import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kdist.arrays.memory import aligned_empty
-from kdist.cluster.addresses import cannot_listen, split_address
+from kdist.cluster.addresses import cannot_listen, is_loopback, split_address
+from kdist.coordinator import tls
 from kdist.coordinator.threads import DaemonThreads
-from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError, WorkerLostError
+from kdist.coordinator.tls import grpc
+from kdist.errors import ClusterConfigError, KdistError, WorkerLostError
 
-_CALL, _WATCH = "/kdist/call", "/kdist/watch"
-_TOKEN = "kdist-token"
+_CALL, _WATCH, _HELLO = "/kdist/call", "/kdist/watch", "/kdist/hello"
 _CHUNK = 512 << 10  # of bytes in a message: what is copied while it is in the cache is copied faster
 _LENGTH = struct.Struct("<I")
+_MOST_HEADER = 16 << 20  # bytes: the names, versions and shapes of some 300,000 variables
+_MOST_CALLS = 4096  # at once, each with a thread
+_AGAIN = 0.02  # seconds between two attempts to connect
+_SIZES = (
+    ("grpc.max_receive_message_length", _LENGTH.size + _MOST_HEADER + _CHUNK),
+    ("grpc.max_send_message_length", -1),
+)
 # A host that is gone without a word is noticed within some 15 s.
 _CHANNEL = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -35,37 +45,26 @@ _CHANNEL = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.ssl_target_name_override", tls.NAME),
+    *_SIZES,
 )
 _SERVER = (
     ("grpc.so_reuseport", 0),  # else a second server on the same port is not told
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    *_SIZES,
 )
 
 Message = tuple[Mapping[str, Any], Sequence[np.ndarray]]
 Handler = Callable[[Mapping[str, Any], list[np.ndarray]], Message]
 
 
-def grpc() -> Any:
-    """Returns the package `grpc`, which is needed only for parameter servers."""
-    try:
-        return importlib.import_module("grpc")
-    except ImportError as error:
-        raise InvalidArgumentError(
-            "Parameter servers on JAX and PyTorch talk over gRPC, and the package grpcio is not installed.",
-            hint="pip install 'kdist[servers]'",
-        ) from error
-
-
 class CallFailed(KdistError):
-    """A handler in another task has failed; the message is its error's."""
+    """A handler in another task has failed, with that message; or its message cannot be read."""
 
 
 class PeerLost(WorkerLostError):
@@ -78,35 +77,45 @@ class Peer:
     Args:
         name: What it is called in messages: "ps 1 (host:port)".
         address: Its `host:port`.
-        token: The secret of the job, if it has one.
+        secret: The secret of the job.
         if_lost: Returns a hint, for when the task has ended.
     """
 
-    def __init__(self, name: str, address: str, token: str | None, if_lost: Callable[[], str] = str) -> None:
+    def __init__(self, name: str, address: str, secret: str, if_lost: Callable[[], str] = str) -> None:
         self.name = name
         self.if_lost = if_lost
         self.address = address
         self.sent = self.received = 0
         """How many bytes of arrays have gone there, and come from there."""
-        self._metadata = ((_TOKEN, token),) if token else ()
-        self._channel = grpc().insecure_channel(address, options=_CHANNEL)
+        self._channel = grpc().secure_channel(address, tls.client_credentials(secret), options=_CHANNEL)
         self._call = self._channel.stream_stream(_CALL)
         # The same for calls of one message, which need no thread to send them: in half of the time.
         self._brief = self._channel.unary_stream(_CALL)
         self._watch = self._channel.stream_stream(_WATCH)
+        self._hello = self._channel.unary_unary(_HELLO)
 
     def __repr__(self) -> str:
         return self.name
 
     def is_there(self, timeout: float) -> bool:
-        """Waits until the task listens; says whether it does."""
-        ready = grpc().channel_ready_future(self._channel)
-        try:
-            ready.result(timeout)
-        except grpc().FutureTimeoutError:
-            ready.cancel()
-            return False
-        return True
+        """Waits until the task listens; says whether it does.
+
+        Raises:
+            ClusterConfigError: A process listens that does not know the secret of the job.
+        """
+        # gRPC's `channel_ready_future` does not tell a stranger from a task that has not come yet.
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                self._hello(b"", timeout=left)
+                return True
+            except grpc().RpcError as error:
+                if isinstance(explained := self._explained(error, "hello"), ClusterConfigError):
+                    raise explained from None
+            except ValueError:  # it was closed in the meantime
+                return False
+            time.sleep(max(0.0, min(_AGAIN, deadline - time.monotonic())))
+        return False
 
     def call(
         self,
@@ -135,16 +144,19 @@ class Peer:
         first, second = next(messages), next(messages, None)
         self.sent += sum(array.nbytes for array in arrays)
         if second is None:
-            answer = self._brief(first, metadata=self._metadata, timeout=timeout)
+            answer = self._brief(first, timeout=timeout)
         else:
             sent = itertools.chain([first, second], messages)
-            answer = self._call(sent, metadata=self._metadata, timeout=timeout)
+            answer = self._call(sent, timeout=timeout)
 
         def wait() -> tuple[dict[str, Any], list[np.ndarray]]:
             try:
                 found, parts = _read(answer)
             except grpc().RpcError as error:
                 raise self._explained(error, method) from None
+            except CallFailed as error:
+                answer.cancel()
+                raise CallFailed(f"{self.name}: {error}") from None
             if "failed" in found:
                 raise CallFailed(f"{self.name}: {found['failed']}")
             self.received += sum(part.nbytes for part in parts)
@@ -164,7 +176,7 @@ class Peer:
             held.wait()
             yield from ()
 
-        watching = self._watch(hold(), metadata=self._metadata)
+        watching = self._watch(hold())
 
         def ended() -> None:
             if not held.is_set():
@@ -190,15 +202,21 @@ class Peer:
 
     def _explained(self, error: Any, method: str) -> KdistError:
         code = grpc().StatusCode
-        if error.code() is code.UNAUTHENTICATED:
+        if "SSL_ERROR_SSL" in (error.details() or ""):  # what gRPC says of a handshake that has failed
             return ClusterConfigError(
-                "All tasks of a job must have the same token.",
-                received={"task": self.name},
-                hint="Set KDIST_CLUSTER_TOKEN to the same value for all of them; `kdist run` does.",
+                f"{self.name} did not prove that it knows the secret of this job. Nothing was sent to it.",
+                hint="Set KDIST_CLUSTER_TOKEN to the same value for all tasks, as `kdist run` does. If it is the same, "
+                f"another process listens there: see `ss -ltnp 'sport = :{split_address(self.address)[1]}'`.",
             )
         if error.code() in (code.UNAVAILABLE, code.CANCELLED, code.DEADLINE_EXCEEDED):
             return self.lost()
         return CallFailed(f"{self.name} could not be asked for {method!r}: {error.details()}")
+
+
+def close_all(peers: Iterable[Peer]) -> None:
+    """Ends the connections to several tasks."""
+    for peer in peers:
+        peer.close()
 
 
 class Service:
@@ -207,24 +225,26 @@ class Service:
     Args:
         address: The `host:port` that the others know it by.
         handlers: The methods by name; each is called in a thread of its own.
-        token: The secret that callers must have; `None` if anybody may call who reaches the port.
+        secret: The secret of the job, which callers must know.
     """
 
-    def __init__(self, address: str, handlers: Mapping[str, Handler], token: str | None) -> None:
+    def __init__(self, address: str, handlers: Mapping[str, Handler], secret: str) -> None:
         self._handlers = handlers
-        self._token = token
         self._ends = threading.Event()
         module = grpc()
-        self._server = module.server(DaemonThreads(f"kdist {address}"), options=_SERVER)
+        self._server = module.server(
+            DaemonThreads(f"kdist {address}"), options=_SERVER, maximum_concurrent_rpcs=_MOST_CALLS
+        )
         generic = module.method_handlers_generic_handler(
             "kdist",
             {
                 "call": module.stream_stream_rpc_method_handler(self._answer),
                 "watch": module.stream_stream_rpc_method_handler(self._hold),
+                "hello": module.unary_unary_rpc_method_handler(lambda message, context: b""),
             },
         )
         self._server.add_generic_rpc_handlers((generic,))
-        self._bind(address)
+        self._bind(address, tls.server_credentials(secret))
         self._server.start()
 
     def stop(self) -> None:
@@ -236,37 +256,28 @@ class Service:
         """Waits until the service has ended."""
         self._server.wait_for_termination()
 
-    def _bind(self, address: str) -> None:
+    def _bind(self, address: str, credentials: Any) -> None:
         host, port = split_address(address)
         bracketed = f"[{host}]" if ":" in host else host
         # The name that the others know may be one of a load balancer, which is no interface of this machine.
-        for where in (f"{bracketed}:{port}", f"[::]:{port}"):
+        everywhere = [] if is_loopback(host) else [f"[::]:{port}"]
+        for where in (f"{bracketed}:{port}", *everywhere):
             try:
-                if self._server.add_insecure_port(where):
+                if self._server.add_secure_port(where, credentials):
                     return
             except RuntimeError:
                 continue
         raise cannot_listen(address)
 
-    def _is_known(self, context: Any) -> bool:
-        if self._token is None:
-            return True
-        shown = dict(context.invocation_metadata()).get(_TOKEN, "")
-        return hmac.compare_digest(shown.encode(), self._token.encode())
-
     def _answer(self, received: Iterable[bytes], context: Any) -> Iterator[bytes]:
-        if not self._is_known(context):
-            context.abort(grpc().StatusCode.UNAUTHENTICATED, "the token of the job is missing or another")
-        header, arrays = _read(received)
         try:
+            header, arrays = _read(received)
             answer = self._handlers[header["method"]](header, arrays)
         except Exception as error:
             answer = {"failed": f"{type(error).__name__}: {error}"}, ()
         yield from _written(*answer)
 
     def _hold(self, received: Iterable[bytes], context: Any) -> Iterator[bytes]:
-        if not self._is_known(context):
-            context.abort(grpc().StatusCode.UNAUTHENTICATED, "the token of the job is missing or another")
         while not (self._ends.wait(0.5) or not context.is_active()):
             pass
         yield from ()
@@ -289,33 +300,65 @@ def _written(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Iterato
 
 
 def _read(messages: Iterable[bytes]) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Reads what `_written` has written. Memory is taken once there are data for it, and no more than there is.
+
+    Raises:
+        CallFailed: The messages are malformed.
+    """
     stream = iter(messages)
     first = next(stream, b"")
-    (length,) = _LENGTH.unpack_from(first)
-    end = _LENGTH.size + length
-    header = json.loads(first[_LENGTH.size : end])
-    arrays = [aligned_empty(shape, _dtype(name)) for name, shape in header.pop("arrays")]
-    rest = itertools.chain([first[end:]], stream)
+    try:
+        end = _LENGTH.size + _LENGTH.unpack_from(first)[0]
+        header = json.loads(first[_LENGTH.size : end])
+        kinds = [(_shape(shape), _dtype(name)) for name, shape in header.pop("arrays")]
+    except (struct.error, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise _malformed(f"its header: {type(error).__name__}") from None
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+    if sum(sizes) > _most_bytes():
+        raise _malformed(f"its arrays have {sum(sizes)} bytes, more than this machine's memory")
+    rest = filter(None, itertools.chain([first[end:]], stream))
     pending = memoryview(b"")
-    for array in arrays:
-        target = array.reshape(-1).view(np.uint8).data
-        filled = 0
-        while filled < len(target):
-            if not len(pending):
-                pending = memoryview(next(rest))
-                continue
-            taken = min(len(target) - filled, len(pending))
+    arrays = []
+    for (shape, dtype), size in zip(kinds, sizes, strict=True):
+        filled, target = 0, memoryview(b"")
+        array = aligned_empty(shape, dtype) if size == 0 else None
+        while filled < size:
+            if not len(pending) and not len(pending := memoryview(next(rest, b""))):
+                raise _malformed("it ends before its arrays do")
+            if array is None:
+                array = aligned_empty(shape, dtype)
+                target = array.reshape(-1).view(np.uint8).data
+            taken = min(size - filled, len(pending))
             target[filled : filled + taken] = pending[:taken]
             filled, pending = filled + taken, pending[taken:]
-    for _ in rest:  # the end of the stream, with its status
-        pass
-    return header, arrays
+        arrays.append(array)
+    if len(pending) or next(rest, b""):  # else that was the end of the stream, with its status
+        raise _malformed("it goes on after its arrays")
+    return header, arrays  # type: ignore[return-value]
+
+
+def _malformed(reason: str) -> CallFailed:
+    return CallFailed(f"A message from another task cannot be read ({reason}).")
+
+
+def _most_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and 0 <= size < 1 << 48 for size in sizes) or len(sizes) > 32:
+        raise ValueError(sizes)
+    return tuple(sizes)
 
 
 def _dtype(name: str) -> np.dtype:
     try:
-        return np.dtype(name)
+        dtype = np.dtype(name)
     except TypeError:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, name))
+        dtype = np.dtype(getattr(ml_dtypes, name))
+    # Bytes of another task must never be taken for pointers.
+    if dtype.name != name or dtype.kind not in "biufcV" or dtype.hasobject:
+        raise ValueError(name)
+    return dtype

@@ -209,6 +209,8 @@ class Served:
         """Asks the servers for the values of variables; of those that have not changed there, nothing travels."""
         self.before_pull()
         with self._lock:
+            # A closure that ends while the answers are on their way makes them old.
+            generation = self.generation
             if self.tells:
                 self.tell_values([record for record in records if record.is_changed()])
             wanted: dict[int, list[tuple[Record, int, str]]] = {}
@@ -238,7 +240,7 @@ class Served:
                 if len(record.parts) == 1:
                     record.parts = []
             for record in records:
-                record.generation = self.generation
+                record.generation = generation
 
     def pull_rows(self, record: Record, ids: np.ndarray) -> np.ndarray:
         """Asks the servers for rows of a variable."""

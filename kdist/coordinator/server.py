@@ -6,6 +6,7 @@ from typing import Any
 
 from kdist.backends import get_backend
 from kdist.cluster import ClusterSpec
+from kdist.cluster.secret import job_secret
 from kdist.errors import InvalidArgumentError
 
 _JOBS = ("worker", "ps")
@@ -29,7 +30,8 @@ class Server:
 
     Raises:
         InvalidArgumentError: There is no such task.
-        ClusterConfigError: The port is taken.
+        ClusterConfigError: The port is taken; or, on JAX and PyTorch, other machines can reach a task, and
+            `KDIST_CLUSTER_TOKEN` is not set.
 
     Example:
 
@@ -82,7 +84,10 @@ class Server:
                 from kdist.coordinator.own_server import OwnServer
 
                 assert backend.coordination_engine is not None
-                self._server = OwnServer(self._address, self._job_name, backend.coordination_engine())
+                tasks = [one for job in _JOBS if job in self._spec.jobs for one in self._spec.job_tasks(job)]
+                secret = job_secret([address for address in tasks if address is not None])
+                engine = backend.coordination_engine()
+                self._server = OwnServer(self._address, self._job_name, engine, secret)
 
     def join(self) -> None:
         """Waits until the process is ended: a server waits for the next coordinator."""

@@ -1,7 +1,7 @@
 """How functions travel to the job's workers and results come back: pickled, with Keras's objects taken apart.
 
 A variable that is on the servers travels as its number; the strategy and what each worker has of its own, by name. Only
-tasks that know the job's token are read from, and these run each other's code anyway.
+tasks that have proved that they know the secret of the job are read from, and these run each other's code anyway.
 """
 
 from __future__ import annotations

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import json
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from kdist.coordinator import rpc
+from kdist.coordinator import rpc, tls
 from kdist.coordinator.rpc import CallFailed, Peer, PeerLost, Service
 from kdist.errors import ClusterConfigError, InvalidArgumentError
 from tests.processes import local_addresses
@@ -34,20 +38,21 @@ def stay(header: Any, arrays: Any) -> Any:
     return {}, ()
 
 
+SECRET = "a secret"
 HANDLERS = {"echo": echo, "fail": fail, "stay": stay}
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[tuple[Service, str]]:
     (address,) = local_addresses(1)
-    made = Service(address, HANDLERS, "a secret")
+    made = Service(address, HANDLERS, SECRET)
     yield made, address
     made.stop()
 
 
 @pytest.fixture(scope="module")
 def peer(service: tuple[Service, str]) -> Iterator[Peer]:
-    made = Peer("ps 0 (here)", service[1], "a secret")
+    made = Peer("ps 0 (here)", service[1], SECRET)
     yield made
     made.close()
 
@@ -97,31 +102,207 @@ def test_what_a_handler_raises_is_raised_here(peer: Peer, method: str) -> None:
     assert peer.call("echo")
 
 
-@pytest.mark.parametrize("token", [None, "another", "a secre", "a secret "])
-def test_who_has_not_the_token_may_not_call(service: tuple[Service, str], token: str | None) -> None:
-    stranger = Peer("ps 0 (here)", service[1], token)
-    with pytest.raises(ClusterConfigError, match=r"same token.*ps 0 \(here\).*KDIST_CLUSTER_TOKEN"):
-        stranger.call("echo")
+@pytest.mark.parametrize("secret", ["another", "a secre", "a secret "])
+@pytest.mark.parametrize("first", ["is_there", "call"])
+def test_a_task_with_another_secret_is_refused(service: tuple[Service, str], secret: str, first: str) -> None:
+    stranger = Peer("ps 0 (here)", service[1], secret)
+    began = time.monotonic()
+    with pytest.raises(ClusterConfigError, match=r"ps 0 \(here\) did not prove.*KDIST_CLUSTER_TOKEN"):
+        stranger.is_there(60) if first == "is_there" else stranger.call("echo")
+    assert time.monotonic() - began < 10
     stranger.close()
 
 
-def test_a_service_without_a_token_lets_all_call() -> None:
+# A stranger may know the root certificate, but not its key.
+STRANGERS = {
+    "plain": lambda: None,
+    "no certificate": lambda: grpc.ssl_channel_credentials(tls._identity(SECRET)[2]),
+    "own certificate": lambda: grpc.ssl_channel_credentials(
+        tls._identity(SECRET)[2], *tls._identity("another")[:2]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_caller_that_cannot_prove_that_it_knows_the_secret_is_not_read(kind: str) -> None:
     (address,) = local_addresses(1)
-    service = Service(address, HANDLERS, None)
-    for token in (None, "any"):
-        peer = Peer("ps 0", address, token)
-        assert peer.call("echo", {"said": 2})[0] == {"heard": 2}
+    heard: list[Any] = []
+    service = Service(address, {"echo": lambda header, arrays: heard.append(header) or ({}, ())}, SECRET)
+    try:
+        options = [("grpc.ssl_target_name_override", tls.NAME)]
+        credentials = STRANGERS[kind]()
+        channel = (
+            grpc.insecure_channel(address)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options=options)
+        )
+        with channel, pytest.raises(grpc.RpcError):
+            message = b"".join(rpc._written({"method": "echo"}, []))
+            list(channel.unary_stream("/kdist/call")(message, timeout=10))
+        peer = Peer("ps 0", address, SECRET)
+        assert not heard
+        assert peer.call("echo")[0] == {}  # and goes on
         peer.close()
+    finally:
+        service.stop()
+
+
+def test_neither_side_shows_the_secret_or_a_message() -> None:
+    """A man in the middle passes everything on and keeps a copy."""
+    (address,) = local_addresses(1)
+    service = Service(address, HANDLERS, SECRET)
+    listening = socket.create_server(("127.0.0.1", 0))
+    seen: list[bytes] = []
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # one side has ended
+            while data := source.recv(1 << 16):
+                seen.append(data)
+                target.sendall(data)
+
+    def serve() -> None:
+        near, _ = listening.accept()
+        host, _, port = address.rpartition(":")
+        far = socket.create_connection((host, int(port)))
+        for pair in ((near, far), (far, near)):
+            threading.Thread(target=copy, args=pair, daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    peer = Peer("ps 0", f"127.0.0.1:{listening.getsockname()[1]}", SECRET)
+    assert peer.call("echo", {"said": "what nobody else reads"})[0] == {"heard": "what nobody else reads"}
+    peer.close()
     service.stop()
+    copied = b"".join(seen)
+    assert len(copied) > 1000
+    assert SECRET.encode() not in copied
+    assert b"nobody" not in copied
+
+
+def test_the_key_is_that_of_the_secret() -> None:
+    def public_key(secret: str, number: int) -> Any:
+        from cryptography import x509
+
+        found = x509.load_pem_x509_certificate(tls._identity.__wrapped__(secret)[number])
+        return found.public_key().public_numbers()
+
+    assert public_key("one", 1) == public_key("one", 1) == public_key("one", 2)
+    assert public_key("one", 1) != public_key("two", 1)
+
+
+def test_a_silent_stranger_is_not_waited_for_longer_than_a_task() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = Peer("ps 1", f"127.0.0.1:{silent.getsockname()[1]}", SECRET)
+        began = time.monotonic()
+        assert not peer.is_there(0.5)
+        assert time.monotonic() - began < 5
+        peer.close()
+
+
+def test_at_loopback_a_service_listens_nowhere_else() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ClusterConfigError, match="must be free"):
+            Service(f"127.0.0.1:{port}", HANDLERS, SECRET)
+
+
+def message(header: Any, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return rpc._LENGTH.pack(len(text)) + text + data
+
+
+HUGE = 1 << 46
+MALFORMED = {
+    "nothing": [],
+    "empty": [b""],
+    "half a length": [b"\0\0"],
+    "a length without a header": [rpc._LENGTH.pack(2**32 - 1)],
+    "no JSON": [message(b"{]")],
+    "no text": [message(b"\xff\xfe")],
+    "deep": [message(b"[" * 100_000)],
+    "no object": [message([1])],
+    "no arrays": [message({})],
+    "arrays of another kind": [message({"arrays": 7})],
+    "huge": [message({"arrays": [["uint8", [HUGE]]]}, b"data")],
+    "huge together": [message({"arrays": [["uint8", [0]], ["float64", [1 << 40, 1 << 20, 9]]]}, b"data")],
+    "less than zero": [message({"arrays": [["uint8", [-1]]]}, b"data")],
+    "two less than zero": [message({"arrays": [["uint8", [-2, -2]]]}, b"data")],
+    "fractions": [message({"arrays": [["uint8", [1.5]]]}, b"data")],
+    "a text for a shape": [message({"arrays": [["uint8", "11"]]}, b"data")],
+    "many axes": [message({"arrays": [["uint8", [1] * 65]]}, b"data")],
+    "pointers": [message({"arrays": [["O", [1]]]}, b"12345678")],
+    "named pointers": [message({"arrays": [["object", [1]]]}, b"12345678")],
+    "fields": [message({"arrays": [["f4,f4", [1]]]}, b"12345678")],
+    "a list for a dtype": [message({"arrays": [[[["a", "O"]], [1]]]}, b"12345678")],
+    "a name of the module of dtypes": [message({"arrays": [["finfo", [1]]]}, b"12345678")],
+    "no data": [message({"arrays": [["uint8", [1 << 20]]]})],
+    "too few data": [message({"arrays": [["uint8", [1 << 20]]]}), b"data"],
+    "too many data": [message({"arrays": [["uint8", [1]]]}, b"data")],
+    "more messages": [message({"arrays": [["uint8", [4]]]}, b"data"), b"data"],
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_malformed_messages_are_errors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def aligned_empty(shape: Any, dtype: Any) -> np.ndarray:
+        made.append(np.empty(shape, dtype))
+        return made[-1]
+
+    monkeypatch.setattr(rpc, "aligned_empty", aligned_empty)
+    with pytest.raises(CallFailed, match="cannot be read"):
+        rpc._read(iter(MALFORMED[kind]))
+    assert sum(one.nbytes for one in made) <= sum(map(len, MALFORMED[kind])) or kind == "too few data"
+    if kind in ("huge", "huge together", "no data"):
+        assert not any(one.nbytes for one in made)
+
+
+def test_a_service_goes_on_after_malformed_messages(service: tuple[Service, str], peer: Peer) -> None:
+    for kind, messages in MALFORMED.items():
+        answer = peer._channel.stream_stream("/kdist/call")(iter(messages), timeout=10)
+        header, _ = rpc._read(answer)
+        assert "cannot be read" in header["failed"], kind
+    assert peer.call("echo", {"said": 5})[0] == {"heard": 5}
+
+
+def test_a_message_has_a_largest_size(peer: Peer) -> None:
+    with pytest.raises(CallFailed, match=r"could not be asked.*larger than max"):
+        peer.call("echo", {"said": "x" * (rpc._MOST_HEADER + rpc._CHUNK)})
+    assert peer.call("echo", {"said": 6})[0] == {"heard": 6}
+
+
+def test_a_service_runs_a_limited_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "_MOST_CALLS", 2)
+    (address,) = local_addresses(1)
+    go_on, arrived = threading.Event(), threading.Semaphore(0)
+
+    def wait(header: Any, arrays: Any) -> Any:
+        arrived.release()
+        go_on.wait(30)
+        return {}, ()
+
+    service = Service(address, {"wait": wait}, SECRET)
+    peer = Peer("ps 0", address, SECRET)
+    try:
+        waits = [peer.begin("wait") for _ in range(2)]
+        assert all(arrived.acquire(timeout=10) for _ in waits)
+        with pytest.raises(CallFailed, match="limit"):
+            peer.call("wait", timeout=10)
+        go_on.set()
+        assert [wait()[0] for wait in waits] == [{}, {}]
+    finally:
+        go_on.set()
+        peer.close()
+        service.stop()
 
 
 def test_a_port_that_is_taken(service: tuple[Service, str]) -> None:
     with pytest.raises(ClusterConfigError, match=f"must be free.*{service[1]}.*another port"):
-        Service(service[1], HANDLERS, None)
+        Service(service[1], HANDLERS, SECRET)
 
 
 def test_a_task_that_never_comes() -> None:
-    peer = Peer("ps 1 (nowhere)", *local_addresses(1), None)
+    peer = Peer("ps 1 (nowhere)", *local_addresses(1), SECRET)
     began = time.monotonic()
     assert not peer.is_there(0.3)
     assert time.monotonic() - began < 5
@@ -132,8 +313,8 @@ def test_a_task_that_never_comes() -> None:
 
 def test_a_task_that_ends_in_the_middle_of_a_call_is_noticed() -> None:
     (address,) = local_addresses(1)
-    service = Service(address, HANDLERS, None)
-    peer = Peer("worker 0", address, None)
+    service = Service(address, HANDLERS, SECRET)
+    peer = Peer("worker 0", address, SECRET)
     assert peer.is_there(10)
     lost = threading.Event()
     stop = peer.watch(lost.set)
@@ -144,7 +325,7 @@ def test_a_task_that_ends_in_the_middle_of_a_call_is_noticed() -> None:
         wait()
     assert lost.wait(5)
     # Another one in its place is found.
-    another = Service(address, HANDLERS, None)
+    another = Service(address, HANDLERS, SECRET)
     assert peer.is_there(10)
     assert peer.call("echo", {"said": 3})[0] == {"heard": 3}
     stop()
@@ -154,8 +335,8 @@ def test_a_task_that_ends_in_the_middle_of_a_call_is_noticed() -> None:
 
 def test_who_stops_watching_is_not_told() -> None:
     (address,) = local_addresses(1)
-    service = Service(address, HANDLERS, None)
-    peer = Peer("worker 0", address, None)
+    service = Service(address, HANDLERS, SECRET)
+    peer = Peer("worker 0", address, SECRET)
     told: list[int] = []
     stop = peer.watch(lambda: told.append(1))
     peer.call("echo")
@@ -166,14 +347,15 @@ def test_who_stops_watching_is_not_told() -> None:
     assert not told
 
 
-def test_without_grpcio_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError(f"No module named {name!r}")
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(
-        InvalidArgumentError, match=r"grpcio is not installed.*pip install 'kdist\[servers\]'"
+@pytest.mark.parametrize("package", ["grpc", "cryptography.x509"])
+def test_an_error_names_a_missing_package(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tls._identity.cache_clear()
+    monkeypatch.setitem(sys.modules, package, None)
+    for make in (
+        lambda: Peer("ps 0", "localhost:1", SECRET),
+        lambda: Service("localhost:1", HANDLERS, SECRET),
     ):
-        Peer("ps 0", "localhost:1", None)
-    with pytest.raises(InvalidArgumentError, match="grpcio is not installed"):
-        Service("localhost:1", HANDLERS, None)
+        with pytest.raises(
+            InvalidArgumentError, match=rf"{package} cannot be imported.*pip install 'kdist\[servers\]'"
+        ):
+            make()

@@ -120,3 +120,38 @@ def optimized() -> Any:
 def test_an_optimiser_s_steps_and_constraints(backend: str) -> None:
     # [[.5, -1.5 → 0], [1, 1.5]], and then the second row again.
     assert run(backend, 1, optimized) == [[[[0.5, 0.0], [0.0, 1.0]], 3]]
+
+
+def read_while_a_closure_ends() -> Any:
+    """The chief asks for a variable. While the answer is on its way, the last closure changes it and ends."""
+    import keras
+
+    from kdist.coordinator.placement import place
+    from kdist.coordinator.served import Home, Record, Served
+
+    store = new_store({"1.0": np.zeros(2, "float32")})
+
+    class Server:
+        def begin(self, method: str, header: Any, arrays: Any) -> Any:
+            answer = getattr(store, method)(header, arrays)
+
+            def wait() -> Any:
+                if served.generation == 1 and method == "pull":
+                    commit(store, 0, 0, differences=["1.0"], arrays=[np.ones(2, "float32")])
+                    served.next_generation()
+                return answer
+
+            return wait
+
+    servers: Any = [Server()]
+    served = Served(store._engine, servers, "session", tells=True)
+    variable = keras.Variable(np.zeros(2, "float32"))
+    served.add(Record(served, variable, Home(1, place((2,), "float32", None, 1)), variable.value))
+    served.next_generation()
+    assert variable.value is not None  # Keras itself may read the value twice
+    return variable.value.tolist()
+
+
+@each_own_engine
+def test_a_value_that_was_read_while_a_closure_ended_is_read_again(backend: str) -> None:
+    assert run(backend, 1, read_while_a_closure_ends) == [[1.0, 1.0]]

@@ -22,6 +22,9 @@ class Shards(ShardedVariable):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self.numpy().astype(dtype) if dtype is not None else self.numpy()
 
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        return {"VARIABLE_VALUE": tf.convert_to_tensor(self)}
+
 
 def shards_of(native: Any) -> list[Any]:
     """Returns the `tf.Variable`s of which a native variable consists: itself, where it is whole."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kdist.backends.coordination import Engine
+from kdist.backends.torch.devices import first_device
 from kdist.backends.torch.tables import RowGradient, Table
 
 
@@ -18,7 +19,9 @@ class TorchEngine(Engine):
 
     def load(self, variable: Any, held: Any, array: np.ndarray) -> torch.nn.Parameter:
         """Copies the numbers into the parameter; makes it at first."""
-        tensor = keras.ops.convert_to_tensor(array, dtype=variable.dtype)
+        # Keras runs a layer on the device "meta" to find its output shape. Nothing can be copied from there.
+        with keras.device(str(first_device() if held is None else held.device)):
+            tensor = keras.ops.convert_to_tensor(array, dtype=variable.dtype)
         if held is None:
             is_trained = variable.trainable and tensor.is_floating_point()
             return torch.nn.Parameter(tensor.clone(), requires_grad=is_trained)

@@ -87,3 +87,8 @@ def torch_device(name: str) -> torch.device:
     """Returns PyTorch's device for a short name: `"gpu:1"` is `cuda:1`, and every CPU is `cpu`."""
     kind, index = name.split(":")
     return torch.device("cuda", int(index)) if kind == "gpu" else torch.device("cpu")
+
+
+def first_device() -> torch.device:
+    """Returns the device of this process, whatever `keras.device` says."""
+    return torch_device(list_devices()[0])

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from kdist.backends.torch.devices import first_device
+
 
 class Standin(torch.Tensor):
     """A tensor without numbers and without memory. What needs numbers gets those of `whole()`."""
@@ -71,8 +73,9 @@ class Table(Standin):
     @classmethod
     def of_record(cls, record: Any, variable: Any) -> Table:
         """Returns that of a variable, for all steps."""
-        like = keras.ops.zeros((), variable.dtype)
-        table = cls.of(variable.shape, like.dtype, like.device)
+        dtype = keras.ops.zeros((), variable.dtype).dtype
+        # Keras may be asking on the device "meta", for the shape of an output alone.
+        table = cls.of(variable.shape, dtype, first_device())
         table.record, table.generation = record, -1
         return table.requires_grad_(bool(variable.trainable))
 

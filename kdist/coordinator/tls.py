@@ -1,0 +1,80 @@
+"""TLS for calls between the tasks of a job: each side proves that it knows the job's secret, and nobody sends it.
+
+All tasks derive one private key from the secret. A task shows a certificate that is signed by this key, and trusts
+certificates that are signed by this key alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib
+from typing import Any
+
+from kdist.errors import InvalidArgumentError
+
+NAME = "kdist"
+"""The host name in the certificates. A task's real name is not known here: it may be that of a load balancer."""
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the curve P-256
+_FIRST, _LAST = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 1, 1)  # clocks may be wrong
+
+
+def required(name: str) -> Any:
+    """Returns a module of a package that only parameter servers need."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise InvalidArgumentError(
+            "Parameter servers on JAX and PyTorch need the packages grpcio and cryptography, "
+            f"but {name} cannot be imported: {error}.",
+            hint="pip install 'kdist[servers]'",
+        ) from error
+
+
+def grpc() -> Any:
+    """Returns the package `grpc`."""
+    return required("grpc")
+
+
+def client_credentials(secret: str) -> Any:
+    """Returns what a gRPC channel needs to call tasks that know the secret."""
+    key, certificate, root = _identity(secret)
+    return grpc().ssl_channel_credentials(root, key, certificate)
+
+
+def server_credentials(secret: str) -> Any:
+    """Returns what a gRPC server needs to let only tasks call that know the secret."""
+    key, certificate, root = _identity(secret)
+    return grpc().ssl_server_credentials([(key, certificate)], root, require_client_auth=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _identity(secret: str) -> tuple[bytes, bytes, bytes]:
+    """Returns the private key, the certificate to show, and the one to trust, as PEM."""
+    x509 = required("cryptography.x509")
+    hashes, serialization, hkdf, ec = (
+        required(f"cryptography.hazmat.primitives.{name}")
+        for name in ("hashes", "serialization", "kdf.hkdf", "asymmetric.ec")
+    )
+    # 128 bits more than the order has, so that all keys are equally likely.
+    derivation = hkdf.HKDF(hashes.SHA256(), length=48, salt=None, info=b"kdist parameter servers")
+    number = int.from_bytes(derivation.derive(secret.encode()), "big") % (_ORDER - 1) + 1
+    key = ec.derive_private_key(number, ec.SECP256R1())
+
+    def certificate(name: str, is_root: bool) -> bytes:
+        # Certificates of one key differ from task to task, since signatures are random. Therefore, a task trusts a
+        # root of the same name and key as that of the others, and not their certificates.
+        subject, issuer = (
+            x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, one)]) for one in (name, "kdist job")
+        )
+        made = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
+        made = made.not_valid_before(_FIRST).not_valid_after(_LAST)
+        made = made.add_extension(x509.BasicConstraints(is_root, None), critical=True)
+        if not is_root:
+            made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
+        return made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return pem, certificate(NAME, False), certificate("kdist job", True)
