@@ -26,7 +26,8 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
   replicas; but in a strategy of `tf.distribute`'s own, the backend-neutral methods of the base class are right.
 - `SeedGenerator.next`: replicas must draw different random numbers.
 - `Embedding.call` on JAX: of a table on parameter servers, programs take the rows that are looked up as arguments.
-- `BatchNormalization(synchronized=True)` and `moments`: refused by Keras outside TensorFlow.
+- `BatchNormalization(synchronized=True)` and `moments`: refused by Keras outside TensorFlow. On JAX, one collective for
+  each layer in each direction.
 
 `make test-nightly` says which name is gone when a new Keras breaks one of them.
 """
@@ -52,7 +53,7 @@ from kdist.keras_hooks.data import (
     skip_steps,
     train_validation_split,
 )
-from kdist.keras_hooks.layers import hook_embedding, hook_torch_modules
+from kdist.keras_hooks.layers import hook_embedding, hook_moments, hook_torch_modules
 from kdist.keras_hooks.losses import forget_layer_losses
 from kdist.keras_hooks.models import (
     all_variables,

@@ -12,7 +12,7 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
-from kdist.backends.jax import functions, programs, scopes, storage, workers
+from kdist.backends.jax import functions, moments, programs, scopes, storage, workers
 from kdist.backends.jax.coordination import JaxEngine
 from kdist.backends.jax.runtime import JaxRuntime
 from kdist.cluster import visible_gpus
@@ -38,6 +38,7 @@ class JaxBackend(Backend):
     def __init__(self) -> None:
         keras_hooks.hook_cond(scopes.cond)
         keras_hooks.hook_assignments(programs.assigned, storage.assigned_value)
+        keras_hooks.hook_moments(moments.moments)
         keras_hooks.hook_reading(storage.read)
 
     def native_batches(self, adapter: Any) -> Any:

@@ -62,7 +62,7 @@ class JaxCore(Runtime):
         self.storage = None if sharded is None else Storage(self, sharded)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self.by_rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        self._by_batch = NamedSharding(self.mesh, PartitionSpec(batch_axis))
+        self.by_batch = NamedSharding(self.mesh, PartitionSpec(batch_axis))
         local_mesh = Mesh(np.array(self.local_devices), (BATCH_AXIS,))
         self._local_replicated = NamedSharding(local_mesh, PartitionSpec())
         # Several executions in flight on several CPU devices can exhaust XLA's threads, each waiting for the
@@ -207,7 +207,7 @@ class JaxCore(Runtime):
         def constrain(leaf: Any) -> Any:
             if not isinstance(leaf, jax.Array) or leaf.ndim == 0 or not self._divides(leaf.shape[0]):
                 return leaf
-            return jax.lax.with_sharding_constraint(leaf, self._by_batch)
+            return jax.lax.with_sharding_constraint(leaf, self.by_batch)
 
         return keras.tree.map_structure(constrain, batch)
 
@@ -217,7 +217,7 @@ class JaxCore(Runtime):
         Along one axis of several it does not pad: XLA's partitioner then counts some rows of a scatter (the gradient
         of an embedding, a confusion matrix) twice (jaxlib 0.10.2).
         """
-        length = self.mesh.shape[self._by_batch.spec[0]]
+        length = self.mesh.shape[self.by_batch.spec[0]]
         return num_rows >= length and (num_rows % length == 0 or length == self.num_replicas)
 
     def place_variables(self, variables: Sequence[Any]) -> list[Any]:

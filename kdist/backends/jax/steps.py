@@ -21,6 +21,7 @@ from kdist import keras_hooks, tracing
 from kdist.arrays.gathering import gather_rows
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, StepFunction
+from kdist.backends.jax import moments
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.storage import is_divided
 
@@ -135,7 +136,8 @@ class JaxSteps(StepFunction):
         runtime = self._runtime
 
         def traced(state: Any, data: Any) -> tuple[Any, Any]:
-            with contextlib.nullcontext() if runtime.storage is None else runtime.storage.outputs():
+            layouts = contextlib.nullcontext() if runtime.storage is None else runtime.storage.outputs()
+            with layouts, moments.over(runtime.by_batch):
                 return step(state, runtime.divide(data))
 
         @functools.cache
