@@ -61,6 +61,8 @@ class JaxBackend(Backend):
         names = topology.devices or jax_devices.list_devices()
         if not topology.devices and names[0].startswith("cpu"):
             names = wished or names[:1]
+        if not topology.devices and names[0].startswith("tpu"):
+            names = jax_devices.along_links(names, _mesh_shape(topology, len(names)))
         return JaxRuntime(dataclasses.replace(topology, devices=names), group)
 
     def random_state(self) -> bytes:
@@ -84,3 +86,8 @@ def _cpus_of_mesh(topology: Topology) -> tuple[str, ...]:
         return ()
     lengths = list(storage.axes.values())
     return () if None in lengths else tuple(f"cpu:{i}" for i in range(math.prod(filter(None, lengths))))
+
+
+def _mesh_shape(topology: Topology, num_local: int) -> tuple[int, ...]:
+    number = num_local * (1 if topology.cluster is None else topology.cluster.num_workers)
+    return topology.storage.mesh_shape(number) if isinstance(topology.storage, Sharded) else (number,)
