@@ -111,7 +111,7 @@ class JaxCore(Runtime):
         """Gives every worker the values that the chief has, and divides what is new."""
         if self.num_workers > 1:
             # A divided variable has had the chief's value since it was divided.
-            for some in _in_parts([v for v in variables if not is_divided(v)], self.storage is not None):
+            for some in _in_parts([v for v in variables if not is_divided(v)]):
                 values = self.broadcast([variable.value for variable in some])
                 for variable, value in zip(some, values, strict=True):
                     variable.assign(value if self.storage is None else np.asarray(value))
@@ -288,14 +288,14 @@ class JaxCore(Runtime):
         return jax.tree.map(over_workers, copies) if self.num_workers > 1 else copies
 
 
-def _in_parts(variables: Sequence[Any], bounded: bool) -> Iterator[Sequence[Any]]:
-    """Variables as they travel: all at once, or only so many that a device has room for them beside its part."""
+def _in_parts(variables: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Variables as they travel: only so many at once that a device has room for them beside its own."""
     some: list[Any] = []
     size = 0
     for variable in variables:
         some.append(variable)
         size += math.prod(variable.shape) * 4
-        if bounded and size > _MOST_BYTES:
+        if size > _MOST_BYTES:
             yield some
             some, size = [], 0
     if some:
