@@ -18,7 +18,8 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 - `Layer.add_loss` once more: a scalar that is known to be a sum over the rows is added up over the replicas; see
   `training/probe.py`.
 - `CompileLoss._flat_losses`: the same for a loss, whose class may have a `__call__` of its own that nobody can wrap.
-- `Variable.__array__` on JAX: the parts of a variable that other workers hold are gathered.
+- `Variable.__array__` on JAX: the parts of a variable that other workers hold are gathered. `Variable.value` and
+  `__repr__`: a variable may be stored with padding.
 - `Optimizer.add_variable_from_reference`: notes whose variable it is, which is divided as that one.
 - `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after; where variables are
   divided, those that it makes are, too.

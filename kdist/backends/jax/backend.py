@@ -39,7 +39,7 @@ class JaxBackend(Backend):
         keras_hooks.hook_cond(scopes.cond)
         keras_hooks.hook_assignments(programs.assigned, storage.assigned_value)
         keras_hooks.hook_moments(moments.moments)
-        keras_hooks.hook_reading(storage.read)
+        keras_hooks.hook_reading(storage.read, storage.shown)
 
     def native_batches(self, adapter: Any) -> Any:
         """Returns an iterator of NumPy arrays."""
