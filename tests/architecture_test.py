@@ -46,6 +46,7 @@ EXTRA_FILES = {
     "jax": {
         "watch.py",  # JAX ends the process from C++ when a worker is lost
         "dispatched.py",  # JAX returns before a program has run, and whoever reads its arrays waits for others
+        "moments.py",  # XLA makes four collectives of one BatchNormalization
         "programs.py",  # JAX compiles pure functions, and Keras code has state
         "scopes.py",  # which is shown to it while it is traced
         "collectives.py",  # which come apart from the replicas where one program speaks for all

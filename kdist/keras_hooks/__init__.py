@@ -18,7 +18,8 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 - `Layer.add_loss` once more: a scalar that is known to be a sum over the rows is added up over the replicas; see
   `training/probe.py`.
 - `CompileLoss._flat_losses`: the same for a loss, whose class may have a `__call__` of its own that nobody can wrap.
-- `Variable.__array__` on JAX: the parts of a variable that other workers hold are gathered.
+- `Variable.__array__` on JAX: the parts of a variable that other workers hold are gathered. `Variable.value` and
+  `__repr__`: a variable may be stored with padding.
 - `Optimizer.add_variable_from_reference`: notes whose variable it is, which is divided as that one.
 - `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after; where variables are
   divided, those that it makes are, too.
@@ -26,7 +27,8 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
   replicas; but in a strategy of `tf.distribute`'s own, the backend-neutral methods of the base class are right.
 - `SeedGenerator.next`: replicas must draw different random numbers.
 - `Embedding.call` on JAX: of a table on parameter servers, programs take the rows that are looked up as arguments.
-- `BatchNormalization(synchronized=True)` and `moments`: refused by Keras outside TensorFlow.
+- `BatchNormalization(synchronized=True)` and `moments`: refused by Keras outside TensorFlow. On JAX, one collective for
+  each layer in each direction.
 
 `make test-nightly` says which name is gone when a new Keras breaks one of them.
 """
@@ -52,7 +54,7 @@ from kdist.keras_hooks.data import (
     skip_steps,
     train_validation_split,
 )
-from kdist.keras_hooks.layers import hook_embedding, hook_torch_modules
+from kdist.keras_hooks.layers import hook_embedding, hook_moments, hook_torch_modules
 from kdist.keras_hooks.losses import forget_layer_losses
 from kdist.keras_hooks.models import (
     all_variables,

@@ -35,9 +35,16 @@ def hook_embedding(lookup: Callable[[Any, Any], Any]) -> None:
     wrap(keras.layers.Embedding, "call", call)
 
 
+def hook_moments(moments: Callable[..., Any]) -> None:
+    """Has a function called in place of Keras's `moments`: with the original, then its arguments."""
+    from keras.src import backend
+
+    # Keras 3.16 keeps the operations of a backend in a package of their own.
+    wrap(backend.nn if hasattr(backend, "nn") else backend.ops.nn, "moments", moments)
+
+
 def hook_batch_normalization(native: bool) -> None:
     import keras
-    from keras.src import backend
 
     def init(
         original: Callable[..., Any], self: Any, /, *args: Any, synchronized: bool = False, **kwargs: Any
@@ -56,5 +63,4 @@ def hook_batch_normalization(native: bool) -> None:
         return original(x, axes, keepdims, synchronized and native)
 
     wrap(keras.layers.BatchNormalization, "__init__", init)
-    # Keras 3.16 keeps the operations of a backend in a package of their own.
-    wrap(backend.nn if hasattr(backend, "nn") else backend.ops.nn, "moments", moments)
+    hook_moments(moments)

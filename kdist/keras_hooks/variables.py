@@ -48,7 +48,7 @@ def hook_assignments(
     wrap(keras.Variable, "_direct_assign", direct)
 
 
-def hook_reading(read: Callable[[Any], Any]) -> None:
+def hook_reading(read: Callable[[Any], Any], shown: Callable[[Any, Any], Any]) -> None:
     """Lets a function read the value of a Keras variable as a NumPy array; called once, by the backend.
 
     `keras.ops.convert_to_numpy`, `get_weights` and all files of Keras's come to this, and an array that several workers
@@ -56,6 +56,7 @@ def hook_reading(read: Callable[[Any], Any]) -> None:
 
     Args:
         read: Returns the value of a variable; `None` for what Keras makes of it.
+        shown: Called with a variable and a value that does not have its shape; returns its value without padding.
     """
     import keras
 
@@ -67,7 +68,20 @@ def hook_reading(read: Callable[[Any], Any]) -> None:
             value = value.astype(dtype, copy=False)
         return value.copy() if copy else value  # NumPy has it done here, where it may be
 
+    native: Any = keras.Variable.value.fget
+
+    def value(self: Any) -> Any:
+        found = native(self)
+        return found if found.shape == self.shape else shown(self, found)
+
+    def text(original: Callable[..., Any], self: Any) -> str:
+        if self._value is None or self._value.shape == self.shape:
+            return original(self)
+        return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}>"
+
     wrap(keras.Variable, "__array__", array)
+    wrap(keras.Variable, "__repr__", text)
+    keras.Variable.value = property(value, doc=keras.Variable.value.__doc__)
 
 
 def owner_path(variable: Any) -> str:

@@ -35,7 +35,8 @@ def distribution_of(runtime: Runtime) -> Any:
             if getattr(variable, "_layout", None) is not None:
                 return variable._layout
             axes = strategy_layout(variable.path, tuple(variable.shape), lengths)
-            return library.TensorLayout(axes, mesh)
+            fitting = zip(axes, variable.shape, strict=True)  # Keras does not pad
+            return library.TensorLayout([a if a and n % lengths[a] == 0 else None for a, n in fitting], mesh)
 
     layout_map = library.LayoutMap(mesh)
     for pattern, axes in getattr(strategy_layout, "rules", {}).items():

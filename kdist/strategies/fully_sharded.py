@@ -19,7 +19,8 @@ class FullyShardedStrategy(ShardedStrategy):
     """Trains one model whose variables are divided over all replicas: each holds a part of every large one.
 
     Weights are gathered where they are needed, gradients and the optimiser's state stay divided: with N replicas
-    each holds about one Nth of the memory of `MirroredStrategy`. Results are those of one device.
+    each holds about one Nth of the memory of `MirroredStrategy`. Results are those of one device. If N divides no axis
+    of a variable, its largest axis is padded where it is stored.
 
     Who the workers are is found as in `MultiWorkerMirroredStrategy`; where nothing describes a cluster, the devices
     are those of this process. Reading a variable's value gathers it: with several workers all must do so.
@@ -72,18 +73,18 @@ class FullyShardedStrategy(ShardedStrategy):
 def along_largest_axis(
     path: str, shape: tuple[int, ...], lengths: Mapping[str, int], min_size: int = 0
 ) -> Layout:
-    """Divides a variable along the largest of its axes that the number of replicas divides; else it is whole.
+    """Divides a variable along the largest axis that the replicas divide, else along the largest, which is padded.
 
     Example:
 
     >>> from kdist.strategies.fully_sharded import along_largest_axis
     >>> along_largest_axis("dense/kernel", (3, 8), {"replica": 4})
     (None, 'replica')
-    >>> along_largest_axis("dense/bias", (6,), {"replica": 4})
+    >>> along_largest_axis("embedding/embeddings", (50257, 3), {"replica": 4})
+    ('replica', None)
+    >>> along_largest_axis("dense/bias", (6,), {"replica": 4}, min_size=1024)
     (None,)
     """
-    fitting = [axis for axis, length in enumerate(shape) if length and length % lengths[_AXIS] == 0]
-    chosen = max(fitting, key=lambda axis: shape[axis], default=None)
-    if math.prod(shape) < min_size:
-        chosen = None
+    axes = range(len(shape)) if math.prod(shape) >= max(min_size, 1) else []
+    chosen = max(axes, key=lambda axis: (shape[axis] % lengths[_AXIS] == 0, shape[axis]), default=None)
     return tuple(_AXIS if axis == chosen else None for axis in range(len(shape)))

@@ -74,10 +74,11 @@ def values_of(model: Any) -> list[np.ndarray]:
 def held(model: Any) -> float:
     """The bytes of weights and optimiser state that the first device of this worker holds."""
     variables = {id(v): v for v in (*model.variables, *model.optimizer.variables)}
-    return sum(_held(v.value) for v in variables.values())
+    return sum(held_of(v.value) for v in variables.values())
 
 
-def _held(value: Any) -> float:
+def held_of(value: Any) -> float:
+    """The bytes of a native value that the first device of this worker holds."""
     if hasattr(value, "addressable_shards"):  # of JAX
         first = min(value.sharding.addressable_devices, key=lambda device: device.id)
         return sum(shard.data.nbytes for shard in value.addressable_shards if shard.device == first)

@@ -56,6 +56,11 @@ def as_strategies() -> tuple[list[Any], list[str], list[str]]:
     outside = jobs.small()  # of Keras's own, which kdist leaves alone
     facts.append(str(tuple(outside.layers[0].kernel.value.sharding.spec)))
     values.append(_trained(outside, 16))  # Keras wants batches that the devices divide
+    library.set_distribution(None)
+    library.set_distribution(kdist.FullyShardedStrategy(names, min_size=2).keras_distribution)
+    for shape in ((6, 3), (7, 3)):  # Keras divides no axis unevenly
+        facts.append(str(tuple(keras.Variable(np.ones(shape, "float32")).value.sharding.spec)))
+    library.set_distribution(None)
     tries = [
         (model_parallel, lambda: kdist.MirroredStrategy(names)),
         (model_parallel, lambda: mirrored.scope().__enter__()),
@@ -82,7 +87,8 @@ def test_distributions_are_strategies_and_the_other_way_round() -> None:
     for actual, expected in zip(values, [uneven] * 5 + [even], strict=True):
         for ours, theirs in zip(actual, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-6)
-    assert facts == ["(None, None)"] * 2 + ["(None, 'model')"] * 2 + ["(None, None)"]
+    of_fully = ["('replica', None)", "(None, None)"]
+    assert facts == ["(None, None)"] * 2 + ["(None, 'model')"] * 2 + ["(None, None)", *of_fully]
     for said, kind in zip(refused, ["StrategyScopeError"] * 4, strict=False):
         assert said.startswith(kind), said
         assert "device_mesh" in said

@@ -12,7 +12,7 @@ import numpy as np
 from kdist import keras_hooks
 from kdist.backends.contract import Backend, Runtime
 from kdist.backends.jax import devices as jax_devices
-from kdist.backends.jax import functions, programs, scopes, storage, workers
+from kdist.backends.jax import functions, moments, programs, scopes, storage, workers
 from kdist.backends.jax.coordination import JaxEngine
 from kdist.backends.jax.runtime import JaxRuntime
 from kdist.cluster import visible_gpus
@@ -38,7 +38,8 @@ class JaxBackend(Backend):
     def __init__(self) -> None:
         keras_hooks.hook_cond(scopes.cond)
         keras_hooks.hook_assignments(programs.assigned, storage.assigned_value)
-        keras_hooks.hook_reading(storage.read)
+        keras_hooks.hook_moments(moments.moments)
+        keras_hooks.hook_reading(storage.read, storage.shown)
 
     def native_batches(self, adapter: Any) -> Any:
         """Returns an iterator of NumPy arrays."""
@@ -60,6 +61,8 @@ class JaxBackend(Backend):
         names = topology.devices or jax_devices.list_devices()
         if not topology.devices and names[0].startswith("cpu"):
             names = wished or names[:1]
+        if not topology.devices and names[0].startswith("tpu"):
+            names = jax_devices.along_links(names, _mesh_shape(topology, len(names)))
         return JaxRuntime(dataclasses.replace(topology, devices=names), group)
 
     def random_state(self) -> bytes:
@@ -83,3 +86,8 @@ def _cpus_of_mesh(topology: Topology) -> tuple[str, ...]:
         return ()
     lengths = list(storage.axes.values())
     return () if None in lengths else tuple(f"cpu:{i}" for i in range(math.prod(filter(None, lengths))))
+
+
+def _mesh_shape(topology: Topology, num_local: int) -> tuple[int, ...]:
+    number = num_local * (1 if topology.cluster is None else topology.cluster.num_workers)
+    return topology.storage.mesh_shape(number) if isinstance(topology.storage, Sharded) else (number,)

@@ -62,7 +62,7 @@ class JaxCore(Runtime):
         self.storage = None if sharded is None else Storage(self, sharded)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self.by_rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        self._by_batch = NamedSharding(self.mesh, PartitionSpec(batch_axis))
+        self.by_batch = NamedSharding(self.mesh, PartitionSpec(batch_axis))
         local_mesh = Mesh(np.array(self.local_devices), (BATCH_AXIS,))
         self._local_replicated = NamedSharding(local_mesh, PartitionSpec())
         # Several executions in flight on several CPU devices can exhaust XLA's threads, each waiting for the
@@ -111,7 +111,7 @@ class JaxCore(Runtime):
         """Gives every worker the values that the chief has, and divides what is new."""
         if self.num_workers > 1:
             # A divided variable has had the chief's value since it was divided.
-            for some in _in_parts([v for v in variables if not is_divided(v)], self.storage is not None):
+            for some in _in_parts([v for v in variables if not is_divided(v)]):
                 values = self.broadcast([variable.value for variable in some])
                 for variable, value in zip(some, values, strict=True):
                     variable.assign(value if self.storage is None else np.asarray(value))
@@ -207,7 +207,7 @@ class JaxCore(Runtime):
         def constrain(leaf: Any) -> Any:
             if not isinstance(leaf, jax.Array) or leaf.ndim == 0 or not self._divides(leaf.shape[0]):
                 return leaf
-            return jax.lax.with_sharding_constraint(leaf, self._by_batch)
+            return jax.lax.with_sharding_constraint(leaf, self.by_batch)
 
         return keras.tree.map_structure(constrain, batch)
 
@@ -217,7 +217,7 @@ class JaxCore(Runtime):
         Along one axis of several it does not pad: XLA's partitioner then counts some rows of a scatter (the gradient
         of an embedding, a confusion matrix) twice (jaxlib 0.10.2).
         """
-        length = self.mesh.shape[self._by_batch.spec[0]]
+        length = self.mesh.shape[self.by_batch.spec[0]]
         return num_rows >= length and (num_rows % length == 0 or length == self.num_replicas)
 
     def place_variables(self, variables: Sequence[Any]) -> list[Any]:
@@ -288,14 +288,14 @@ class JaxCore(Runtime):
         return jax.tree.map(over_workers, copies) if self.num_workers > 1 else copies
 
 
-def _in_parts(variables: Sequence[Any], bounded: bool) -> Iterator[Sequence[Any]]:
-    """Variables as they travel: all at once, or only so many that a device has room for them beside its part."""
+def _in_parts(variables: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Variables as they travel: only so many at once that a device has room for them beside its own."""
     some: list[Any] = []
     size = 0
     for variable in variables:
         some.append(variable)
         size += math.prod(variable.shape) * 4
-        if bounded and size > _MOST_BYTES:
+        if size > _MOST_BYTES:
             yield some
             some, size = [], 0
     if some:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 
 from kdist.backends.device_names import count_of_kind, missing_device, short_name, too_late
 from kdist.backends.jax.watch import has_started
@@ -96,3 +98,27 @@ def find_devices(names: Sequence[str]) -> list[Any]:
             raise missing_device(name, [other for k in KINDS for other in list_devices(k)])
         found.append(available[int(index)])
     return found
+
+
+def along_links(names: Sequence[str], mesh_shape: Sequence[int]) -> tuple[str, ...]:
+    """Returns the TPU cores of this worker in the order in which a mesh uses their links best.
+
+    Only this worker's own devices change places. The mesh keeps the order of the workers, in which the hosts of a slice
+    are neighbors, so its first axes span the slower network.
+
+    Args:
+        names: The short names of TPU cores.
+        mesh_shape: The lengths of the axes of the mesh over all workers.
+    """
+    devices = find_devices(names)
+    left = len(devices)
+    shape: list[int] = []
+    for length in reversed(mesh_shape):
+        shape.insert(0, math.gcd(left, length))
+        left //= shape[0]
+    try:
+        mesh = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except (AssertionError, NotImplementedError, ValueError):  # for some devices, JAX has no order
+        return tuple(names)
+    found = {id(device): name for device, name in zip(devices, names, strict=True)}
+    return tuple(found[id(device)] for device in mesh.flat)

@@ -32,6 +32,7 @@ from kdist.backends.jax.programs import (
 )
 from kdist.backends.jax.replicas import JaxReplica
 from kdist.backends.jax.scopes import GradientScope, JaxScope, PlainScope, Values, initial_value
+from kdist.backends.jax.storage import divided, stored
 from kdist.backends.jax.tables import Tables
 from kdist.communication.options import hint_ignored
 from kdist.context import current_replica
@@ -207,7 +208,9 @@ class _Program:
             with self._tables.look(looked):
                 return self._replica(self._values(written, read), inputs)
 
-        return self._over_mesh(body)(written, read, looked, inputs)
+        written, read = list(map(divided, self._written, written)), list(map(divided, self._only_read, read))
+        state, outputs = self._over_mesh(body)(written, read, looked, inputs)
+        return list(map(stored, self._written, state)), outputs
 
     def _find_ids(self, written: Any, read: Any, inputs: Any) -> list[Any]:
         """The program that returns the numbers of the rows: what only the rest needs, JAX leaves out."""

@@ -11,6 +11,7 @@ import keras
 
 from kdist import keras_hooks
 from kdist.backends.aggregation import NotesAdditions, ReplicaScope, check_branch
+from kdist.backends.jax.storage import in_own_shape
 from kdist.context import current_replica
 
 
@@ -46,7 +47,7 @@ class Values:
 def initial_value(variable: Any) -> Any:
     """The value of a variable as the first trace sees it; one that the function creates has none yet."""
     value = keras_hooks.native_value(variable)
-    return keras_hooks.first_value(variable) if value is None else value
+    return keras_hooks.first_value(variable) if value is None else in_own_shape(variable, value)
 
 
 class JaxScope(ReplicaScope):

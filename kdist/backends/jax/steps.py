@@ -21,8 +21,9 @@ from kdist import keras_hooks, tracing
 from kdist.arrays.gathering import gather_rows
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, StepFunction
+from kdist.backends.jax import moments
 from kdist.backends.jax.core import JaxCore
-from kdist.backends.jax.storage import is_divided
+from kdist.backends.jax.storage import divided, is_divided, stored
 
 # What each step's state consists of, in the order of Keras's JAX trainer.
 _STATE = {
@@ -122,7 +123,10 @@ class JaxSteps(StepFunction):
         for variables, values in zip(_state_variables(self._model(), self._kind), state, strict=True):
             shown = values if self._eager else self._runtime.show_variables(variables, values)
             for variable, value in zip(variables, shown, strict=True):
-                variable.assign(value)
+                if is_divided(variable) and not self._eager:
+                    keras_hooks.set_native_value(variable, value)
+                else:
+                    variable.assign(value)
 
     def _read(self) -> Any:
         groups = _state_variables(self._model(), self._kind)
@@ -135,8 +139,12 @@ class JaxSteps(StepFunction):
         runtime = self._runtime
 
         def traced(state: Any, data: Any) -> tuple[Any, Any]:
-            with contextlib.nullcontext() if runtime.storage is None else runtime.storage.outputs():
-                return step(state, runtime.divide(data))
+            groups = _state_variables(self._model(), self._kind)
+            layouts = contextlib.nullcontext() if runtime.storage is None else runtime.storage.outputs()
+            with layouts, moments.over(runtime.by_batch):
+                state = tuple(list(map(divided, *pair)) for pair in zip(groups, state, strict=True))
+                outputs, state = step(state, runtime.divide(data))
+            return outputs, tuple(list(map(stored, *pair)) for pair in zip(groups, state, strict=True))
 
         @functools.cache
         def compiled() -> Callable[[Any, Any], tuple[Any, Any]]:  # once the model has all its variables

@@ -3,6 +3,10 @@
 A divided variable holds one array over all devices of all workers, each of which has its part. One that no layout
 divides is an array of this process, as under the other strategies, but an uncommitted one: JAX lets it meet arrays over
 the mesh as well as those of one device.
+
+JAX only divides an axis into equal parts. A variable with another axis is padded with zeros where it is stored, between
+programs. Programs remove the padding first and add it last, which moves nothing between devices: inside a program, XLA
+divides any axis. Whoever reads or assigns the variable sees its own shape.
 """
 
 from __future__ import annotations
@@ -26,10 +30,11 @@ _EACH_DIVIDES = ("int8", "uint8")  # quantized weights; other integers are count
 
 
 class Place(NamedTuple):
-    """Where a variable is: how it is divided, and the runtime whose workers hold the parts."""
+    """Where a variable is: how it is divided, the runtime whose workers hold the parts, and its shape with padding."""
 
     runtime: Any
     sharding: NamedSharding
+    shape: tuple[int, ...]
 
 
 _places: VariableTable[Place] = VariableTable()
@@ -58,8 +63,8 @@ class Storage:
         variables = [variable for variable in variables if _places.get(variable) is None]
         shardings = [self._sharding(variable) for variable in variables]  # all errors first
         for variable, sharding in zip(variables, shardings, strict=True):
-            _places[variable] = Place(self._runtime, sharding)
-            value = arranged(keras_hooks.native_value(variable), sharding)
+            _places[variable] = Place(self._runtime, sharding, _padded_shape(variable.shape, sharding))
+            value = assigned_value(variable, keras_hooks.native_value(variable))
             keras_hooks.set_native_value(variable, value)
 
     def sharding(self, variable: Any) -> NamedSharding:
@@ -132,10 +137,52 @@ def _uncommitted(value: Any) -> Any:
     return ArrayImpl(value.aval, value.sharding, value._arrays, committed=False)
 
 
+def _padded_shape(shape: Sequence[int], sharding: NamedSharding) -> tuple[int, ...]:
+    """Returns a shape whose axes the mesh divides."""
+    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    parts = [1 if name is None else sharding.mesh.shape[name] for name in spec]
+    return tuple(-(-length // number) * number for length, number in zip(shape, parts, strict=True))
+
+
+def _place(variable: Any) -> Place:
+    place = _places.get(variable)
+    assert place is not None
+    return place
+
+
+def is_padded(variable: Any) -> bool:
+    """Says whether a variable's native value has rows or columns that the variable does not have."""
+    place = _places.get(variable)
+    return place is not None and place.shape != tuple(variable.shape)
+
+
+def stored(variable: Any, value: Any) -> Any:
+    """Returns a value of a variable as it is stored: with padding, if it has any."""
+    if not is_padded(variable):
+        return value
+    widths = [(0, length - own) for length, own in zip(_place(variable).shape, value.shape, strict=True)]
+    return (jax.numpy if isinstance(value, jax.Array) else np).pad(value, widths)
+
+
+def in_own_shape(variable: Any, value: Any) -> Any:
+    """In a trace: returns a stored value without padding."""
+    return jax.lax.slice(value, [0] * value.ndim, variable.shape) if is_padded(variable) else value
+
+
+def divided(variable: Any, value: Any) -> Any:
+    """In the program of a step: as `in_own_shape`, and XLA does not gather the value first."""
+    own = in_own_shape(variable, value)
+    return own if own is value else jax.lax.with_sharding_constraint(own, _place(variable).sharding)
+
+
 def assigned_value(variable: Any, value: Any) -> Any:
     """Called with what is assigned to a variable outside of replicas: keeps it divided as it was."""
     place = _places.get(variable)
-    return value if place is None else arranged(value, place.sharding)
+    if place is None:
+        return value
+    if is_padded(variable) and not isinstance(value, jax.core.Tracer):
+        value = stored(variable, whole(value, place.sharding.mesh))
+    return arranged(value, place.sharding)
 
 
 def whole(value: Any, mesh: Mesh) -> np.ndarray:
@@ -146,14 +193,28 @@ def whole(value: Any, mesh: Mesh) -> np.ndarray:
 
 
 def read(variable: Any) -> np.ndarray | None:
-    """Returns the value of a variable that is divided over workers, who must all read it; `None` for others."""
+    """Returns a value that is divided over workers, who must all read it, or is padded; `None` for other variables."""
     kept = _kept.get(variable)
-    if kept is not None or not is_over_workers(variable):
+    if kept is not None or not (is_over_workers(variable) or is_padded(variable)):
         return kept
-    runtime, sharding = _places.get(variable)  # type: ignore[misc]
-    meet_to_read(runtime, [variable])
+    runtime = _place(variable).runtime
+    if is_over_workers(variable):
+        meet_to_read(runtime, [variable])
     with runtime.engine_errors(), runtime.group.working():
-        return whole(keras_hooks.native_value(variable), sharding.mesh)
+        return whole_of(runtime, variable)
+
+
+def shown(variable: Any, value: Any) -> Any:
+    """Returns a value without padding: as an array of this process, or of a trace."""
+    if not is_padded(variable) or isinstance(jax.numpy.zeros(()), jax.core.Tracer):
+        return in_own_shape(variable, value)
+    return jax.numpy.asarray(read(variable), value.dtype)
+
+
+def whole_of(runtime: Any, variable: Any) -> np.ndarray:
+    """Returns all of a divided variable. All workers must call it where it is divided over them."""
+    found = whole(keras_hooks.native_value(variable), runtime.mesh)
+    return found[tuple(slice(length) for length in variable.shape)]
 
 
 def is_over_workers(variable: Any) -> bool:
@@ -172,7 +233,7 @@ def kept_whole(runtime: Any, variables: Sequence[Any]) -> Iterator[None]:
     try:
         with runtime.engine_errors(), runtime.group.working():
             for variable in divided:
-                _kept[variable] = whole(keras_hooks.native_value(variable), runtime.mesh)
+                _kept[variable] = whole_of(runtime, variable)
         yield
     finally:
         for variable in divided:

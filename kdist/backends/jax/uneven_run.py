@@ -25,7 +25,7 @@ from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.programs import Outputs, Placed, initialize
 from kdist.backends.jax.replicas import JaxReplica
 from kdist.backends.jax.scopes import JaxScope, Values
-from kdist.backends.jax.storage import is_divided, whole
+from kdist.backends.jax.storage import is_divided, whole_of
 from kdist.backends.messages import gather
 from kdist.backends.threads import Baton, ReplicaThreads
 from kdist.errors import StrategyScopeError
@@ -99,8 +99,10 @@ def _value_on(runtime: JaxCore, variable: Any, index: int, placed: Placed) -> An
     if has_components(runtime, variable):
         component = placed.component(variable, index)
         return jax.device_put(component, device), jax.device_put(keras_hooks.native_value(variable), device)
-    value = keras_hooks.native_value(variable)
-    return jax.device_put(whole(value, runtime.mesh) if is_divided(variable) else value, device)
+    is_whole = not is_divided(variable)
+    return jax.device_put(
+        keras_hooks.native_value(variable) if is_whole else whole_of(runtime, variable), device
+    )
 
 
 class HostCollectives:

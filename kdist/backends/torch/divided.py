@@ -145,7 +145,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Divided, dtype: torch.dtype, replica: Any) -> torch.Tensor:
         ctx.parameter, ctx.replica = parameter, replica
-        return parameter.storage.gather(parameter.to_local().to(dtype), parameter.shards.placements)
+        part, places = parameter.to_local().to(dtype), parameter.shards.placements
+        return parameter.storage.gather(part, places, parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -164,13 +165,13 @@ class _Scatter(torch.autograd.Function):
             part = storage.part_of(gradient, places)
         else:
             part = storage.sum_part(gradient * ctx.weight, places)
-        return storage.of_part(part, places)
+        return storage.of_part(part, places, parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         storage, places = ctx.parameter.storage, ctx.parameter.shards.placements
         part = gradient.redistribute(placements=places).to_local() if isinstance(gradient, DTensor) else None
-        whole = gradient if part is None else storage.gather(part, places)
+        whole = gradient if part is None else storage.gather(part, places, gradient.shape)
         return whole * ctx.weight, None, None
 
 

@@ -65,7 +65,8 @@ class Storage:
                 parameter.data = parameter.data.to(self._device)
                 continue
             part = self.part_of(parameter.detach(), places).to(self._device)
-            divided = Divided(self.of_part(part, places), self, variable.path, parameter.requires_grad)
+            shards = self.of_part(part, places, parameter.shape)
+            divided = Divided(shards, self, variable.path, parameter.requires_grad)
             self.recent.largest = max(self.recent.largest, parameter.numel() * parameter.element_size())
             _swap(variable, parameter, divided)
 
@@ -79,24 +80,28 @@ class Storage:
             for name, length in self._lengths.items()
         )
 
-    def of_part(self, part: torch.Tensor, places: Sequence[Placement]) -> DTensor:
-        """Returns the tensor of which this worker holds a part."""
-        return DTensor.from_local(part, self.mesh, places, run_check=False)
+    def of_part(self, part: torch.Tensor, places: Sequence[Placement], shape: torch.Size) -> DTensor:
+        """Returns the tensor of this shape of which this worker holds a part."""
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self.mesh, places, run_check=False, shape=shape, stride=stride)
 
     def part_of(self, whole: torch.Tensor, places: Sequence[Placement]) -> torch.Tensor:
         """Returns a copy of what this worker holds of a whole tensor."""
         part = whole
         for axis, place in enumerate(places):
             if isinstance(place, Shard):
-                part = part.chunk(self.mesh.size(axis), place.dim)[self.mesh.get_local_rank(axis)]
+                pieces, length = self._cut(part, axis, place.dim)
+                part = pieces[self.mesh.get_local_rank(axis)].narrow(place.dim, 0, length)
         return part.clone(memory_format=torch.contiguous_format)
 
-    def gather(self, part: torch.Tensor, places: Sequence[Placement]) -> torch.Tensor:
-        """Returns the whole tensor of which each worker holds a part."""
+    def gather(self, part: torch.Tensor, places: Sequence[Placement], shape: torch.Size) -> torch.Tensor:
+        """Returns the whole tensor of this shape of which each worker holds a part."""
         for axis, place in enumerate(places):
             if isinstance(place, Shard):
-                parts = self._group.all_gather(part.contiguous(), self.mesh.get_group(axis))
-                part = torch.cat(parts, place.dim)
+                dim, length = place.dim, shape[place.dim]
+                padded = _padded(part, dim, -(-length // self.mesh.size(axis)))
+                parts = self._group.all_gather(padded.contiguous(), self.mesh.get_group(axis))
+                part = torch.cat(parts, dim).narrow(dim, 0, length).contiguous()
         return part
 
     def sum_part(self, whole: torch.Tensor, places: Sequence[Placement]) -> torch.Tensor:
@@ -104,13 +109,21 @@ class Storage:
         part = whole
         for axis, place in enumerate(places):
             if isinstance(place, Shard):
-                parts = [p.contiguous() for p in part.chunk(self.mesh.size(axis), place.dim)]
-                part = self._group.reduce_scatter(parts, self.mesh.get_group(axis))
+                pieces, length = self._cut(part, axis, place.dim)
+                part = self._group.reduce_scatter([p.contiguous() for p in pieces], self.mesh.get_group(axis))
+                part = part.narrow(place.dim, 0, length).contiguous()
         part = part.clone(memory_format=torch.contiguous_format) if part is whole else part
         for axis, place in enumerate(places):
             if not isinstance(place, Shard) and self.mesh.size(axis) > 1:
                 self._group.all_reduce(part, self.mesh.get_group(axis))
         return part
+
+    def _cut(self, whole: torch.Tensor, axis: int, dim: int) -> tuple[Sequence[torch.Tensor], int]:
+        """Returns pieces of one length, the last ones padded, and the length of this worker's without padding."""
+        number, length = self.mesh.size(axis), whole.shape[dim]
+        largest = -(-length // number)  # as `DTensor` has it: some parts may be empty
+        own = min(max(length - self.mesh.get_local_rank(axis) * largest, 0), largest)
+        return _padded(whole, dim, number * largest).chunk(number, dim), own
 
     def meet(self, parameters: Sequence[Divided]) -> None:
         """Waits until all workers read the same parameters."""
@@ -127,11 +140,19 @@ class Storage:
         try:
             with self._runtime.engine_errors():
                 for parameter in parameters:
-                    parameter.kept = self.gather(parameter.to_local(), parameter.shards.placements)
+                    places = parameter.shards.placements
+                    parameter.kept = self.gather(parameter.to_local(), places, parameter.shape)
             yield
         finally:
             for parameter in parameters:
                 parameter.kept = None
+
+
+def _padded(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Returns a tensor with zeros at its end: collectives take tensors of one shape."""
+    shape = list(part.shape)
+    shape[dim] = length - part.shape[dim]
+    return torch.cat([part, part.new_zeros(shape)], dim) if shape[dim] else part
 
 
 def _swap(variable: Any, parameter: torch.Tensor, divided: Divided) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ import kdist
 from kdist.backends import get_backend
 from kdist.cluster import discover, environment
 from kdist.errors import DeviceError
+from kdist.topology import Sharded, Topology
 from tests.backends.where import in_worker
 
 if in_worker:
     import jax
 
+    from kdist.backends.jax import backend as jax_backend
+    from kdist.backends.jax import devices as jax_devices
     from kdist.backends.jax import meeting
 
 
@@ -63,3 +67,73 @@ def test_random_state_travels() -> None:
     second = (np.random.randn(), np.random.permutation(20))
     assert first[0] == second[0]
     assert (first[1] == second[1]).all()
+
+
+class Core:
+    """A TPU core as JAX describes it."""
+
+    platform = "tpu"
+    core_on_chip = 0
+    process_index = 0
+    slice_index = 0
+
+    def __init__(self, kind: str, index: int, coords: tuple[int, int, int]) -> None:
+        self.device_kind = kind
+        self.id = index
+        self.coords = coords
+
+
+def _cores(kind: str, width: int, depth: int, first: tuple[int, int, int] = (0, 0, 0)) -> list[Core]:
+    """A host's cores, x fastest, as JAX lists them."""
+    places = [(first[0] + x, first[1] + y, first[2]) for y in range(depth) for x in range(width)]
+    return [Core(kind, index, place) for index, place in enumerate(places)]
+
+
+def _runtime_devices(monkeypatch: pytest.MonkeyPatch, cores: list[Core], topology: Topology) -> list[Core]:
+    """The cores in the order in which a strategy's mesh would have them."""
+    created: list[Topology] = []
+    monkeypatch.setattr(jax_devices, "local_devices", lambda kind: cores if kind == "tpu" else [])
+    monkeypatch.setattr(jax_backend.workers, "join", lambda devices, cluster, options: None)
+    monkeypatch.setattr(jax_backend, "JaxRuntime", lambda topology, group: created.append(topology))
+    get_backend().create_runtime(topology)
+    return [cores[int(name.removeprefix("tpu:"))] for name in created[0].devices]
+
+
+def _hops(one: Core, other: Core) -> int:
+    return sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True))
+
+
+def _is_ring(cores: list[Core]) -> bool:
+    return all(_hops(one, other) == 1 for one, other in zip(cores, [*cores[1:], cores[0]], strict=True))
+
+
+def test_the_mesh_follows_the_links_between_tpu_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = _cores("TPU v5 lite", 4, 2)
+    assert not _is_ring(cores)
+    ordered = _runtime_devices(monkeypatch, cores, Topology(()))
+    assert _is_ring(ordered) and set(ordered) == set(cores)
+
+
+def test_each_group_of_an_axis_is_a_block_of_linked_tpu_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layout(path: str, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[None, ...]:
+        return (None,) * len(shape)
+
+    cores = _cores("TPU v5 lite", 4, 2)
+    storage = Sharded({"batch": 2, "model": 4}, "batch", layout)
+    ordered = _runtime_devices(monkeypatch, cores, Topology((), storage=storage))
+    for group in (ordered[:4], ordered[4:]):
+        assert all(_hops(one, other) == 1 for one, other in itertools.pairwise(group))
+    # The second host of a v4 slice: its cores do not begin at the origin.
+    cores = _cores("TPU v4", 2, 2, (0, 0, 1))
+    storage = Sharded({"batch": 2, "model": 2}, "batch", layout)
+    ordered = _runtime_devices(monkeypatch, cores, Topology((), storage=storage))
+    assert set(ordered) == set(cores)
+    assert [_hops(*ordered[:2]), _hops(*ordered[2:])] == [1, 1]
+
+
+def test_named_tpu_cores_and_those_of_unknown_places_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = _cores("TPU v5 lite", 4, 2)
+    names = tuple(f"tpu:{i}" for i in (5, 0, 3))
+    assert [core.id for core in _runtime_devices(monkeypatch, cores, Topology(names))] == [5, 0, 3]
+    holed = _cores("TPU v4", 3, 2)[1:]
+    assert _runtime_devices(monkeypatch, holed, Topology(())) == holed

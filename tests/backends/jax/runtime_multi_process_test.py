@@ -69,6 +69,33 @@ def test_variables_become_those_of_the_chief(pool: WorkerPool) -> None:
         assert np.isnan(values[6]).all()
 
 
+def test_variables_of_a_large_model_travel_a_few_at_a_time(pool: WorkerPool) -> None:
+    def broadcast() -> tuple[list[int], list[float]]:
+        import keras
+
+        from kdist.backends.jax import core
+
+        runtime = _strategy().runtime
+        variables = [keras.Variable(np.full(200, 10 * i + runtime.worker_index)) for i in range(5)]
+        original, limit, sent = runtime.broadcast, core._MOST_BYTES, []
+
+        def counted(values: Any) -> Any:
+            sent.append(len(values))
+            return original(values)
+
+        core._MOST_BYTES, runtime.broadcast = 1000, counted
+        try:
+            runtime.broadcast_variables(variables)
+        finally:
+            core._MOST_BYTES = limit
+            del runtime.broadcast
+        return sent, [float(np.asarray(v.value)[0]) for v in variables]
+
+    for sent, values in pool.run(broadcast):
+        assert sent == [2, 2, 1]
+        assert values == [0, 10, 20, 30, 40]
+
+
 def test_every_worker_predicts_all_rows_in_order(pool: WorkerPool) -> None:
     def predict(rows: int) -> Any:
         import keras

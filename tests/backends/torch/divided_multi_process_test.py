@@ -329,8 +329,8 @@ def test_a_step_holds_few_whole_variables_at_once():
         storage, alive, most = strategy.runtime.storage, [], [0]
         gather = storage.gather
 
-        def noted(part, places):
-            whole = gather(part, places)
+        def noted(*arguments):
+            whole = gather(*arguments)
             alive.append(weakref.ref(whole.untyped_storage()))
             most[0] = max(most[0], sum(s.nbytes() for ref in alive if (s := ref()) is not None))
             return whole
