@@ -243,6 +243,8 @@ class CheckpointManager:
 
 def _delete(path: str) -> None:
     """Deletes a checkpoint: it is gone at once, and its files a moment later."""
+    if not layout.is_checkpoint(path):
+        return  # somebody else's, with a name that looks like ours
     directory, name = os.path.split(path)
     going = os.path.join(directory, layout.temporary(name, secrets.token_hex(8)))
     with contextlib.suppress(OSError):
