@@ -152,6 +152,30 @@ GROUPS: dict[str, dict[str, str]] = {
         "SM_CURRENT_HOST": "the name of this host",
         "SM_HOSTS": "the names of all hosts",
     },
+    "Of Flux": {
+        "FLUX_TASK_RANK": "the number of this task",
+        "FLUX_JOB_SIZE": "how many tasks there are",
+        "FLUX_TASK_LOCAL_ID": "its number on its node",
+        "FLUX_JOB_NNODES": "how many nodes there are",
+        "FLUX_JOB_ID": "the port is made from it",
+    },
+    "Of LSF": {
+        "JSM_NAMESPACE_RANK": "the number of this task of `jsrun`",
+        "JSM_NAMESPACE_SIZE": "how many tasks there are",
+        "JSM_NAMESPACE_LOCAL_RANK": "its number on its host",
+        "JSM_NAMESPACE_LOCAL_SIZE": "how many tasks its host has",
+        "LSB_MCPU_HOSTS": "the hosts of the job, each with its number of slots",
+        "LSB_DJOB_HOSTFILE": "a file that lists the hosts, a line per slot",
+        "LSB_JOBID": "the port is made from it",
+    },
+    "Of LeaderWorkerSets": {
+        "LWS_LEADER_ADDRESS": "the host of the group's leader, which is worker 0",
+        "LWS_GROUP_SIZE": "how many pods the group has",
+        "LWS_WORKER_INDEX": "the number of this pod",
+    },
+    "Of Vertex AI": {
+        "CLUSTER_SPEC": "the worker pools of the job and this task, as JSON",
+    },
     "Of TPUs": {
         "TPU_WORKER_HOSTNAMES": "the hosts of the slice",
         "TPU_PROCESS_ADDRESSES": "their addresses, where several processes share a host",
