@@ -7,6 +7,7 @@ written into its pod (a Job, Kubeflow), then what a platform says of its machine
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 
 from kdist.cluster import indexed_job, tpu_slice, vertex
@@ -243,9 +244,9 @@ SOURCES = (
     ),
 )
 
-# How the names end of variables that count processes, and of those that number one.
-_COUNTS = ("SIZE", "NTASKS", "NUM_TASKS", "NUM_PROCESSES", "NUM_WORKERS", "NNODES", "NUM_SLICES")
-_NUMBERS = ("RANK", "INDEX", "PROCID", "WORKER_ID", "SLICE_ID", "PROCESS_ID", "LOCAL_ID")
+# The names of variables that count processes, and of those that number one.
+_COUNT = re.compile(r".*(SIZE|NTASKS|NUM_(TASKS|PROCESSES|WORKERS|SLICES)|NNODES)")
+_NUMBER = re.compile(r".*(RANK|RANKID|INDEX|PROCID|(WORKER|SLICE|PROCESS|LOCAL)_ID)")
 
 
 def signs_of_several(environ: Mapping[str, str]) -> dict[str, str]:
@@ -254,7 +255,7 @@ def signs_of_several(environ: Mapping[str, str]) -> dict[str, str]:
     for name in (name for source in SOURCES for name in source.variables if name not in JAXJOB_NAMES):
         text = environ.get(name, "").strip()
         number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-        if (number > 1 and name.endswith(_COUNTS)) or (number > 0 and name.endswith(_NUMBERS)):
+        if (number > 1 and _COUNT.fullmatch(name)) or (number > 0 and _NUMBER.fullmatch(name)):
             found[name] = text
     if len(lsf_hosts({LSF_HOSTS[0]: environ.get(LSF_HOSTS[0], "")})) > 1:
         found[LSF_HOSTS[0]] = environ[LSF_HOSTS[0]]
