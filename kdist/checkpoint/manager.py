@@ -228,9 +228,10 @@ class CheckpointManager:
         return os.path.join(self._directory, f".{self._name}.kept.json")
 
     def _read_kept(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             with open(self._kept_path, encoding="utf-8") as file:
-                return json.load(file)
+                state = json.load(file)
+            return {"last": float(state["last"]), "kept": list(state["kept"])}
         return {"last": self._made, "kept": []}
 
     def _write_kept(self, state: dict[str, Any]) -> None:

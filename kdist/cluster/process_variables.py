@@ -258,7 +258,7 @@ def stable_port(names: Iterable[str]) -> int:
     It lies between 20000 and 29998, below the range that the system gives to outgoing connections. Its neighbour
     is left free for the exchange of addresses.
     """
-    return 20000 + 2 * (zlib.crc32("\n".join(names).encode()) % 5000)
+    return 20000 + 2 * (zlib.crc32("\n".join(names).encode("utf-8", "surrogateescape")) % 5000)
 
 
 class KerasClusterResolver(ProcessClusterResolver):

@@ -6,6 +6,8 @@ variables of LeaderWorkerSet describe the variables.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
 
 from kdist.cluster.addresses import join_address, split_address
@@ -112,12 +114,10 @@ def lsf_hosts(environ: Mapping[str, str]) -> list[str]:
     ['batch1', 'node1', 'node2']
     """
     names = environ.get(LSF_HOSTS[0], "").split()[::2]
-    if not names:
-        try:
-            with open(environ.get(LSF_HOSTS[1], ""), encoding="utf-8") as file:
-                names = file.read(1 << 20).split()  # a line per slot
-        except (OSError, ValueError):
-            return []
+    path = environ.get(LSF_HOSTS[1], "")
+    if not names and os.path.isfile(path):  # a pipe would hang
+        with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+            names = file.read(1 << 20).split()  # a line per slot
     return list(dict.fromkeys(names))
 
 

@@ -45,7 +45,7 @@ class VertexClusterResolver(TFConfigClusterResolver):
         except ClusterConfigError as error:
             rule = error.rule.replace("TF_CONFIG", NAME)
             raise ClusterConfigError(rule, received=error.received, hint=_HINT) from None
-        except (ValueError, RecursionError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, RecursionError, TypeError, AttributeError) as error:
             raise ClusterConfigError(
                 f"`{NAME}` must be a JSON object with the cluster's worker pools and this task.",
                 received={NAME: text[:200], "error": str(error)},
