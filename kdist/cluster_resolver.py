@@ -7,12 +7,15 @@ from typing import Any
 from kdist.cluster import (
     ClusterResolver,
     ClusterSpec,
+    FluxClusterResolver,
     GCEClusterResolver,
     IndexedJobClusterResolver,
     JAXClusterResolver,
     KerasClusterResolver,
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
+    LeaderWorkerSetClusterResolver,
+    LSFClusterResolver,
     MPIClusterResolver,
     PETClusterResolver,
     SageMakerClusterResolver,
@@ -23,18 +26,22 @@ from kdist.cluster import (
     TPUClusterResolver,
     TPUSystemMetadata,
     UnionResolver,
+    VertexClusterResolver,
 )
 from kdist.names import no_such_name
 
 __all__ = [
     "ClusterResolver",
     "ClusterSpec",
+    "FluxClusterResolver",
     "GCEClusterResolver",
     "IndexedJobClusterResolver",
     "JAXClusterResolver",
     "KerasClusterResolver",
     "KubernetesClusterResolver",
     "KubernetesExecutableLocation",
+    "LSFClusterResolver",
+    "LeaderWorkerSetClusterResolver",
     "MPIClusterResolver",
     "PETClusterResolver",
     "SageMakerClusterResolver",
@@ -45,6 +52,7 @@ __all__ = [
     "TPUSystemMetadata",
     "TorchrunClusterResolver",
     "UnionResolver",
+    "VertexClusterResolver",
 ]
 
 

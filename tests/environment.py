@@ -31,6 +31,11 @@ DESCRIBING = (
     "SM_",
     "TPU_",
     "MEGASCALE_",
+    "FLUX_",
+    "JSM_",
+    "LSB_",
+    "LWS_",
+    "CLUSTER_SPEC",
 )
 
 

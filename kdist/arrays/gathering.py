@@ -90,7 +90,22 @@ def encode(batch: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Returns what `encode` was given."""
+    """Returns what `encode` was given.
+
+    Raises:
+        DatasetError: The message has another form.
+    """
+    try:
+        return _decode(data)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DatasetError(
+            "A batch of another worker must have the form in which kdist sends it.",
+            received={"bytes": len(data), "error": f"{type(error).__name__}: {error}"},
+            hint="Install the same version of kdist on all workers.",
+        ) from error
+
+
+def _decode(data: bytes) -> Any:
     header, _, body = data.partition(b"\n")
     position = 0
 

@@ -16,6 +16,7 @@ from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointNotF
 
 _CHUNK = 1 << 20  # what is summed is still in the cache
 _THREADS = 4
+_LARGEST_INDEX = 1 << 30  # 4,096 workers write about 50 MB
 
 
 def read_index(path: str | os.PathLike[str]) -> Index:
@@ -28,8 +29,7 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     path = os.fspath(path)
     file = os.path.join(path, layout.INDEX)
     try:
-        with open(file, "rb") as stream:
-            data = stream.read()
+        data = _read(file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(
             "The path must be that of a complete checkpoint, a folder with an index.json.",
@@ -42,6 +42,16 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         return parse(data, file)
 
 
+def _read(file: str) -> bytes:
+    with open(layout.open_regular(file), "rb") as stream:
+        if os.fstat(stream.fileno()).st_size > _LARGEST_INDEX:
+            raise CheckpointCorruptError(
+                f"The index of a checkpoint must have at most {_LARGEST_INDEX:,} bytes.",
+                received={"file": file},
+            )
+        return stream.read()
+
+
 def read_tensors(path: str, index: Index, wanted: Sequence[Tensor], shown: bool = False) -> dict[str, Any]:
     """Reads tensors into NumPy arrays by their names, in several threads, and checks their sums.
 
@@ -52,7 +62,6 @@ def read_tensors(path: str, index: Index, wanted: Sequence[Tensor], shown: bool 
     """
     import numpy as np
 
-    arrays: dict[str, Any] = {tensor.name: np.empty(tensor.num_bytes, np.uint8) for tensor in wanted}
     num_bytes = sum(tensor.num_bytes for tensor in wanted)
     with (
         _offering_another(path),
@@ -60,6 +69,8 @@ def read_tensors(path: str, index: Index, wanted: Sequence[Tensor], shown: bool 
         progress(f"reading {path}", num_bytes, shown) as add,
         ThreadPoolExecutor(_THREADS) as pool,
     ):
+        # Only now: the files have the lengths that the index says, and it says no more than they can hold.
+        arrays: dict[str, Any] = {tensor.name: np.empty(tensor.num_bytes, np.uint8) for tensor in wanted}
         jobs = [
             pool.submit(shards[piece.file].read, tensor, piece, memoryview(arrays[tensor.name]), add)
             for tensor in wanted
@@ -124,8 +135,7 @@ def _instead(path: str) -> str:
 
 def _seems_whole(path: str) -> bool:
     with contextlib.suppress(OSError, CheckpointError):
-        with open(os.path.join(path, layout.INDEX), "rb") as stream:
-            index = parse(stream.read(), path)
+        index = parse(_read(os.path.join(path, layout.INDEX)), path)
         return all(os.path.getsize(os.path.join(path, f.name)) == f.num_bytes for f in index.files)
     return False
 
@@ -144,7 +154,7 @@ class _Shard:
         self._path = os.path.join(path, file.name)
         self._file = file
         try:
-            self._fd = os.open(self._path, os.O_RDONLY)
+            self._fd = layout.open_regular(self._path)
         except FileNotFoundError as error:
             raise CheckpointCorruptError(
                 "A checkpoint must have all its shards, but one is missing.",
@@ -181,7 +191,7 @@ class _Shard:
     ) -> None:
         """Reads a piece into its place in an array, or only checks its sum; `add` is told of what is done."""
         itemsize = tensor.size.itemsize
-        num_bytes = (piece.last - piece.first) * itemsize
+        num_bytes = tensor.num_bytes_of(piece)
         scratch = memoryview(bytearray(min(num_bytes, _CHUNK) if array is None else 0))
         crc = done = 0
         while done < num_bytes:

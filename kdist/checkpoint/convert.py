@@ -10,6 +10,7 @@ from kdist.checkpoint.checked_reading import read_index
 from kdist.checkpoint.checkpoint import Checkpoint
 from kdist.checkpoint.index import Index
 from kdist.errors import CheckpointError, InvalidArgumentError
+from kdist.keras_hooks.saving import safe_mode
 from kdist.named import call_function
 
 _SUFFIXES = (".weights.h5", ".keras")
@@ -76,7 +77,8 @@ def _make(path: str, index: Index, name: str) -> tuple[Any, str]:
     errors: list[Exception] = []
     for given, note in ((config, ""), (bare, "It is not compiled: loss or metrics are unknown.")):
         try:
-            model = keras.saving.deserialize_keras_object(given)
+            with safe_mode():  # whatever the user has allowed for files of their own
+                model = keras.saving.deserialize_keras_object(given)
             if not model.built:
                 raise ValueError("its input shape is not known")
             return model, note

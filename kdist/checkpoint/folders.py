@@ -146,19 +146,23 @@ def _make(path: str) -> int:
 def clean(directory: str, live: set[str]) -> None:
     """Removes what saves that were killed have left, and puts back what one of them had moved aside.
 
-    `live` are the tokens of folders that are being written.
+    `live` are the tokens of folders that are being written. A directory with other files is
+    somebody else's, whatever its name.
     """
     for entry in os.listdir(directory):
         path = os.path.join(directory, entry)
         old = layout.replaced_of(entry)
         if old is not None:
             target = os.path.join(directory, old)
-            if os.path.exists(os.path.join(target, layout.INDEX)):
-                remove(path)
-            else:
+            if layout.is_checkpoint(target):
+                if layout.is_of_a_save(path):
+                    remove(path)
+            elif layout.is_checkpoint(path):
                 with contextlib.suppress(OSError):
                     os.rename(path, target)
-        elif layout.temporary_of(entry) is not None and not entry.endswith(tuple(live)) and _is_left(path):
+        elif layout.temporary_of(entry) is None or entry.endswith(tuple(live)):
+            continue
+        elif layout.is_of_a_save(path) and _is_left(path):
             remove(path)
 
 

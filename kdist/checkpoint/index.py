@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -10,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kdist.checkpoint import layout
 from kdist.checkpoint.shards import Size
 from kdist.errors import CheckpointCorruptError, CheckpointError
 
 FORMAT = "kdist.checkpoint"
 VERSION = 1
+_LAST_SECOND = 1e11  # of `saved_at`: a year that a clock can show
 
 # Of the dtypes that a tensor may have: bytes of an element, and its name in a safetensors file. Those without a
 # name there are stored as bytes.
@@ -73,6 +76,10 @@ class Tensor:
     def num_bytes(self) -> int:
         """Bytes of all elements."""
         return self.size.elements * self.size.itemsize
+
+    def num_bytes_of(self, piece: Piece) -> int:
+        """Bytes of the elements in one piece."""
+        return (piece.last - piece.first) * self.size.itemsize
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,7 @@ def parse(data: bytes, path: str) -> Index:
         )
     try:
         return _from_json(json.loads(data))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(
             "The index of a checkpoint must have all its fields.",
             received={"file": path, "error": f"{type(error).__name__}: {error}"},
@@ -177,11 +184,43 @@ def parse(data: bytes, path: str) -> Index:
 
 
 def _from_json(fields: dict[str, Any]) -> Index:
+    """Makes an index of what was read. Anyone may have written it, so nothing in it is taken on trust."""
     for name in ("format", "version", "crc32"):
         del fields[name]
     files = [File(**{**f, "header_crc32": int(f["header_crc32"], 16)}) for f in _list(fields.pop("files"))]
-    tensors = [_tensor(item, len(files)) for item in _list(fields.pop("tensors"))]
-    return Index(tensors=tensors, files=files, **fields)
+    for file in files:
+        _need(layout.is_shard(file.name), "name of a file")
+        _need(_is_count(file.num_bytes) and _is_count(file.header_bytes), f"bytes of {file.name}")
+        _need(file.header_bytes <= file.num_bytes, f"header of {file.name}")
+    tensors = [_tensor(item, files) for item in _list(fields.pop("tensors"))]
+    _need(len({tensor.name for tensor in tensors}) == len(tensors), "names of tensors")
+    places = sorted((p.file, p.offset, p.offset + t.num_bytes_of(p)) for t in tensors for p in t.pieces)
+    for (file_before, _, end), (file_after, begin, _) in itertools.pairwise(places):
+        _need(file_before != file_after or end <= begin, "pieces that overlap")
+    index = Index(tensors=tensors, files=files, **fields)
+    _check_facts(index)
+    return index
+
+
+def _check_facts(index: Index) -> None:
+    saved_at = index.saved_at
+    _need(type(saved_at) in (int, float) and 0 <= saved_at < _LAST_SECOND, "saved_at")
+    _need(isinstance(index.id, str) and (index.number is None or _is_count(index.number)), "id or number")
+    _need(all(_is_count(worker) for worker in _list(index.workers)), "workers")
+    for name in ("saved_by", "parts", "values", "states", "configs"):
+        _need(isinstance(getattr(index, name), dict), name)
+    for name, part in index.parts.items():
+        _need(all(isinstance(text, str) for text in (part["kind"], *_list(part["aliases"]))), f"part {name}")
+    _need(all(_list(states) for states in index.states.values()), "states")
+
+
+def _need(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _list(value: Any) -> list[Any]:
@@ -190,19 +229,24 @@ def _list(value: Any) -> list[Any]:
     return value
 
 
-def _tensor(item: dict[str, Any], num_files: int) -> Tensor:
+def _tensor(item: dict[str, Any], files: Sequence[File]) -> Tensor:
     pieces = tuple(
         Piece(file, first, last, offset, int(crc32, 16))
         for file, first, last, offset, crc32 in _list(item["pieces"])
     )
     tensor = Tensor(item["name"], item["dtype"], tuple(_list(item["shape"])), pieces)
-    if any(not isinstance(length, int) or length < 0 for length in tensor.shape):
-        raise ValueError(f"shape of {tensor.name}")
+    _need(isinstance(tensor.name, str), "name of a tensor")
+    _need(all(_is_count(length) for length in tensor.shape), f"shape of {tensor.name}")
     end = 0
     for piece in pieces:
-        if piece.first != end or piece.last <= piece.first or not 0 <= piece.file < num_files:
-            raise ValueError(f"pieces of {tensor.name}")
+        _need(
+            all(map(_is_count, (piece.file, piece.first, piece.last, piece.offset)))
+            and piece.first == end < piece.last
+            and piece.file < len(files)
+            and files[piece.file].header_bytes <= piece.offset
+            and piece.offset + tensor.num_bytes_of(piece) <= files[piece.file].num_bytes,
+            f"pieces of {tensor.name}",
+        )
         end = piece.last
-    if end != tensor.size.elements:
-        raise ValueError(f"elements of {tensor.name}")
+    _need(end == tensor.size.elements, f"elements of {tensor.name}")
     return tensor

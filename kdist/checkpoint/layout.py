@@ -11,15 +11,22 @@ directory/
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from dataclasses import dataclass
 
+from kdist.errors import CheckpointCorruptError
+
 INDEX = "index.json"
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]+")
-_REPLACED = re.compile(r"\.(?P<name>.+)\.old-[0-9a-f]+")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}")
+_REPLACED = re.compile(r"\.(?P<name>.+)\.old-[0-9a-f]{16}")
+_SHARD = re.compile(r"shard-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+_OWN = re.compile(r"shard-[0-9]{5,}(-of-[0-9]{5,}\.safetensors|\.(json|failed)(\.part)?)")
 _NUMBERED = re.compile(r"(?P<prefix>.+)-(?P<number>[0-9]+)")
 _SAVED_AT = re.compile(rb'"saved_at": *([0-9.]+)')
+_BEGIN = b'{"format": "kdist.checkpoint"'
 _HEAD = 400  # the first lines of an index, which say when it was saved
 
 
@@ -50,6 +57,56 @@ def replaced(name: str, token: str) -> str:
 def shard(rank: int, number: int) -> str:
     """Returns the name of the file of one worker."""
     return f"shard-{rank:05d}-of-{number:05d}.safetensors"
+
+
+def is_shard(name: str) -> bool:
+    """Returns whether `shard` makes such a name. Any other one could lead out of the checkpoint's directory."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def is_checkpoint(path: str) -> bool:
+    """Returns whether a directory has an index that kdist wrote, damaged or not."""
+    try:
+        with open(open_regular(os.path.join(path, INDEX)), "rb") as file:
+            return not os.path.islink(path) and file.read(len(_BEGIN)) == _BEGIN
+    except (OSError, CheckpointCorruptError):
+        return False
+
+
+def is_of_a_save(path: str) -> bool:
+    """Returns whether a directory holds a checkpoint, or nothing but files that a save writes."""
+    try:
+        return is_checkpoint(path) or (
+            not os.path.islink(path) and all(map(_OWN.fullmatch, os.listdir(path)))
+        )
+    except OSError:
+        return False
+
+
+def open_regular(path: str) -> int:
+    """Opens a file for reading and returns its descriptor.
+
+    Checkpoints may come from anywhere. A pipe in place of a file would never end, and a link could lead to any file of
+    this machine.
+
+    Raises:
+        CheckpointCorruptError: `path` is not a regular file.
+        OSError: It cannot be opened.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+    raise CheckpointCorruptError(
+        "Each file of a checkpoint must be a regular file, not a link, a pipe or a directory.",
+        received={"file": path},
+        hint="Copy the checkpoint with the files themselves: cp -rL",
+    )
 
 
 def report(rank: int) -> str:
@@ -116,11 +173,11 @@ def latest_checkpoint(directory: str | os.PathLike[str], name: str | None = None
 
 def _saved_at(path: str) -> float | None:
     try:
-        with open(os.path.join(path, INDEX), "rb") as file:
+        with open(open_regular(os.path.join(path, INDEX)), "rb") as file:
             match = _SAVED_AT.search(file.read(_HEAD))
         # One that is damaged counts, so that its error is seen and not an older checkpoint taken in silence.
         return float(match[1]) if match else os.path.getmtime(path)
     except ValueError:
         return os.path.getmtime(path)
-    except OSError:
+    except (OSError, CheckpointCorruptError):
         return None

@@ -228,9 +228,10 @@ class CheckpointManager:
         return os.path.join(self._directory, f".{self._name}.kept.json")
 
     def _read_kept(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             with open(self._kept_path, encoding="utf-8") as file:
-                return json.load(file)
+                state = json.load(file)
+            return {"last": float(state["last"]), "kept": list(state["kept"])}
         return {"last": self._made, "kept": []}
 
     def _write_kept(self, state: dict[str, Any]) -> None:
@@ -243,6 +244,8 @@ class CheckpointManager:
 
 def _delete(path: str) -> None:
     """Deletes a checkpoint: it is gone at once, and its files a moment later."""
+    if not layout.is_checkpoint(path):
+        return  # somebody else's, with a name that looks like ours
     directory, name = os.path.split(path)
     going = os.path.join(directory, layout.temporary(name, secrets.token_hex(8)))
     with contextlib.suppress(OSError):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from kdist.checkpoint.checked_reading import read_index, read_tensors
 from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.index import Index, Tensor
 from kdist.checkpoint.snapshot import scope_of
-from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, KdistError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,32 +111,54 @@ def restore(
     with scope_of(strategy):
         parts = _on_all(runtime, path, lambda: state.collect(objects))
 
-    def prepare() -> tuple[_Plan, dict[str, Any]]:
-        plan = match(path, index, parts, worker, num_workers)
-        named = {tensor.name: tensor for tensor in index.tensors}
-        arrays = [named[name] for name in plain.tensors_in(dict(index.values))]
-        wanted = [tensor for _, tensor in plan.variables] + arrays
-        values = read_tensors(path, index, wanted, shown=worker == 0)
-        for variable, tensor in plan.variables:
-            values[tensor.name] = _converted(path, tensor, values[tensor.name], variable)
-        return plan, values
+    def prepare() -> tuple[_Plan, dict[str, Any], dict[str, Any], Any]:
+        with _named_damage(path):
+            plan = match(path, index, parts, worker, num_workers)
+            stored = set(plain.tensors_in(dict(index.values)))
+            arrays = [tensor for tensor in index.tensors if tensor.name in stored]
+            wanted = [tensor for _, tensor in plan.variables] + arrays
+            values = read_tensors(path, index, wanted, shown=worker == 0)
+            for variable, tensor in plan.variables:
+                values[tensor.name] = _converted(path, tensor, values[tensor.name], variable)
+            # All is decoded before anything is assigned: a restore that fails changes nothing.
+            plan.states = [(owner, plain.decode(saved)) for owner, saved in plan.states]
+            plain_values = {name: plain.decode(value, values) for name, value in index.values.items()}
+            plain_values[_COUNTER] = int(plain_values[_COUNTER])
+            random_state = None
+            if random and _RANDOM in index.states and worker in index.workers:
+                random_state = plain.decode(index.states[_RANDOM][_of_worker(index, _RANDOM, worker)])
+        return plan, values, plain_values, random_state
 
-    plan, values = _on_all(runtime, path, prepare)
+    plan, values, plain_values, random_state = _on_all(runtime, path, prepare)
     with scope_of(strategy):
         for variable, tensor in plan.variables:
             variable.assign(values[tensor.name])
     for owner, saved in plan.states:
-        owner.set_state(plain.decode(saved))
-    if random and _RANDOM in index.states and worker in index.workers:
-        state.set_random_state(plain.decode(index.states[_RANDOM][_of_worker(index, _RANDOM, worker)]))
+        owner.set_state(saved)
+    if random_state is not None:
+        state.set_random_state(random_state)
     puts = {part.name: part.put for part in parts if part.kind == "value"}
-    for name, value in index.values.items():
+    for name, value in plain_values.items():
         put = puts.get(name)
         if put is None and "." not in name:
             put = functools.partial(operator.setitem, objects, name)
         if put is not None and name != _COUNTER:
-            put(plain.decode(value, values))
-    return RestoreStatus(path, plan.unused, plan.unmatched), int(index.values[_COUNTER])
+            put(value)
+    return RestoreStatus(path, plan.unused, plan.unmatched), plain_values[_COUNTER]
+
+
+@contextlib.contextmanager
+def _named_damage(path: str) -> Iterator[None]:
+    """Turns what Python raises for values of another form into an error of kdist."""
+    try:
+        yield
+    except KdistError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointCorruptError(
+            "The values of a checkpoint must have the form in which kdist saves them.",
+            received={"path": path, "error": f"{type(error).__name__}: {error}"},
+        ) from error
 
 
 def restore_weights(path: str, model: keras.Model) -> None:
@@ -159,7 +182,8 @@ def restore_weights(path: str, model: keras.Model) -> None:
             hint="Save it as kdist.Checkpoint(model=model).",
         )
     name = "model" if "model" in names else names[0]
-    pairs = match(path, index, state.collect_layers({name: model}), 0, 1).variables
+    with _named_damage(path):
+        pairs = match(path, index, state.collect_layers({name: model}), 0, 1).variables
     pairs += _iterations(index, name, model)
     values = read_tensors(path, index, [tensor for _, tensor in pairs])
     with scope_of(state.strategy_of(model)):

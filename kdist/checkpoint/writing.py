@@ -218,6 +218,12 @@ def publish(folder: Folder) -> None:
     parent, name = os.path.split(folder.final)
     aside = None
     if os.path.lexists(folder.final):
+        if not layout.is_checkpoint(folder.final):
+            raise CheckpointError(
+                "A checkpoint may replace only another checkpoint, and something else has this name.",
+                received={"path": folder.final},
+                hint="Choose another path, or move what is there.",
+            )
         # A folder cannot be renamed over another one. Until this one has its name, `layout.find` takes the other.
         aside = os.path.join(parent, layout.replaced(name, folder.token))
         os.rename(folder.final, aside)

@@ -15,7 +15,7 @@ from kdist.cluster.addresses import (
     split_address,
 )
 from kdist.cluster.cluster_spec import ClusterSpec
-from kdist.cluster.discovery import Cluster, discover, survey
+from kdist.cluster.discovery import Cluster, alone_by_mistake, discover, survey
 from kdist.cluster.environment import keras_backend_choice, keras_backend_name, visible_gpus
 from kdist.cluster.errors import ClusterImportError, ClusterKeyError, ClusterRuntimeError, ClusterTypeError
 from kdist.cluster.exchange import complete_addresses
@@ -32,9 +32,15 @@ from kdist.cluster.process_variables import (
 )
 from kdist.cluster.resolver import ClusterResolver, SimpleClusterResolver, UnionResolver
 from kdist.cluster.sagemaker import SageMakerClusterResolver
+from kdist.cluster.schedulers import (
+    FluxClusterResolver,
+    LeaderWorkerSetClusterResolver,
+    LSFClusterResolver,
+)
 from kdist.cluster.slurm import SlurmClusterResolver, expand_hostlist, expand_tasks_per_node
 from kdist.cluster.tf_config import TFConfigClusterResolver
 from kdist.cluster.tpu import TPUClusterResolver, TPUSystemMetadata
+from kdist.cluster.vertex import VertexClusterResolver
 
 __all__ = [
     "Cluster",
@@ -44,12 +50,15 @@ __all__ = [
     "ClusterRuntimeError",
     "ClusterSpec",
     "ClusterTypeError",
+    "FluxClusterResolver",
     "GCEClusterResolver",
     "IndexedJobClusterResolver",
     "JAXClusterResolver",
     "KerasClusterResolver",
     "KubernetesClusterResolver",
     "KubernetesExecutableLocation",
+    "LSFClusterResolver",
+    "LeaderWorkerSetClusterResolver",
     "MPIClusterResolver",
     "PETClusterResolver",
     "SageMakerClusterResolver",
@@ -60,6 +69,8 @@ __all__ = [
     "TPUSystemMetadata",
     "TorchrunClusterResolver",
     "UnionResolver",
+    "VertexClusterResolver",
+    "alone_by_mistake",
     "check_port_free",
     "choose_nccl_interface",
     "complete_addresses",

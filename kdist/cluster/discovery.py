@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.errors import ClusterTypeError
 from kdist.cluster.process_variables import ProcessClusterResolver
 from kdist.cluster.resolver import require
-from kdist.cluster.sources import SOURCES, Source
+from kdist.cluster.sources import SOURCES, Source, signs_of_several
 from kdist.cluster.tf_config import KNOWN_JOBS
 from kdist.errors import ClusterConfigError
 
@@ -83,10 +84,11 @@ class SourceReport:
 def discover(resolver: Any = None, environ: Mapping[str, str] | None = None) -> Cluster:
     """Finds the cluster that this process belongs to.
 
-    The first of these that describes one wins: the resolver passed here, `TF_CONFIG`, torchrun's variables,
-    Slurm's, MPI's (Open MPI, PMI), `KERAS_DISTRIBUTION_*`, those of a Kubernetes Indexed Job, of JAX programs,
-    torchrun's options (`PET_*`), SageMaker's, those of the TPU runtime that name several hosts. Without any, the
-    process is a single worker. No source asks the network.
+    The first of these that describes one wins: the resolver passed here, `TF_CONFIG`, torchrun's variables, Flux's,
+    those of LSF's `jsrun`, Slurm's, MPI's (Open MPI, PMI), `KERAS_DISTRIBUTION_*`, those of a Kubernetes Indexed Job,
+    of JAX programs, torchrun's options (`PET_*`), those of a LeaderWorkerSet, SageMaker's, Vertex AI's, those of a TPU
+    runtime that name several hosts. Without any, the process is a single worker; if variables speak of several
+    nevertheless, a warning names them. No source asks the network.
 
     Args:
         resolver: A resolver of kdist or of `tf.distribute.cluster_resolver`, which wins over everything.
@@ -109,10 +111,39 @@ def discover(resolver: Any = None, environ: Mapping[str, str] | None = None) -> 
     1
     """
     logs.set_up(environ)
-    found = _found(resolver, os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    found = _found(resolver, environ)
+    if resolver is None and (text := alone_by_mistake(environ, found)):
+        _warn_once(text)
     place = f"{found.worker_names[found.worker_index]} of {found.num_workers}"
     logs.logger.debug("cluster from %s: %s, worker 0 at %s", found.source, place, found.coordinator)
     return found
+
+
+def alone_by_mistake(environ: Mapping[str, str], found: Cluster | None = None) -> str | None:
+    """Returns a warning for a process that trains alone although variables speak of several; else `None`.
+
+    `TF_CONFIG` is set for kdist or by it, so what it says is meant.
+    """
+    found = found or _found(None, environ)
+    signs = {} if found.num_workers > 1 or found.source == "TF_CONFIG" else signs_of_several(environ)
+    if not signs:
+        return None
+    named = ", ".join(f"{name}={value[:80]}" for name, value in signs.items())
+    unused = [
+        report for report in survey(environ) if not report.won and signs.keys() & report.variables.keys()
+    ]
+    reasons = "; ".join(f"{report.source}: {report.why}" for report in unused)
+    return (
+        f"This process trains alone, although these variables speak of several workers: {named}. Why: {reasons}.\n"
+        "Start every worker with a launcher (kdist run, torchrun, srun, mpirun), or set the missing variables; "
+        "`kdist info` lists what is set. If each process is to train alone: export TF_CONFIG='{}'"
+    )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logs.logger.warning("%s", text)
 
 
 def _found(resolver: Any, environ: Mapping[str, str]) -> Cluster:

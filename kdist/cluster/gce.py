@@ -11,8 +11,6 @@ from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.errors import ClusterRuntimeError
 from kdist.cluster.resolver import ClusterResolver, master_of_task
 
-PACKAGE = "google-api-python-client"
-
 
 class GCEClusterResolver(ClusterResolver):
     """Takes every running machine of an instance group for a task, with Google's Python client.
@@ -66,7 +64,7 @@ class GCEClusterResolver(ClusterResolver):
         self._task_type = task_type
         self._task_id = task_id
         self._rpc_layer = rpc_layer
-        self._service = build_service("compute", "v1", credentials) if service is None else service
+        self._service = _build_service(credentials) if service is None else service
 
     @property
     def task_type(self) -> str | None:
@@ -122,17 +120,9 @@ class GCEClusterResolver(ClusterResolver):
         return master_of_task(self, task_type, task_id, rpc_layer)
 
 
-def build_service(
-    name: str, version: str, credentials: Any = "default", discovery_url: str | None = None
-) -> Any:
-    """Makes the client of one of Google's APIs."""
-    discovery = import_client("googleapiclient.discovery", PACKAGE, "service")
-    options = {"discoveryServiceUrl": discovery_url} if discovery_url else {}
+def _build_service(credentials: Any) -> Any:
+    """Makes the client of Compute Engine's API."""
+    discovery = import_client("googleapiclient.discovery", "google-api-python-client", "service")
+    given = None if credentials == "default" else credentials
     with asking("The API of Google Cloud", "Log in with: gcloud auth application-default login"):
-        return discovery.build(
-            name,
-            version,
-            credentials=None if credentials == "default" else credentials,
-            cache_discovery=False,
-            **options,
-        )
+        return discovery.build("compute", "v1", credentials=given, cache_discovery=False)

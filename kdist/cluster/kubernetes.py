@@ -14,6 +14,7 @@ from kdist.cluster.resolver import ClusterResolver, master_of_task
 from kdist.errors import InvalidArgumentError
 
 _TIMEOUT = 10.0  # of one try, in seconds; the client tries a few times
+_NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 _COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 _EXAMPLE = 'For example: KubernetesClusterResolver({"worker": ["job-name=train"]}).'
 
@@ -43,6 +44,8 @@ class KubernetesClusterResolver(ClusterResolver):
         rpc_layer: The protocol that TensorFlow's tasks speak.
         override_client: A `kubernetes.client.CoreV1Api` that has its credentials; by default one is made.
         executable_location: Where this program runs.
+        namespace: Beyond `tf.distribute`, which asks for pods of all namespaces: the namespace of the pods. By default
+            it is the one of this pod's service account, or off the cluster that of the current context.
 
     Raises:
         ClusterImportError: If the package `kubernetes` is needed and not installed. It is an `ImportError`.
@@ -62,7 +65,7 @@ class KubernetesClusterResolver(ClusterResolver):
     >>> from types import SimpleNamespace as Object
     >>> from kdist.cluster import KubernetesClusterResolver
     >>> pod = Object(metadata=Object(name="train-0", labels={}), status=Object(phase="Running", pod_ip="10.8.0.4"))
-    >>> client = Object(list_pod_for_all_namespaces=lambda **_: Object(items=[pod]))
+    >>> client = Object(list_namespaced_pod=lambda namespace, **_: Object(items=[pod]))
     >>> KubernetesClusterResolver({"worker": ["job-name=train"]}, override_client=client).cluster_spec()
     ClusterSpec({'worker': ['10.8.0.4:8470']})
     """
@@ -74,6 +77,8 @@ class KubernetesClusterResolver(ClusterResolver):
         rpc_layer: str | None = "grpc",
         override_client: Any = None,
         executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
+        *,
+        namespace: str | None = None,
     ) -> None:
         if not isinstance(executable_location, KubernetesExecutableLocation):
             raise InvalidArgumentError(
@@ -89,7 +94,10 @@ class KubernetesClusterResolver(ClusterResolver):
                 )
         self._port = tf_server_port
         self._rpc_layer = rpc_layer
-        self._client = override_client or _make_client(executable_location)
+        off_cluster = executable_location is KubernetesExecutableLocation.OFF_CLUSTER
+        self._client = override_client or _make_client(off_cluster)
+        # Anyone who may start pods in another namespace could give one this job's label.
+        self._namespace = namespace or _own_namespace(off_cluster and override_client is None)
 
     def cluster_spec(self) -> ClusterSpec:
         """Asks Kubernetes for the pods.
@@ -111,10 +119,10 @@ class KubernetesClusterResolver(ClusterResolver):
     def _addresses(self, selector: str) -> list[str]:
         with asking(
             "The API of Kubernetes",
-            "See whether the service account may list pods: kubectl auth can-i list pods --all-namespaces",
+            f"See whether the service account may list pods: kubectl auth can-i list pods -n {self._namespace}",
         ):
-            found = self._client.list_pod_for_all_namespaces(
-                label_selector=selector, _request_timeout=_TIMEOUT
+            found = self._client.list_namespaced_pod(
+                self._namespace, label_selector=selector, _request_timeout=_TIMEOUT
             )
             pods = [
                 (_completion_index(pod), pod.metadata.name, pod.status.phase, pod.status.pod_ip)
@@ -123,8 +131,8 @@ class KubernetesClusterResolver(ClusterResolver):
         if not pods:
             raise ClusterRuntimeError(
                 "A label selector must find at least one pod.",
-                received={"selector": selector},
-                hint=f"See what it finds: kubectl get pods --all-namespaces --selector {selector}",
+                received={"selector": selector, "namespace": self._namespace},
+                hint=f"See what it finds: kubectl get pods -n {self._namespace} --selector {selector}",
             )
         for _, name, phase, address in sorted(pods):
             if phase != "Running" or not address:
@@ -149,13 +157,25 @@ def _completion_index(pod: Any) -> int:
     return int(index) if index.isdigit() else -1
 
 
-def _make_client(location: KubernetesExecutableLocation) -> Any:
+def _own_namespace(off_cluster: bool) -> str:
+    if off_cluster:
+        config = import_client("kubernetes.config", "kubernetes", "override_client")
+        with asking("The configuration of Kubernetes", "Pass namespace=..."):
+            return str(config.list_kube_config_contexts()[1]["context"].get("namespace") or "default")
+    try:
+        with open(_NAMESPACE_FILE, encoding="utf-8") as file:
+            return file.read(300).strip() or "default"
+    except (OSError, UnicodeDecodeError):
+        return "default"  # as kubectl does it
+
+
+def _make_client(off_cluster: bool) -> Any:
     config = import_client("kubernetes.config", "kubernetes", "override_client")
     client = import_client("kubernetes.client", "kubernetes", "override_client")
     with asking(
         "The configuration of Kubernetes", "Outside of a pod pass KubernetesExecutableLocation.OFF_CLUSTER."
     ):
-        if location is KubernetesExecutableLocation.OFF_CLUSTER:
+        if off_cluster:
             config.load_kube_config()
         else:
             config.load_incluster_config()

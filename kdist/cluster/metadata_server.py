@@ -69,5 +69,5 @@ def _no_answer(url: str, timeout: float, error: Exception) -> ClusterRuntimeErro
         f"The metadata server of Google Cloud must answer within {timeout:g} s, but it did not.",
         received={"url": url, "error": str(error)},
         hint="Run this on a machine of Google Cloud, or say what it would: TPU_WORKER_HOSTNAMES=host0,host1 "
-        "TPU_WORKER_ID=0, or with tpu, project and zone as arguments.",
+        "TPU_WORKER_ID=0",
     )

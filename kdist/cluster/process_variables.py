@@ -114,7 +114,7 @@ def read_index(environ: Mapping[str, str], index_name: str, count_name: str, hin
     return index, count
 
 
-def _read_place(
+def read_place(
     environ: Mapping[str, str], names: tuple[str, str, str, str], hint: str
 ) -> tuple[int, int, int, int]:
     """Reads index, count, local index and local count, and checks that they agree."""
@@ -175,7 +175,7 @@ class TorchrunClusterResolver(ProcessClusterResolver):
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
         """Reads torchrun's variables; see the base class."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        index, count, local_index, local_count = _read_place(environ, names, self._HINT)
+        index, count, local_index, local_count = read_place(environ, names, self._HINT)
         first = _master_address(environ, self._HINT) if count > 1 else None
         # torchrun's agent listens at MASTER_PORT itself, so no worker can; and the process group of Ray's TorchTrainer,
         # which alone sets the second pair.
@@ -224,7 +224,7 @@ class MPIClusterResolver(ProcessClusterResolver):
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
         """Reads the variables of Open MPI or PMI; see the base class."""
         names = self._OPEN_MPI if any(name in environ for name in self._OPEN_MPI[:2]) else self._PMI
-        index, count, local_index, local_count = _read_place(environ, names, self._HINT)
+        index, count, local_index, local_count = read_place(environ, names, self._HINT)
         first = None
         if count > 1:
             first = self._first_address(environ, alone=local_count == count and names[3] in environ)
@@ -258,7 +258,7 @@ def stable_port(names: Iterable[str]) -> int:
     It lies between 20000 and 29998, below the range that the system gives to outgoing connections. Its neighbour
     is left free for the exchange of addresses.
     """
-    return 20000 + 2 * (zlib.crc32("\n".join(names).encode()) % 5000)
+    return 20000 + 2 * (zlib.crc32("\n".join(names).encode("utf-8", "surrogateescape")) % 5000)
 
 
 class KerasClusterResolver(ProcessClusterResolver):

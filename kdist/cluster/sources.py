@@ -1,15 +1,16 @@
 """The sources that may describe a cluster, in the order in which `discover` asks them.
 
-What is nearest to the process comes first: what started it (kdist, torchrun, srun, mpirun), then what is written into
-its pod (a Job, Kubeflow), then what a platform says of its machines. None of them asks the network.
+What is nearest to the process comes first: what started it (kdist, torchrun, flux, jsrun, srun, mpirun), then what is
+written into its pod (a Job, Kubeflow), then what a platform says of its machines. None of them asks the network.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 
-from kdist.cluster import indexed_job, tpu_slice
+from kdist.cluster import indexed_job, tpu_slice, vertex
 from kdist.cluster.indexed_job import IndexedJobClusterResolver
 from kdist.cluster.kubeflow import (
     JAX_NAMES,
@@ -27,9 +28,20 @@ from kdist.cluster.process_variables import (
 )
 from kdist.cluster.resolver import ClusterResolver
 from kdist.cluster.sagemaker import SageMakerClusterResolver
+from kdist.cluster.schedulers import (
+    FLUX_NAMES,
+    LSF_HOSTS,
+    LSF_NAMES,
+    LWS_NAMES,
+    FluxClusterResolver,
+    LeaderWorkerSetClusterResolver,
+    LSFClusterResolver,
+    lsf_hosts,
+)
 from kdist.cluster.slurm import SlurmClusterResolver
 from kdist.cluster.tf_config import TFConfigClusterResolver
 from kdist.cluster.tpu import TPUClusterResolver
+from kdist.cluster.vertex import VertexClusterResolver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +97,32 @@ def _mpi_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
         if index in environ and count in environ:
             return True, f"the variables of {kind} are set"
     return False, "rank and size are not both set"
+
+
+def _job_applies(names: tuple[str, ...]) -> Callable[[Mapping[str, str]], tuple[bool, str]]:
+    """Makes the function of a scheduler whose first variable numbers the task, and whose second counts all."""
+    index, count = names[:2]
+
+    def applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+        if index not in environ or count not in environ:
+            return False, f"{index} and {count} are not both set"
+        if environ[count].strip() == "1":
+            return False, "the job has one task"
+        return True, f"{index} and {count} are set"
+
+    return applies
+
+
+def _lws_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+    if environ.get(LWS_NAMES[1], "").strip():
+        return True, f"{LWS_NAMES[1]} is set"
+    return False, f"{LWS_NAMES[1]} is not set"
+
+
+def _vertex_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
+    if '"workerpool' in environ.get(vertex.NAME, ""):
+        return True, f"{vertex.NAME} names worker pools"
+    return False, f"{vertex.NAME} names no worker pools"
 
 
 def _keras_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -144,6 +182,13 @@ SOURCES = (
         _torchrun_applies,
         lambda e: TorchrunClusterResolver(environ=e),
     ),
+    Source("Flux", FLUX_NAMES, _job_applies(FLUX_NAMES), lambda e: FluxClusterResolver(environ=e)),
+    Source(
+        "LSF",
+        (*LSF_NAMES, *LSF_HOSTS),
+        _job_applies(LSF_NAMES),
+        lambda e: LSFClusterResolver(environ=e),
+    ),
     Source(
         "Slurm",
         (
@@ -172,11 +217,18 @@ SOURCES = (
     Source("JAX", (*JAX_NAMES, *JAXJOB_NAMES), _jax_applies, lambda e: JAXClusterResolver(environ=e)),
     Source("PET", PET_NAMES, _pet_applies, lambda e: PETClusterResolver(environ=e)),
     Source(
+        "LeaderWorkerSet",
+        LWS_NAMES,
+        _lws_applies,
+        lambda e: LeaderWorkerSetClusterResolver(environ=e),
+    ),
+    Source(
         "SageMaker",
         ("SM_HOSTS", "SM_CURRENT_HOST"),
         _sagemaker_applies,
         lambda e: SageMakerClusterResolver(environ=e),
     ),
+    Source("Vertex AI", (vertex.NAME,), _vertex_applies, lambda e: VertexClusterResolver(environ=e)),
     Source(
         "TPU",
         (
@@ -191,3 +243,20 @@ SOURCES = (
         lambda e: TPUClusterResolver(environ=e),
     ),
 )
+
+# The names of variables that count processes, and of those that number one.
+_COUNT = re.compile(r".*(SIZE|NTASKS|NUM_(TASKS|PROCESSES|WORKERS|SLICES)|NNODES)")
+_NUMBER = re.compile(r".*(RANK|RANKID|INDEX|PROCID|(WORKER|SLICE|PROCESS|LOCAL)_ID)")
+
+
+def signs_of_several(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of any source that speak of more than one process."""
+    found = {}
+    for name in (name for source in SOURCES for name in source.variables if name not in JAXJOB_NAMES):
+        text = environ.get(name, "").strip()
+        number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+        if (number > 1 and _COUNT.fullmatch(name)) or (number > 0 and _NUMBER.fullmatch(name)):
+            found[name] = text
+    if len(lsf_hosts({LSF_HOSTS[0]: environ.get(LSF_HOSTS[0], "")})) > 1:
+        found[LSF_HOSTS[0]] = environ[LSF_HOSTS[0]]
+    return found

@@ -1,4 +1,4 @@
-"""`TPUClusterResolver`: the workers of TPUs, for JAX and PyTorch on their hosts, and for TensorFlow from afar."""
+"""`TPUClusterResolver`: the workers on the hosts of TPU slices."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from kdist.cluster.cloud_tpu import CloudTPU, node_config, told_name
 from kdist.cluster.cluster_spec import ClusterSpec
-from kdist.cluster.errors import ClusterRuntimeError
 from kdist.cluster.metadata_server import Fetch, fetch_metadata
 from kdist.cluster.process_variables import ProcessClusterResolver, ProcessLayout
-from kdist.cluster.resolver import format_master, require
+from kdist.cluster.resolver import require
 from kdist.cluster.tpu_slice import TPUSlice, describes_slice, read_slice, variables_of_metadata
 
 
@@ -38,24 +36,21 @@ class TPUSystemMetadata:
 class TPUClusterResolver(ProcessClusterResolver):
     """Tells which TPUs there are, and which worker this process is.
 
-    Without `tpu`, the first of these that is there is taken: the variables of the TPU runtime
-    (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`), those of TensorFlow (`KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`, `TPU_NAME`,
-    `TPU_CONFIG`), the metadata server of the TPU VM. On the hosts of a slice every process is a worker: worker 0 of
-    slice 0 is the chief, and several slices are joined by `MEGASCALE_NUM_SLICES`, `MEGASCALE_SLICE_ID` and
-    `MEGASCALE_COORDINATOR_ADDRESS`; a name changes nothing there. Elsewhere a TPU that is named, and anywhere one that
-    is given by address, is reached over the network, which TensorFlow alone can: then this process is the only
-    worker, and `cluster_spec` has the TPU's own.
+    The script runs on every host of the TPU, and each process is a worker. The resolver reads the variables of the TPU
+    runtime (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`); without them it asks the metadata server of the TPU VM. Worker 0
+    of slice 0 is the chief. `MEGASCALE_NUM_SLICES`, `MEGASCALE_SLICE_ID` and `MEGASCALE_COORDINATOR_ADDRESS` join
+    several slices. No backend of kdist reaches a TPU over the network, so the address of one is an error.
 
     Args:
-        tpu: The TPU's name, or its address (`grpc://10.240.1.2:8470`), or "local" for that of this machine alone.
-        zone: The TPU's zone; by default this machine's.
-        project: The TPU's project; by default this machine's.
+        tpu: "local" for the TPU of this machine alone. A name changes nothing: the hosts know their TPU.
+        zone: Unused; accepted as `tf.distribute` does.
+        project: Unused, likewise.
         job_name: The job that the TPU's workers belong to.
         coordinator_name: A job that is added to the cluster, for the task at `coordinator_address`.
         coordinator_address: The address of that task.
-        credentials: Google's credentials; "default" for those of the machine.
-        service: The client of Cloud TPU's API; by default one is made.
-        discovery_url: Where the API is described; the variable `TPU_API_DISCOVERY_URL` comes first.
+        credentials: Unused, likewise.
+        service: Unused, likewise.
+        discovery_url: Unused, likewise.
         environ: The environment to read; by default the process's own.
         fetch: Asks the metadata server; by default over the network, for a few seconds.
 
@@ -94,27 +89,21 @@ class TPUClusterResolver(ProcessClusterResolver):
             'Pass coordinator_address="host0:2222".',
             coordinator_name=coordinator_name,
         )
+        names = [str(one) for one in tpu] if isinstance(tpu, (list, tuple)) else [str(tpu or "")]
+        require(len(names) == 1, "One TPU must be named.", 'For example: tpu="local".', tpu=tpu)
+        require(
+            "://" not in names[0],
+            "No backend of kdist reaches a TPU over the network: the script must run on its hosts.",
+            "Start it on every host, with TPUClusterResolver().",
+            tpu=tpu,
+        )
         # A machine's metadata stays as it is.
         self._fetch = fetch or functools.cache(functools.partial(fetch_metadata, environ=self._environ))
         self._job = job_name
         self._task_type = job_name
         self._coordinator = {coordinator_name: [coordinator_address]} if coordinator_name else {}
-        self._remote: CloudTPU | None = None
-        name = told_name(tpu, self._environ) if tpu or not describes_slice(self._environ) else None
-        self._is_local = name == "local"
-        if name and not self._is_local and not self._runs_on_hosts(name):
-            config = node_config(self._environ)
-            self._remote = CloudTPU(
-                name,
-                project or config.get("project"),
-                zone or config.get("zone"),
-                credentials,
-                service,
-                self._environ.get("TPU_API_DISCOVERY_URL") or discovery_url,
-                self._fetch,
-            )
-        else:
-            self._slice(self._environ)  # scripts learn from an error here that there is no TPU
+        self._is_local = names[0] == "local"
+        self._slice(self._environ)  # scripts learn from an error here that there is no TPU
 
     @staticmethod
     def connect(
@@ -131,7 +120,7 @@ class TPUClusterResolver(ProcessClusterResolver):
             A `TPUClusterResolver`.
 
         Raises:
-            ClusterConfigError: If there is no TPU, or it is not ready.
+            ClusterConfigError: If there is no TPU.
         """
         resolver = TPUClusterResolver(tpu, zone, project)
         resolver.cluster_spec()
@@ -140,19 +129,8 @@ class TPUClusterResolver(ProcessClusterResolver):
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"  # which task it is, Google may have to be asked
 
-    def _runs_on_hosts(self, name: str) -> bool:
-        """Whether this machine is a host of the TPU that is named; then every host runs the script."""
-        if "://" in name or describes_slice(self._environ):
-            return "://" not in name
-        try:
-            return self._fetch("instance/attributes/agent-worker-number") is not None
-        except ClusterRuntimeError:
-            return False
-
-    def _slice(self, environ: Mapping[str, str]) -> TPUSlice | None:
-        """Returns the slice of which this machine is a host, `None` where the TPU is elsewhere."""
-        if self._remote is not None:
-            return None
+    def _slice(self, environ: Mapping[str, str]) -> TPUSlice:
+        """Returns the slice of which this machine is a host."""
         if self._is_local:
             here = read_slice(environ)
             return dataclasses.replace(here, hosts=("localhost",), worker_id=0, num_slices=1, slice_id=0)
@@ -164,8 +142,6 @@ class TPUClusterResolver(ProcessClusterResolver):
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
         """Reads the workers that run this script; see the base class."""
         found = self._slice(environ)
-        if found is None:
-            return ProcessLayout(1, 0, (None,))
         host = found.hosts[found.worker_id]
         return ProcessLayout(
             found.num_workers,
@@ -182,23 +158,10 @@ class TPUClusterResolver(ProcessClusterResolver):
             A `ClusterSpec` with the one job, and the coordinator's. It is empty for a single host.
 
         Raises:
-            ClusterRuntimeError: If the TPU is not ready, or Google does not answer. It is a `RuntimeError`.
+            ClusterRuntimeError: If the metadata server does not answer. It is a `RuntimeError`.
         """
-        tasks = self._remote.addresses() if self._remote else self.layout.addresses
-        known = {index: address for index, address in enumerate(tasks) if address is not None}
+        known = {index: address for index, address in enumerate(self.layout.addresses) if address is not None}
         return ClusterSpec(({self._job: known} if known else {}) | self._coordinator)
-
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Returns the address of worker 0, or of the task that is named; an empty string for a single host."""
-        if self._remote is None:
-            return super().master(task_type, task_id, rpc_layer)
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        return format_master(
-            self.cluster_spec().task_address(str(task_type), task_id or 0), rpc_layer or "grpc"
-        )
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
@@ -214,12 +177,7 @@ class TPUClusterResolver(ProcessClusterResolver):
             A dictionary such as `{"TPU": 4}`, empty where the type is not known.
         """
         found = self._slice(self._environ)
-        return {"TPU": found.devices} if found is not None and found.devices else {}
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the TPU is reached over the network, so that its hosts do not run this script."""
-        return self._remote is not None
+        return {"TPU": found.devices} if found.devices else {}
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
         """Returns what is known of the TPUs before their devices are opened.
@@ -228,8 +186,6 @@ class TPUClusterResolver(ProcessClusterResolver):
             A `TPUSystemMetadata`.
         """
         found = self._slice(self._environ)
-        if found is None:
-            return TPUSystemMetadata(0, self.cluster_spec().num_tasks(self._job), 0, None)
         devices = found.devices or 0
         return TPUSystemMetadata(
             devices * found.num_workers, found.num_workers, devices, found.topology or None

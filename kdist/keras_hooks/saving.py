@@ -32,6 +32,16 @@ def without_tensorflow() -> Iterator[None]:
         module._available = None
 
 
+def safe_mode() -> Any:
+    """Returns a context in which Keras makes nothing from bytecode.
+
+    Keras's argument `safe_mode=True` gives way to `keras.config.enable_unsafe_deserialization()`; its scope does not.
+    """
+    from keras.src.saving import serialization_lib
+
+    return serialization_lib.SafeModeScope(True)
+
+
 def hook_saving() -> None:
     """What all ways to save a model end in; `keras.Model.save` is only one of them."""
     import keras

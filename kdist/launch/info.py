@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -9,7 +10,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from kdist.cluster import keras_backend_choice, survey
+from kdist.cluster import alone_by_mistake, keras_backend_choice, survey
+from kdist.errors import ClusterConfigError
 from kdist.launch.plan import BACKENDS, count_cores
 
 _PACKAGES = {
@@ -84,6 +86,9 @@ def cluster_lines(environ: Mapping[str, str] | None = None) -> list[str]:
             lines.append(f"    {name}={value if len(value) <= _WIDEST else value[:_WIDEST] + '…'}")
     if not any(report.won for report in reports):
         lines.append("  default: a single worker; won: no variable describes a cluster")
+    with contextlib.suppress(ClusterConfigError):  # its line says what is wrong
+        if warning := alone_by_mistake(os.environ if environ is None else environ):
+            lines.append(f"  warning: {warning}")
     return lines
 
 

@@ -151,5 +151,5 @@ def _lines(path: str) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 yield dict(json.loads(line))
-            except ValueError:  # half a line, of a worker that was killed
+            except (ValueError, TypeError, RecursionError):  # half a line, of a worker that was killed
                 continue

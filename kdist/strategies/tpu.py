@@ -66,12 +66,6 @@ class TPUStrategy(Strategy):
                 _ONE_DEVICE, received={"device_assignment": experimental_device_assignment}, hint=_DIVIDE
             )
         self._cluster_resolver = tpu_cluster_resolver or TPUClusterResolver()
-        if getattr(self._cluster_resolver, "is_remote", False):
-            raise InvalidArgumentError(
-                "The script must run on the hosts of the TPU: no backend of kdist reaches one over the network.",
-                received={"tpu_cluster_resolver": self._cluster_resolver.master()},
-                hint="Start it on every host, with kdist.cluster_resolver.TPUClusterResolver().",
-            )
         cluster, names = find_workers(self._cluster_resolver, devices)
         topology = Topology(names, cluster if cluster.num_workers > 1 else None)
         super().__init__(backend.create_runtime(topology))

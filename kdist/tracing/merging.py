@@ -45,7 +45,7 @@ def read(path: str) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 event = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict):
                 yield event

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -76,6 +77,10 @@ def in_worker_convert(folder):
             code = main(["checkpoint", "convert", *arguments])
         said[label] = code, printed.getvalue()
 
+    def convert_unsafely():
+        keras.config.enable_unsafe_deserialization()
+        convert("unsafe", "lambdas", "lambdas.keras")
+
     convert("the only one", "one", "one.keras")
     convert("which", "several", "which.keras")
     convert("no such name", "several", "no.keras", "--name", "third")
@@ -88,6 +93,11 @@ def in_worker_convert(folder):
     convert("no such function", "several", "x.weights.h5", "--name", "own", "--model", "user_models:missing")
     convert("no such module", "several", "x.weights.h5", "--name", "own", "--model", "no_module:make")
     convert("another model", "several", "x.weights.h5", "--name", "own", "--model", "user_models:make_wider")
+    lambdas = keras.Sequential([keras.layers.Input((3,)), keras.layers.Lambda(lambda x: x * 2)])
+    kdist.Checkpoint(lambdas=lambdas).save("lambdas", asynchronous=False)
+    thread = threading.Thread(target=convert_unsafely)  # Keras keeps the setting of each thread
+    thread.start()
+    thread.join()
     assert all((code == 0) == (label not in WRONG) for label, (code, _) in said.items()), said
     files = sorted(name for name in os.listdir() if name.endswith((".keras", ".h5")))
 
@@ -125,6 +135,7 @@ def test_which_model_and_who_makes_it(tmp_path):
 
 
 WRONG = {
+    "unsafe": (1, "lambda", "--model module:function"),
     "which": (2, "clear which model", "name=None", "['plain', 'second', 'own']", "Add --name plain"),
     "no such name": (2, "clear which model", "name='third'"),
     "cannot be made": (1, "model='own'", "--model module:function"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -127,6 +128,25 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(backend, 
     os.unlink(index)
     kind, text = error_of(backend, bad)
     assert kind == "CheckpointNotFoundError" and offer in text
+
+
+def test_values_of_another_form_are_refused_before_anything_is_assigned(tmp_path):
+    from kdist.checkpoint.index import dump, parse
+
+    path = run("torch", 1, in_worker_two_saves, str(tmp_path))[0][0]
+    index = os.path.join(path, "index.json")
+    with open(index, "rb") as stream:
+        good = parse(stream.read(), index)
+    for changes in (
+        {"values": {**good.values, "epoch": {"$array": ["float32", [2], "AAA="]}}},
+        {"values": {**good.values, "epoch": {"$tensor": []}}},
+        {"values": {**good.values, "save_counter": "many"}},
+        {"states": {**good.states, "random": [{"$tuple": 3}]}},
+    ):
+        with open(index, "wb") as stream:
+            stream.write(dump(dataclasses.replace(good, **changes)))
+        kind, text = error_of("torch", path)
+        assert kind == "CheckpointCorruptError" and "must have the form" in text, (changes, text)
 
 
 @each_backend

@@ -28,7 +28,7 @@ def test_the_latest_is_the_one_that_was_saved_last(tmp_path):
     make(tmp_path, "ckpt-10", 4.0)  # its step was gone back to
     make(tmp_path, "ckpt-1", 3.0)
     make(tmp_path, "other-3", 9.0)
-    make(tmp_path, ".ckpt.tmp-00aa", 10.0)  # a save that was killed just before its end
+    make(tmp_path, ".ckpt.tmp-00000000000000aa", 10.0)  # a save that was killed just before its end
     (tmp_path / "ckpt-77").mkdir()
     (tmp_path / "ckpt-no").write_text("no checkpoint")
     assert [found.number for found in layout.find(tmp_path, "ckpt")] == [1, 10, 9]
@@ -41,11 +41,11 @@ def test_the_latest_is_the_one_that_was_saved_last(tmp_path):
 
 def test_one_that_is_being_replaced_still_counts(tmp_path):
     make(tmp_path, "ckpt-1", 1.0)
-    os.rename(tmp_path / "ckpt-1", tmp_path / ".ckpt-1.old-00aa")  # killed between two renames
-    assert layout.find(tmp_path)[0].path == str(tmp_path / ".ckpt-1.old-00aa")
+    os.rename(tmp_path / "ckpt-1", tmp_path / ".ckpt-1.old-00000000000000aa")  # killed between two renames
+    assert layout.find(tmp_path)[0].path == str(tmp_path / ".ckpt-1.old-00000000000000aa")
     clean(str(tmp_path), set())
     assert kdist.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-1")
-    make(tmp_path, ".ckpt-1.old-00bb", 0.5)
+    make(tmp_path, ".ckpt-1.old-00000000000000bb", 0.5)
     assert kdist.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-1")
     clean(str(tmp_path), set())
     assert os.listdir(tmp_path) == ["ckpt-1"]
@@ -54,7 +54,7 @@ def test_one_that_is_being_replaced_still_counts(tmp_path):
 names = st.text(st.characters(codec="ascii", categories=["L", "N"], include_characters=".-_"), min_size=1)
 
 
-@given(names, st.integers(0, 10**9), st.text("0123456789abcdef", min_size=1))
+@given(names, st.integers(0, 10**9), st.text("0123456789abcdef", min_size=16, max_size=16))
 def test_names_are_read_as_they_were_made(prefix, number, token):
     name = layout.numbered(prefix, number)
     assert layout.temporary_of(layout.temporary(name, token)) == name

@@ -41,7 +41,10 @@ def an_index(**changes):
             Tensor("w/1/bias", "bfloat16", (), (Piece(1, 0, 1, 88, 7),)),
             Tensor("w/2/nothing", "int8", (0, 5)),
         ],
-        "files": [File("shard-0", 96, 80, 5), File("shard-1", 90, 80, 6)],
+        "files": [
+            File("shard-00000-of-00002.safetensors", 96, 80, 5),
+            File("shard-00001-of-00002.safetensors", 90, 80, 6),
+        ],
         "values": {"epoch": 3, "name": 'quoted "text"\n, {"crc32": "', "save_counter": 12},
         "states": {"data": [{"epoch": 1, "step": 2}]},
         "configs": {},

@@ -1,6 +1,6 @@
 """The resolvers that ask Kubernetes and Compute Engine, against recorded answers of their APIs.
 
-The answers have the fields, names and pages of `CoreV1Api.list_pod_for_all_namespaces`, `instanceGroups.listInstances`
+The answers have the fields, names and pages of `CoreV1Api.list_namespaced_pod`, `instanceGroups.listInstances`
 and `instances.get` in the references of the two APIs, and so have the arguments that are accepted. The official clients
 (kubernetes 37, google-api-python-client 2.202) were tried by hand with the same answers from a server.
 """
@@ -16,6 +16,7 @@ from kdist.cluster import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
     discover,
+    kubernetes,
 )
 from kdist.errors import ClusterConfigError, InvalidArgumentError
 
@@ -35,9 +36,11 @@ class CoreV1Api:
     def __init__(self, pods):
         self.pods = pods
         self.timeouts = []
+        self.namespaces = []
 
-    def list_pod_for_all_namespaces(self, *, label_selector, _request_timeout):
+    def list_namespaced_pod(self, namespace, *, label_selector, _request_timeout):
         self.timeouts.append(_request_timeout)
+        self.namespaces.append(namespace)
         return Object(items=self.pods.get(label_selector, []))
 
 
@@ -93,10 +96,10 @@ def test_pods_that_do_not_run(pods, message):
 
 def test_kubernetes_refuses_or_does_not_answer():
     class Refuses:
-        def list_pod_for_all_namespaces(self, **_):
+        def list_namespaced_pod(self, namespace, **_):
             raise ConnectionError("(403) Forbidden: pods is forbidden")
 
-    with pytest.raises(RuntimeError, match=r"Forbidden.*kubectl auth can-i list pods"):
+    with pytest.raises(RuntimeError, match=r"Forbidden.*kubectl auth can-i list pods -n default"):
         KubernetesClusterResolver(override_client=Refuses()).cluster_spec()
 
 
@@ -117,8 +120,10 @@ def test_whose_credentials_are_read(monkeypatch):
 
     config = types.ModuleType("kubernetes.config")
     config.load_kube_config, config.load_incluster_config = lambda: read.append("file"), outside
+    config.list_kube_config_contexts = lambda: ([], {"name": "here", "context": {"namespace": "of-context"}})
     client = types.ModuleType("kubernetes.client")
-    client.CoreV1Api = lambda: CoreV1Api({"job-name=tensorflow": TRAIN})
+    api = CoreV1Api({"job-name=tensorflow": TRAIN})
+    client.CoreV1Api = lambda: api
     for name, module in (
         ("kubernetes", types.ModuleType("kubernetes")),
         (config.__name__, config),
@@ -132,6 +137,17 @@ def test_whose_credentials_are_read(monkeypatch):
     config.load_incluster_config = lambda: read.append("service account")
     KubernetesClusterResolver().cluster_spec()
     assert read == ["file", "service account"]
+    assert api.namespaces == ["of-context", "default"]
+
+
+def test_only_the_own_namespace_is_asked(tmp_path, monkeypatch):
+    # A pod of another tenant with the same label must not become a worker.
+    api = CoreV1Api({"job-name=tensorflow": TRAIN})
+    (tmp_path / "namespace").write_text("team-a")
+    monkeypatch.setattr(kubernetes, "_NAMESPACE_FILE", str(tmp_path / "namespace"))
+    KubernetesClusterResolver(override_client=api).cluster_spec()
+    KubernetesClusterResolver(override_client=api, namespace="team-b").cluster_spec()
+    assert api.namespaces == ["team-a", "team-b"]
 
 
 class Compute:

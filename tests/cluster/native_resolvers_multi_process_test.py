@@ -59,7 +59,11 @@ def both_say(own: bool) -> list[Any]:
         )
         for i, ip in ((10, "10.0.0.1"), (2, "10.0.0.2"), (0, "10.0.0.3"))
     ]
-    client = Object(list_pod_for_all_namespaces=lambda label_selector, **_: Object(items=pods))
+
+    def listed(*namespace, label_selector, **_):
+        return Object(items=pods)
+
+    client = Object(list_pod_for_all_namespaces=listed, list_namespaced_pod=listed)
     kubernetes = module.KubernetesClusterResolver({"worker": ["job-name=w"]}, 2222, override_client=client)
     kubernetes.task_type = "worker"
     found.append(said(kubernetes))
@@ -75,10 +79,9 @@ def both_say(own: bool) -> list[Any]:
     service = Object(instanceGroups=lambda: groups, instances=lambda: machines)
     found.append(said(module.GCEClusterResolver("p", "z", "g", 1, credentials=None, service=service)))
 
-    tpu = module.TPUClusterResolver("grpc://10.0.0.1:8470")
-    found.append(said(tpu) + [tpu.get_job_name(), tpu.get_master(), tpu.get_coordination_service_leader()])
     local = module.TPUClusterResolver("local")
     found.append([local.cluster_spec().as_dict(), local.master(), local.task_type, local.task_id])
+    found.append([local.get_job_name(), local.get_master(), local.get_coordination_service_leader()])
     found.append([one.name for one in module.KubernetesExecutableLocation])
     return found
 

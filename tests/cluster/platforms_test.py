@@ -132,7 +132,8 @@ def test_the_process_group_of_ray_has_the_port():
 
 def test_order_of_the_sources():
     assert [source.name for source in SOURCES] == [
-        "TF_CONFIG", "torchrun", "Slurm", "MPI", "KERAS_DISTRIBUTION", "Indexed Job", "JAX", "PET", "SageMaker", "TPU",
+        "TF_CONFIG", "torchrun", "Flux", "LSF", "Slurm", "MPI", "KERAS_DISTRIBUTION", "Indexed Job", "JAX", "PET",
+        "LeaderWorkerSet", "SageMaker", "Vertex AI", "TPU",
     ]  # fmt: skip
     names = [name for source in SOURCES for name in source.variables]
     assert len(names) == len(set(names))  # each variable is listed once

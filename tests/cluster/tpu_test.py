@@ -160,27 +160,28 @@ def test_devices_of_each_type(kind, hosts, devices):
     assert TPUClusterResolver(environ=environ).num_accelerators() == ({"TPU": devices} if devices else {})
 
 
-def test_a_tpu_over_the_network():
-    resolver = TPUClusterResolver("grpc://10.240.1.2:8470,10.240.1.3", environ={}, fetch=unreachable)
-    assert resolver.cluster_spec() == {"worker": ["10.240.1.2:8470", "10.240.1.3:8470"]}
-    assert resolver.master() == resolver.get_master() == "grpc://10.240.1.2:8470"
-    assert resolver.master("worker", 1) == "grpc://10.240.1.3:8470"
-    assert (resolver.get_job_name(), resolver.task_id, resolver.environment) == ("worker", 0, "")
-    assert resolver.get_coordination_service_leader() == "/job:worker/task:0"
-    assert discover(resolver).num_workers == 1  # this process leads the TPU alone
-    with resolver:
-        assert resolver.get_tpu_system_metadata().num_hosts == 2
-    node = {"KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS": "grpc://10.0.0.9:8470"}
-    assert TPUClusterResolver(environ=node, fetch=unreachable).master() == "grpc://10.0.0.9:8470"
+def test_a_tpu_over_the_network_is_refused():
+    # Each host would train alone, or one process without any TPU.
+    for tpu in ("grpc://10.240.1.2:8470,10.240.1.3", ["grpc://10.240.1.2"]):
+        with pytest.raises(ClusterConfigError, match=r"over the network.*TPUClusterResolver\(\)"):
+            TPUClusterResolver(tpu, environ=GKE, fetch=unreachable)
+
+
+def test_a_slice_under_other_names():
     job = TPUClusterResolver(
-        "grpc://10.0.0.9:8470",
         job_name="tpu_worker",
         coordinator_name="coordinator",
         coordinator_address="10.0.0.1:9",
         environ={},
+        fetch=server_of(V4_32),
     )
-    assert job.cluster_spec() == {"tpu_worker": ["10.0.0.9:8470"], "coordinator": ["10.0.0.1:9"]}
+    assert job.cluster_spec().job_tasks("coordinator") == ["10.0.0.1:9"]
+    assert (job.get_job_name(), job.environment) == ("tpu_worker", "")
+    assert job.get_coordination_service_leader() == "/job:tpu_worker/task:0"
+    assert job.master() == job.get_master() == "10.130.0.26:8482"
     assert UnionResolver(job).cluster_spec().jobs == ["tpu_worker", "coordinator"]
+    with job:
+        assert job.get_tpu_system_metadata().num_hosts == 4
     local = TPUClusterResolver(
         "local", environ={"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, fetch=unreachable
     )
@@ -189,7 +190,7 @@ def test_a_tpu_over_the_network():
     )
 
 
-def test_a_name_on_the_hosts_of_a_tpu():
+def test_a_name_changes_nothing():
     # TPU_NAME is often set there for other tools; it must not make each host train alone.
     for resolver in (
         TPUClusterResolver(environ={"TPU_NAME": "my-pod"}, fetch=server_of(V4_32)),
@@ -198,69 +199,15 @@ def test_a_name_on_the_hosts_of_a_tpu():
         assert (discover(resolver).worker_index, discover(resolver).num_workers) == (2, 4)
     kubernetes = TPUClusterResolver("my-pod", environ=GKE, fetch=unreachable)
     assert discover(kubernetes).worker_index == 3
-    assert (
-        discover(TPUClusterResolver("grpc://10.0.0.9:8470", environ=GKE, fetch=unreachable)).num_workers == 1
-    )
     assert TPUClusterResolver("local", environ=GKE).num_accelerators() == {"TPU": 4}
-
-
-def cloud_tpu_service(answers):
-    """The client of Cloud TPU's API, as far as it is used; the answer is that of `nodes.get`."""
-
-    class Service:
-        def projects(self):
-            return self
-
-        locations = nodes = projects
-
-        def get(self, name):
-            self.name = name
-            return self
-
-        def execute(self):
-            return answers[self.name]
-
-    return Service()
-
-
-def test_a_named_tpu():
-    name = "projects/my-project/locations/us-central1-b/nodes/my-tpu"
-    node = {"name": name, "state": "READY", "networkEndpoints": [
-        {"ipAddress": "10.2.0.2", "port": 8470}, {"ipAddress": "10.2.0.3"}]}  # fmt: skip
-    here = server_of(
-        {}, **{"project/project-id": "my-project", "instance/zone": "projects/123/zones/us-central1-b"}
-    )
-    service = cloud_tpu_service({name: node})
-    resolver = TPUClusterResolver("my-tpu", service=service, environ={}, fetch=here)
-    assert resolver.cluster_spec() == {"worker": ["10.2.0.2:8470", "10.2.0.3:8470"]}
-    placed = TPUClusterResolver(
-        service=service,
-        project="my-project",
-        zone="us-central1-b",
-        environ={"TPU_NAME": "my-tpu"},
-        fetch=server_of({}),
-    )
-    assert placed.master() == "grpc://10.2.0.2:8470"
-    node["state"] = "CREATING"
-    with pytest.raises(RuntimeError, match=r"'my-tpu' must be ready.*CREATING"):
-        resolver.cluster_spec()
-    node.update(state="READY", networkEndpoints=[{"port": 1}])
-    with pytest.raises(RuntimeError, match="ipAddress"):
-        resolver.cluster_spec()
-    unknown = TPUClusterResolver("other", service=service, environ={}, fetch=here)
-    with pytest.raises(RuntimeError, match="gcloud compute tpus describe other"):
-        unknown.cluster_spec()
-    with pytest.raises(ClusterConfigError, match="project of the TPU"):
-        TPUClusterResolver("my-tpu", environ={}, fetch=server_of({})).cluster_spec()
-    with pytest.raises(ImportError, match="pip install google-api-python-client"):
-        TPUClusterResolver("my-tpu", environ={}, fetch=here).cluster_spec()
+    with pytest.raises(ValueError, match="must be a TPU VM"):
+        TPUClusterResolver("my-pod", environ={}, fetch=server_of({}))
 
 
 def test_connect(monkeypatch):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "t-0,t-1")
     monkeypatch.setenv("TPU_WORKER_ID", "1")
     assert TPUClusterResolver.connect().task_id == 1
-    assert TPUClusterResolver.connect("grpc://10.0.0.9:8470").master() == "grpc://10.0.0.9:8470"
 
 
 WRONG = [
@@ -302,11 +249,7 @@ def test_no_tpu():
     with pytest.raises(ValueError, match="One TPU"):
         TPUClusterResolver(["a", "b"], environ={})
     with pytest.raises(ValueError, match="must have an address"):
-        TPUClusterResolver("grpc://a:1", coordinator_name="coordinator", environ={})
-    with pytest.raises(ValueError, match="TPU_CONFIG"):
-        TPUClusterResolver(environ={"TPU_CONFIG": "["})
-    with pytest.raises(ValueError, match="`tpu`"):
-        TPUClusterResolver("grpc://a:b", environ={}).cluster_spec()
+        TPUClusterResolver(coordinator_name="coordinator", environ=GKE)
 
 
 names = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,12}", fullmatch=True)

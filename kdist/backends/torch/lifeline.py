@@ -156,13 +156,13 @@ class Lifeline:
             if not self._closing:
                 self._note(_DIED, index)
             return False
-        buffer = self._received[index] + data
+        buffer = self._received[index] + data  # the chief tells of others, each other worker of itself
         while len(buffer) >= _MESSAGE.size:
             magic, kind, about = _MESSAGE.unpack_from(buffer)
             buffer = buffer[_MESSAGE.size :]
             if magic == _MAGIC and kind == _BEAT:
                 self._heard[index] = (time.monotonic(), about)
-            elif magic == _MAGIC and kind in _WORDS:
+            elif magic == _MAGIC and kind in _WORDS and (self._index > 0 or about == index):
                 self._note(kind, about)
         self._received[index] = buffer
         return True

@@ -1,0 +1,62 @@
+"""`VertexClusterResolver`: the worker pools of a custom training job of Vertex AI."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kdist.cluster.tf_config import TFConfig, TFConfigClusterResolver, parse_tf_config
+from kdist.errors import ClusterConfigError
+
+NAME = "CLUSTER_SPEC"
+# The documented meaning of the pools, by their position.
+_JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
+_HINT = "Unset CLUSTER_SPEC, or describe the cluster with TF_CONFIG, which is read first."
+
+
+class VertexClusterResolver(TFConfigClusterResolver):
+    """Reads the cluster from `CLUSTER_SPEC`, which Vertex AI sets in the containers of a custom training job.
+
+    It is like `TF_CONFIG`, with worker pools for jobs: pool 0 is the chief, pool 1 the workers, pool 2 the parameter
+    servers, pool 3 the evaluator.
+
+    Args:
+        task_type: Overrides the task's job.
+        task_id: Overrides the task's index.
+        rpc_layer: The protocol that TensorFlow's tasks speak.
+        environment: What `environment` returns.
+        environ: The environment to read; by default the process's own.
+
+    Example:
+
+    >>> import json
+    >>> from kdist.cluster import VertexClusterResolver
+    >>> spec = {"cluster": {"workerpool0": ["a:2222"], "workerpool1": ["b:2222", "c:2222"]},
+    ...         "task": {"type": "workerpool1", "index": 0}, "environment": "cloud"}
+    >>> resolver = VertexClusterResolver(environ={"CLUSTER_SPEC": json.dumps(spec)})
+    >>> resolver.task_type, resolver.task_id, resolver.master()
+    ('worker', 0, 'b:2222')
+    """
+
+    def _described(self) -> TFConfig:
+        text = self._environ.get(NAME, "")
+        try:
+            return parse_tf_config(json.dumps(_renamed(json.loads(text))))
+        except ClusterConfigError as error:
+            rule = error.rule.replace("TF_CONFIG", NAME)
+            raise ClusterConfigError(rule, received=error.received, hint=_HINT) from None
+        except (ValueError, LookupError, RecursionError, TypeError, AttributeError) as error:
+            raise ClusterConfigError(
+                f"`{NAME}` must be a JSON object with the cluster's worker pools and this task.",
+                received={NAME: text[:200], "error": str(error)},
+                hint=_HINT,
+            ) from None
+
+
+def _renamed(spec: dict[str, Any]) -> dict[str, Any]:
+    task = dict(spec["task"]) if spec.get("task") else {}
+    task["type"] = _JOBS.get(task.get("type", ""), task.get("type"))
+    return {
+        "cluster": {_JOBS.get(pool, pool): tasks for pool, tasks in spec["cluster"].items() if tasks},
+        "task": {"type": task["type"], "index": task.get("index")},
+    }

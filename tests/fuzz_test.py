@@ -1,0 +1,59 @@
+"""A hundred thousand changed inputs for everything that kdist parses.
+
+Nothing but errors of kdist may come out. No input may take more than a few seconds or much memory, open a file
+elsewhere, unpickle or start anything. A failure prints its seed: `target.make(Random(seed))` makes the input again.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from random import Random
+
+import pytest
+
+from tests.processes import run
+
+INPUTS = 3_000
+SEED = "kdist 28"
+
+
+def in_worker_fuzz(folder, inputs, seed, only=None):
+    """Feeds the parsers; returns how many inputs each has got and what went wrong."""
+    import logging
+
+    from kdist.errors import KdistError
+    from tests.fuzz import guard
+    from tests.fuzz.targets import all_targets
+
+    logging.getLogger("kdist").setLevel(logging.CRITICAL)
+    targets = [target for target in all_targets(folder) if only in (None, target.name)]
+    failures, counts, refused = {}, {}, {}
+    for target in targets:
+        for good in target.good:
+            target.feed(good)
+        spent = time.process_time()
+        with guard.watched(folder):
+            number = round(inputs * target.share + 1)
+            for position in range(number):
+                name = f"{seed}:{target.name}:{position}"
+                made = target.make(Random(name))
+                try:
+                    with guard.in_time():
+                        target.feed(made)
+                except KdistError:
+                    refused[target.name] = refused.get(target.name, 0) + 1
+                except (Exception, guard.Forbidden) as error:
+                    last = "".join(traceback.format_exception(error)[-3:])
+                    failures.setdefault(last, f"seed {name!r}: {str(made)[:300]}\n{last}")
+        counts[target.name] = number, round(time.process_time() - spent, 1)
+    return counts, refused, [*failures.values()]
+
+
+@pytest.mark.timeout(400)
+def test_a_hundred_thousand_inputs(tmp_path):
+    ((counts, refused, failures),) = run("torch", 1, in_worker_fuzz, str(tmp_path), INPUTS, SEED, timeout=380)
+    assert not failures, "\n".join(failures)
+    assert sum(number for number, _ in counts.values()) >= INPUTS
+    assert refused.keys() == counts.keys()  # the inputs are bad
+    print(counts)
