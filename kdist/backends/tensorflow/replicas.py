@@ -44,18 +44,40 @@ class TensorFlowReplica(Replica):
         sums = [context.all_reduce(tf.distribute.ReduceOp.SUM, tensor) for tensor in sent]
         return [tf.cast(total, tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
 
-    def all_reduce_with_gradient(self, tensor: Any) -> Any:
-        """Sums over all replicas; see the contract for the weights of the gradient."""
+    def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Sums dense gradients; of looked-up rows (`tf.IndexedSlices`) the optimizer gets those of all replicas.
 
-        @tf.custom_gradient
-        def total(x: Any) -> Any:
-            def gradient(upstream: Any) -> Any:
-                share = tf.cast(self.gradient_weight, tensor.dtype)
-                return self.all_reduce_sum([upstream * share])[0] / share
+        Optimizers square each occurrence of a row by itself: a sum would give other results than one device. These
+        gradients are gathered, and do not go through a user's `CrossDeviceOps`, which add up.
+        """
+        sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+        dense = [
+            [item for item, is_sparse in zip(items, sparse, strict=True) if not is_sparse]
+            for items in (gradients, variables)
+        ]
+        sums = iter(super().sum_gradients(*dense))
+        return [
+            self._gathered(gradient, variable) if is_sparse else next(sums)
+            for gradient, variable, is_sparse in zip(gradients, variables, sparse, strict=True)
+        ]
 
-            return self.all_reduce_sum([x])[0], gradient
-
-        return total(tensor)
+    def _gathered(self, slices: Any, variable: Any) -> Any:
+        if self.num_replicas_in_sync == 1:
+            return slices
+        weight = self.gradient_weight
+        if self.is_model_step:
+            # Where all replicas have the same rows, those of the first one count, and not a part of each.
+            rows = self.rows
+            weight *= tf.math.divide_no_nan(rows.counts * rows.scalar_weight, rows.share)
+        # Small integers may be on the host, and the values on the device; see `all_reduce_sum`.
+        mine = tf.IndexedSlices(
+            slices.values * tf.cast(weight, slices.dtype),
+            tf.cast(slices.indices, tf.int64),
+            tf.constant(tf.TensorShape(variable.shape).as_list(), tf.int64),
+        )
+        # `tf.distribute` adds slices up by putting them one after the other, in the order of the replicas.
+        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
+        return tf.IndexedSlices(total.values, total.indices, mine.dense_shape)
 
     def gather_tensor(self, tensor: Any, axis: int) -> Any:
         """Gathers with `tf.distribute`, which differentiates it."""
