@@ -277,6 +277,43 @@ def test_shapes_differ_along_the_axis_only(backend, num_replicas):
         assert pool.run(in_worker_unequal_shapes, num_replicas) == [num_replicas]
 
 
+def in_worker_signature(num_replicas):
+    import tensorflow as tf
+
+    s = strategy(num_replicas)
+    x = np.arange(14, dtype="float32").reshape(7, 2)
+    names = np.array(list("abcdefg"))
+    batches = s.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices((x, {"name": names, "none": x[:, 0]})).batch(4)
+    )
+    traces = []
+
+    # As in TensorFlow's tutorial on distributed input.
+    @tf.function(input_signature=[batches.element_spec])
+    def step(inputs):
+        traces.append(inputs)
+        return s.run(lambda x, others: tf.reduce_sum(x) + tf.cast(tf.size(others["name"]), x.dtype), inputs)
+
+    found = [sum(float(part) for part in s.experimental_local_results(step(batch))) for batch in batches]
+    leaves = tf.nest.flatten(batches.element_spec)
+    assert iter(batches).element_spec == batches.element_spec
+    assert all(isinstance(leaf, tf.TypeSpec) for leaf in leaves) and len(leaves) == 3
+    (one,) = {*tf.nest.flatten(batches.element_spec[0], expand_composites=True)}
+    assert one == tf.TensorSpec((None, 2), tf.float32)
+    try:
+        step(tf.ones(3))
+    except TypeError:
+        return found, len(traces)
+    return found, "took another argument"
+
+
+@each_cluster_of("tensorflow")
+def test_specs_of_elements_are_a_signature(backend, num_workers, num_replicas):
+    everyone = on_workers(backend, num_workers, num_replicas, in_worker_signature)
+    np.testing.assert_allclose(np.sum([found for found, _ in everyone], axis=0), [28 + 4, 63 + 3])
+    assert [traces for _, traces in everyone] == [1] * num_workers
+
+
 WORDS = ([2, 0, 2], [2, 1], [], [1, 1, 0])
 
 
