@@ -111,3 +111,25 @@ def embedding_wrapped() -> Numbers:
         keras.optimizers.RMSprop(0.01, gradient_accumulation_steps=2),
         keras.optimizers.Nadam(0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2),
     )
+
+
+@case("`jit_compile` with an embedding, masks and losses that layers add")
+def embedding_jit() -> Numbers:
+    ids = a.tokens()
+    model = keras.Sequential(
+        [
+            keras.layers.Embedding(12, 4, mask_zero=True),
+            keras.layers.Dense(12, activity_regularizer=keras.regularizers.L2(0.01)),
+            keras.layers.BatchNormalization(trainable=False),
+        ]
+    )
+    jit_compile = keras.backend.backend() != "torch"
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        weighted_metrics=["accuracy"],
+        jit_compile=jit_compile,
+    )
+    history = a.fit(model, ids[:, :-1], ids[:, 1:])
+    scores = a.evaluate(model, ids[:, :-1], ids[:, 1:])
+    return a.numbers(model, history, scores=scores, predicted=a.predict(model, ids[:, :-1]))
