@@ -42,6 +42,7 @@ EXTRA_FILES = {
         "served.py",  # on variables that lie there
         "synchronous.py",  # one of which may go over all of them
         "tasks.py",  # in servers of TensorFlow's
+        "xla.py",  # collectives of TensorFlow's stay outside of what XLA compiles
     },
     "jax": {
         "watch.py",  # JAX ends the process from C++ when a worker is lost

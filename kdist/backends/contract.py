@@ -224,6 +224,30 @@ class Runtime(ABC):
         """
         return
 
+    def element_spec(self, part: Any, inner_shapes: list[Any] | None) -> Any:
+        """Returns the specs of the elements of a distributed dataset.
+
+        Args:
+            part: A batch of one replica.
+            inner_shapes: The shape of a row of each array, where the dataset knows them.
+        """
+        import keras
+
+        from kdist.arrays import rows
+
+        is_single = rows.is_single(part)
+
+        def spec(leaf: Any) -> Any:
+            if leaf is None or not hasattr(leaf, "dtype"):
+                return leaf
+            try:
+                dtype = keras.backend.standardize_dtype(leaf.dtype)
+            except ValueError:  # strings
+                return None
+            return keras.KerasTensor(tuple(leaf.shape) if is_single else (None, *leaf.shape[1:]), dtype)
+
+        return keras.tree.map_structure(spec, part)
+
     @abstractmethod
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Copies one batch for each local replica to its device. Often called ahead of the step, from another thread.

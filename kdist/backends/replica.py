@@ -177,6 +177,11 @@ class Replica(ReplicaContext):
 
     def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Returns the gradients of the global loss, for some variables."""
+        # TensorFlow may not know the shape of a gradient while tracing; it is the variable's.
+        gradients = [
+            keras.ops.reshape(keras.ops.convert_to_tensor(gradient), variable.shape)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
         self.note("sum of gradients", gradients)
         if self.strategy.own_ops is not None:
             return self._sum_by_own(gradients, variables)

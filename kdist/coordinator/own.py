@@ -34,7 +34,9 @@ from kdist.coordinator.placement import place
 from kdist.coordinator.recent import Recent
 from kdist.coordinator.rpc import Peer, PeerLost, close_all
 from kdist.coordinator.served import Home, Record, Served
+from kdist.data.distributed_dataset import DistributedDataset
 from kdist.errors import ClusterConfigError, WorkerLostError, WorkerTimeoutError
+from kdist.strategies.default import get_strategy
 
 _LOOK = 1.0  # seconds between two looks at who is missing
 _GLANCE = 0.05  # seconds in which a task that is there says so
@@ -64,6 +66,19 @@ class _Iterated:
 
     def __call__(self) -> Any:
         return iter(self._values)
+
+
+class _Dataset:
+    """Makes a worker's dataset, there: one that gives tensors of the backend, as distributed datasets do."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __call__(self) -> Any:
+        made = self._dataset() if callable(self._dataset) else self._dataset
+        if isinstance(made, DistributedDataset):
+            return made
+        return get_strategy().distribute_datasets_from_function(lambda context: made)
 
 
 class OwnCoordination(Coordination):
@@ -185,8 +200,8 @@ class OwnCoordination(Coordination):
         return self.closures.add(fn, args, kwargs, done)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
-        """Calls the function on each worker."""
-        return self.own_values(dataset_fn)
+        """Calls the function on each worker, or sends each a copy of the dataset."""
+        return self.own_values(_Dataset(dataset_fn))
 
     def own_values(self, function: Callable[[], Any]) -> OwnValues:
         """Makes a value on each worker, before it runs another closure, and again where one is replaced."""

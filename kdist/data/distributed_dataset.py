@@ -93,8 +93,10 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """The structure of an element, with a `keras.KerasTensor` for the shape and dtype of each array.
+        """The structure of an element, with a spec for each array.
 
+        On TensorFlow a `tf.TypeSpec`, as `tf.distribute` has it (with several replicas, one that holds the spec of
+        each), for `tf.function(input_signature=...)`; elsewhere a `keras.KerasTensor`, and `None` for strings.
         Shapes are those of one replica, without the number of rows. Where the dataset has not been read yet,
         this reads the first step; all workers must ask.
         """
@@ -147,23 +149,8 @@ class DistributedDataset:
         return {"epoch": epoch + 1, "step": 0} if ended else {"epoch": epoch, "step": step}
 
     def _note_spec(self, part: Any) -> None:
-        import keras
-
-        from kdist.arrays import rows
-
-        is_single = rows.is_single(part)
-
-        def spec(leaf: Any) -> Any:
-            if leaf is None or not hasattr(leaf, "dtype"):
-                return leaf
-            try:
-                dtype = keras.backend.standardize_dtype(leaf.dtype)
-            except ValueError:  # strings
-                return None
-            return keras.KerasTensor(tuple(leaf.shape) if is_single else (None, *leaf.shape[1:]), dtype)
-
         if self._element_spec is None:
-            self._element_spec = keras.tree.map_structure(spec, part)
+            self._element_spec = self._runtime.element_spec(part, self.inner_shapes)
 
     def __repr__(self) -> str:
         return f"<DistributedDataset of {self.kind}, num_steps={self.num_steps}>"

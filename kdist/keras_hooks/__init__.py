@@ -3,6 +3,7 @@
 Every hook does nothing outside a kdist strategy: models created elsewhere behave exactly as without kdist.
 `install` is idempotent and runs when the first strategy is created. The hooks and why each is needed:
 
+- `Trainer.compile` on TensorFlow: notes who asked for XLA, since Keras makes `True` of "auto".
 - `Trainer.__init__` remembers the strategy a model is created under; `fit` and its relatives dispatch on it.
 - `Variable.__init__` tells the strategy in scope, which gives all workers the chief's values; `assign_add` and
   `assign_sub` tell the replica's scope that a write is no new value.
@@ -104,7 +105,9 @@ from kdist.keras_hooks.served import (
 )
 from kdist.keras_hooks.threads import ThreadState
 from kdist.keras_hooks.trainer import (
+    asks_for_jit,
     compiled_state,
+    hook_compile,
     initial_epoch,
     is_built,
     layers_are_built,

@@ -140,17 +140,9 @@ def build_optimizer(optimizer: Any, variables: list[Any], undecayed: Sequence[An
 
 
 def _sum_gradients(replica: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
-    from keras import ops
-
-    # IndexedSlices (TensorFlow's gradients of embeddings) are made dense: rows differ between replicas. Their
-    # shape is not known while tracing, but is the variable's.
-    present = [
-        (i, ops.reshape(ops.convert_to_tensor(g), variables[i].shape))
-        for i, g in enumerate(grads)
-        if g is not None
-    ]
-    sums = replica.sum_gradients([g for _, g in present], [variables[i] for i, _ in present])
-    for (i, _), total in zip(present, sums, strict=True):
+    present = [i for i, gradient in enumerate(grads) if gradient is not None]
+    sums = replica.sum_gradients([grads[i] for i in present], [variables[i] for i in present])
+    for i, total in zip(present, sums, strict=True):
         grads[i] = total
     replica.loss_is_weighted = False
     return grads

@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
+
+from kdist.keras_hooks.wrapping import wrap
+
+# Models whose user has asked for `jit_compile=True`: Keras makes that of "auto", too.
+_compiled_by_choice: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def hook_compile() -> None:
+    """Notes which models `asks_for_jit` is about."""
+    from keras.src.trainers.trainer import Trainer
+
+    def compile(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        is_chosen = (kwargs.get("jit_compile") or (*args, *[None] * 8)[7]) is True
+        (_compiled_by_choice.add if is_chosen else _compiled_by_choice.discard)(self)
+
+    def from_config(original: Callable[..., Any], self: Any, config: Any) -> None:
+        original(self, config)
+        _compiled_by_choice.discard(self)  # what a file says may be what Keras made of "auto"
+
+    wrap(Trainer, "compile", compile)
+    wrap(Trainer, "compile_from_config", from_config)
+
+
+def asks_for_jit(model: Any) -> bool:
+    """Says whether a model was compiled with `jit_compile=True`, and not with "auto"."""
+    return model in _compiled_by_choice
 
 
 def require_compiled(model: Any, method: str) -> None:

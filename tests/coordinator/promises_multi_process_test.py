@@ -124,6 +124,27 @@ results = [coordinator.schedule(read, args=(values,)) for _ in range(30)]
 found["read"] = sorted({int(np.array(value)) for value in coordinator.fetch(results)})
 error("iterating here", next, values)
 
+
+def kind(iterator):
+    element = next(iterator)
+    return keras.ops.is_tensor(element), float(keras.ops.sum(element + keras.ops.ones((2,))))
+
+
+def pairs():
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(np.arange(8, dtype="float32")).batch(2).repeat()
+
+
+def kinds(dataset):
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+    return coordinator.fetch([coordinator.schedule(kind, args=(iterator,)) for _ in range(4)])
+
+
+found["kinds"] = kinds(pairs)
+if not is_native:
+    found["kinds of a list"] = kinds([np.arange(i, i + 2, dtype="float32") for i in range(0, 8, 2)] * 4)
+
 # Draws differ -------------------------------------------------------------------------------------------------
 with strategy.scope():
     dropout = keras.layers.Dropout(0.5, seed=3)
@@ -246,6 +267,15 @@ def test_each_function_counts_once_and_is_as_stale_as_allowed(found: dict[str, A
 def test_each_worker_has_its_own_values_and_draws(found: dict[str, Any]) -> None:
     assert set(found["read"]) <= {10, 11, 12} and found["read"]
     assert found["draws"] > 15  # no worker draws again what another one has
+
+
+@each_backend
+def test_datasets_of_the_workers_own_give_tensors_of_the_backend(found: dict[str, Any]) -> None:
+    for name in ("kinds", "kinds of a list"):
+        for is_tensor, total in found.get(name, []):
+            assert is_tensor and total in (3, 7, 11, 15)
+    assert len(found["kinds"]) == 4
+    assert ("kinds of a list" in found) == (found["backend"] != "tensorflow")
 
 
 @each_backend

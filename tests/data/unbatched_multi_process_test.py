@@ -47,6 +47,15 @@ def dataset_of(kind, number, first=0):
     return torch.utils.data.DataLoader(pairs, batch_size=None)
 
 
+def parts_of(spec):
+    """The shape and dtype of one replica's part."""
+    import keras
+
+    one, *others = getattr(spec, "_component_specs", [spec])  # TensorFlow's, of several replicas
+    assert all(other == one for other in others)
+    return tuple(one.shape), keras.backend.standardize_dtype(one.dtype)
+
+
 def in_worker(kind, lengths):
     """The elements that each local replica gets, step by step; what it computes; what is said beforehand."""
     import os
@@ -59,7 +68,7 @@ def in_worker(kind, lengths):
         lambda context: dataset_of(kind, lengths[rank], 10 * context.input_pipeline_id)
     )
     known = dataset.num_steps
-    spec = [(tuple(leaf.shape), leaf.dtype) for leaf in dataset.element_spec]
+    spec = [parts_of(leaf) for leaf in dataset.element_spec]
     found = []
     for x, number in dataset:
         total = s.run(lambda x, number: keras.ops.sum(x) * keras.ops.cast(number, "float32"), (x, number))

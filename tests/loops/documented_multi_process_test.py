@@ -275,3 +275,77 @@ def test_shapes_differ_along_the_axis_only(backend, num_replicas):
     # Not in a kept pool: TensorFlow's collectives of these devices stay aborted, for whatever asks for one next.
     with start_pool(1, backend) as pool:
         assert pool.run(in_worker_unequal_shapes, num_replicas) == [num_replicas]
+
+
+def in_worker_signature(num_replicas):
+    import tensorflow as tf
+
+    s = strategy(num_replicas)
+    x = np.arange(14, dtype="float32").reshape(7, 2)
+    names = np.array(list("abcdefg"))
+    batches = s.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices((x, {"name": names, "none": x[:, 0]})).batch(4)
+    )
+    traces = []
+
+    # As in TensorFlow's tutorial on distributed input.
+    @tf.function(input_signature=[batches.element_spec])
+    def step(inputs):
+        traces.append(inputs)
+        return s.run(lambda x, others: tf.reduce_sum(x) + tf.cast(tf.size(others["name"]), x.dtype), inputs)
+
+    found = [sum(float(part) for part in s.experimental_local_results(step(batch))) for batch in batches]
+    leaves = tf.nest.flatten(batches.element_spec)
+    assert iter(batches).element_spec == batches.element_spec
+    assert all(isinstance(leaf, tf.TypeSpec) for leaf in leaves) and len(leaves) == 3
+    (one,) = {*tf.nest.flatten(batches.element_spec[0], expand_composites=True)}
+    assert one == tf.TensorSpec((None, 2), tf.float32)
+    try:
+        step(tf.ones(3))
+    except TypeError:
+        return found, len(traces)
+    return found, "took another argument"
+
+
+@each_cluster_of("tensorflow")
+def test_specs_of_elements_are_a_signature(backend, num_workers, num_replicas):
+    everyone = on_workers(backend, num_workers, num_replicas, in_worker_signature)
+    np.testing.assert_allclose(np.sum([found for found, _ in everyone], axis=0), [28 + 4, 63 + 3])
+    assert [traces for _, traces in everyone] == [1] * num_workers
+
+
+WORDS = ([2, 0, 2], [2, 1], [], [1, 1, 0])
+
+
+def in_worker_occurrences(num_replicas):
+    import keras
+    import tensorflow as tf
+
+    s = strategy(num_replicas)
+    with s.scope():
+        table = keras.Variable(np.zeros((3, 2), "float32"))
+        optimizer = keras.optimizers.Adagrad(0.5, initial_accumulator_value=0.0)
+        optimizer.build([table])
+    words = per_replica(s, lambda i: np.array(WORDS[i], "int32"))
+
+    def step(words):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(keras.ops.take(table, words, axis=0) * tf.constant([1.0, 2.0]))
+        optimizer.apply(tape.gradient(loss, [table]), [table])
+
+    s.run(step, args=(words,))
+    tf.function(lambda: s.run(step, args=(words,)))()
+    return numpy_of(table.value), numpy_of(optimizer.variables[2].value)
+
+
+@each_cluster_of("tensorflow")
+def test_gradients_of_looked_up_rows_are_squared_one_by_one(backend, num_workers, num_replicas):
+    counts = np.bincount([word for words in WORDS[:num_replicas] for word in words], minlength=3)[
+        :, None
+    ] * np.ones(2)
+    gradient = counts * [1.0, 2.0]
+    squares = [step * counts * [1.0, 4.0] for step in (1, 2)]  # after each of two steps
+    expected = -0.5 * sum(gradient / np.sqrt(square + 1e-7) for square in squares)
+    for table, accumulator in on_workers(backend, num_workers, num_replicas, in_worker_occurrences):
+        np.testing.assert_allclose(accumulator, squares[1], rtol=1e-5)
+        np.testing.assert_allclose(table, expected, rtol=1e-5)

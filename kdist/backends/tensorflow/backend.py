@@ -47,6 +47,7 @@ class TensorFlowBackend(Backend):
         _convert_mirrored_variables()
         iteration.register_loops()
         keras_hooks.hook_tensorflow_optimizers(tf.distribute.has_strategy)
+        keras_hooks.hook_compile()
         keras_hooks.hook_assignments(components.assigned)
         keras_hooks.hook_embedding(effects.look_up)
 

@@ -108,21 +108,24 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
         native = keras_hooks.native_value(variable)
         if native is None or id(variable) in self._written or not isinstance(indices, tf.Tensor):
             return None
-        if tf.compat.v1.get_default_graph() is not self._graph and isinstance(native, ShardedVariable):
-            return None
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            return None  # in a branch or a loop, whose gradient knows no operations of a tape
         indices = tf.where(indices < 0, indices + tf.cast(native.shape[0], indices.dtype), indices)
-        unique, places = tf.unique(tf.reshape(indices, [-1]))
-        rows = tf.gather(self._rows(variable, native, unique), places)
+        rows = self._rows(variable, native, tf.reshape(indices, [-1]))
         return tf.reshape(rows, tf.concat([tf.shape(indices), native.shape[1:]], axis=0))
 
     def _rows(self, variable: Any, native: Any, indices: Any) -> Any:
-        if not isinstance(native, ShardedVariable):
-            return tf.gather(native, indices)
+        """Looks each row up once; its gradient is that of single occurrences, which optimizers square."""
+        whole = not isinstance(native, ShardedVariable)
         with record.stop_recording():
-            rows = tf.nn.embedding_lookup(native, indices)
+            unique, places = tf.unique(indices)
+            rows = tf.gather(native, unique) if whole else tf.nn.embedding_lookup(native, unique)
+            rows = tf.gather(rows, places)
         if variable.trainable:
             # By the value as a whole, which is asked for the gradient and is not read for it.
             value = self.get_current_value(variable)
+            if whole:
+                tape.variable_accessed(value)
 
             def backward(upstream: Any) -> list[Any]:
                 return [
@@ -131,7 +134,7 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
                     )
                 ]
 
-            record.record_operation("ServedRows", [rows], [value], backward)
+            record.record_operation("ServedRows", [rows], [value.handle], backward)
         return rows
 
     def effects(self) -> tuple[Plan, list[Any]]:
@@ -208,15 +211,10 @@ class Plan:
         return slots
 
     def _sparse(self, native: Any, grad: Any) -> list[tuple[_Slot, _Slot]]:
-        shards, offsets = shards_of(native), offsets_of(native)
-        entries = []
-        for shard, first, end in zip(shards, offsets, offsets[1:], strict=False):
-            values, indices = grad.values, grad.indices
-            if len(shards) > 1:
-                mine = tf.logical_and(indices >= first, indices < end)
-                values, indices = tf.boolean_mask(values, mine), tf.boolean_mask(indices, mine) - first
-            entries.append((self._message(shard.device, values), self._message(shard.device, indices)))
-        return entries
+        return [
+            (self._message(shard.device, part.values), self._message(shard.device, part.indices))
+            for shard, part in zip(shards_of(native), _split(grad, native), strict=True)
+        ]
 
     def _message(self, device: str, tensor: Any) -> _Slot:
         self.devices.append(device)
@@ -346,8 +344,18 @@ def _joined(parts: Sequence[Any], native: Any) -> Any:
 
 
 def _split(grad: Any, native: Any) -> list[Any]:
-    """Divides a gradient that the optimiser has changed, by clipping."""
-    return list(tf.split(tf.convert_to_tensor(grad), [int(s.shape[0]) for s in shards_of(native)]))
+    """Divides a gradient among the shards of a variable."""
+    shards, offsets = shards_of(native), offsets_of(native)
+    if not isinstance(grad, tf.IndexedSlices):
+        return list(tf.split(tf.convert_to_tensor(grad), [int(shard.shape[0]) for shard in shards]))
+    parts = []
+    for shard, first, end in zip(shards, offsets, offsets[1:], strict=False):
+        values, indices = grad.values, grad.indices
+        if len(shards) > 1:
+            mine = tf.logical_and(indices >= first, indices < end)
+            values, indices = tf.boolean_mask(values, mine), tf.boolean_mask(indices, mine) - first
+        parts.append(tf.IndexedSlices(values, indices, tf.constant(shard.shape.as_list())))
+    return parts
 
 
 def look_up(variable: Any, indices: Any) -> Any:

@@ -19,6 +19,10 @@ from kdist.context import cross_replica
 from kdist.values import component
 
 
+class CollectiveInXla(BaseException):
+    """Something is to be summed over the replicas in what XLA compiles. Keras adds text to an `Exception`."""
+
+
 class TensorFlowReplica(Replica):
     """A replica that runs inside `tf.distribute.Strategy.run`."""
 
@@ -35,6 +39,7 @@ class TensorFlowReplica(Replica):
         """Sums with the all-reduce of `tf.distribute`."""
         if self.num_replicas_in_sync == 1:
             return list(tensors)
+        self._require_no_xla()
         # TensorFlow keeps small integers on the host, and does not reduce host and device tensors together.
         # float64 holds the integers that are summed here exactly.
         # A tensor made here lies on the replica's device, from which TensorFlow takes where to reduce.
@@ -43,6 +48,10 @@ class TensorFlowReplica(Replica):
         # One call a tensor: within a call TensorFlow concatenates, whatever the dtypes.
         sums = [context.all_reduce(tf.distribute.ReduceOp.SUM, tensor) for tensor in sent]
         return [tf.cast(total, tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
+
+    def _require_no_xla(self) -> None:
+        if getattr(self.scope, "in_xla", False):
+            raise CollectiveInXla
 
     def all_reduce_with_gradient(self, tensor: Any) -> Any:
         """Sums over all replicas; see the contract for the weights of the gradient."""
@@ -57,8 +66,44 @@ class TensorFlowReplica(Replica):
 
         return total(tensor)
 
+    def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Sums dense gradients; of looked-up rows (`tf.IndexedSlices`) the optimizer gets those of all replicas.
+
+        Optimizers square each occurrence of a row by itself: a sum would give other results than one device. These
+        gradients are gathered, and do not go through a user's `CrossDeviceOps`, which add up.
+        """
+        sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+        dense = [
+            [item for item, is_sparse in zip(items, sparse, strict=True) if not is_sparse]
+            for items in (gradients, variables)
+        ]
+        sums = iter(super().sum_gradients(*dense))
+        return [
+            self._gathered(gradient, variable) if is_sparse else next(sums)
+            for gradient, variable, is_sparse in zip(gradients, variables, sparse, strict=True)
+        ]
+
+    def _gathered(self, slices: Any, variable: Any) -> Any:
+        if self.num_replicas_in_sync == 1:
+            return slices
+        weight = self.gradient_weight
+        if self.is_model_step:
+            # Where all replicas have the same rows, those of the first one count, and not a part of each.
+            rows = self.rows
+            weight *= tf.math.divide_no_nan(rows.counts * rows.scalar_weight, rows.share)
+        # Small integers may be on the host, and the values on the device; see `all_reduce_sum`.
+        mine = tf.IndexedSlices(
+            slices.values * tf.cast(weight, slices.dtype),
+            tf.cast(slices.indices, tf.int64),
+            tf.constant(tf.TensorShape(variable.shape).as_list(), tf.int64),
+        )
+        # `tf.distribute` adds slices up by putting them one after the other, in the order of the replicas.
+        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
+        return tf.IndexedSlices(total.values, total.indices, mine.dense_shape)
+
     def gather_tensor(self, tensor: Any, axis: int) -> Any:
         """Gathers with `tf.distribute`, which differentiates it."""
+        self._require_no_xla()
         self.note(f"all_gather(axis={axis})", [])
         sent = tf.identity(tensor) if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
         return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis), tensor.dtype)
@@ -79,6 +124,7 @@ class TensorFlowReplica(Replica):
     ) -> Any:
         """Calls the function with the `merge_call` of `tf.distribute`."""
         self.require_running("merge_call")
+        self._require_no_xla()
         assert self.scope is not None
         self.scope.aggregate(only_on_read=True)
         # The structure goes around TensorFlow, which would take it apart; the tensors with it.
@@ -125,6 +171,8 @@ class TensorFlowScope(ReplicaScope):
         self._graph = tf.compat.v1.get_default_graph()
         self._entered: dict[tuple[int, int], Any] = {}
         self.touched: dict[int, Any] = {}
+        self.in_xla = False
+        """Whether XLA is to compile what is being traced."""
         self._at_start = {id(v): self.snapshot(v) for v in variables}
 
     def local(self, variable: Any) -> Any:
@@ -136,12 +184,22 @@ class TensorFlowScope(ReplicaScope):
         is_on_read = self.has_component(variable)
         if not is_on_read and not is_shared(variable, self._num_local):
             return native_of(variable, self._index, self._num_local)
-        graph = tf.compat.v1.get_default_graph()  # a branch of `tf.cond` has its own
+        # A branch of `tf.cond` has its own. What XLA compiles must not copy from another device.
+        graph = self._graph if self.in_xla else tf.compat.v1.get_default_graph()
         key = (id(graph), id(variable))
         if key not in self._entered:
             self._entered[key] = graph
-            self._components.enter(variable, self._index, is_on_read)
+            with self._outside() if self.in_xla else contextlib.nullcontext():
+                self._components.enter(variable, self._index, is_on_read)
         return self._components.get(variable, self._index, is_on_read).value
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether what is traced now is the replica's own graph, and not that of a branch or of a function in it."""
+        return tf.compat.v1.get_default_graph() is self._graph
+
+    def _outside(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if tf.executing_eagerly() else self._graph.as_default()
 
     def enter_again(self) -> None:
         """Called where a function that speaks for all replicas may have changed what they share."""
@@ -174,7 +232,7 @@ class TensorFlowScope(ReplicaScope):
         known = self._at_start.get(id(variable))
         if known is not None:
             return known
-        with contextlib.nullcontext() if tf.executing_eagerly() else self._graph.as_default():
+        with self._outside():
             return self.snapshot(variable)  # not in a branch, whose tensors cannot be used outside of it
 
     def aggregated(self, variable: Any, value: Any) -> None:

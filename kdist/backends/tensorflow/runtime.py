@@ -7,10 +7,24 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.distribute import values as native_values
 
 from kdist.backends.contract import StepFunction
 from kdist.backends.tensorflow import functions, iteration, steps
 from kdist.backends.tensorflow.core import TensorFlowCore
+from kdist.values import PerReplica
+
+
+class PerReplicaSpec(native_values.PerReplicaSpec):
+    """The type of a `kdist.PerReplica`, as `tf.distribute` has one for its own."""
+
+    value_type = property(lambda self: PerReplica)
+
+    def _to_components(self, value: Any) -> Any:
+        return value.values
+
+    def _from_components(self, components: Any) -> Any:
+        return PerReplica(components)
 
 
 class TensorFlowRuntime(TensorFlowCore):
@@ -25,6 +39,14 @@ class TensorFlowRuntime(TensorFlowCore):
     def element_of(self, iterator: Any) -> iteration.Element:
         """Returns what the iterators of one trace of a `tf.function` have in common."""
         return iteration.Element.of(iterator)
+
+    def element_spec(self, part: Any, inner_shapes: list[Any] | None) -> Any:
+        """Returns `tf.TypeSpec`s, which a `tf.function` may have for its signature."""
+        number = len(self.devices)
+        element = iteration.Element(self, self.place([part] * number)[0], inner_shapes)
+        return element.packed(
+            element.specs if number == 1 else [PerReplicaSpec(*[spec] * number) for spec in element.specs]
+        )
 
     def begin_loop(self) -> None:
         """AutoGraph replaces the loops that it sees."""

@@ -22,6 +22,7 @@ from kdist.backends.tensorflow.core import TensorFlowCore
 from kdist.backends.tensorflow.functions import in_replicas
 from kdist.backends.tensorflow.iteration import spec_of_any_rows
 from kdist.backends.tensorflow.replicas import TensorFlowReplica
+from kdist.backends.tensorflow.xla import compiled_call
 
 
 class TensorFlowSteps(ReplicatedSteps):
@@ -78,7 +79,7 @@ class TensorFlowSteps(ReplicatedSteps):
 
         strategy: Any = keras_hooks.strategy_of(self.model)
         shares, variables = tensors[size * replicas :], self.model.non_trainable_variables
-        with self.around_replicas():
+        with self.around_replicas(), compiled_call(self.model, self.runtime):
             return tuple(in_replicas(self.runtime, strategy, body, self._thread_state, shares, variables))
 
     def concatenate(self, parts: Sequence[Any]) -> Any:

@@ -65,6 +65,7 @@ _NOT_ELSEWHERE = (
         "newer_optimizers", _OWN_SERVERS, "Lamb and Muon look at whole variables, which are divided here"
     ),
     Without("loss_scaling", _OWN_SERVERS, "a LossScaleOptimizer looks at all gradients at once"),
+    Without("embedding_wrapped", _OWN_SERVERS, "a LossScaleOptimizer looks at all gradients at once"),
     Without("mixed_precision", _OWN_SERVERS, "a LossScaleOptimizer looks at all gradients at once"),
     Without(
         "custom_train_step",

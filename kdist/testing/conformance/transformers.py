@@ -1,4 +1,4 @@
-"""A small transformer, with what large ones have."""
+"""A small transformer, with what large ones have; embeddings, whose gradients TensorFlow keeps sparse."""
 
 from __future__ import annotations
 
@@ -56,3 +56,80 @@ def transformer() -> Numbers:
     model = Transformer()
     model.compile(keras.optimizers.SGD(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return a.numbers(model, a.fit(model, ids[:, :-1], ids[:, 1:]))
+
+
+class Tied(keras.Model):
+    """Reads and writes words with the same weights, which get a sparse and a dense gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = keras.layers.Embedding(12, 4)
+
+    def call(self, inputs: Any) -> Any:
+        return ops.matmul(ops.mean(self.embedding(inputs), axis=1), ops.transpose(self.embedding.embeddings))
+
+
+def _train(*optimizers: Any, model_class: Any = None) -> Numbers:
+    # Each of twelve words occurs in a batch, and in the rows of a replica, many times. The last batch has one row.
+    ids = a.tokens(2 * a.BATCH + 1)
+    found: Numbers = {}
+    for optimizer in optimizers:
+        layers = [
+            keras.layers.Embedding(12, 4),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(12),
+        ]
+        model = keras.Sequential(layers) if model_class is None else model_class()
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        history = a.fit(model, ids[:, :-1], ids[:, -1])
+        slots = {f"slot {i}": ops.convert_to_numpy(v) for i, v in enumerate(optimizer.variables)}
+        found |= {f"{optimizer.name} {k}": v for k, v in a.numbers(model, history, **slots).items()}
+    return found
+
+
+@case("embeddings under `Adam`, with repeated words")
+def embedding_adam() -> Numbers:
+    return _train(keras.optimizers.Adam(0.01))
+
+
+@case("embeddings under `AdamW` with `global_clipnorm`")
+def embedding_adamw_clipped() -> Numbers:
+    return _train(keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.05))
+
+
+@case("tied embeddings under `Adam`")
+def embedding_tied() -> Numbers:
+    return _train(keras.optimizers.Adam(0.01), model_class=Tied)
+
+
+@case("embeddings under `Adam` with loss scaling, `RMSprop` with accumulation, `Nadam` with EMA")
+def embedding_wrapped() -> Numbers:
+    return _train(
+        keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.Adam(0.01, clipnorm=0.05), initial_scale=8.0, dynamic_growth_steps=3
+        ),
+        keras.optimizers.RMSprop(0.01, gradient_accumulation_steps=2),
+        keras.optimizers.Nadam(0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2),
+    )
+
+
+@case("`jit_compile` with an embedding, masks and losses that layers add")
+def embedding_jit() -> Numbers:
+    ids = a.tokens()
+    model = keras.Sequential(
+        [
+            keras.layers.Embedding(12, 4, mask_zero=True),
+            keras.layers.Dense(12, activity_regularizer=keras.regularizers.L2(0.01)),
+            keras.layers.BatchNormalization(trainable=False),
+        ]
+    )
+    jit_compile = keras.backend.backend() != "torch"
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        weighted_metrics=["accuracy"],
+        jit_compile=jit_compile,
+    )
+    history = a.fit(model, ids[:, :-1], ids[:, 1:])
+    scores = a.evaluate(model, ids[:, :-1], ids[:, 1:])
+    return a.numbers(model, history, scores=scores, predicted=a.predict(model, ids[:, :-1]))

@@ -142,3 +142,59 @@ def test_devices_are_named_as_tensorflow_names_them_and_cannot_be_added_later():
     assert found == ("cpu:2", "cpu:0")
     assert "gpu:7" in missing and "cpu:2" in missing
     assert "before TensorFlow" in too_late
+
+
+def compiled_by_xla():
+    """How many calls in each replica's step XLA must compile, for several models, and what is logged."""
+    import logging
+
+    import keras
+    import tensorflow as tf
+
+    found, logged = {}, []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("kdist").addHandler(handler)
+
+    def is_compiled(op):
+        return op.type.endswith("PartitionedCall") and b"_XlaMustCompile" in op.node_def.SerializeToString()
+
+    class Counting(keras.Model):
+        def __init__(self, synchronized):
+            super().__init__()
+            self.dense = keras.layers.Dense(4, activation="tanh")
+            self.norm = keras.layers.BatchNormalization(synchronized=synchronized)
+            self.out = keras.layers.Dense(1)
+
+        def call(self, x, training=False):
+            return self.out(self.norm(self.dense(x), training=training))
+
+        def train_step(self, data):
+            logs = super().train_step(data)
+            operations = tf.compat.v1.get_default_graph().get_operations()
+            calls = [op for op in operations if is_compiled(op)]
+            found[self.kind] = len(calls), {op.device[-5:] for op in calls}
+            return logs
+
+    x, y = np.random.randn(10, 3).astype("float32"), np.random.randn(10, 1).astype("float32")
+    for kind, synchronized, options in (
+        ("asked", False, {"jit_compile": True}),
+        ("auto", False, {}),
+        ("sums", True, {"jit_compile": True}),
+    ):
+        with strategy(2).scope():
+            model = Counting(synchronized)
+            model.kind = kind
+            model.compile("sgd", "mse", **options)
+        model.fit(x, y, batch_size=4, verbose=0)
+        assert "call" not in vars(model)
+    logging.getLogger("kdist").removeHandler(handler)
+    return found, logged
+
+
+def test_xla_compiles_forward_and_backward_unless_replicas_sum_in_it():
+    ((found, logged),) = run("tensorflow", 1, compiled_by_xla)
+    assert found["asked"] == (4, {"CPU:0", "CPU:1"})  # both passes of both replicas
+    assert found["auto"][0] == found["sums"][0] == 0
+    (warning,) = [line for line in logged if "jit_compile" in line]
+    assert "add up over the replicas" in warning

@@ -1,0 +1,100 @@
+"""XLA in the replicas: it compiles a model's forward pass, and TensorFlow with it the backward pass.
+
+What replicas add up stays outside: XLA cannot see the collectives of `tf.distribute`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist import keras_hooks
+from kdist.backends.contract import Runtime
+from kdist.backends.tensorflow.replicas import CollectiveInXla, TensorFlowScope
+from kdist.backends.tensorflow.served import shards_of
+from kdist.communication.options import hint_ignored
+
+
+@contextlib.contextmanager
+def compiled_call(model: Any, runtime: Runtime) -> Iterator[None]:
+    """While replicas trace a step, compiles `model.call` with XLA if the user or, on GPUs, Keras wants it.
+
+    An attribute of the instance that is gone afterwards, as with `global_metric_results`.
+    """
+    original, before = model.call, vars(model).get("call")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        scope = keras_hooks.stateless_scope()
+        if (
+            not isinstance(scope, TensorFlowScope) or scope.in_xla
+        ):  # Keras only asks for shapes, or calls again
+            return original(*args, **kwargs)
+        why = "XLA compiles whole calls of the model with dense tensors of numbers only."
+        parts = [part for variable in model.variables for part in shards_of(scope.local(variable))]
+        if any("/job:ps/" in part.device for part in parts):
+            why = "its variables are on parameter servers."
+        elif scope.is_outermost and all(map(_can_compile, keras.tree.flatten((args, kwargs)))):
+            try:
+                return _compiled(scope, original, args, kwargs)
+            except CollectiveInXla:
+                why = "its layers add up over the replicas in the forward pass, which XLA cannot compile."
+        hint_ignored(f"jit_compile=True of {model.name}", why, runtime.worker_index)
+        return original(*args, **kwargs)
+
+    # On CPUs, "auto" would cost more than it gains.
+    if model.jit_compile and (runtime.devices[0].startswith("gpu:") or keras_hooks.asks_for_jit(model)):
+        vars(model)["call"] = call
+    try:
+        yield
+    finally:
+        vars(model).pop("call", None)
+        if before is not None:
+            vars(model)["call"] = before
+
+
+def _can_compile(leaf: Any) -> bool:
+    if not tf.is_tensor(leaf):
+        return True  # a constant of the program
+    return isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string and not hasattr(leaf, "_keras_mask")
+
+
+def _compiled(scope: TensorFlowScope, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    leaves = keras.tree.flatten((args, kwargs))
+    losses, ids = list(scope.losses), {key: set(known) for key, (_, known) in scope.loss_ids.items()}
+    made: list[Any] = []
+
+    def forward(*tensors: Any) -> Any:
+        left = iter(tensors)
+        given = [next(left) if tf.is_tensor(leaf) else leaf for leaf in leaves]
+        own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), given)
+        result = original(*own_args, **own_kwargs)
+        outputs = keras.tree.flatten(result)
+        made[:] = [result, scope.losses[len(losses) :]]
+        return outputs, [getattr(leaf, "_keras_mask", None) for leaf in outputs], made[1]
+
+    scope.in_xla = True
+    try:
+        compiled = tf.function(forward, jit_compile=True, autograph=False)
+        outputs, masks, added = compiled(*filter(tf.is_tensor, leaves))
+    except CollectiveInXla:
+        scope.losses[:] = losses
+        for key, (_, known) in scope.loss_ids.items():
+            known.intersection_update(ids.get(key, ()))
+        raise
+    finally:
+        scope.in_xla = False
+    # Keras finds layers' losses by their addresses, and masks by an attribute: hand over those outside.
+    scope.losses[:] = [*losses, *added]
+    for inner, outer in zip(made[1], added, strict=True):
+        for _, known in scope.loss_ids.values():
+            if id(inner) in known:
+                known.remove(id(inner))  # another loss may get this address
+                known.add(id(outer))
+    for leaf, mask in zip(outputs, masks, strict=True):
+        if mask is not None:
+            leaf._keras_mask = mask
+    return keras.tree.pack_sequence_as(made[0], outputs)
