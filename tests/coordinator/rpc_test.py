@@ -242,6 +242,8 @@ MALFORMED = {
     "two less than zero": [message({"arrays": [["uint8", [-2, -2]]]}, b"data")],
     "fractions": [message({"arrays": [["uint8", [1.5]]]}, b"data")],
     "a text for a shape": [message({"arrays": [["uint8", "11"]]}, b"data")],
+    "huge axes without elements": [message({"arrays": [["uint8", [0, 1 << 47, 1 << 47]]]})],
+    "what NumPy parses": [message({"arrays": [["f4,(", [1]]]}, b"12345678")],
     "many axes": [message({"arrays": [["uint8", [1] * 65]]}, b"data")],
     "pointers": [message({"arrays": [["O", [1]]]}, b"12345678")],
     "named pointers": [message({"arrays": [["object", [1]]]}, b"12345678")],
