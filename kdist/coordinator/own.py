@@ -32,10 +32,10 @@ from kdist.coordinator.group import Group
 from kdist.coordinator.optimizers import Optimizers
 from kdist.coordinator.placement import place
 from kdist.coordinator.recent import Recent
-from kdist.coordinator.rpc import Peer, PeerLost, close_all
+from kdist.coordinator.rpc import Peer, PeerLost
 from kdist.coordinator.served import Home, Record, Served
 from kdist.data.distributed_dataset import DistributedDataset
-from kdist.errors import ClusterConfigError, WorkerLostError, WorkerTimeoutError
+from kdist.errors import WorkerLostError, WorkerTimeoutError
 from kdist.strategies.default import get_strategy
 
 _LOOK = 1.0  # seconds between two looks at who is missing
@@ -215,7 +215,8 @@ class OwnCoordination(Coordination):
         self.closures.close()
         for stop in self._watches:
             stop()
-        close_all([*self.served.servers, *self._workers])  # who waits for an answer has none now
+        for peer in [*self.served.servers, *self._workers]:
+            peer.close()  # who waits for an answer has none now
         join_threads(self._threads)
 
     def _lost_server(self, server: Peer) -> None:
@@ -348,17 +349,14 @@ def _require(peers: Sequence[Peer], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     waiting = Waiting([peer.name for peer in peers], timeout)
     missing = list(peers)
-    try:
-        # One is waited for, for a moment; then all are looked at.
-        while missing and (left := deadline - time.monotonic()) > 0:
-            missing[0].is_there(min(left, _LOOK))
-            missing = [peer for peer in missing if not peer.is_there(_GLANCE)]
-            waiting.note([peers.index(peer) for peer in missing])
-    except ClusterConfigError:
-        close_all(peers)
-        raise
+    # One is waited for, for a moment; then all are looked at.
+    while missing and (left := deadline - time.monotonic()) > 0:
+        missing[0].is_there(min(left, _LOOK))
+        missing = [peer for peer in missing if not peer.is_there(_GLANCE)]
+        waiting.note([peers.index(peer) for peer in missing])
     if missing:
-        close_all(peers)
+        for peer in peers:
+            peer.close()
         raise WorkerTimeoutError(
             f"All workers and servers must come within {timeout:g} s; {', '.join(map(str, missing))} did not.",
             hint="Run the script there, too: on these tasks it calls `kdist.Server(...).join()`.",

@@ -43,7 +43,8 @@ _CHANNEL = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # The most that an attempt may take, with its handshake.
+    ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -213,12 +214,6 @@ class Peer:
         return CallFailed(f"{self.name} could not be asked for {method!r}: {error.details()}")
 
 
-def close_all(peers: Iterable[Peer]) -> None:
-    """Ends the connections to several tasks."""
-    for peer in peers:
-        peer.close()
-
-
 class Service:
     """What a task lets others call.
 
@@ -346,12 +341,15 @@ def _most_bytes() -> int:
 
 
 def _shape(sizes: Any) -> tuple[int, ...]:
-    if not all(type(size) is int and 0 <= size < 1 << 48 for size in sizes) or len(sizes) > 32:
+    is_shape = len(sizes) <= 32 and all(type(size) is int and size >= 0 for size in sizes)
+    if not is_shape or math.prod(size or 1 for size in sizes) >= 1 << 48:
         raise ValueError(sizes)
     return tuple(sizes)
 
 
 def _dtype(name: str) -> np.dtype:
+    if not str.isidentifier(name):  # NumPy parses more than names
+        raise ValueError(name)
     try:
         dtype = np.dtype(name)
     except TypeError:

@@ -147,35 +147,49 @@ def test_a_caller_that_cannot_prove_that_it_knows_the_secret_is_not_read(kind: s
         service.stop()
 
 
-def test_neither_side_shows_the_secret_or_a_message() -> None:
-    """A man in the middle passes everything on and keeps a copy."""
-    (address,) = local_addresses(1)
-    service = Service(address, HANDLERS, SECRET)
-    listening = socket.create_server(("127.0.0.1", 0))
+@contextlib.contextmanager
+def in_the_middle(address: str, delay: float = 0.0) -> Iterator[tuple[str, list[bytes]]]:
+    """Passes everything on, after a delay, and keeps a copy. Yields its address and the copy."""
     seen: list[bytes] = []
+    host, _, port = address.rpartition(":")
 
     def copy(source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):  # one side has ended
             while data := source.recv(1 << 16):
+                time.sleep(delay)
                 seen.append(data)
                 target.sendall(data)
 
     def serve() -> None:
-        near, _ = listening.accept()
-        host, _, port = address.rpartition(":")
-        far = socket.create_connection((host, int(port)))
-        for pair in ((near, far), (far, near)):
-            threading.Thread(target=copy, args=pair, daemon=True).start()
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listening.accept()
+                far = socket.create_connection((host, int(port)))
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=copy, args=pair, daemon=True).start()
 
-    threading.Thread(target=serve, daemon=True).start()
-    peer = Peer("ps 0", f"127.0.0.1:{listening.getsockname()[1]}", SECRET)
-    assert peer.call("echo", {"said": "what nobody else reads"})[0] == {"heard": "what nobody else reads"}
-    peer.close()
-    service.stop()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}", seen
+
+
+def test_neither_side_shows_the_secret_or_a_message(service: tuple[Service, str]) -> None:
+    with in_the_middle(service[1]) as (address, seen):
+        peer = Peer("ps 0", address, SECRET)
+        said = "what nobody else reads"
+        assert peer.call("echo", {"said": said})[0] == {"heard": said}
+        peer.close()
     copied = b"".join(seen)
     assert len(copied) > 1000
     assert SECRET.encode() not in copied
     assert b"nobody" not in copied
+
+
+def test_a_slow_handshake_is_waited_for(service: tuple[Service, str]) -> None:
+    with in_the_middle(service[1], delay=0.4) as (address, _):
+        peer = Peer("ps 0", address, SECRET)
+        assert peer.is_there(20)
+        peer.close()
 
 
 def test_the_key_is_that_of_the_secret() -> None:
@@ -228,6 +242,8 @@ MALFORMED = {
     "two less than zero": [message({"arrays": [["uint8", [-2, -2]]]}, b"data")],
     "fractions": [message({"arrays": [["uint8", [1.5]]]}, b"data")],
     "a text for a shape": [message({"arrays": [["uint8", "11"]]}, b"data")],
+    "huge axes without elements": [message({"arrays": [["uint8", [0, 1 << 47, 1 << 47]]]})],
+    "what NumPy parses": [message({"arrays": [["f4,(", [1]]]}, b"12345678")],
     "many axes": [message({"arrays": [["uint8", [1] * 65]]}, b"data")],
     "pointers": [message({"arrays": [["O", [1]]]}, b"12345678")],
     "named pointers": [message({"arrays": [["object", [1]]]}, b"12345678")],

@@ -22,6 +22,7 @@ class Shards(ShardedVariable):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self.numpy().astype(dtype) if dtype is not None else self.numpy()
 
+    # Without it, `model.export` fails: Keras would give the shards to TensorFlow in place of a tensor.
     def _serialize_to_tensors(self) -> dict[str, Any]:
         return {"VARIABLE_VALUE": tf.convert_to_tensor(self)}
 
