@@ -6,8 +6,11 @@ both nonces, the role of the sender, and the message. Messages are JSON of limit
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hmac
 import json
+import secrets
 import selectors
 import socket
 import struct
@@ -18,19 +21,12 @@ from typing import Any
 from kdist.cluster import logs
 from kdist.cluster.addresses import is_loopback, split_address
 from kdist.cluster.environment import TOKEN_VARIABLE, cluster_token
-from kdist.cluster.secret import (
-    EXPORT_TOKEN,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    is_proof,
-    job_secret,
-    new_nonce,
-    prove,
-)
+from kdist.cluster.secret import EXPORT_TOKEN, PROOF_BYTES, job_secret, prove
 from kdist.errors import ClusterConfigError
 
 _HEADER = struct.Struct("!4sI")
 _MAGIC = b"kdh1"
+NONCE_BYTES = 16
 _MOST_BYTES = 4096  # of a message from a client
 _MOST_PENDING = 512  # connections that have not proved anything yet
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -41,21 +37,13 @@ class NotOfThisJobError(ConnectionError):
 
 
 def secret_if_any(address: str, *, warn: bool = False) -> str:
-    """Returns the secret for a job that meets at an address; empty if there is none and other machines take part.
-
-    Args:
-        address: The address, as `host:port`.
-        warn: Whether to log a warning if there is no secret.
-    """
+    """Returns the secret of a job that meets at `address`; "" if there is none, and other machines take part."""
     if cluster_token() or is_loopback(split_address(address)[0]):
         return job_secret([address])
     if warn:
         logs.logger.warning(
-            "%s is not set, so the workers cannot check who connects to %s. Keep its ports in a private network, or "
-            "set the same secret on all machines: %s",
-            TOKEN_VARIABLE,
-            address,
-            EXPORT_TOKEN,
+            f"{TOKEN_VARIABLE} is not set, so the workers cannot check who connects to {address}. Keep its ports in a "
+            f"private network, or set the same secret on all machines: {EXPORT_TOKEN}"
         )
     return ""
 
@@ -71,10 +59,10 @@ def secret_error(address: str, error: NotOfThisJobError) -> ClusterConfigError:
 
 
 class Link:
-    """One side of a connection. `connect` and `clients` create links.
+    """One side of a connection. `connect` and `clients` create links; their callers close the connections.
 
     Args:
-        connection: The connection, which the link does not close by itself.
+        connection: The connection.
         secret: The secret of the job. With an empty one, the proofs prove nothing.
         purpose: The kind of the connection, the same on both sides.
         roles: The own role, and that of the other side.
@@ -83,36 +71,28 @@ class Link:
     def __init__(self, connection: socket.socket, secret: str, purpose: str, *roles: str) -> None:
         self.connection = connection
         self.host = str(connection.getpeername()[0])
-        self.nonces = {roles[0]: new_nonce()}
+        self.nonces = {roles[0]: secrets.token_bytes(NONCE_BYTES)}
         self._secret, self._purpose, self._roles = secret, purpose, roles
-        self._received = b""
-        self._wanted = _HEADER.size
+        self._received, self._wanted = b"", _HEADER.size
 
     def send(self, message: Mapping[str, Any], first: bytes = b"") -> None:
         """Sends a message with its proof; `first` goes before both."""
         text = json.dumps(message).encode()
-        proof = prove(self._secret, self._purpose, self._roles[0], self._both_nonces(), text)
-        self.send_bytes(first + proof + text)
+        self.send_bytes(first + self._prove(self._roles[0], text) + text)
 
     def send_bytes(self, body: bytes) -> None:
         """Sends bytes without a proof."""
         self.connection.settimeout(5.0)
         self.connection.sendall(_HEADER.pack(_MAGIC, len(body)) + body)
 
-    def receive(self, deadline: float, most: int = _MOST_BYTES) -> dict[str, Any]:
-        """Waits for a message, and checks its proof.
-
-        Raises:
-            NotOfThisJobError: If the proof is wrong.
-            OSError: If the connection is lost, the message is late, or these bytes are no message.
-        """
-        return self.check(self.receive_bytes(deadline, most))
-
-    def receive_bytes(self, deadline: float, most: int = _MOST_BYTES) -> bytes:
-        """Waits for bytes without a proof."""
-        while (body := self.read(max(0.01, deadline - time.monotonic()), most)) is None:
-            pass
-        return body
+    def receive(self, deadline: float, most: int = _MOST_BYTES, after: int = 0) -> dict[str, Any]:
+        """Waits for a message; the nonce of the other side may come `after` so many bytes of it."""
+        while (left := deadline - time.monotonic()) > 0:
+            if (body := self.read(left, most)) is not None:
+                if after:
+                    self.nonces[self._roles[1]] = body[:after]
+                return self.check(body[after:])
+        raise TimeoutError("the other side does not answer in time")
 
     def read(self, timeout: float, most: int = _MOST_BYTES) -> bytes | None:
         """Reads once. Never reads beyond the message: the bytes after it may have another format."""
@@ -134,18 +114,16 @@ class Link:
     def check(self, body: bytes) -> dict[str, Any]:
         """Returns the message in `body` if its proof is right."""
         proof, text = body[:PROOF_BYTES], body[PROOF_BYTES:]
-        if not is_proof(proof, self._secret, self._purpose, self._roles[1], self._both_nonces(), text):
+        if not hmac.compare_digest(proof, self._prove(self._roles[1], text)):
             raise NotOfThisJobError(f"the other side has another secret, or none ({TOKEN_VARIABLE})")
-        try:
-            message = json.loads(text)
-        except (ValueError, RecursionError):
-            message = None
-        if not isinstance(message, dict):
-            raise ConnectionAbortedError("the other side sends something else")
-        return message
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(message := json.loads(text), dict):
+                return message
+        raise ConnectionAbortedError("the other side sends something else")
 
-    def _both_nonces(self) -> list[bytes]:
-        return [nonce for _, nonce in sorted(self.nonces.items())]
+    def _prove(self, role: str, text: bytes) -> bytes:
+        nonces = [self.nonces[role] for role in sorted(self._roles)]
+        return prove(self._secret, self._purpose, role, nonces, text)
 
 
 def connect(place: tuple[str, int], secret: str, purpose: str, timeout: float, answer: float) -> Link:
@@ -158,9 +136,7 @@ def connect(place: tuple[str, int], secret: str, purpose: str, timeout: float, a
     link = Link(socket.create_connection(place, timeout), secret, purpose, "client", "server")
     try:
         link.send_bytes(link.nonces["client"])
-        body = link.receive_bytes(time.monotonic() + answer)
-        link.nonces["server"] = body[:NONCE_BYTES]
-        link.check(body[NONCE_BYTES:])
+        link.receive(time.monotonic() + answer, after=NONCE_BYTES)
     except BaseException:
         link.connection.close()
         raise
@@ -172,38 +148,60 @@ def clients(
 ) -> Generator[tuple[Link, dict[str, Any]] | None]:
     """Yields the first message of each client that proves to know the secret, with its link, until the deadline.
 
-    Yields `None` at least once a second. Logs and closes other connections; the caller closes the links that it got.
+    Yields `None` at least once a second. Closes other connections, and logs the first of them.
     """
-    pending: dict[Link, None] = {}
+    pending: dict[Link, None] = {}  # in the order in which they came
     reported = False
     server.settimeout(0.0)
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
+
+        def accept() -> None:
+            try:
+                link = Link(server.accept()[0], secret, purpose, "server", "client")
+            except OSError as error:  # the client may have gone
+                if error.errno in _NO_MORE_FILES and not pending:
+                    time.sleep(0.1)
+                elif error.errno in _NO_MORE_FILES:
+                    drop(next(iter(pending)))
+                return
+            pending[link] = None
+            selector.register(link.connection, selectors.EVENT_READ, link)
+            if len(pending) > _MOST_PENDING:
+                drop(next(iter(pending)))
+
+        def drop(link: Link, close: bool = True) -> None:
+            del pending[link]
+            selector.unregister(link.connection)
+            if close:
+                link.connection.close()
+
         try:
             while (left := deadline - time.monotonic()) > 0:
                 for key, _ in selector.select(min(1.0, left)):
                     link = key.data
                     if link is None:
-                        if link := _accept(server, secret, purpose, pending, selector):
-                            selector.register(link.connection, selectors.EVENT_READ, link)
+                        accept()
                         continue
-                    if link not in pending:  # closed a moment ago, to make room
+                    if link not in pending:  # dropped a moment ago, to make room
                         continue
                     try:
                         message = _advance(link)
                     except OSError as error:
-                        _drop(link, pending, selector)
-                        begun = "client" in link.nonces
-                        if begun and isinstance(error, ConnectionResetError):
-                            error = NotOfThisJobError(f"it does not accept the secret ({TOKEN_VARIABLE})")
+                        drop(link)
+                        begun, closed = "client" in link.nonces, isinstance(error, ConnectionResetError)
                         # A probe that only looks whether the port is open sends nothing.
-                        if not reported and (begun or not isinstance(error, ConnectionResetError)):
+                        if not reported and (begun or not closed):
                             reported = True
-                            logs.logger.warning("Dropped a connection from %s: %s.", link.host, error)
+                            why = (
+                                f"it does not accept the secret ({TOKEN_VARIABLE})"
+                                if begun and closed
+                                else error
+                            )
+                            logs.logger.warning("Dropped a connection from %s: %s.", link.host, why)
                         continue
                     if message is not None:
-                        del pending[link]
-                        selector.unregister(link.connection)
+                        drop(link, close=False)
                         yield link, message
                 yield None
         finally:
@@ -226,36 +224,3 @@ def _advance(link: Link) -> dict[str, Any] | None:
     link.nonces["client"] = body
     link.send({}, first=link.nonces["server"])
     return None
-
-
-def _accept(
-    server: socket.socket,
-    secret: str,
-    purpose: str,
-    pending: dict[Link, None],
-    selector: selectors.BaseSelector,
-) -> Link | None:
-    """Accepts a connection. Closes the oldest that has proved nothing if there are too many, or too many files."""
-    connection = None
-    try:
-        connection, _ = server.accept()
-        link = Link(connection, secret, purpose, "server", "client")
-    except OSError as error:
-        if connection is not None:
-            connection.close()
-        if error.errno not in _NO_MORE_FILES:
-            return None  # the client has gone
-        if not pending:
-            time.sleep(0.1)  # until this process has closed some
-    if pending and (connection is None or len(pending) >= _MOST_PENDING):
-        _drop(next(iter(pending)), pending, selector)
-    if connection is None:
-        return None
-    pending[link] = None
-    return link
-
-
-def _drop(link: Link, pending: dict[Link, None], selector: selectors.BaseSelector) -> None:
-    del pending[link]
-    selector.unregister(link.connection)
-    link.connection.close()

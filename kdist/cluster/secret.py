@@ -19,7 +19,6 @@ from kdist.cluster.addresses import is_loopback, split_address
 from kdist.cluster.environment import TOKEN_VARIABLE, cluster_token
 from kdist.errors import ClusterConfigError
 
-NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
 EXPORT_TOKEN = f"export {TOKEN_VARIABLE}=$(openssl rand -hex 16)"
 _HINT = f"Set the same secret on all machines of the job. Create it once, such as with\n{EXPORT_TOKEN}"
@@ -41,14 +40,6 @@ def job_secret(addresses: Sequence[str]) -> str:
     Raises:
         ClusterConfigError: If there is no `KDIST_CLUSTER_TOKEN` and an address is not a loopback address, or the
             user's secret cannot be read or created.
-
-    Example:
-
-    >>> from kdist.cluster import environment
-    >>> from kdist.cluster.secret import job_secret
-    >>> with environment.patched(KDIST_CLUSTER_TOKEN="example"):
-    ...     job_secret(["host0:2222"])
-    'example'
     """
     if token := cluster_token():
         return token
@@ -120,11 +111,6 @@ def _create(directory: int) -> None:
             os.unlink(name, dir_fd=directory)
 
 
-def new_nonce() -> bytes:
-    """Returns random bytes to be used once, in the challenge of one connection."""
-    return secrets.token_bytes(NONCE_BYTES)
-
-
 def prove(secret: str, purpose: str, role: str, nonces: Sequence[bytes], message: bytes = b"") -> bytes:
     """Returns the proof that the sender of a message knows the secret.
 
@@ -141,10 +127,3 @@ def prove(secret: str, purpose: str, role: str, nonces: Sequence[bytes], message
     parts = (b"kdist 1", purpose.encode(), role.encode(), *nonces, message)
     covered = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
     return hmac.new(secret.encode(), covered, hashlib.sha256).digest()
-
-
-def is_proof(
-    received: bytes, secret: str, purpose: str, role: str, nonces: Sequence[bytes], message: bytes = b""
-) -> bool:
-    """Checks a proof that `prove` of another process has returned."""
-    return hmac.compare_digest(received, prove(secret, purpose, role, nonces, message))
