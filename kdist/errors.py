@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 
 
 class KdistError(Exception):
@@ -110,3 +111,27 @@ class CheckpointCorruptError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError):
     """A checkpoint holds something else than the objects that are to be restored."""
+
+
+@contextlib.contextmanager
+def malformed_as(make: Callable[[str], KdistError]) -> Iterator[None]:
+    """Turns what Python raises for data of an unexpected form into an error of kdist.
+
+    Args:
+        make: Returns the error; called with the words of Python's own.
+
+    Example:
+
+    >>> from kdist.errors import DatasetError, malformed_as
+    >>> with malformed_as(lambda error: DatasetError(f"A row must have a label, not {error}.")):
+    ...     {}["label"]
+    Traceback (most recent call last):
+        ...
+    kdist.errors.DatasetError: A row must have a label, not KeyError: 'label'.
+    """
+    try:
+        yield
+    except KdistError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise make(f"{type(error).__name__}: {error}") from error

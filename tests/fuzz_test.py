@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes import run
 
-INPUTS = 3_000
+INPUTS = 100_000
 SEED = "kdist 28"
 
 

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from kdist.arrays import rows
-from kdist.errors import DatasetError
+from kdist.errors import DatasetError, malformed_as
 
 _FAILED = b"!"  # what starts no JSON
 
@@ -95,14 +95,14 @@ def decode(data: bytes) -> Any:
     Raises:
         DatasetError: The message has another form.
     """
-    try:
-        return _decode(data)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DatasetError(
+    with malformed_as(
+        lambda error: DatasetError(
             "A batch of another worker must have the form in which kdist sends it.",
-            received={"bytes": len(data), "error": f"{type(error).__name__}: {error}"},
+            received={"bytes": len(data), "error": error},
             hint="Install the same version of kdist on all workers.",
-        ) from error
+        )
+    ):
+        return _decode(data)
 
 
 def _decode(data: bytes) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kdist.checkpoint import layout
 from kdist.checkpoint.shards import Size
-from kdist.errors import CheckpointCorruptError, CheckpointError
+from kdist.errors import CheckpointCorruptError, CheckpointError, malformed_as
 
 FORMAT = "kdist.checkpoint"
 VERSION = 1
@@ -174,13 +174,12 @@ def parse(data: bytes, path: str) -> Index:
             received={"file": path, "version": version},
             hint="Read it with the kdist that wrote it, or a newer one: pip install --upgrade kdist",
         )
-    try:
+    with malformed_as(
+        lambda error: CheckpointCorruptError(
+            "The index of a checkpoint must have all its fields.", received={"file": path, "error": error}
+        )
+    ):
         return _from_json(json.loads(data))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorruptError(
-            "The index of a checkpoint must have all its fields.",
-            received={"file": path, "error": f"{type(error).__name__}: {error}"},
-        ) from error
 
 
 def _from_json(fields: dict[str, Any]) -> Index:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from kdist.checkpoint.checked_reading import read_index, read_tensors
 from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.index import Index, Tensor
 from kdist.checkpoint.snapshot import scope_of
-from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, KdistError
+from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, malformed_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,18 +147,13 @@ def restore(
     return RestoreStatus(path, plan.unused, plan.unmatched), plain_values[_COUNTER]
 
 
-@contextlib.contextmanager
-def _named_damage(path: str) -> Iterator[None]:
-    """Turns what Python raises for values of another form into an error of kdist."""
-    try:
-        yield
-    except KdistError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointCorruptError(
+def _named_damage(path: str) -> contextlib.AbstractContextManager[None]:
+    return malformed_as(
+        lambda error: CheckpointCorruptError(
             "The values of a checkpoint must have the form in which kdist saves them.",
-            received={"path": path, "error": f"{type(error).__name__}: {error}"},
-        ) from error
+            received={"path": path, "error": error},
+        )
+    )
 
 
 def restore_weights(path: str, model: keras.Model) -> None:

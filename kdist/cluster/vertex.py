@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from kdist.cluster.tf_config import TFConfig, TFConfigClusterResolver, parse_tf_config
-from kdist.errors import ClusterConfigError
+from kdist.errors import ClusterConfigError, malformed_as
 
 NAME = "CLUSTER_SPEC"
 # The documented meaning of the pools, by their position.
@@ -41,16 +41,16 @@ class VertexClusterResolver(TFConfigClusterResolver):
     def _described(self) -> TFConfig:
         text = self._environ.get(NAME, "")
         try:
-            return parse_tf_config(json.dumps(_renamed(json.loads(text))))
+            with malformed_as(
+                lambda error: ClusterConfigError(
+                    f"`{NAME}` must be a JSON object with the cluster's worker pools and this task.",
+                    received={NAME: text[:200], "error": error},
+                )
+            ):
+                return parse_tf_config(json.dumps(_renamed(json.loads(text))))
         except ClusterConfigError as error:
             rule = error.rule.replace("TF_CONFIG", NAME)
             raise ClusterConfigError(rule, received=error.received, hint=_HINT) from None
-        except (ValueError, LookupError, RecursionError, TypeError, AttributeError) as error:
-            raise ClusterConfigError(
-                f"`{NAME}` must be a JSON object with the cluster's worker pools and this task.",
-                received={NAME: text[:200], "error": str(error)},
-                hint=_HINT,
-            ) from None
 
 
 def _renamed(spec: dict[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import contextlib
 import functools
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from kdist.errors import InvalidArgumentError, KdistError
+from kdist.errors import InvalidArgumentError, malformed_as
 from kdist.measuring import records, timeline
 from kdist.measuring.drawing import COLORS, GREY, Chart, Report, draw_shares
 from kdist.measuring.records import Record, Run
@@ -27,7 +27,13 @@ def read_report(folder: str) -> Report:
     Raises:
         InvalidArgumentError: There is nothing to draw.
     """
-    with _named_damage(folder):
+    with malformed_as(
+        lambda error: InvalidArgumentError(
+            "The records and traces of a run must have the form in which kdist writes them.",
+            received={"folder": folder, "error": error},
+            hint="Remove the damaged files: each worker has its own.",
+        )
+    ):
         return _read_report(folder)
 
 
@@ -43,21 +49,6 @@ def _read_report(folder: str) -> Report:
         )
     run = records.read_run(folder)
     return Report(folder, _lead(run), _table(run), [*_charts(run), *charts])
-
-
-@contextlib.contextmanager
-def _named_damage(folder: str) -> Iterator[None]:
-    """Turns what Python raises for lines of another form into an error of kdist."""
-    try:
-        yield
-    except KdistError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise InvalidArgumentError(
-            "The records and traces of a run must have the form in which kdist writes them.",
-            received={"folder": folder, "error": f"{type(error).__name__}: {error}"},
-            hint="Remove the damaged files: each worker has its own.",
-        ) from error
 
 
 def _has_traces(folder: str) -> bool:

@@ -20,6 +20,8 @@ from kdist.cluster import (
 )
 from kdist.cluster.sources import SOURCES
 from kdist.errors import ClusterConfigError
+from tests.cluster import schedulers_test
+from tests.cluster.schedulers_test import without
 
 INDEXED_JOB = {
     "JOB_COMPLETION_INDEX": "2",
@@ -64,12 +66,9 @@ PLATFORMS = {
     "Trainer, torch": (TRAINER_TORCH, ("PET", 1, 2, "digits-node-0-0.digits:29400")),
     "Trainer, jax": (TRAINER_JAX, ("JAX", 2, 3, "digits-node-0-0.digits:29400")),
     "SageMaker": (SAGEMAKER, ("SageMaker", 1, 2, "algo-1:2223")),
+    **schedulers_test.PLATFORMS,
     "Ray": (RAY_TORCH, ("torchrun", 1, 4, "10.0.0.1:41873")),
 }
-
-
-def without(variables, *names):
-    return {name: value for name, value in variables.items() if name not in names}
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -217,6 +216,7 @@ def test_sagemaker():
 
 
 WRONG = [
+    *schedulers_test.WRONG,
     (INDEXED_JOB, {"JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX"),
     (INDEXED_JOB, {"JOB_COMPLETION_INDEX": None}, "completionMode: Indexed"),
     (INDEXED_JOB, {"JOB_COMPLETION_INDEX": "-1"}, "JOB_COMPLETION_INDEX"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -102,8 +101,7 @@ def _checkpoints(folder: str) -> list[Target]:
         return made
 
     def read_files(made: dict[str, bytes]) -> None:
-        shutil.rmtree(bad, ignore_errors=True)
-        os.makedirs(bad)
+        os.makedirs(bad, exist_ok=True)
         for name, data in made.items():
             with open(os.path.join(bad, name), "wb") as file:
                 file.write(data)
@@ -157,9 +155,9 @@ def _clusters() -> list[Target]:
     from kdist.cluster.discovery import alone_by_mistake
     from kdist.cluster.sources import SOURCES
     from kdist.cluster.tpu import TPUClusterResolver
-    from tests.cluster import discovery_test, platforms_test, schedulers_test, tpu_test
+    from tests.cluster import discovery_test, platforms_test, tpu_test
 
-    good = [variables for variables, _ in (platforms_test.PLATFORMS | schedulers_test.PLATFORMS).values()]
+    good = [variables for variables, _ in platforms_test.PLATFORMS.values()]
     good += [variables for _, variables in discovery_test.IN_ORDER] + [tpu_test.GKE, tpu_test.COLAB]
     names = sorted(
         {name for variables in good for name in variables} | {n for one in SOURCES for n in one.variables}
@@ -337,8 +335,9 @@ def _calls() -> list[Target]:
         _, found = rpc._read(messages)
         assert sum(array.nbytes for array in found) <= sum(map(len, messages))
 
-    if not hasattr(rpc, "_MOST_HEADER"):
+    if not hasattr(rpc, "_most_bytes"):
         return []  # messages have no limits yet
+    rpc._most_bytes = lambda: 64 << 20  # of a small machine
     return [Target("call of a parameter server", 12, make, read, [[call]])]
 
 
