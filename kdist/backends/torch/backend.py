@@ -12,7 +12,7 @@ import torch
 from kdist import keras_hooks
 from kdist.backends.contract import Backend
 from kdist.backends.torch import devices as torch_devices
-from kdist.backends.torch import functions, modules
+from kdist.backends.torch import functions, modules, seeds
 from kdist.backends.torch.coordination import TorchEngine
 from kdist.backends.torch.runtime import TorchRuntime
 from kdist.backends.torch.workers import Workers, join
@@ -35,7 +35,8 @@ class TorchBackend(Backend):
 
     def __init__(self) -> None:
         keras_hooks.hook_torch_modules(modules.zero_grad, modules.call_module)
-        keras_hooks.hook_torch_dropout()
+        keras_hooks.hook_torch_random(seeds.torch_seed_generator)
+        keras_hooks.hook_torch_recomputing()
 
     def native_batches(self, adapter: Any) -> Any:
         """Returns a `DataLoader`."""
