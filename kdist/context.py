@@ -88,6 +88,13 @@ class ReplicaContext:
     def __init__(self, strategy: StrategyLike, replica_id_in_sync_group: int) -> None:
         self._strategy = strategy
         self._replica_id_in_sync_group = replica_id_in_sync_group
+        # A thread of autograd's may enter it while its own thread waits there.
+        self._outer: list[ReplicaContext | None] = []
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether a thread runs this replica."""
+        return bool(self._outer)
 
     @property
     def strategy(self) -> StrategyLike:
@@ -224,12 +231,12 @@ class ReplicaContext:
         return f"<{type(self).__name__} {self.replica_id_in_sync_group} of {self.num_replicas_in_sync}>"
 
     def __enter__(self) -> ReplicaContext:
-        self._outer = _state.replica
+        self._outer.append(_state.replica)
         _state.replica = self
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _state.replica = self._outer
+        _state.replica = self._outer.pop()
 
 
 S = TypeVar("S", bound=StrategyLike)

@@ -44,6 +44,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--contract-results", default=None, help="write the result of each contract cell to this file"
     )
     parser.addoption("--gpu-report", default=None, help="write what the tests found on GPUs to this file")
+    parser.addoption(
+        "--foreign-backward",
+        action="store_true",
+        help="the contract with PyTorch's backward pass in another thread, as on a GPU",
+    )
     parser.addoption("--support-results", default=None, help="write what each strategy can do to this file")
 
 

@@ -7,6 +7,7 @@ result is printed as a matrix at the end, and the table of docs/contract.md is m
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import pickle
@@ -21,6 +22,7 @@ import pytest
 from kdist.testing import WorkerFailure, WorkerPool
 from kdist.testing.conformance import CASES, CONFIGURATIONS, compare, make_strategy, run_case
 from tests.contract_cells import BACKENDS, CELLS, Cell, missing_pairs
+from tests.foreign_backward import foreign_backward
 from tests.processes import full_unless, start_pool
 
 # A first step may have to compile on a busy machine; a hang is cut off here, with every worker's stack printed.
@@ -81,8 +83,8 @@ def _plain(name: str) -> Any:
     return numbers
 
 
-def _under_strategy(name: str, configuration: str) -> Any:
-    with warnings.catch_warnings():
+def _under_strategy(name: str, configuration: str, is_foreign: bool = False) -> Any:
+    with warnings.catch_warnings(), foreign_backward() if is_foreign else contextlib.nullcontext():
         # What the contract holds for must not be warned of.
         warnings.filterwarnings("error", message=".* gives other numbers with")
         strategy = make_strategy(configuration)
@@ -124,11 +126,41 @@ def _params() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("cell", _params())
-def test_numbers_are_those_of_one_device(cell: Cell, pools: Pools, oracle_folder: Path) -> None:
+def test_numbers_are_those_of_one_device(
+    cell: Cell, pools: Pools, oracle_folder: Path, pytestconfig: pytest.Config
+) -> None:
+    _check(cell, pools, oracle_folder, pytestconfig.getoption("--foreign-backward"))
+
+
+# What the backward pass computes again, in every kind of strategy. `--foreign-backward` runs all cells in this way.
+_RECOMPUTED = [
+    cell
+    for cell in CELLS
+    if cell.case == "remat_of_states"
+    and cell.configuration in ("mirrored-3", "workers-2x2", "fully-sharded-2x1")
+]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(
+            cell, id=str(cell), marks=pytest.mark.xdist_group(f"contract-torch-{cell.configuration}")
+        )
+        for cell in _RECOMPUTED
+    ],
+)
+def test_numbers_are_those_of_one_device_with_the_backward_pass_in_another_thread(
+    cell: Cell, pools: Pools, oracle_folder: Path
+) -> None:
+    _check(cell, pools, oracle_folder, is_foreign=True)
+
+
+def _check(cell: Cell, pools: Pools, oracle_folder: Path, is_foreign: bool) -> None:
     try:
         workers, plain = pools.get(cell.backend, cell.configuration)
         expected = _oracle(plain, cell.backend, cell.case, oracle_folder)
-        actual = workers.run(_under_strategy, cell.case, cell.configuration)
+        actual = workers.run(_under_strategy, cell.case, cell.configuration, is_foreign)
     except BaseException:
         pools.close()  # workers that failed at different places must not run the next case together
         raise

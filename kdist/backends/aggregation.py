@@ -209,16 +209,18 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
         return is_sum and not write.is_set and not self.has_component(write.variable)
 
     def _contribution(self, write: _Write) -> Any:
-        rows = self._replica.rows
+        replica = self._replica
         value = self.snapshot(write.variable)
         if self._is_difference(write):
             value = value - write.old
         how = aggregation_of(write.variable)
+        if how == "sum" and not replica.is_model_step:
+            return value
         if how == "sum":
-            return value * keras.ops.cast(rows.counts, value.dtype) if self._replica.is_model_step else value
+            return value * replica.scalar(replica.rows.counts, value.dtype)
         if how == "mean":
-            return value * keras.ops.cast(rows.share, value.dtype)
-        first = self._replica.replica_id_in_sync_group == 0
+            return value * replica.scalar(replica.rows.share, value.dtype)
+        first = replica.replica_id_in_sync_group == 0
         if isinstance(first, bool):
             return value if first else keras.ops.zeros_like(value)
-        return value * keras.ops.cast(first, value.dtype)
+        return value * replica.scalar(first, value.dtype)

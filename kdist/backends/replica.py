@@ -131,7 +131,7 @@ class Replica(ReplicaContext):
     def all_reduce_packed(self, tensors: Sequence[Any], weight: Any = None) -> list[Any]:
         """Sums each tensor, times this replica's weight if it has one, over all replicas: one collective a dtype."""
         if weight is not None:
-            tensors = [tensor * keras.ops.cast(weight, tensor.dtype) for tensor in tensors]
+            tensors = [tensor * self.scalar(weight, tensor.dtype) for tensor in tensors]
         return packed(self.all_reduce_sum, tensors)
 
     @abstractmethod
@@ -150,7 +150,7 @@ class Replica(ReplicaContext):
         """
         ops = keras.ops
         axes = list(axes)
-        counts = ops.cast(self.rows.counts, x.dtype)
+        counts = self.scalar(self.rows.counts, x.dtype)
         number = ops.sum(ops.ones_like(x), axis=axes, keepdims=True) * counts
         (number,) = self.all_reduce_packed([number])
         mean = self.all_reduce_with_gradient(ops.sum(x, axis=axes, keepdims=True) * counts) / number
@@ -165,6 +165,10 @@ class Replica(ReplicaContext):
         """What gradients are still to be multiplied with before they are summed over the replicas."""
         return self.rows.share if self.is_model_step and not self.loss_is_weighted else 1.0
 
+    def scalar(self, number: Any, dtype: Any) -> Any:
+        """Returns a number, such as a `RowShare`'s, as a tensor."""
+        return keras.ops.cast(number, dtype)
+
     def weight_loss(self, loss: Any) -> Any:
         """Weights a loss with this replica's share before its gradients are computed instead of after.
 
@@ -173,7 +177,7 @@ class Replica(ReplicaContext):
         if not self.is_model_step:
             return loss
         self.loss_is_weighted = True
-        return loss * keras.ops.cast(self.rows.share, loss.dtype)
+        return loss * self.scalar(self.rows.share, loss.dtype)
 
     def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Returns the gradients of the global loss, for some variables."""
@@ -192,7 +196,7 @@ class Replica(ReplicaContext):
     def _sum_by_own(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Sums by the user's own class, as Keras's optimisers do under `tf.distribute`."""
         weight = self.gradient_weight
-        weighted = [g * keras.ops.cast(weight, g.dtype) for g in gradients]
+        weighted = [g * self.scalar(weight, g.dtype) for g in gradients]
 
         def merge(strategy: Any, values: Sequence[Any]) -> list[Any]:
             return strategy.extended.batch_reduce_to(ReduceOp.SUM, zip(values, variables, strict=True))

@@ -27,6 +27,9 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 - TensorFlow's optimiser: its own `tf.distribute` branches reduce a second time, or fail in a `cond` and outside of
   replicas; but in a strategy of `tf.distribute`'s own, the backend-neutral methods of the base class are right.
 - `SeedGenerator.next`: replicas must draw different random numbers.
+- `torch_seed_generator`: the same for PyTorch's generators, without a transfer from and to the device per draw.
+- `remat`, `custom_gradient` on PyTorch: a GPU's backward pass runs in threads that know of no replica, and what it
+  recomputes must draw the random numbers of the forward pass.
 - `Embedding.call` on JAX: of a table on parameter servers, programs take the rows that are looked up as arguments.
 - `BatchNormalization(synchronized=True)` and `moments`: refused by Keras outside TensorFlow. On JAX, one collective for
   each layer in each direction.
@@ -88,9 +91,10 @@ from kdist.keras_hooks.own import (
     own_losses,
     own_metrics,
 )
+from kdist.keras_hooks.recomputing import hook_torch_recomputing
 from kdist.keras_hooks.saving import without_tensorflow
 from kdist.keras_hooks.scalars import OwnLoss, add_up, handed, of_all_rows
-from kdist.keras_hooks.seeds import global_seed_generator, hook_torch_dropout
+from kdist.keras_hooks.seeds import SEED_STRIDE, drawn, global_seed_generator, hook_torch_random
 from kdist.keras_hooks.served import (
     arriving,
     new_variable,

@@ -74,7 +74,7 @@ def _reduce_rows(replica: Any, original: Any, values: Any, sample_weight: Any, r
     if reduction == "sum":
         return of_all_rows(replica, original(values, None, "sum"))
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        counts = _cast(replica.rows.counts, values)
+        counts = replica.scalar(replica.rows.counts, values.dtype)
         local_weight = ops.cast(ops.sum(sample_weight), values.dtype) * counts
         (weight,) = replica.all_reduce_packed([local_weight])
         return ops.divide_no_nan(of_all_rows(replica, original(values, None, "sum")), weight)
@@ -84,17 +84,11 @@ def _reduce_rows(replica: Any, original: Any, values: Any, sample_weight: Any, r
 def _total_over_valid(replica: Any, mask: Any, dtype: Any) -> Any:
     from keras import ops
 
-    counts = ops.cast(replica.rows.counts, dtype)
+    counts = replica.scalar(replica.rows.counts, dtype)
     valid = ops.sum(ops.cast(mask, dtype))
     total = ops.sum(ops.ones_like(mask, dtype=dtype))
     total, valid = replica.all_reduce_packed([total * counts, valid * counts])
     return ops.divide_no_nan(total, valid)
-
-
-def _cast(number: Any, like: Any) -> Any:
-    from keras import ops
-
-    return ops.cast(number, like.dtype)
 
 
 def forget_layer_losses(model: Any) -> None:

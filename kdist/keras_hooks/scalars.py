@@ -42,7 +42,7 @@ def of_all_rows(replica: Any, total: Any) -> Any:
 
     if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(total.dtype)):
         total = keras.ops.cast(total, keras.config.floatx())
-    return total / keras.ops.cast(replica.rows.scalar_weight, total.dtype)
+    return total / replica.scalar(replica.rows.scalar_weight, total.dtype)
 
 
 def hook_scalars() -> None:
@@ -53,7 +53,7 @@ def hook_scalars() -> None:
         if sample_weight is None and _handed and self in _handed and _is_scalar(values):
             _handed[self].append(values)
         if replica is not None and sample_weight is None and _is_scalar(values):
-            sample_weight = keras.ops.cast(replica.rows.scalar_weight, self.dtype)
+            sample_weight = replica.scalar(replica.rows.scalar_weight, self.dtype)
             if any(_sums_of(self)):
                 values = of_all_rows(replica, keras.ops.convert_to_tensor(values, dtype=self.dtype))
         return original(self, values, sample_weight)

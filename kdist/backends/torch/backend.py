@@ -13,7 +13,7 @@ from kdist import keras_hooks
 from kdist.backends import threads
 from kdist.backends.contract import Backend
 from kdist.backends.torch import devices as torch_devices
-from kdist.backends.torch import functions, modules
+from kdist.backends.torch import functions, modules, seeds
 from kdist.backends.torch.coordination import TorchEngine
 from kdist.backends.torch.runtime import TorchRuntime
 from kdist.backends.torch.workers import Workers, join
@@ -39,7 +39,8 @@ class TorchBackend(Backend):
         threads.captures = torch_devices.current_gpu
         self._gpus: list[torch.device] = []  # of the newest strategy, in the order of its replicas
         keras_hooks.hook_torch_modules(modules.zero_grad, modules.call_module)
-        keras_hooks.hook_torch_dropout()
+        keras_hooks.hook_torch_random(seeds.torch_seed_generator)
+        keras_hooks.hook_torch_recomputing()
 
     def native_batches(self, adapter: Any) -> Any:
         """Returns a `DataLoader`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,11 +18,15 @@ from kdist.backends import debugging
 from kdist.backends.aggregation import ReplicaScope
 from kdist.backends.replica import Replica, RowShare
 from kdist.backends.threads import Baton
+from kdist.backends.torch import seeds
 from kdist.backends.torch.divided import Divided, DTensor, on_parts
 from kdist.backends.torch.workers import Workers
 from kdist.backends.variable_table import VariableTable
 from kdist.context import cross_replica
 from kdist.values import component
+
+# Up to so many replicas, sums in one collective are quicker than smaller ones in three.
+_FEW_REPLICAS = 16
 
 
 class TorchReplica(Replica):
@@ -49,6 +54,12 @@ class TorchReplica(Replica):
         self._shares = shares
         self._baton = baton
         self._workers = workers
+
+    def scalar(self, number: Any, dtype: Any) -> torch.Tensor:
+        """Returns a number as a tensor, which is filled on the device: a copy would wait for a GPU's work."""
+        dtype = getattr(torch, keras.backend.standardize_dtype(dtype))
+        device = self.strategy.runtime.torch_devices[self.local_index]
+        return torch.full((), number, dtype=dtype, device=device)
 
     def note(self, collective: str, tensors: Sequence[Any]) -> None:
         """Under `KDIST_DEBUG=1`, compares with the other workers which collective comes next."""
@@ -95,7 +106,8 @@ class TorchReplica(Replica):
         x = keras.ops.convert_to_tensor(x)
         if self.num_replicas_in_sync == 1:
             return keras.ops.moments(x, axes, keepdims)
-        if not self.is_model_step:  # nobody knows the other replicas' rows
+        # Outside of a model's step nobody knows the other replicas' rows. What is sent below grows with their number.
+        if not self.is_model_step or self.num_replicas_in_sync > _FEW_REPLICAS:
             return super().moments(x, axes, keepdims)
         axes = [axis % x.ndim for axis in axes]
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -104,8 +116,8 @@ class TorchReplica(Replica):
         slots = [torch.zeros_like(mine)] * len(self._shares)
         slots[self.replica_id_in_sync_group] = mine
         means, variances = self.all_reduce_with_gradient(torch.stack(slots, dim=1))
-        weights = torch.tensor([rows.share for rows in self._shares], dtype=precise.dtype, device=x.device)
-        weights = weights.reshape(-1, *[1] * x.ndim)
+        shares = tuple(rows.share for rows in self._shares)
+        weights = _constants(shares, precise.dtype, x.device).reshape(-1, *[1] * x.ndim)
         mean = (weights * means).sum(0)
         variance = (weights * (variances + (means - mean) ** 2)).sum(0)
         if not keepdims:
@@ -201,6 +213,12 @@ class TorchReplica(Replica):
             for total in totals:
                 self._workers.all_reduce(total)
         return totals
+
+
+@functools.lru_cache(64)
+def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns numbers on a device, copied there once. Do not write to them."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 class _SumWithGradient(torch.autograd.Function):
@@ -369,6 +387,8 @@ class VariableCopies:
         if stale:
             with torch.no_grad():
                 torch._foreach_copy_([c.copy for c in stale], [c.real.detach() for c in stale])
+        for c in stale:
+            seeds.follow(c.copy, c.real)
 
     def forget_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forgets the gradients of the copies of some real parameters."""

@@ -125,3 +125,24 @@ def frozen_layers() -> Numbers:
     model = a.mlp()
     model.layers[0].trainable = False
     return a.train(keras.optimizers.Adam(0.01), model)
+
+
+@case("`keras.RematScope`")
+def remat() -> Numbers:
+    # Keras's "full" mode fails on TensorFlow: `tf.recompute_grad` refuses keyword arguments in a graph.
+    with keras.RematScope("activations" if keras.backend.backend() == "tensorflow" else "full"):
+        model = a.mlp()
+        model = keras.Sequential([model.layers[0], keras.layers.LayerNormalization(), model.layers[1]])
+        return a.train(keras.optimizers.Adam(0.01), model)
+
+
+@case(
+    "`keras.RematScope` with synchronized `BatchNormalization`",
+    backends=("torch",),
+    why_not_all="Keras itself cannot rematerialize layers that update variables on JAX and TensorFlow",
+)
+def remat_of_states() -> Numbers:
+    with keras.RematScope("full"):
+        normalization = keras.layers.BatchNormalization(momentum=0.7, synchronized=kdist.has_strategy())
+        layers = [normalization, keras.layers.Dropout(0.0), Counting(), keras.layers.Dense(1)]
+        return a.train(keras.optimizers.SGD(0.1), keras.Sequential([keras.layers.Dense(8), *layers]))

@@ -12,6 +12,7 @@ if in_worker:
     import keras
     import torch
 
+    from kdist.backends.torch.replicas import TorchReplica
     from kdist.data.agreement import split_batch
     from tests.backends.torch.models import (
         ATOL,
@@ -76,6 +77,35 @@ def test_synchronised_batch_normalization_is_that_of_one_device(replicas, rows):
     _, expected = train(None, make, x, y)
     _, actual = train(mirrored(replicas), make, x, y)
     assert_same_numbers(actual, expected, atol=1e-5)  # plain Keras loses digits in few rows
+
+
+def test_synchronised_batch_normalization_of_many_replicas_sends_no_more_for_each(monkeypatch):
+    sizes = []
+    original = TorchReplica.all_reduce_sum
+
+    def all_reduce_sum(self, tensors):
+        sizes.extend(tensor.numel() for tensor in tensors)
+        return original(self, tensors)
+
+    monkeypatch.setattr(TorchReplica, "all_reduce_sum", all_reduce_sum)
+
+    def make(strategy):
+        model = keras.Sequential(
+            [
+                keras.layers.Dense(6),
+                keras.layers.BatchNormalization(momentum=0.7, synchronized=strategy),
+                keras.layers.Dense(2),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    x, y = data(95)  # 17 replicas divide neither 40 nor 15 rows
+    _, expected = train(None, make, x, y, batch_size=40)
+    _, actual = train(mirrored(17), make, x, y, batch_size=40)
+    assert_same_numbers(actual, expected, atol=1e-5)
+    assert sizes
+    assert max(sizes) == 6
 
 
 @REPLICAS

@@ -1,0 +1,64 @@
+"""Seeds of PyTorch's generators, known on the host: to read a number from a GPU is to wait for all its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from kdist import keras_hooks
+from kdist.context import current_replica
+
+# Of each state of a seed generator: its version, and its numbers.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def torch_seed_generator(original: Callable[..., Any], device: Callable[[], str]) -> Callable[..., Any]:
+    """Wraps the function of this name, which makes a `torch.Generator` for each random operation of Keras."""
+
+    @torch._dynamo.disable()
+    def wrapper(seed: Any) -> Any:
+        replica = current_replica()
+        # The user's own class may draw in another way; on the meta device nothing is drawn.
+        is_known = type(seed) is keras.random.SeedGenerator and device() != "meta"
+        if getattr(replica, "scope", None) is None or not is_known:
+            return original(seed)
+        number = keras_hooks.drawn(lambda: _draw(replica, seed.state))
+        return torch.Generator(device()).manual_seed(number & 0xFFFFFFFF)
+
+    return wrapper
+
+
+def _draw(replica: Any, state: Any) -> int:
+    """Returns what Keras makes of the numbers of `SeedGenerator.next`, and writes the next ones."""
+    tensor = replica.scope.local(state)
+    first, second = _numbers(tensor)
+    following = tensor.clone()
+    following[1] += 1
+    replica.scope.write(state, following)  # past the aggregation: all replicas draw equally often
+    _note(replica.scope.local(state), [first, second + 1])
+    if replica.local_index == 0:
+        _note(keras_hooks.native_value(state), [first, second + 1])
+    return first + replica.replica_id_in_sync_group * keras_hooks.SEED_STRIDE + second
+
+
+def follow(copy: torch.Tensor, real: torch.Tensor) -> None:
+    """Tells that a copy has taken over the value of another tensor."""
+    known = None if real.is_floating_point() else _known.get(real)
+    if known is not None and known[0] == real._version:
+        _note(copy, known[1])
+
+
+def _numbers(tensor: torch.Tensor) -> list[int]:
+    known = _known.get(tensor)
+    if known is None or known[0] != tensor._version:
+        _note(tensor, tensor.tolist())
+        known = _known[tensor]
+    return known[1]
+
+
+def _note(tensor: torch.Tensor, numbers: list[int]) -> None:
+    _known[tensor] = (tensor._version, numbers)

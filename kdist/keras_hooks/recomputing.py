@@ -1,0 +1,74 @@
+"""`keras.remat` and `keras.ops.custom_gradient` on PyTorch: their functions find in the backward pass what the forward
+pass had. On a GPU, autograd runs it in threads of its own, where Keras has no scopes and kdist no replica.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from kdist.errors import StrategyScopeError
+from kdist.keras_hooks.seeds import seeds_from
+from kdist.keras_hooks.threads import ThreadState
+from kdist.keras_hooks.wrapping import running_replica, wrap
+
+
+def _bound(function: Callable[..., Any], replica: Any) -> Callable[..., Any]:
+    """Returns a function that any thread can call for the replica that runs in this one."""
+    state = ThreadState()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not replica.is_entered:
+            raise StrategyScopeError(
+                "A replica must compute the gradients of `keras.remat` and `custom_gradient` before its step ends.",
+                received={"replica_id_in_sync_group": replica.replica_id_in_sync_group},
+                hint="Call `backward` inside the function that `strategy.run` runs.",
+            )
+        with state.borrowed(), replica:
+            return function(*args, **kwargs)
+
+    return call
+
+
+def hook_torch_recomputing() -> None:
+    """Wraps `keras.remat` and `keras.ops.custom_gradient`; called once, by the backend."""
+    from keras.src import backend
+
+    def remat(original: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            replica = running_replica()
+            if replica is None:
+                return original(f)(*args, **kwargs)
+            seeds: list[Any] = []
+            calls, again = itertools.count(), _bound(f, replica)
+
+            def function(*args: Any, **kwargs: Any) -> Any:
+                is_forward, drawn = next(calls) == 0, iter(seeds)
+
+                def seed(draw: Callable[[], Any]) -> Any:
+                    if not is_forward:
+                        return next(drawn)
+                    seeds.append(draw())
+                    return seeds[-1]
+
+                with seeds_from(seed):
+                    return (f if is_forward else again)(*args, **kwargs)
+
+            return original(function)(*args, **kwargs)
+
+        return wrapped
+
+    def custom_gradient(original: Callable[..., Any], self: Any, forward_fn: Callable[..., Any]) -> None:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            result, replica = forward_fn(*args, **kwargs), running_replica()
+            if replica is not None and isinstance(result, tuple) and len(result) == 2 and callable(result[1]):
+                return result[0], _bound(result[1], replica)
+            return result
+
+        original(self, forward)
+
+    # Keras 3.16 keeps the operations of a backend in a package of their own.
+    core = backend.core if hasattr(backend, "core") else backend.ops.core
+    wrap(core, "remat", remat)
+    wrap(core.custom_gradient, "__init__", custom_gradient)

@@ -1,0 +1,39 @@
+"""The backward pass of PyTorch in another thread, as on a GPU, where autograd has threads of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "autograd")
+
+
+@contextlib.contextmanager
+def foreign_backward() -> Iterator[None]:
+    """Within this, each thread has another one run its backward passes. Does nothing without PyTorch.
+
+    What runs there is the engine alone, which `backward` and `grad` both call.
+    """
+    import keras
+
+    if keras.backend.backend() != "torch":
+        yield
+        return
+    import torch
+
+    engine, own = torch.autograd._engine_run_backward, _Own()
+
+    def elsewhere(*args: Any, **kwargs: Any) -> Any:
+        return own.thread.submit(engine, *args, **kwargs).result()
+
+    torch.autograd._engine_run_backward = elsewhere
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = engine
