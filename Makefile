@@ -91,9 +91,9 @@ bench: .venv/ready
 # Runs the contract and what each strategy can do, and writes the results into two pages.
 table: .venv/ready
 	.venv/bin/python $(PYTEST) --full tests/support_multi_process_test.py -k capabilities --support-results docs/support.json
-	.venv/bin/python -m kdist.testing.conformance.support docs/support.json docs/support.md
+	.venv/bin/python -m tests.contract.support docs/support.json docs/support.md
 	.venv/bin/python $(PYTEST) --full tests/contract_multi_process_test.py --contract-results docs/contract.json
-	.venv/bin/python -m kdist.testing.conformance.table docs/contract.json docs/contract.md
+	.venv/bin/python -m tests.contract.table docs/contract.json docs/contract.md
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

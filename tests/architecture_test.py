@@ -134,12 +134,10 @@ def test_frameworks_only_in_their_own_backend():
             continue
         parts = found.path.relative_to(ROOT / "kdist").parts
         own = parts[:2] == ("backends", framework)
-        # The conformance suite feeds models with native data; it is no library code.
-        case = parts[:2] == ("testing", "conformance") and found.lazy
         # A dataset belongs to a framework, which need not be the backend's.
         source = parts[:2] == ("data", "sources") and SOURCES.get(parts[-1]) == framework
         assert not source or found.lazy, f"{found}: only when such a dataset is there"
-        if not own and not case and not source:
+        if not own and not source:
             broken.append(str(found))
     assert not broken, "\n".join(broken)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kdist.testing.conformance.case import CASES, Case
-from kdist.testing.conformance.configuration import CONFIGURATIONS
+from tests.contract.case import CASES, Case
+from tests.contract.configuration import CONFIGURATIONS
 
 BACKENDS = ("tensorflow", "jax", "torch")
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from kdist.testing import WorkerFailure, WorkerPool
-from kdist.testing.conformance import CASES, CONFIGURATIONS, compare, make_strategy, run_case
+from tests.contract import CASES, CONFIGURATIONS, compare, make_strategy, run_case
 from tests.contract_cells import BACKENDS, CELLS, Cell, missing_pairs
 from tests.foreign_backward import foreign_backward
 from tests.processes import full_unless, start_pool

@@ -48,7 +48,7 @@ WORDS = {
     "launch": "what starts workers",
     "contents": "kdist/__init__.py",
     "parity": "one device and many, compared",
-    "testing": "pools, fixtures, conformance",
+    "testing": "pools, fixtures, parity",
     "demo": "kdist demo",
     "measuring": "kdist bench, plot",
     "doctor": "kdist doctor, kdist test",

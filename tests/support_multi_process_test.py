@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kdist import gaps
-from kdist.testing.conformance import support
+from tests.contract import support
 from tests.environment import ROOT
 from tests.processes import BACKENDS, full_unless, run
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kdist.testing.conformance import CASES, compare, run_case
+from tests.contract import CASES, compare, run_case
 from tests.processes import Script, local_addresses, run_plain
 
 SERVER = """
@@ -205,7 +205,7 @@ def test_the_contract(job, tmp_path, mode):
     names = CASES_OF_EACH_MODE
     script = job.coordinate(f"""
 import pickle
-from kdist.testing.conformance import run_case
+from tests.contract import run_case
 strategy = kdist.ParameterServerStrategy({mode})
 numbers = {{name: run_case(name, strategy) for name in {names!r}}}
 pickle.dump(numbers, open({str(tmp_path / "numbers")!r}, "wb"))

@@ -44,7 +44,7 @@ def test_every_abstract_class_of_the_backends_is_on_the_page() -> None:
 
 def storages() -> dict[str, str]:
     """In a worker: for each strategy of the picture, who holds its variables."""
-    from kdist.testing.conformance.support import STRATEGIES, make_strategy
+    from tests.contract.support import STRATEGIES, make_strategy
 
     names = {name.rpartition(".")[2]: name for name in STRATEGIES}
     return {

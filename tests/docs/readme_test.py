@@ -10,9 +10,9 @@ import tomllib
 from pathlib import Path
 
 from kdist import demo
-from kdist.testing.conformance import table
-from kdist.testing.conformance.case import CASES
-from kdist.testing.conformance.configuration import CONFIGURATIONS
+from tests.contract import table
+from tests.contract.case import CASES
+from tests.contract.configuration import CONFIGURATIONS
 from tests.environment import ROOT, clean_environment
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

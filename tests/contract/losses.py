@@ -8,8 +8,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from kdist.testing.conformance import arrays as a
-from kdist.testing.conformance.case import Numbers, case
+from tests.contract import arrays as a
+from tests.contract.case import Numbers, case
 
 
 def _train(model: keras.Model, loss: Any, weighted: bool = True, rate: float = 0.05) -> Numbers:

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 
 import kdist
-from kdist.testing.conformance import arrays as a
-from kdist.testing.conformance.case import Numbers, case
+from tests.contract import arrays as a
+from tests.contract.case import Numbers, case
 
 
 @case("synchronised `BatchNormalization`")

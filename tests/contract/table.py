@@ -1,6 +1,6 @@
 """The support table of the contract's page, made from the results of the contract's test module.
 
-Run it as `python -m kdist.testing.conformance.table RESULTS PAGE`; `make table` does both steps.
+Run it as `python -m tests.contract.table RESULTS PAGE`; `make table` does both steps.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from kdist.testing.conformance.case import CASES, Case
-from kdist.testing.conformance.configuration import CONFIGURATIONS
+from tests.contract.case import CASES, Case
+from tests.contract.configuration import CONFIGURATIONS
 
 BEGIN = "<!-- support table: written by `make table`, do not edit -->"
 END = "<!-- end of the support table -->"

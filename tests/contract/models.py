@@ -7,8 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from kdist.testing.conformance import arrays as a
-from kdist.testing.conformance.case import Numbers, case
+from tests.contract import arrays as a
+from tests.contract.case import Numbers, case
 
 
 class Subclassed(keras.Model):

@@ -6,8 +6,8 @@ a strategy on one device, and in the scope of a strategy. `compare` holds both a
 
 from __future__ import annotations
 
-from kdist.testing.conformance.case import CASES, Case, Numbers, compare, run_case
-from kdist.testing.conformance.configuration import CONFIGURATIONS, Configuration, make_strategy
+from tests.contract.case import CASES, Case, Numbers, compare, run_case
+from tests.contract.configuration import CONFIGURATIONS, Configuration, make_strategy
 
 __all__ = [
     "CASES",

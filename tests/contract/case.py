@@ -91,7 +91,7 @@ def run_case(name: str, strategy: Any = None) -> Numbers:
     keras.utils.clear_session()
     keras.utils.set_random_seed(7)
     policy = keras.config.dtype_policy()
-    module = importlib.import_module(f"kdist.testing.conformance.{CASES[name].group}")
+    module = importlib.import_module(f"tests.contract.{CASES[name].group}")
     try:
         with strategy.scope() if strategy is not None else contextlib.nullcontext():
             numbers = getattr(module, name)()

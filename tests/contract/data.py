@@ -5,8 +5,8 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-from kdist.testing.conformance import arrays as a
-from kdist.testing.conformance.case import Numbers, case
+from tests.contract import arrays as a
+from tests.contract.case import Numbers, case
 
 
 def _compiled(**arguments: object) -> keras.Model:

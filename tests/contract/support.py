@@ -1,6 +1,6 @@
 """What every strategy can do on every backend: each capability tried with a model whose numbers are known by hand.
 
-The page of the docs is made from what the tests found: `python -m kdist.testing.conformance.support RESULTS PAGE`.
+The page of the docs is made from what the tests found: `python -m tests.contract.support RESULTS PAGE`.
 """
 
 from __future__ import annotations

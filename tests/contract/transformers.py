@@ -8,8 +8,8 @@ import keras
 from keras import ops
 
 import kdist
-from kdist.testing.conformance import arrays as a
-from kdist.testing.conformance.case import Numbers, case
+from tests.contract import arrays as a
+from tests.contract.case import Numbers, case
 
 
 class Block(keras.layers.Layer):

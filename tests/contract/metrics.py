@@ -8,8 +8,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from kdist.testing.conformance import arrays as a
-from kdist.testing.conformance.case import Numbers, case
+from tests.contract import arrays as a
+from tests.contract.case import Numbers, case
 
 
 @case("classification metrics (AUC, precision, recall, F1, IoU, top-k)")

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from kdist.testing.conformance import arrays as a
-from kdist.testing.conformance.case import Numbers, case
+from tests.contract import arrays as a
+from tests.contract.case import Numbers, case
 
 
 def _train(optimizer: Any, epochs: int = 2, **compile_arguments: Any) -> Numbers:
