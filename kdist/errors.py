@@ -133,9 +133,10 @@ def malformed_as(make: Callable[[str], KdistError], *also: type[Exception]) -> I
         ...
     kdist.errors.DatasetError: A row must have a label, not KeyError: 'label'.
     """
+    kinds: tuple[type[Exception], ...] = (*_OF_DATA, *also)
     try:
         yield
     except KdistError:
         raise
-    except (*_OF_DATA, *also) as error:
+    except kinds as error:
         raise make(f"{type(error).__name__}: {error}") from error
