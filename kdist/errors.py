@@ -113,12 +113,16 @@ class CheckpointMismatchError(CheckpointError):
     """A checkpoint holds something else than the objects that are to be restored."""
 
 
+_OF_DATA = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
 @contextlib.contextmanager
-def malformed_as(make: Callable[[str], KdistError]) -> Iterator[None]:
+def malformed_as(make: Callable[[str], KdistError], *also: type[Exception]) -> Iterator[None]:
     """Turns what Python raises for data of an unexpected form into an error of kdist.
 
     Args:
         make: Returns the error; called with the words of Python's own.
+        also: Further classes of errors that malformed data may cause.
 
     Example:
 
@@ -129,9 +133,10 @@ def malformed_as(make: Callable[[str], KdistError]) -> Iterator[None]:
         ...
     kdist.errors.DatasetError: A row must have a label, not KeyError: 'label'.
     """
+    kinds: tuple[type[Exception], ...] = (*_OF_DATA, *also)
     try:
         yield
     except KdistError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except kinds as error:
         raise make(f"{type(error).__name__}: {error}") from error

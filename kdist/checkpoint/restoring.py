@@ -111,7 +111,9 @@ def restore(
     with scope_of(strategy):
         parts = _on_all(runtime, path, lambda: state.collect(objects))
 
-    def prepare() -> tuple[_Plan, dict[str, Any], dict[str, Any], Any]:
+    before: list[Any] = []  # the random state of this process, once it has been replaced
+
+    def prepare() -> tuple[_Plan, dict[str, Any], dict[str, Any]]:
         with _named_damage(path):
             plan = match(path, index, parts, worker, num_workers)
             stored = set(plain.tensors_in(dict(index.values)))
@@ -124,19 +126,24 @@ def restore(
             plan.states = [(owner, plain.decode(saved)) for owner, saved in plan.states]
             plain_values = {name: plain.decode(value, values) for name, value in index.values.items()}
             plain_values[_COUNTER] = int(plain_values[_COUNTER])
-            random_state = None
             if random and _RANDOM in index.states and worker in index.workers:
-                random_state = plain.decode(index.states[_RANDOM][_of_worker(index, _RANDOM, worker)])
-        return plan, values, plain_values, random_state
+                before.append(state.random_state())
+                with _named_damage(path, Exception):  # of the engine
+                    saved = plain.decode(index.states[_RANDOM][_of_worker(index, _RANDOM, worker)])
+                    state.set_random_state(saved)
+        return plan, values, plain_values
 
-    plan, values, plain_values, random_state = _on_all(runtime, path, prepare)
+    try:
+        plan, values, plain_values = _on_all(runtime, path, prepare)
+    except BaseException:
+        for known in before:
+            state.set_random_state(known)
+        raise
     with scope_of(strategy):
         for variable, tensor in plan.variables:
             variable.assign(values[tensor.name])
     for owner, saved in plan.states:
         owner.set_state(saved)
-    if random_state is not None:
-        state.set_random_state(random_state)
     puts = {part.name: part.put for part in parts if part.kind == "value"}
     for name, value in plain_values.items():
         put = puts.get(name)
@@ -147,12 +154,13 @@ def restore(
     return RestoreStatus(path, plan.unused, plan.unmatched), plain_values[_COUNTER]
 
 
-def _named_damage(path: str) -> contextlib.AbstractContextManager[None]:
+def _named_damage(path: str, *also: type[Exception]) -> contextlib.AbstractContextManager[None]:
     return malformed_as(
         lambda error: CheckpointCorruptError(
             "The values of a checkpoint must have the form in which kdist saves them.",
             received={"path": path, "error": error},
-        )
+        ),
+        *also,
     )
 
 
