@@ -74,7 +74,7 @@ handlers.register(
             "test_on_batch",
             "predict_on_batch",
         ),
-        "kdist.training.saving": ("keeping_files", "save"),
+        "kdist.training.saving": ("keeping_files", "save", "whole"),
         "kdist.training.session": ("note_loaded",),
     }
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import pickle
 import warnings
@@ -122,6 +123,9 @@ def _params() -> Iterator[Any]:
         marks.append(pytest.mark.xdist_group(f"contract-{cell.backend}-{cell.configuration}"))
         if nightly and cell.backend == "tensorflow" and cell.case in ("losses_of_outputs", "attention"):
             marks.append(_NOT_YET)
+        needs = CASES[cell.case].needs
+        if needs and importlib.util.find_spec(needs) is None:
+            marks.append(pytest.mark.skip(reason=f"{needs} is not installed"))
         yield pytest.param(cell, id=str(cell), marks=marks)
 
 

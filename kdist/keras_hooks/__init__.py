@@ -9,7 +9,8 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
   `assign_sub` tell the replica's scope that a write is no new value.
 - Keras's functions that write a model's files: one worker writes, and all find the file complete; and none of them
   imports TensorFlow beside another backend, to see whether something is one of its types.
-- `get_metrics_result` of PyTorch's trainer in Keras 3.16, which sums over processes a second time.
+- `get_metrics_result` and `_initialize_ddp` of PyTorch's trainer in Keras 3.16: any process group makes a model a DDP
+  model there. kdist's own process group must not.
 - `reduce_values`, `apply_mask`, `reduce_weighted_values` (keras.src.losses.loss): denominators of losses that
   are not a plain mean over rows must be counted over all replicas. There is no public place between a loss's
   per-row values and its reduction.
@@ -65,6 +66,7 @@ from kdist.keras_hooks.models import (
     build,
     build_layers,
     callback_list,
+    claim_process_group,
     joined_ragged,
     layer_paths,
     reads_logs_at_once,
@@ -151,7 +153,7 @@ def install(native_moments: bool) -> None:
         models.hook_models()
         variables.hook_variables()
         saving.hook_saving()
-        models.hook_torch_metrics()
+        models.hook_torch_distribution()
         losses.hook_losses()
         losses.hook_layer_losses()
         scalars.hook_scalars()

@@ -66,7 +66,12 @@ def data_adapter(num_batches: int | None, epochs: Iterable[Any]) -> Any:
         def get_numpy_iterator(self) -> Any:
             return epochs
 
-        get_tf_dataset = get_jax_iterator = get_torch_dataloader = get_numpy_iterator
+        def get_jax_iterator(self, super_batch: int | None = None) -> Any:
+            # Keras 3.16's own loop asks for stacked steps; kdist's loop never does.
+            assert not super_batch, "Keras's own loop must not read kdist's batches."
+            return epochs
+
+        get_tf_dataset = get_torch_dataloader = get_numpy_iterator
 
     return DistributedDataAdapter()
 

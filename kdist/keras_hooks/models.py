@@ -81,16 +81,42 @@ def _outside_of_scopes() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if strategy is None else strategy.runtime.suspended()
 
 
-def hook_torch_metrics() -> None:
-    """Keras 3.16 sums metrics over all processes itself; those of a strategy's model are global already."""
+# Whether kdist made PyTorch's process group: then plain models have no part in it.
+_owns_process_group = False
+
+
+def claim_process_group(is_ours: bool) -> None:
+    """Notes whether kdist made PyTorch's process group, and not the user."""
+    global _owns_process_group
+    _owns_process_group = is_ours
+
+
+def hook_torch_distribution() -> None:
+    """Keeps Keras 3.16 from using PyTorch's process group where it must not.
+
+    Keras 3.16 makes every model a DDP model when a process group exists, and sums metrics over all processes.
+    kdist has done both for a strategy's models. Other models stay local, since any worker may call them alone; unless
+    the process group is the user's, or `keras.distribution` asks for it.
+    """
     import keras
 
-    def neutral(owner: Any, original: Callable[..., Any], self: Any) -> Any:
-        return original(self) if strategy_of(self) is None else super(owner, self).get_metrics_result()
+    def is_local(model: Any) -> bool:
+        ours = _owns_process_group and keras.distribution.distribution() is None
+        return ours or strategy_of(model) is not None
+
+    def own_metrics(owner: Any, original: Callable[..., Any], self: Any) -> Any:
+        return super(owner, self).get_metrics_result() if is_local(self) else original(self)
+
+    def initialize(original: Callable[..., Any], self: Any) -> None:
+        if not is_local(self):
+            original(self)
 
     for owner in keras.Model.__mro__:
-        if owner.__module__ == "keras.src.backend.torch.trainer" and "get_metrics_result" in vars(owner):
-            wrap(owner, "get_metrics_result", functools.partial(neutral, owner))
+        if owner.__module__ == "keras.src.backend.torch.trainer":
+            if "get_metrics_result" in vars(owner):
+                wrap(owner, "get_metrics_result", functools.partial(own_metrics, owner))
+            if "_initialize_ddp" in vars(owner):
+                wrap(owner, "_initialize_ddp", initialize)
 
 
 def build(model: Any, steps_build: bool, **first: Any) -> None:

@@ -45,6 +45,7 @@ def safe_mode() -> Any:
 def hook_saving() -> None:
     """What all ways to save a model end in; `keras.Model.save` is only one of them."""
     import keras
+    from keras.src.callbacks import orbax_checkpoint
     from keras.src.legacy.saving import legacy_h5_format
     from keras.src.saving import saving_lib
     from keras.src.utils import file_utils
@@ -98,6 +99,17 @@ def hook_saving() -> None:
             if not file_utils.isdir(path):
                 raise
 
+    def state_tree(original: Callable[..., Any], model: Any) -> Any:
+        strategy = strategy_of(model)
+        if strategy is None:
+            return original(model)
+        # Orbax refuses arrays of JAX that one process of several holds. It takes NumPy's, as on the other backends.
+        with strategy.new_variables.left_out(), handlers.call("whole", strategy, model):
+            tree = model.get_state_tree(value_format="numpy_array")
+        # Orbax writes while training goes on, and NumPy's array may be the memory of the variable.
+        return keras.tree.map_structure(lambda value: value.copy() if value.ndim else value.item(), tree)
+
+    wrap(orbax_checkpoint, "_get_state_tree", state_tree)
     wrap(saving_lib, "save_model", save)
     wrap(saving_lib, "save_weights_only", save)
     wrap(legacy_h5_format, "save_model_to_hdf5", save)

@@ -21,6 +21,7 @@ _PATHS = {
     "BackupAndRestore": "backup_dir",
     "CSVLogger": "filename",
     "ModelCheckpoint": "filepath",
+    "OrbaxCheckpoint": "directory",
     "RemoteMonitor": "root",
     "TensorBoard": "log_dir",
 }
@@ -34,7 +35,9 @@ def describe(callbacks: Any) -> list[list[str]]:
 
 def speaking(callbacks: Any) -> list[str]:
     """Returns the callbacks that exchange something with those of the other workers, which must have them, too."""
-    return [type(c).__name__ for c in _members(callbacks) if getattr(c, "on_all_workers", False)]
+    found = _members(callbacks)
+    orbax = [f"OrbaxCheckpoint({str(c.directory)!r})" for c in found if _saves_together(c)]
+    return [type(c).__name__ for c in found if getattr(c, "on_all_workers", False)] + orbax
 
 
 def saved_paths(callbacks: Any) -> list[str]:
@@ -82,8 +85,11 @@ def _prepare(
             _change(stack, callback, name, _alone(getattr(callback, name)))
         return True
     kind, _ = found
-    if kind == "ModelCheckpoint":
+    if kind == "ModelCheckpoint" or _saves_together(callback):
         return True  # `model.save` waits for the chief's file
+    if kind == "OrbaxCheckpoint":
+        _change(stack, callback, "checkpointer", _NoCheckpointer())  # reads divided variables with the chief
+        return True
     if kind == "BackupAndRestore" and is_divided:
         _change(stack, callback, "on_train_end", lambda logs=None: None)  # the chief deletes
         return True
@@ -94,6 +100,19 @@ def _prepare(
         _change(stack, callback, _PATHS[kind], folder if kind == "TensorBoard" else f"{folder}/log.csv")
         return True
     return False
+
+
+def _saves_together(callback: Any) -> bool:
+    """Says whether Orbax itself lets all processes save together: on JAX only."""
+    kinds = _kinds(("OrbaxCheckpoint",))
+    return any(isinstance(callback, kind) for kind in kinds) and bool(callback.is_multihost_enabled())
+
+
+class _NoCheckpointer:
+    """In place of Orbax's, whose methods and futures it has: writes nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self
 
 
 def _alone(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,7 +60,6 @@ def save(strategy: StrategyLike, model: Any, target: Any, write: Callable[[Any],
     Returns:
         What `write` returned; `None` where another worker wrote the file.
     """
-    keras_hooks.sync_state(model)
     runtime = strategy.runtime
 
     def write_intact(path: Any) -> Any:
@@ -68,8 +67,14 @@ def save(strategy: StrategyLike, model: Any, target: Any, write: Callable[[Any],
         runtime.group.check_intact()  # else the file does not get its name
         return result
 
-    with tracing.span("saving a file", "save"), runtime.kept_whole(keras_hooks.all_variables(model)):
+    with tracing.span("saving a file", "save"), whole(strategy, model):
         return _save(runtime, model, target, write_intact)
+
+
+def whole(strategy: StrategyLike, model: Any) -> contextlib.AbstractContextManager[None]:
+    """Within this, a worker reads the present state of a model by itself. All workers must enter it."""
+    keras_hooks.sync_state(model)
+    return strategy.runtime.kept_whole(keras_hooks.all_variables(model))
 
 
 def _save(runtime: Runtime, model: Any, target: Any, write: Callable[[Any], Any]) -> Any:

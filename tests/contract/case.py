@@ -20,7 +20,17 @@ import numpy as np
 Numbers = dict[str, Any]
 
 # New ones go to the end: which pairs `make test` has follows from the order.
-MODULES = ("data", "losses", "optimizers", "layers", "models", "metrics", "callbacks", "transformers")
+MODULES = (
+    "data",
+    "losses",
+    "optimizers",
+    "layers",
+    "models",
+    "metrics",
+    "callbacks",
+    "transformers",
+    "ecosystem",
+)
 
 # float32 sums over other groups of rows differ in the last digits; an error in the contract is far larger.
 RTOL, ATOL = 1e-5, 2e-6
@@ -38,6 +48,7 @@ class Case:
         atol: Absolute tolerance, for numbers near zero.
         backends: The backends that the case makes sense on.
         why_not_all: Where `backends` are not all: the reason.
+        needs: A package that the case imports, and that may be missing.
     """
 
     name: str
@@ -47,6 +58,7 @@ class Case:
     atol: float
     backends: tuple[str, ...]
     why_not_all: str
+    needs: str = ""
 
 
 def case(
@@ -55,6 +67,7 @@ def case(
     atol: float = ATOL,
     backends: tuple[str, ...] = ("tensorflow", "jax", "torch"),
     why_not_all: str = "",
+    needs: str = "",
 ) -> Callable[[Callable[[], Numbers]], Callable[[], Numbers]]:
     """Marks a function as a case; what is passed, all of it literals, is read from the source."""
     return lambda function: function

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kdist import keras_hooks
 from kdist.backends import stalls, whereabouts, workers
 from kdist.backends.joining import join_once
 from kdist.backends.torch.devices import torch_device
@@ -73,6 +74,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self._nccl = nccl
         self.communication = "nccl" if nccl else "gloo"
         self._owns_group = owns_group
+        keras_hooks.claim_process_group(owns_group)
         self._cpu_group = cpu_group
         self._stuck = False
         self._pending: Any = None  # the collective that is under way
@@ -225,6 +227,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             os._exit(1)
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+            keras_hooks.claim_process_group(False)
 
     def _group(self, tensor: torch.Tensor) -> Any:
         return None if tensor.is_cuda else self._cpu_group
