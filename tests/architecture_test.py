@@ -59,6 +59,7 @@ EXTRA_FILES = {
         "storage.py",  # PyTorch divides tensors, and not what Keras makes of them
         "divided.py",  # Keras's layers on PyTorch compute with whole tensors
         "lifeline.py",  # PyTorch does not notice a worker that dies or stands still
+        "seeds.py",  # on a GPU, reading a seed from the device waits for all its work
         "modules.py",  # modules of PyTorch inside a Keras model read their parameters directly
         "tables.py",  # TensorFlow's own coordinator looks rows up on its servers
     },

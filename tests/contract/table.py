@@ -44,7 +44,7 @@ def table(results: dict[str, str]) -> str:
             lines.append(
                 f"- \\* {titles}: {' and '.join(_BACKENDS[b] for b in backends)} only. {_sentence(why)}"
             )
-    lines += [f"- {number} {_sentence(note)}" for number, note in zip("¹²³⁴", notes, strict=False)]
+    lines += [f"- {number} {_sentence(note)}" for number, note in zip("¹²³⁴⁵⁶⁷⁸⁹", notes, strict=False)]
     return "\n".join(lines)
 
 
@@ -57,7 +57,7 @@ def _row(case: Case, results: dict[str, str], notes: list[str]) -> str:
     if case.why_not_all:
         if case.why_not_all not in notes:
             notes.append(case.why_not_all)
-        title += " " + "¹²³⁴"[notes.index(case.why_not_all)]
+        title += " " + "¹²³⁴⁵⁶⁷⁸⁹"[notes.index(case.why_not_all)]
     return f"| {title} | " + " | ".join(_cell(case, backend, results) for backend in _BACKENDS) + " |"
 
 

@@ -14,6 +14,8 @@ _OTHER = {
     *(
         "DEADLINE_EXCEEDED",
         "NOT_FOUND",
+        "SSL_ERROR_SSL",
+        "VARIABLE_VALUE",
         "F8_E4M3",
         "F8_E5M2",
         "GLOBAL_SETTINGS_TRACKER",
