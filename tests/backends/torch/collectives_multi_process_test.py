@@ -67,7 +67,7 @@ def collectives(kind: str, rank: int, rows: int) -> list[tuple]:
         model = keras.Sequential(
             [
                 keras.layers.Input((8,)),
-                keras.layers.Dense(WORLD, "relu"),
+                keras.layers.Dense(16 if kind == "mirrored" else WORLD, "relu"),
                 keras.layers.BatchNormalization(synchronized=kind == "mirrored"),
                 keras.layers.Dropout(0.5),
                 keras.layers.Dense(1),
