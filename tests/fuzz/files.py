@@ -43,13 +43,14 @@ def checkpoints(folder: str) -> list[Target]:
     with open(os.path.join(path, layout.INDEX), "rb") as file:
         whole = file.read()
     fields = {k: v for k, v in json.loads(whole).items() if k not in ("format", "version", "crc32")}
+    small = {**fields, "states": {}}  # the thousand numbers of random states would take most of the time
     files = {name: _content(os.path.join(path, name)) for name in os.listdir(path)}
     (shard,) = [name for name in files if name != layout.INDEX]
 
     def make_index(random: Random) -> bytes:
         if random.randrange(3) == 0:
             return change_bytes(random, whole, [whole])
-        return _index_bytes(dump(random, change_value(random, fields)))
+        return _index_bytes(dump(random, change_value(random, small)))
 
     def parse(data: bytes) -> None:
         found = index.parse(data, "index.json")
@@ -178,7 +179,7 @@ def records(folder: str) -> list[Target]:
         one = manager.CheckpointManager.__new__(manager.CheckpointManager)
         vars(one).update(_directory=run, _name="ckpt", _made=1.0)
         found = one._read_kept()
-        assert 3 not in found["kept"] and found["last"] + 1.0 is not None
+        assert isinstance(found["kept"], list) and isinstance(found["last"], float)
 
     return [
         Target("run log and trace", 2, make, read, [{"worker-0.jsonl": lines(log)}]),
