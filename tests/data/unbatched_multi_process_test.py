@@ -51,7 +51,9 @@ def parts_of(spec):
     """The shape and dtype of one replica's part."""
     import keras
 
-    one, *others = getattr(spec, "_component_specs", [spec])  # TensorFlow's, of several replicas
+    # TensorFlow's, of several replicas; the spec of one tensor is its own only component.
+    parts = getattr(spec, "_component_specs", spec)
+    one, *others = parts if isinstance(parts, tuple) else [spec]
     assert all(other == one for other in others)
     return tuple(one.shape), keras.backend.standardize_dtype(one.dtype)
 

@@ -294,7 +294,10 @@ def in_worker_signature(num_replicas):
         traces.append(inputs)
         return s.run(lambda x, others: tf.reduce_sum(x) + tf.cast(tf.size(others["name"]), x.dtype), inputs)
 
-    found = [sum(float(part) for part in s.experimental_local_results(step(batch))) for batch in batches]
+    found, counts = [], []
+    for batch in batches:
+        found.append(sum(float(part) for part in s.experimental_local_results(step(batch))))
+        counts.append(len(traces))
     leaves = tf.nest.flatten(batches.element_spec)
     assert iter(batches).element_spec == batches.element_spec
     assert all(isinstance(leaf, tf.TypeSpec) for leaf in leaves) and len(leaves) == 3
@@ -303,7 +306,7 @@ def in_worker_signature(num_replicas):
     try:
         step(tf.ones(3))
     except TypeError:
-        return found, len(traces)
+        return found, counts
     return found, "took another argument"
 
 
@@ -311,7 +314,8 @@ def in_worker_signature(num_replicas):
 def test_specs_of_elements_are_a_signature(backend, num_workers, num_replicas):
     everyone = on_workers(backend, num_workers, num_replicas, in_worker_signature)
     np.testing.assert_allclose(np.sum([found for found, _ in everyone], axis=0), [28 + 4, 63 + 3])
-    assert [traces for _, traces in everyone] == [1] * num_workers
+    # Twice where TensorFlow makes variables in the first trace; not again for another number of rows.
+    assert all(first == last and first in (1, 2) for _, (first, last) in everyone)
 
 
 WORDS = ([2, 0, 2], [2, 1], [], [1, 1, 0])
