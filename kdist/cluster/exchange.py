@@ -19,7 +19,7 @@ from kdist.cluster.addresses import free_ports, is_loopback, join_address, split
 from kdist.cluster.discovery import Cluster
 from kdist.cluster.handshake import Link, NotOfThisJobError, secret_error
 from kdist.cluster.process_variables import stable_port
-from kdist.errors import ClusterConfigError, WorkerTimeoutError
+from kdist.errors import ClusterConfigError, WorkerTimeoutError, malformed_as
 
 _MOST_CHARACTERS = 512  # of one worker's address; a host name has up to 253
 _SLACK = 3.0  # workers outwait worker 0, whose message says who is missing
@@ -198,7 +198,7 @@ def _report(
             reply = link.receive(deadline, 1024 * (cluster.num_workers + 4))
         except OSError as error:
             raise _lost_error(cluster, timeout, error) from error
-    try:
+    with malformed_as(lambda why: _lost_error(cluster, timeout, ValueError(why))):
         if "missing" in reply:
             missing = [index for index in range(cluster.num_workers) if index in reply["missing"]]
             note(missing)
@@ -208,8 +208,6 @@ def _report(
         addresses = tuple(reply["addresses"])
         for address in addresses:
             split_address(address)
-    except (KeyError, TypeError) as error:
-        raise _lost_error(cluster, timeout, error) from error
     return addresses
 
 

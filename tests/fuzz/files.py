@@ -93,8 +93,8 @@ def checkpoints(folder: str) -> list[Target]:
     saved = {**fields["values"], "states": fields["states"]}
     assert plain.decode(fields["values"]["pair"]) == (1, [b"x", {"a": None}])
     return [
-        Target("index of a checkpoint", 26, make_index, parse, [whole, _index_bytes(json.dumps(fields).encode())]),
-        Target("files of a checkpoint", 5, make_files, read_files, [files]),
+        Target("index of a checkpoint", 18, make_index, parse, [whole, _index_bytes(json.dumps(fields).encode())]),
+        Target("files of a checkpoint", 3, make_files, read_files, [files]),
         Target(
             "values of a checkpoint", 1,
             lambda random: _index_bytes(dump(random, {**fields, **_changed(random, saved)})), restore, [whole],

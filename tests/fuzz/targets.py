@@ -12,6 +12,7 @@ from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -116,25 +117,15 @@ def _meetings() -> list[Target]:
 
     def admit(data: bytes) -> None:
         addresses = {0: "127.0.0.1:1"}
-        if hasattr(exchange, "handshake"):  # a message whose proof was right
-            with contextlib.suppress(ConnectionError):
-                exchange._admit(_message(data), first, addresses)
-        else:
-            exchange._admit(bytearray(data), first, addresses, [])
+        with contextlib.suppress(ConnectionError):
+            exchange._admit(_message(data), first, addresses)  # a message whose proof was right
         assert addresses.keys() <= {0, 1, 2}
 
     def report(data: bytes) -> None:
-        connection: Any = _Connection(data + b"\n")
-        if hasattr(exchange, "handshake"):
-            link = SimpleNamespace(
-                connection=connection, send=connection.send, receive=lambda *_: _message(data)
-            )
-            connection = link
-        connect, exchange._connect = exchange._connect, lambda *_: connection
-        try:
+        connection: Any = _Connection(b"")
+        link = SimpleNamespace(connection=connection, send=connection.send, receive=lambda *_: _message(data))
+        with mock.patch.multiple(exchange, _connect=lambda *_: link, _own_address=lambda *_: "127.0.0.1:1"):
             exchange._report(second, 5.0, 1e12, lambda missing: None)
-        finally:
-            exchange._connect = connect
 
     def _message(data: bytes) -> Any:
         """What `Link.check` makes of bytes with the right proof."""
@@ -171,9 +162,9 @@ def _meetings() -> list[Target]:
         "list of addresses", 7, lambda random: some_json(random, replies), report, [b'{"addresses": ["a:1"]}']
     )
     return [
-        *([reply] if hasattr(exchange, "handshake") else []),  # before, replies are not checked
+        reply,
         Target("address of a worker", 8, lambda random: some_json(random, [joins]), admit, [_json(joins)]),
-        Target("lifeline", 7, lambda random: change_bytes(random, beats, [beats]), listen, [beats]),
+        Target("lifeline", 12, lambda random: change_bytes(random, beats, [beats]), listen, [beats]),
     ]
 
 
@@ -216,10 +207,8 @@ def _calls() -> list[Target]:
         _, found = rpc._read(messages)
         assert sum(array.nbytes for array in found) <= sum(map(len, messages))
 
-    if not hasattr(rpc, "_most_bytes"):
-        return []  # messages have no limits yet
     rpc._most_bytes = lambda: 64 << 20  # of a small machine
-    return [Target("call of a parameter server", 12, make, read, [[call]])]
+    return [Target("call of a parameter server", 17, make, read, [[call]])]
 
 
 # -- messages of other workers ---------------------------------------------------------------------------------
