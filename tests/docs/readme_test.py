@@ -52,7 +52,6 @@ def test_the_example_runs_on_two_workers_with_the_command_below_it(tmp_path: Pat
 def test_the_table_says_what_the_contract_s_results_say() -> None:
     results = json.loads((ROOT / "docs" / "contract.json").read_text(encoding="utf-8"))
     assert table.replace_table(CONTRACT, results) == CONTRACT, "run `make table`"
-    # A mark counts the cells that were run: all of them must have been.
     cells = {
         f"{backend}-{configuration.name}-{case.name}"
         for case in CASES.values()
@@ -60,7 +59,9 @@ def test_the_table_says_what_the_contract_s_results_say() -> None:
         for backend in case.backends
         if configuration.can(case.name, backend)
     }
-    assert results.keys() == cells, "run `make table`"
+    # A mark counts all cells of its row. A row that nobody has run as a whole since it was added says "not run".
+    run = {cell.rsplit("-", 1)[1] for cell in results}
+    assert results.keys() == {cell for cell in cells if cell.rsplit("-", 1)[1] in run}, "run `make table`"
     assert set(results.values()) == {"passed"}
 
 
