@@ -55,6 +55,10 @@ def test_a_hundred_thousand_inputs(tmp_path):
     ((counts, refused, failures),) = run("torch", 1, in_worker_fuzz, str(tmp_path), INPUTS, SEED, timeout=380)
     assert not failures, "\n".join(failures)
     assert sum(number for number, _ in counts.values()) >= INPUTS
-    ignoring = {"address of a worker", "lifeline", "kept checkpoints"}  # these drop what is bad, without an error
+    ignoring = {
+        "address of a worker",
+        "lifeline",
+        "kept checkpoints",
+    }  # these drop what is bad, without an error
     assert refused.keys() == counts.keys() - ignoring  # the inputs are bad
     print(counts, sum(seconds for _, seconds in counts.values()))

@@ -50,8 +50,10 @@ def hook_seeds() -> None:
         def draw() -> Any:
             with replica.scope.untracked():  # all replicas draw equally often
                 seed = original(self, ordered)
-            offset = [replica.replica_id_in_sync_group * SEED_STRIDE % 2**31, 0]  # int32 on PyTorch
-            return seed + keras.ops.cast(keras.ops.convert_to_tensor(offset), seed.dtype)
+            first = replica.replica_id_in_sync_group * SEED_STRIDE
+            if isinstance(first, int):
+                first %= 2**31  # int32 on PyTorch; a number that JAX traces wraps around by itself
+            return seed + keras.ops.cast(keras.ops.convert_to_tensor([first, 0]), seed.dtype)
 
         return drawn(draw)
 

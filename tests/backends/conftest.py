@@ -39,4 +39,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _call(test: Callable[..., None], arguments: Mapping[str, Any]) -> None:
-    test(**arguments)
+    try:
+        test(**arguments)
+    finally:
+        for argument in arguments.values():  # pytest undoes its own copy, in its own process
+            if isinstance(argument, pytest.MonkeyPatch):
+                argument.undo()

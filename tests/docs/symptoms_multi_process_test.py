@@ -39,6 +39,7 @@ ENTRIES = {
     "In a notebook": ["launched_function_fails", "launched_function_does_not_end"],
     "The backend": ["backend_that_is_unknown"],
     "Devices that are not there": ["no_gpu", "no_tpu", "different_devices"],
+    "Token": ["another_token"],
     "A worker hangs": ["a_worker_hangs"],
     "Different collectives": ["other_collective"],
     "A barrier": ["barrier_alone"],
@@ -65,7 +66,6 @@ ENTRIES = {
     "Firewall": ["port_that_is_closed", "further_ports_that_are_closed"],
     "Slow": ["one_is_slow"],
     "Clocks": ["other_clock"],
-    "Token": ["another_token"],
 }
 # Entries that quote nothing: what they say is tested there.
 ELSEWHERE = {

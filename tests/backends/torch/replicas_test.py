@@ -55,7 +55,7 @@ def test_synchronised_moments_and_their_gradients_are_those_of_all_rows(rows, re
         local = weight.clone().requires_grad_()
         loss, *moments = loss_of(x[own], local, factor[own], lambda h: replica.moments(h, [0, 1]))
         loss.backward()
-        (gradient,) = replica.sum_gradients([local.grad], [None])
+        (gradient,) = replica.sum_gradients([local.grad], [local])
         return replica.mean_over_rows([loss.detach()])[0], gradient, *moments
 
     for loss, gradient, its_mean, its_variance in in_replicas(rows, replicas, body):
