@@ -123,6 +123,13 @@ def prove(secret: str, purpose: str, role: str, nonces: Sequence[bytes], message
         role: The role of the sender, such as "server".
         nonces: A nonce of each side, always in the same order.
         message: The bytes that the proof covers.
+
+    Example:
+
+    >>> from kdist.cluster.secret import prove
+    >>> nonces = [b"of the client", b"of the server"]
+    >>> prove("secret", "meeting", "client", nonces) == prove("secret", "meeting", "server", nonces)
+    False
     """
     parts = (b"kdist 1", purpose.encode(), role.encode(), *nonces, message)
     covered = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
