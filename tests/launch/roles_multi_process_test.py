@@ -195,12 +195,12 @@ else:
 def test_an_evaluator_beside_workers_that_train_alike(start, tmp_path):
     script = """
     if role == "evaluator": sys.exit(6)
-    say(os.environ["RANK"], os.environ.get("KDIST_CLUSTER_TOKEN"), sorted(config["cluster"]))
+    say(os.environ["RANK"], len(os.environ["KDIST_CLUSTER_TOKEN"]) > 16, sorted(config["cluster"]))
     time.sleep(1.5)
     """
     job = start(script, "--evaluator", "--max-restarts", "1", number=("-n", "2"))
     assert job.wait() == 6  # training went on, and what failed is not hidden
-    assert {"[worker 0] 0 None ['worker']", "[worker 1] 1 None ['worker']"} <= set(job.stdout().splitlines())
+    assert {"[worker 0] 0 True ['worker']", "[worker 1] 1 True ['worker']"} <= set(job.stdout().splitlines())
     err = job.stderr()
     assert "kdist: evaluator ended with exit code 6, after 1 restart; the job goes on without it." in err
     assert "──── kdist: evaluator failed first" in err and "starting 2 workers" not in err
