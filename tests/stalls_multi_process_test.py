@@ -50,8 +50,11 @@ def test_hung(scripts, name):
     assert "Traceback (most recent call last):\n" in said and '.py", line' in said
 
 
-def uploads(seconds):
-    """The chief rests in a callback, as if it waited for a server; the other one waits in the next step."""
+def uploads(longest, after):
+    """The chief rests in a callback, as if it waited for a server; the other worker waits in the next step.
+
+    A busy machine suspects the chief late. The chief therefore waits for the warning, and then for `after` seconds.
+    """
     import keras
     import numpy as np
 
@@ -64,7 +67,10 @@ def uploads(seconds):
     class Upload(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 1 and kdist.cluster_resolver.TFConfigClusterResolver().task_id == 0:
-                time.sleep(seconds)
+                end = time.monotonic() + longest
+                while not said and time.monotonic() < end:
+                    time.sleep(0.1)
+                time.sleep(after)
 
     with kdist.MultiWorkerMirroredStrategy().scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -79,7 +85,7 @@ def test_a_chief_that_waits_for_an_upload_is_not_ended(backend):
     # Of a heartbeat of 6 s, it is suspected after 4.2.
     pool = ForkedPool(2, backend, env={"KDIST_HEARTBEAT_TIMEOUT": 6}, timeout=60)
     try:
-        (said, epochs), (others, _) = pool.run(uploads, 7.5)
+        (said, epochs), (others, _) = pool.run(uploads, 40, 3)
     finally:
         pool.close()
     assert epochs == 2 and others == []
