@@ -62,7 +62,8 @@ def test_a_grandchild_counts_too():
 
 
 def test_the_threads_of_a_process_count():
-    before = stalls.Machine.cpu_seconds()
+    machine = stalls.Machine()
+    before = machine.cpu_seconds()
 
     def work():
         while time.thread_time() < 0.2:
@@ -71,7 +72,15 @@ def test_the_threads_of_a_process_count():
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(60)
-    assert stalls.Machine.cpu_seconds() - before >= 0.2
+    assert machine.cpu_seconds() - before >= 0.2
+
+
+def test_the_looks_of_the_watch_do_not_count():
+    machine = stalls.Machine()
+    before, end = machine.cpu_seconds(), time.thread_time() + 0.3
+    while time.thread_time() < end:
+        pass
+    assert machine.cpu_seconds() - before < 0.1
 
 
 def test_more_than_threads_that_only_look_around():

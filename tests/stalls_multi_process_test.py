@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -61,15 +62,18 @@ def uploads(longest, after):
     import kdist
     from kdist.backends import stalls
 
-    said = []
-    stalls.print_stack = said.append
+    said, warned = [], threading.Event()
+
+    def print_stack(text):
+        said.append(text)
+        warned.set()
+
+    stalls.print_stack = print_stack
 
     class Upload(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 1 and kdist.cluster_resolver.TFConfigClusterResolver().task_id == 0:
-                end = time.monotonic() + longest
-                while not said and time.monotonic() < end:
-                    time.sleep(0.1)
+                warned.wait(longest)
                 time.sleep(after)
 
     with kdist.MultiWorkerMirroredStrategy().scope():

@@ -67,8 +67,11 @@ class Machine:
     """What the watch reads off this machine, and how it ends the process. Tests have one with a clock of its own."""
 
     now = staticmethod(time.monotonic)
-    cpu_seconds = staticmethod(time.process_time)  # of all threads
     others_work = staticmethod(activity.others_work_for_it)
+
+    def cpu_seconds(self) -> float:
+        """The processor time of all threads but the calling thread, the watch's: its looks are not work."""
+        return time.process_time() - time.thread_time()
 
     def pause(self, closed: threading.Event, seconds: float) -> bool:
         """Waits until the next look; says whether the watch has been closed."""
