@@ -26,7 +26,7 @@ demo: .venv-demo-$(BACKEND)/ready
 	touch $@
 
 # One test more at a time than there are cores: most wait for worker processes for a while, which share them.
-PYTEST = -m pytest -n 3 --dist loadgroup --durations 20
+PYTEST = -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations 20
 
 # What CI runs: pairs instead of products, in less than half an hour on 2 cores.
 test: .venv/ready lint

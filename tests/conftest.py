@@ -10,18 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests import processes, reports, zygote
-from tests.environment import DESCRIBING, ROOT
+from tests.environment import DESCRIBING
 
-# Those that take longest come first, so that at the end no process of pytest-xdist is left with a long one.
+# The longest tests come first, so that at the end no process of pytest-xdist is left with a long test.
 FIRST = (
     "tests/faults_multi_process_test.py",
     "two_hosts_multi_process_test.py",
     "any_workers_multi_process_test.py",
+    "fuzz_test.py",
+    "tutorials_test.py",
     "contract_multi_process_test.py",
-    "training/",
-    "loops/",
-    "data/",
-    "backends/",
 )
 FRAMEWORKS = ("tensorflow", "jax", "torch", "keras")
 
@@ -60,7 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     processes.forks = not config.getoption("--full")
     if processes.forks:
         # Workers compile the same programs again and again; what JAX finds here depends on the program alone.
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "jax")
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kdist-tests" / "jax"
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)  # outside of the checkout: a new clone finds it
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         # Compiling takes longer than what is compiled; the full run has programs as users have them.
         zygote.optimizes = False
@@ -84,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         out = set(left_out)
         items[:] = [item for item in items if item not in out]
     for item in items:
-        backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
+        backend = _backend(item)
         if item.get_closest_marker("xdist_group") is None:
             # The tests of a module share kept workers, and with several backends those of one.
             item.add_marker(
@@ -93,8 +92,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_rank)
 
 
-def _rank(item: pytest.Item) -> int:
-    return next((i for i, part in enumerate(FIRST) if part in item.path.as_posix()), len(FIRST))
+def _backend(item: pytest.Item) -> str:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("backend", "") if callspec else ""
+
+
+def _rank(item: pytest.Item) -> tuple[int, str]:
+    """Tests of one backend follow each other: kept workers are then started once, not once per module."""
+    path = item.path.as_posix()
+    return next((i for i, part in enumerate(FIRST) if part in path), len(FIRST)), _backend(item)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -37,16 +37,22 @@ class Pools:
         self._key: tuple[str, str] | None = None
         self._pools: list[WorkerPool] = []
 
-    def get(self, backend: str, configuration: str) -> tuple[WorkerPool, WorkerPool]:
-        """The workers, and a process for what one device gives."""
+    def get(self, backend: str, configuration: str) -> WorkerPool:
+        """The workers."""
         if self._key != (backend, configuration):
             self.close()
             self._key = (backend, configuration)
-            for num_workers, plain in ((CONFIGURATIONS[configuration].num_workers, False), (1, True)):
-                self._pools.append(start_pool(num_workers, backend, TIMEOUT, plain))
+            self._pools.append(start_pool(CONFIGURATIONS[configuration].num_workers, backend, TIMEOUT))
             # Before anything is computed, as in a user's script.
             self._pools[0].run(_prepare, configuration)
-        return self._pools[0], self._pools[1]
+        return self._pools[0]
+
+    def plain(self) -> WorkerPool:
+        """A process for the numbers of one device; most of them are in a file already."""
+        if len(self._pools) < 2:
+            assert self._key is not None
+            self._pools.append(start_pool(1, self._key[0], TIMEOUT, plain=True))
+        return self._pools[1]
 
     def close(self) -> None:
         while self._pools:
@@ -92,10 +98,10 @@ def _under_strategy(name: str, configuration: str, is_foreign: bool = False) -> 
         return None if strategy is None else run_case(name, strategy)
 
 
-def _oracle(plain: WorkerPool, backend: str, case: str, folder: Path) -> Any:
+def _oracle(pools: Pools, backend: str, case: str, folder: Path) -> Any:
     path = folder / f"{backend}-{case}"
     if not path.exists():
-        numbers = plain.run(_plain, case)[0]
+        numbers = pools.plain().run(_plain, case)[0]
         part = path.with_name(f"{path.name}.{os.getpid()}")
         part.write_bytes(pickle.dumps(numbers))
         part.rename(path)
@@ -162,8 +168,8 @@ def test_numbers_are_those_of_one_device_with_the_backward_pass_in_another_threa
 
 def _check(cell: Cell, pools: Pools, oracle_folder: Path, is_foreign: bool) -> None:
     try:
-        workers, plain = pools.get(cell.backend, cell.configuration)
-        expected = _oracle(plain, cell.backend, cell.case, oracle_folder)
+        workers = pools.get(cell.backend, cell.configuration)
+        expected = _oracle(pools, cell.backend, cell.case, oracle_folder)
         actual = workers.run(_under_strategy, cell.case, cell.configuration, is_foreign)
     except BaseException:
         pools.close()  # workers that failed at different places must not run the next case together
@@ -185,7 +191,7 @@ def _unsupported() -> Iterator[Any]:
 def test_what_cannot_have_these_numbers_is_an_error(
     backend: str, configuration: str, case: str, pools: Pools
 ) -> None:
-    workers, _ = pools.get(backend, configuration)
+    workers = pools.get(backend, configuration)
     with pytest.raises(WorkerFailure, match=r"UnsupportedError: .*\. Received: .*\. [LU]"):
         workers.run(_under_strategy, case, configuration)
     pools.close()
@@ -196,10 +202,10 @@ def test_what_cannot_have_these_numbers_is_an_error(
     [pytest.param(b, marks=pytest.mark.xdist_group(f"contract-{b}-mirrored-2")) for b in BACKENDS],
 )
 def test_keras_stays_as_it_is_outside_of_a_scope(backend: str, pools: Pools, oracle_folder: Path) -> None:
-    workers, plain = pools.get(backend, "mirrored-2")
+    workers = pools.get(backend, "mirrored-2")
     for case in ("sample_weight", "regularizers"):
         (actual,) = workers.run(run_case, case)
-        compare(CASES[case], _oracle(plain, backend, case, oracle_folder), actual)
+        compare(CASES[case], _oracle(pools, backend, case, oracle_folder), actual)
 
 
 def test_numbers_that_differ_are_seen() -> None:

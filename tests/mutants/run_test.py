@@ -33,28 +33,22 @@ RIGHT = "-answer = 42\n+answer = 41\n wait = 0"
 WAITING = " answer = 42\n-wait = 0\n+wait = 60"
 
 
-@pytest.mark.parametrize("path", PATCHES, ids=lambda path: path.stem)
-def test_every_mutant_applies_to_this_tree(path: Path) -> None:
-    mutant = run.read_mutant(path)
-    problem = run.apply(path, run.ROOT, check=True)
-    assert problem is None, f"{path.name} is stale: make it anew for the code as it is now.\n{problem}"
-    assert mutant.promise.endswith("."), mutant.promise
+def test_every_mutant_applies_to_this_tree() -> None:
+    problems = {path.name: run.apply(path, run.ROOT, check=True) for path in PATCHES}
+    stale = {name: problem for name, problem in problems.items() if problem is not None}
+    assert not stale, f"These patches are stale: make them anew for the code as it is now. {stale}"
 
 
-@pytest.fixture(scope="module")
-def tests_that_run() -> str:
-    """What `make test` runs, one test a line."""
+def test_make_test_runs_what_must_notice_each_mutant() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=run.ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
-    return "\n" + done.stdout
-
-
-@pytest.mark.parametrize("path", PATCHES, ids=lambda path: path.stem)
-def test_make_test_runs_what_must_notice(path: Path, tests_that_run: str) -> None:
-    for word in run.read_mutant(path).tests:
-        if word.startswith("tests/"):
-            assert f"\n{word}" in tests_that_run, f"`make test` does not run {word}."
+    mutants = {path.name: run.read_mutant(path) for path in PATCHES}
+    assert {name for name, mutant in mutants.items() if not mutant.promise.endswith(".")} == set()
+    words = [
+        (name, word) for name, mutant in mutants.items() for word in mutant.tests if word.startswith("tests/")
+    ]
+    assert [pair for pair in words if f"\n{pair[1]}" not in f"\n{done.stdout}"] == []
 
 
 def test_there_are_mutants() -> None:
