@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 from kdist.testing import free_ports
-from tests.processes import BACKENDS, TIMEOUT, Script, each_backend, local_addresses, run, strategy, tf_config
+from tests.processes import (
+    BACKENDS,
+    TIMEOUT,
+    Script,
+    backend_in_turn,
+    local_addresses,
+    run,
+    strategy,
+    tf_config,
+)
 
 # From the moment at which the script has imported everything: imports take long on a busy machine.
 PROMISED = 10.0
@@ -293,7 +302,7 @@ MISMATCHES = {
 }
 
 
-@each_backend
+@backend_in_turn
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_workers_that_differ(backend, case):
     results = run(backend, 2, mismatch, case, timeout=60)
@@ -318,7 +327,7 @@ def columns_of_the_data():
     return "no error", "", 0.0
 
 
-@each_backend
+@backend_in_turn
 def test_data_of_another_shape_for_a_model_that_takes_its_shape_from_it(backend):
     for kind, message, seconds in run(backend, 2, columns_of_the_data, timeout=60):
         assert kind == "WorkerMismatchError" and "worker 1" in message and seconds < PROMISED
@@ -330,7 +339,7 @@ def usable_afterwards():
     return model.fit(*make_data(), verbose=0).history["loss"]
 
 
-@each_backend
+@backend_in_turn
 def test_workers_can_go_on_after_a_mismatch(backend):
     run(backend, 2, mismatch, "epochs", timeout=60)
     one, two = run(backend, 2, usable_afterwards, timeout=60)
@@ -364,7 +373,7 @@ def wrong_calls():
 NO_ROWS = {"tensorflow": "inputs=None", "jax": "inputs=None", "torch": "num_samples=0"}
 
 
-@each_backend
+@backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_wrong_arguments_are_errors_on_all_workers(backend, num_workers):
     for said in run(backend, num_workers, wrong_calls, timeout=60):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes, reports, zygote
+from tests import processes, reports, turn, zygote
 from tests.environment import DESCRIBING
 
 # The longest tests come first, so that at the end no process of pytest-xdist is left with a long test.
@@ -32,6 +32,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # A shell lets what it starts in the background ignore Ctrl-C, and all processes started from there inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header() -> str:
+    return f"turn {turn.turn()} of what runs in turn; repeat it with {turn.VARIABLE}={turn.turn()}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

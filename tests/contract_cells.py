@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from tests.contract.case import CASES, Case
 from tests.contract.configuration import CONFIGURATIONS
+from tests.turn import turn as turn_of_today
 
 BACKENDS = ("tensorflow", "jax", "torch")
 
@@ -42,16 +42,22 @@ def _kind(name: str) -> tuple[str, bool, bool]:
 def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
     """The backends and configurations of a case in `make test`: it meets each backend and each kind of strategy.
 
-    With every turn the backends change places, and after a round of them the configurations of a kind. Strategies
-    that hold their variables in another way meet each case once, three times of four on PyTorch, whose cells are quick.
+    With every turn the backends change places, and after a round of them the configurations of a kind. Of the
+    strategies that hold their variables in another way, a case meets one kind per turn; three times of four on PyTorch,
+    whose cells are quick.
     """
     groups = [[*names] for _, names in itertools.groupby(CONFIGURATIONS, _kind)]
-    for names in groups:
-        able = [(b, name) for name in names for b in case.backends if CONFIGURATIONS[name].can(case.name, b)]
-        if CONFIGURATIONS[names[0]].strategy != "Mirrored" and able:
-            rounds, place = divmod(turn, 4)
-            quick = [pair for pair in able if place and pair[0] == "torch"]
-            yield quick[turn % len(quick)] if quick else able[rounds % len(able)]
+    elsewhere = [
+        [(b, name) for name in names for b in case.backends if CONFIGURATIONS[name].can(case.name, b)]
+        for names in groups
+        if CONFIGURATIONS[names[0]].strategy != "Mirrored"
+    ]
+    elsewhere = [able for able in elsewhere if able]
+    if elsewhere:
+        rounds, place = divmod(turn, len(elsewhere))
+        able = elsewhere[place]
+        quick = [pair for pair in able if rounds % 4 and pair[0] == "torch"]
+        yield quick[rounds % len(quick)] if quick else able[rounds % len(able)]
     kinds = [names for names in groups if CONFIGURATIONS[names[0]].strategy == "Mirrored"]
     backends = [[b for b in case.backends if b in CONFIGURATIONS[names[0]].backends] for names in kinds]
     kinds, backends = [k for k, b in zip(kinds, backends, strict=True) if b], [b for b in backends if b]
@@ -61,28 +67,33 @@ def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
         yield backend, names[rounds % len(names)]
 
 
+def chosen(turn: int) -> set[tuple[str, str, str]]:
+    """Returns backend, configuration and case of the cells that `make test` runs in a turn."""
+    return {
+        (*pair, case.name) for place, case in enumerate(CASES.values()) for pair in _pairs(case, turn + place)
+    }
+
+
 def _cells() -> Iterator[Cell]:
-    for turn, case in enumerate(CASES.values()):
-        pairs = set(_pairs(case, turn))
-        for configuration in CONFIGURATIONS.values():
-            for backend in BACKENDS:
-                if backend in case.backends and configuration.can(case.name, backend):
-                    is_pair = (backend, configuration.name) in pairs
-                    yield Cell(backend, configuration.name, case.name, is_pair)
+    # One configuration of one backend after the other.
+    today = chosen(turn_of_today())
+    for backend, configuration, case in itertools.product(BACKENDS, CONFIGURATIONS.values(), CASES.values()):
+        if backend in case.backends and configuration.can(case.name, backend):
+            is_pair = (backend, configuration.name, case.name) in today
+            yield Cell(backend, configuration.name, case.name, is_pair)
 
 
-# One configuration of one backend after the other.
-_ORDER = [*itertools.product(BACKENDS, CONFIGURATIONS)]
-CELLS = sorted(_cells(), key=lambda cell: _ORDER.index((cell.backend, cell.configuration)))
+CELLS = [*_cells()]
 
 
-def missing_pairs() -> set[tuple[Any, Any]]:
-    """Cases on a backend, cases under a kind, strategies on a backend: what some cell has, and none of the pairs."""
+def missing_pairs(first: int, turns: int) -> set[tuple[str, object]]:
+    """Cases on a backend, cases under a kind, and strategies on a backend that no turn of several runs."""
 
-    def pairs(cells: list[Cell]) -> set[tuple[Any, Any]]:
-        of_cases = {
-            (cell.case, other) for cell in cells for other in (cell.backend, _kind(cell.configuration))
-        }
-        return of_cases | {(cell.backend, cell.configuration) for cell in cells}
+    def pairs(cells: Iterable[tuple[str, str, str]]) -> set[tuple[str, object]]:
+        found: set[tuple[str, object]] = set()
+        for backend, configuration, case in cells:
+            found |= {(case, backend), (case, _kind(configuration)), (backend, configuration)}
+        return found
 
-    return pairs(CELLS) - pairs([cell for cell in CELLS if cell.is_pair])
+    every = {(cell.backend, cell.configuration, cell.case) for cell in CELLS}
+    return pairs(every) - pairs(set().union(*(chosen(first + turn) for turn in range(turns))))

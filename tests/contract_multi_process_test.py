@@ -226,4 +226,8 @@ def test_every_backend_and_strategy_is_in_the_matrix() -> None:
     assert covered == {(b, c.name) for c in CONFIGURATIONS.values() for b in c.backends}
     assert {b for b, _ in covered} == set(BACKENDS)
     assert {cell.case for cell in CELLS} == set(CASES)
-    assert not missing_pairs(), "a case, a backend or a strategy is left out of `make test`"
+
+
+@pytest.mark.parametrize("first", [0, 1, 5, 100])
+def test_sixteen_turns_run_every_case_on_every_backend_and_kind_of_strategy(first: int) -> None:
+    assert missing_pairs(first, 1) and not missing_pairs(first, 16)

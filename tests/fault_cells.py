@@ -15,6 +15,7 @@ import numpy
 import pytest
 
 from tests.processes import BACKENDS, Script, local_addresses, tf_config
+from tests.turn import turn
 
 HEARTBEAT = 6.0
 # Other cells run at the same time, and a worker that fails needs a moment to print its traceback.
@@ -254,21 +255,26 @@ def all_cells(backend: str) -> Iterator[Cell]:
     """The cells of a backend: every kind of fault × place × worker × number of workers.
 
     Pairs (`make test`) are every kind × place, each on one backend in turn (a freeze on all); so every kind and every
-    place meets every backend. Which worker it is, and of how many, goes round, and at every place one is started again.
+    place meets every backend. Which worker it is, and of how many, goes round. Per place, one job is started again.
     """
     offset = BACKENDS.index(backend)
     for p, place in enumerate(PLACES):
         kinds = (
             [*FROZEN] if place == "reading" else [*KINDS, *(FROZEN if place in ("step", "dataset") else ())]
         )
-        here = [kind for k, kind in enumerate(kinds) if kind in FROZEN or (k + p) % len(BACKENDS) == offset]
+        here = [
+            kind
+            for k, kind in enumerate(kinds)
+            if kind in FROZEN or (k + p + turn()) % len(BACKENDS) == offset
+        ]
         again = here[(p + offset) % len(here)]
         for k, kind in enumerate(kinds):
             victims = (0,) if place in OF_CHIEF else (0, 1)
             options = list(itertools.product(victims, (2,) if kind in FROZEN else (2, 3)))
             for option in options:
                 is_pair = kind in here and option == options[(k + p + offset) % len(options)]
-                yield Cell(backend, kind, place, *option, restarts=is_pair and kind == again, is_pair=is_pair)
+                restarts = is_pair and kind == again and (p + turn()) % len(BACKENDS) == offset
+                yield Cell(backend, kind, place, *option, restarts=restarts, is_pair=is_pair)
     for strategy, (backends, num_workers, _) in STRATEGIES.items():
         for k, kind in enumerate(("kill", "hang")[:num_workers] if backend in backends else ()):
             is_pair = (k + offset) % 2 == 0 or num_workers == 1

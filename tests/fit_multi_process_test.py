@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, strategy
+from tests.processes import backend_in_turn, run, strategy
 
 # Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
 
@@ -103,7 +103,7 @@ def in_worker_stop(where, who):
     )
 
 
-@each_backend
+@backend_in_turn
 @pytest.mark.parametrize("who", [0, 1], ids=["chief", "other"])
 def test_stop_training_on_one_worker_stops_all_at_the_same_step(backend, who):
     # 24 rows in batches of 4 are six steps an epoch.
@@ -134,7 +134,7 @@ def in_worker_print():
     return printed.getvalue(), {name: np.asarray(values) for name, values in history.history.items()}
 
 
-@each_backend
+@backend_in_turn
 def test_only_the_chief_prints_and_all_have_its_history(backend):
     (chief, history), (other, same) = run(backend, 2, in_worker_print)
     assert "Epoch 1/2" in chief and "val_loss" in chief and other == ""
@@ -182,7 +182,7 @@ def one_device_losses(initial):
     return [float(model.test_on_batch(x[list(p)], x[list(p)][:, :1] * 3)) for p in pairs]
 
 
-@each_backend
+@backend_in_turn
 def test_without_a_seed_the_chiefs_weights_and_order_count(backend):
     results = run(backend, 2, in_worker_unseeded)
     assert_equal_on_workers([r[1] for r in results])
@@ -224,7 +224,7 @@ def in_worker_permutation(batch_size, differ=False):
     return sums
 
 
-@each_backend
+@backend_in_turn
 def test_shuffle_is_a_permutation_the_same_one_on_all_workers(backend):
     one, two = run(backend, 2, in_worker_permutation, 1)
     assert one == two
@@ -236,7 +236,7 @@ def test_shuffle_is_a_permutation_the_same_one_on_all_workers(backend):
     assert (orders[0] != orders[1]) == (backend != "tensorflow")
 
 
-@each_backend
+@backend_in_turn
 def test_workers_that_draw_other_numbers_have_one_order(backend):
     # Each worker has one row of two: in orders of their own, some rows would come twice and others never.
     one, two = run(backend, 2, in_worker_permutation, 2, True)
@@ -275,7 +275,7 @@ def in_worker_masks(seed):
     return masks > 0, weights_of(trained), history.history["loss"]
 
 
-@each_backend
+@backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_replicas_draw_different_masks_and_the_same_seed_draws_them_again(backend, num_workers):
     first = run(backend, num_workers, in_worker_masks, 11)
@@ -321,7 +321,7 @@ def in_worker_continue(under_strategy):
     )
 
 
-@each_backend
+@backend_in_turn
 def test_a_second_fit_continues_with_data_of_another_length(backend):
     expected = run(backend, 1, in_worker_continue, False)[0]
     for actual in run(backend, 2, in_worker_continue, True):
@@ -347,7 +347,7 @@ def in_worker_lengths(under_strategy):
     return {"losses": losses}
 
 
-@each_backend
+@backend_in_turn
 def test_fits_with_data_of_different_shapes(backend):
     expected = run(backend, 1, in_worker_lengths, False)[0]
     for actual in run(backend, 2, in_worker_lengths, True):

@@ -7,7 +7,7 @@ import pytest
 
 import kdist
 from kdist.experimental import CollectiveCommunication, CommunicationOptions
-from tests.processes import Script, each_backend, run
+from tests.processes import Script, backend_in_turn, run
 
 
 def hints():
@@ -58,7 +58,7 @@ def hints():
     return [one.num_replicas_in_sync for one in made], ops, logged
 
 
-@each_backend
+@backend_in_turn
 def test_hints_are_followed_or_warned_about(backend):
     replicas, ops, logged = run(backend, 1, hints)[0]
     assert replicas == [2, 2, 2, 1, 1, 1, 1, 1]
@@ -108,7 +108,7 @@ def nccl():
     return [line for line in logged if "hint" in line], weights, kernel - 0.1 * gradient
 
 
-@each_backend
+@backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_nccl_without_gpus_is_a_hint(backend, num_workers):
     for index, (logged, weights, expected) in enumerate(run(backend, num_workers, nccl)):
@@ -142,7 +142,7 @@ MISSING = """
 """
 
 
-@each_backend
+@backend_in_turn
 def test_a_script_falls_back_to_cpus_where_gpus_are_missing(backend, tmp_path):
     told = {"KERAS_BACKEND": backend, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     script = Script(tmp_path, "missing", MISSING, told)
@@ -167,7 +167,7 @@ def resolvers():
     return found
 
 
-@each_backend
+@backend_in_turn
 def test_a_resolver_that_was_told_of_gpus_is_asked(backend):
     none, unknown, two = run(backend, 1, resolvers)[0]
     assert none == ("cpu:0",) and all(name.startswith(("cpu:", "gpu:")) for name in unknown)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kdist
-from tests.processes import BACKENDS, each_backend, run
+from tests.processes import BACKENDS, backend_in_turn, run
 
 X, Y = np.random.default_rng(4).normal(size=(2, 7, 3)).astype("float32")  # 7 rows: replicas have 4 and 3
 RATE = 0.25
@@ -124,7 +124,7 @@ def loop():
     return found
 
 
-@each_backend
+@backend_in_turn
 def test_loops_sum_gradients_by_it(backend):
     found = run(backend, 1, loop)[0]
     loss = np.square(X.sum(1, keepdims=True) - Y).mean()
@@ -168,7 +168,7 @@ def reductions():
     return {name: keras.ops.convert_to_numpy(value).tolist() for name, value in found.items()}, named.calls
 
 
-@each_backend
+@backend_in_turn
 def test_values_are_reduced_by_it(backend):
     found, calls = run(backend, 1, reductions)[0]
     assert found == {
@@ -217,7 +217,7 @@ def mistakes():
     return found
 
 
-@each_backend
+@backend_in_turn
 def test_mistakes_of_it_are_told(backend):
     found = run(backend, 1, mistakes)[0]
     assert "must define reduce_implementation" in found["Bare"]

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +25,7 @@ import pytest
 
 from kdist.testing import WorkerPool, Workers, free_ports
 from tests.environment import clean_environment
+from tests.turn import turn
 from tests.zygote import Forked, zygote
 
 BACKENDS = ("tensorflow", "jax", "torch")
@@ -37,6 +39,13 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS, scope="module")
 def full_unless(is_pair: bool) -> list[pytest.MarkDecorator]:
     """The marks of a product's test: `make test` leaves it out unless it is one of the pairs."""
     return [] if is_pair else [pytest.mark.full]
+
+
+def backend_in_turn(test: Any) -> Any:
+    """For behavior that no backend decides: `make test` runs the test on one backend, the next backend each turn."""
+    today = (zlib.crc32(test.__name__.encode()) + turn()) % len(BACKENDS)
+    params = [pytest.param(name, marks=full_unless(i == today)) for i, name in enumerate(BACKENDS)]
+    return pytest.mark.parametrize("backend", params, scope="module")(test)
 
 
 # Whether the workers of pools are forked; `--full` says no.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import BACKENDS, Script, each_backend, local_addresses, run, tf_config
+from tests.processes import BACKENDS, Script, backend_in_turn, local_addresses, run, tf_config
 
 COMMUNICATION = {"tensorflow": "grpc", "jax": "gloo", "torch": "gloo"}
 SCRIPT = """
@@ -93,7 +93,7 @@ def names() -> list[str]:
     return [repr(one) for one in made]
 
 
-@each_backend
+@backend_in_turn
 def test_every_strategy_says_what_it_is(backend: str) -> None:
     assert run(backend, 1, names)[0] == [
         f"<kdist.OneDeviceStrategy on {backend}: 1 device (cpu:0)>",

@@ -14,7 +14,7 @@ from tests.environment import clean_environment
 from tests.processes import (
     BACKENDS,
     Script,
-    each_backend,
+    backend_in_turn,
     full_unless,
     local_addresses,
     run,
@@ -147,7 +147,7 @@ def check_saved(results, folder):
     assert not [path.name for path in Path(folder).iterdir() if path.name.startswith(".")]
 
 
-@each_backend
+@backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_the_chief_writes_and_all_have_the_file_on_return(backend, num_workers, tmp_path):
     with start_pool(num_workers, backend) as pool:  # what kept workers have saved before counts
@@ -191,7 +191,7 @@ def in_worker_doubt(folder):
     return written.names, records, time.monotonic() - start
 
 
-@each_backend
+@backend_in_turn
 def test_in_doubt_a_worker_writes_its_own_file(backend, tmp_path):
     chief, other = run(backend, 2, in_worker_doubt, str(tmp_path))
     assert chief[0] == ["both.keras", "held.keras", "held.keras"]
@@ -291,7 +291,7 @@ print("SAVED", flush=True)
 """
 
 
-@each_backend
+@backend_in_turn
 def test_the_last_line_of_a_script_saves_once_where_another_worker_comes_later(backend, tmp_path):
     addresses = local_addresses(2)
     scripts = []

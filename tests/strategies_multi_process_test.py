@@ -11,7 +11,7 @@ import kdist
 from kdist.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolver
 from kdist.errors import InvalidArgumentError
 from kdist.experimental import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
-from tests.processes import BACKENDS, Script, each_backend, run, strategy
+from tests.processes import BACKENDS, Script, backend_in_turn, run, strategy
 
 # Signatures ---------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ REFUSED = {
 }
 
 
-@each_backend
+@backend_in_turn
 def test_what_cannot_work_is_refused(backend):
     # Without GPUs, whatever this machine has.
     found = run(backend, 1, refused)[0]
@@ -247,7 +247,7 @@ def resolvers():
     return found.cluster_resolver.task_id, names
 
 
-@each_backend
+@backend_in_turn
 def test_cluster_resolver_of_one_worker(backend):
     task, names = run(backend, 1, resolvers)[0]
     one, two = names
@@ -265,7 +265,7 @@ def resolver_of_two():
     return resolver.task_type, resolver.task_id, resolver.cluster_spec().as_dict(), writes
 
 
-@each_backend
+@backend_in_turn
 def test_cluster_resolver_of_two_workers(backend):
     one, two = run(backend, 2, resolver_of_two)
     assert one[:2] == ("worker", 0) and two[:2] == ("worker", 1)
@@ -309,7 +309,7 @@ def one_device_and_plain():
     return [train(make) for make in makers]
 
 
-@each_backend
+@backend_in_turn
 def test_one_device_strategy_gives_the_numbers_of_plain_keras(backend):
     plain, *others = run(backend, 1, one_device_and_plain)[0]
     for other in others:

@@ -10,13 +10,15 @@ from kdist import gaps
 from tests.contract import support
 from tests.environment import ROOT
 from tests.processes import BACKENDS, full_unless, run
+from tests.turn import turn
 
 
 def _cells():
-    for turn, name in enumerate(support.STRATEGIES):
+    for index, name in enumerate(support.STRATEGIES):
         for place, backend in enumerate(BACKENDS):
             # In `make test` a strategy on a backend, in turn; a gap costs nothing.
-            is_pair = place == turn % 3 or gaps.find(name.rpartition(".")[2], backend, "create") is not None
+            today = place == (index + turn()) % 3
+            is_pair = today or gaps.find(name.rpartition(".")[2], backend, "create") is not None
             marks = [*full_unless(is_pair), pytest.mark.xdist_group(f"pool-{backend}")]
             yield pytest.param(name, backend, id=f"{name}-{backend}", marks=marks)
 

@@ -26,6 +26,7 @@ import pytest
 
 from tests.environment import ROOT
 from tests.processes import BACKENDS, run
+from tests.turn import turn
 
 F = TypeVar("F", bound=Callable[..., Any])
 Names = dict[str, Any]
@@ -99,8 +100,8 @@ def each_example(names: Names) -> Callable[[F], F]:
     order = list(EXAMPLES)
     cases = []
     for name in mine:
-        turn = BACKENDS[order.index(name) % len(BACKENDS)]
-        cases.append((getattr(names[name], "on", None) or EXAMPLES[name][1] or turn, name))
+        today = BACKENDS[(order.index(name) + turn()) % len(BACKENDS)]
+        cases.append((getattr(names[name], "on", None) or EXAMPLES[name][1] or today, name))
     return pytest.mark.parametrize(
         ("backend", "name"),
         [pytest.param(*case, marks=pytest.mark.xdist_group(f"pool-{case[0]}")) for case in sorted(cases)],

@@ -1,4 +1,4 @@
-"""The tutorials: executed unchanged, each on one backend, and stored with what they say and draw."""
+"""The tutorials: executed unchanged, a third of them per turn, and stored with what they say and draw."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import nbformat
 import pytest
 
 from tests.environment import ROOT
-from tests.notebooks import TUTORIALS, backend_of, normalised, text_of
+from tests.notebooks import TUTORIALS, normalised, text_of
 from tests.processes import BACKENDS, full_unless
+from tests.turn import turn
 
 MOST_BYTES = 400_000
 # Calls that show something.
@@ -28,16 +29,24 @@ def code_cells(path: Path) -> list[Any]:
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
-def runs(tutorial: Path) -> list[Any]:
+def runs(place: int, tutorial: Path) -> list[Any]:
+    """Of three tutorials `make test` runs one per turn, on the next backend each time."""
+    rounds, offset = divmod(turn() + place, 3)
     return [
-        pytest.param(tutorial, backend, id=f"{tutorial.stem}-{backend}", marks=full_unless(is_pair))
-        for backend in BACKENDS
-        for is_pair in [backend == backend_of(tutorial)]
+        pytest.param(
+            tutorial,
+            backend,
+            id=f"{tutorial.stem}-{backend}",
+            marks=full_unless(offset == 0 and index == rounds % len(BACKENDS)),
+        )
+        for index, backend in enumerate(BACKENDS)
     ]
 
 
 @pytest.mark.timeout(330)
-@pytest.mark.parametrize(("tutorial", "backend"), [case for path in TUTORIALS for case in runs(path)])
+@pytest.mark.parametrize(
+    ("tutorial", "backend"), [case for place, path in enumerate(TUTORIALS) for case in runs(place, path)]
+)
 def test_tutorial_runs_and_says_the_same(tutorial: Path, backend: str, tmp_path: Path) -> None:
     command = [
         sys.executable,

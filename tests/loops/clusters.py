@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.processes import BACKENDS, full_unless, run
+from tests.turn import turn
 
 CLUSTERS = ((1, 2), (1, 3), (2, 2))
 
@@ -17,9 +18,9 @@ CLUSTERS = ((1, 2), (1, 3), (2, 2))
 def _parametrize(name: str, backends: Sequence[str]) -> Any:
     """Every backend × cluster; in `make test` each backend meets one cluster, and each cluster one backend.
 
-    Where the round begins depends on the test's name, so that every backend meets every cluster in some test.
+    Where the round begins depends on the test's name and on the turn: every backend meets every cluster.
     """
-    first = zlib.crc32(name.encode()) % len(CLUSTERS)
+    first = (zlib.crc32(name.encode()) + turn()) % len(CLUSTERS)
     params = []
     for backend, (c, (workers, replicas)) in itertools.product(backends, enumerate(CLUSTERS)):
         is_pair = (first + BACKENDS.index(backend)) % len(CLUSTERS) == c

@@ -40,7 +40,7 @@ def test_every_mutant_applies_to_this_tree() -> None:
 
 
 def test_make_test_runs_what_must_notice_each_mutant() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--full", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=run.ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     mutants = {path.name: run.read_mutant(path) for path in PATCHES}

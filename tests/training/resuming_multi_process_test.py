@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import BACKENDS, each_backend, full_unless, run, strategy
+from tests.processes import BACKENDS, backend_in_turn, full_unless, run, strategy
 
 ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps an epoch
 
@@ -160,7 +160,7 @@ def check(everyone: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@each_backend
+@backend_in_turn
 def test_a_run_goes_on_in_the_middle_of_an_epoch(backend: str, kind: str, tmp_path: Path) -> None:
     check(run(backend, 1, interrupted, str(tmp_path), kind, [(1, 1, 1)]))
 
@@ -192,7 +192,7 @@ PLACES = {
 }
 
 
-@each_backend
+@backend_in_turn
 def test_a_run_goes_on_from_anywhere(backend: str, tmp_path: Path) -> None:
     check(run(backend, 2, interrupted, str(tmp_path), "arrays", list(PLACES.values())))
 
@@ -230,7 +230,7 @@ def start(folder: str, stops: bool) -> Any:
     return expected
 
 
-@each_backend
+@backend_in_turn
 def test_another_number_of_workers_goes_on(backend: str, tmp_path: Path) -> None:
     expected = run(backend, 2, start, str(tmp_path), True)[0]
     # One worker of two replicas, which draw the same dropout masks as two workers of one.
