@@ -184,6 +184,10 @@ class Runtime(ABC):
         """Says which rows of a global batch each replica has in the step of a model; see `split_rows`."""
         return split_rows(num_rows, self.num_replicas, self.needs_equal_shapes)
 
+    def note_even(self, batch: Any) -> None:
+        """Called with a batch of a distributed dataset whose parts have the same shapes on all workers."""
+        return
+
     @abstractmethod
     def scope(self) -> AbstractContextManager[Any]:
         """Entered with the strategy's scope: variables created inside belong to the replicas."""

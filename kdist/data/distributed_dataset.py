@@ -250,6 +250,8 @@ class DistributedIterator:
         parts = step.as_parts(runtime)
         if step.batch is None or not step.batch.is_placed or 0 in step.counts:
             parts = runtime.place(parts)
+        if len(set(step.counts)) == 1:
+            runtime.note_even(parts)
         self._dataset._note_spec(parts[0])
         return regroup(parts, keras.tree.map_structure)
 

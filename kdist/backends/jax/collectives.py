@@ -30,18 +30,10 @@ class Collectives(Protocol):
         """Calls a function once with the values of all local replicas; returns this one's component."""
 
 
-class UnknownShapes(BaseException):
-    """Tells who traces a function that it gathers: then the shapes of all workers' arguments must be equal."""
-
-
 class MeshCollectives:
-    """The collectives of a program that all devices run.
+    """The collectives of a program that all devices run: their tensors have equal shapes."""
 
-    They gather where the replicas of all workers are known to have tensors of equal shapes.
-    """
-
-    def __init__(self, runtime: Any, equal_shapes: bool) -> None:
-        self._equal_shapes = equal_shapes or runtime.num_workers == 1
+    def __init__(self, runtime: Any) -> None:
         self._num_replicas = runtime.num_replicas
         self._num_local = len(runtime.devices)
         self._axes: tuple[str, ...] = runtime.mesh.axis_names
@@ -61,12 +53,10 @@ class MeshCollectives:
         """Returns the rows of all devices: as many of each, since they run one program."""
         if self._num_replicas == 1:
             return rows, 0
-        self._require_equal_shapes()
         return jax.lax.all_gather(rows, self._axes, tiled=True), self.replica_id * rows.shape[0]
 
     def merge(self, function: Callable[..., Any], values: Any) -> Any:
         """Calls a function on every device, with the values of all devices of its worker."""
-        self._require_equal_shapes()  # the function may gather
         if self._num_local == 1:
             return function(values)
         first = self.replica_id - self.local_index
@@ -84,7 +74,3 @@ class MeshCollectives:
 
         result = function(keras.tree.map_structure(join, values))
         return keras.tree.map_structure(choose, result)
-
-    def _require_equal_shapes(self) -> None:
-        if not self._equal_shapes:
-            raise UnknownShapes

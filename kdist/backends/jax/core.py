@@ -6,8 +6,10 @@ is: state is replicated, batches are split by rows.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -35,6 +37,7 @@ from kdist.errors import DatasetError
 from kdist.topology import Central, Sharded, Topology
 
 _MOST_BYTES = 64 << 20
+_MOST_EVEN = 64  # arrays of the last batches
 
 
 class JaxCore(Runtime):
@@ -52,6 +55,7 @@ class JaxCore(Runtime):
         # Where what speaks for all replicas computes; variables are created there too, but for those that are divided.
         (self.holder,) = find_devices(topology.parameter_devices[:1])
         self.is_central = isinstance(topology.storage, Central)
+        self._even: collections.deque[weakref.ref[jax.Array]] = collections.deque(maxlen=_MOST_EVEN)
         everyone = np.array(all_devices(group, self.local_devices))
         sharded = topology.storage if isinstance(topology.storage, Sharded) else None
         if sharded is None:
@@ -76,6 +80,14 @@ class JaxCore(Runtime):
                     if (explained := group.explain_failure(error)) is not error:
                         raise explained from error
                     raise closed_error(f"worker {self.worker_index}", error) from error
+
+    def note_even(self, batch: Any) -> None:
+        """Keeps the arrays of a batch whose shapes all workers know to be equal, as long as somebody uses them."""
+        self._even.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.Array))
+
+    def is_even(self, array: Any) -> bool:
+        """Says whether an array has the same shape on all workers, as far as this is known without a message."""
+        return not array.shape or any(known() is array for known in self._even)
 
     @property
     def communication(self) -> str:

@@ -18,7 +18,7 @@ from kdist.arrays.rows import torch_to_numpy
 from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.jax import tables, uneven_run
-from kdist.backends.jax.collectives import MeshCollectives, UnknownShapes
+from kdist.backends.jax.collectives import MeshCollectives
 from kdist.backends.jax.components import has_components
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.programs import (
@@ -51,7 +51,6 @@ class Functions:
         self.placed = Placed(runtime)
         self._programs: collections.OrderedDict[Any, _Program] = collections.OrderedDict()
         self._counts: collections.Counter[Any] = collections.Counter()
-        self._gathering: set[Any] = set()
 
     def run(self, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Sequence[Any]:
         """Calls the user's function in every replica."""
@@ -59,17 +58,11 @@ class Functions:
         runtime = self._runtime
         call = _Call(args, kwargs, len(runtime.devices))
         key = (function_key(fn), call.key())
-        gathers = key[0][1] in self._gathering
-        if uneven_run.on_any_worker(runtime, call.data, gathers):
+        if uneven_run.on_any_worker(runtime, call.data):
             return uneven_run.run(runtime, strategy, fn, call, self.placed)
         program = self._programs.get(key)
         if program is None:
-            try:
-                program = _Program(runtime, strategy, fn, call, gathers)
-            except UnknownShapes:
-                self._gathering.add(key[0][1])
-                return self.run(strategy, fn, args, kwargs)
-            self._programs[key] = program
+            program = self._programs[key] = _Program(runtime, strategy, fn, call)
             self._limit(key)
         self._programs.move_to_end(key)
         with runtime.group.working():
@@ -150,17 +143,10 @@ def _same_constant(leaf: Any) -> Any:
 
 
 class _Program:
-    """A function of the user's, compiled for arguments of one kind: those of its first call.
+    """A function of the user's, compiled for arguments of one kind: those of its first call."""
 
-    Raises:
-        UnknownShapes: The workers have not compared the shapes of the arguments, and the function gathers.
-    """
-
-    def __init__(
-        self, runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: _Call, equal_shapes: bool
-    ) -> None:
+    def __init__(self, runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: _Call) -> None:
         self._runtime = runtime
-        self._equal_shapes = equal_shapes
         self._strategy = strategy
         self._fn = fn
         self._num_replicas = runtime.num_replicas
@@ -244,7 +230,7 @@ class _Program:
         """What every device does: returns the variables that were written, and the arrays of the result."""
         if self._num_replicas > 1:
             inputs = [part[0] if scalar else part for part, scalar in zip(inputs, self._scalar, strict=True)]
-        replica = JaxReplica(self._strategy, MeshCollectives(self._runtime, self._equal_shapes))
+        replica = JaxReplica(self._strategy, MeshCollectives(self._runtime))
         try:
             with replica, JaxScope(replica, values) as scope:
                 args, kwargs = self._call.fill(inputs)

@@ -74,7 +74,9 @@ class Placed:
             else:
                 found[i] = placed
         if missing:
-            values = self._runtime.place_state([keras_hooks.native_value(variables[i]) for i in missing])
+            values = self._runtime.place_state(
+                [_strong(keras_hooks.native_value(variables[i])) for i in missing]
+            )
             for i, placed in zip(missing, values, strict=True):
                 found[i] = self._show(variables[i], (components[i], placed) if i in components else placed)
         return found
@@ -109,6 +111,12 @@ class Placed:
         self._known[variable] = (shown, placed)
         self._holders = sys.getrefcount(shown)  # the variable, this object and the local name, as in `read`
         return placed
+
+
+def _strong(value: Any) -> Any:
+    """The value without JAX's weak type, which `keras.Variable(1.0)` has: each program would be compiled twice."""
+    is_weak = isinstance(value, jax.Array) and value.weak_type
+    return jax.numpy.asarray(value, value.dtype) if is_weak else value
 
 
 def _own_array(variable: Any, donated: bool) -> Any:

@@ -32,17 +32,17 @@ from kdist.errors import StrategyScopeError
 from kdist.values import component
 
 
-def on_any_worker(runtime: JaxCore, values: Sequence[Sequence[Any]], gathers: bool) -> bool:
-    """Says whether replicas have arguments of different shapes; all workers hear the same.
+def on_any_worker(runtime: JaxCore, values: Sequence[Sequence[Any]]) -> bool:
+    """Says whether replicas have arguments of different shapes; the result is the same on all workers.
 
-    The program of a worker may have shapes of its own, as long as it gathers nothing: sums have equal shapes
-    anyway.
+    XLA orders the collectives of each program by itself. If the workers ran programs for different shapes, a sum of
+    one worker could therefore meet another sum of the other worker. The parts of a batch of a distributed dataset
+    were compared when the workers agreed on the batch.
     """
     mine = any(part.shape != parts[0].shape for parts in values for part in parts[1:])
-    if runtime.num_workers == 1 or (len(runtime.devices) == 1 and not gathers):
+    if runtime.num_workers == 1 or all(runtime.is_even(part) for parts in values for part in parts):
         return mine
-    shapes = [list(parts[0].shape) for parts in values] if gathers else []
-    everyone = gather(runtime, None if mine else shapes)
+    everyone = gather(runtime, None if mine else [list(parts[0].shape) for parts in values])
     return any(other is None or other != everyone[0] for other in everyone)
 
 
