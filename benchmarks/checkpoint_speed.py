@@ -1,10 +1,11 @@
-"""How fast checkpoints are written and read, and how much a save in the background slows the steps.
+"""Speed of writing and reading checkpoints, and slowdown of training while a save runs in the background.
 
-    python benchmarks/checkpoint_speed.py torch [folder] [gigabytes]
+    python benchmarks/checkpoint_speed.py torch [directory] [gigabytes]
 
-The yardsticks move the same bytes in the same processes, each its share: a plain write with fsync, and a plain read
-into memory (of all bytes, by every worker, as a restore does). The figures are ratios of speeds; rounds alternate.
-The folder should be on a real disk. What was written before is in the memory of the system when it is read.
+The baselines are a plain write with fsync and a plain read into memory. They move the same bytes in the same processes.
+On a write, each worker writes its share. On a read, every worker reads all bytes, as a restore does. The results are
+ratios of speeds, measured in alternating rounds. Use a directory on a real disk. Files that were just written are
+still in the page cache when they are read.
 """
 
 from __future__ import annotations

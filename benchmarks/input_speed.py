@@ -1,22 +1,20 @@
-"""How fast datasets of each kind pass through `fit`, and how long a step waits for them.
+"""Throughput of each kind of dataset under `fit`, and time that a step waits for its batch.
 
     python benchmarks/input_speed.py torch
     python benchmarks/input_speed.py jax --workers 2 --kinds Grain tf.data
 
-Figures for each kind of dataset, on 1 and 2 workers:
+For each kind of dataset, on 1 and 2 workers, the benchmark prints:
 
-- rows per second through `fit` with an empty model, over those of the same pipeline iterated by hand: once where
-  the pipeline only scales and mirrors images, a few milliseconds a batch, and once where it augments them as one
-  does in training. On two workers both iterate at the same time, by hand as in `fit`, with as many threads, and
-  the slower one counts;
-- what a step of `fit` with an empty model takes where the pipeline takes next to nothing: batches cut from an
-  array;
-- the share of a step of 10 ms that is spent waiting for its batch, which includes the workers' agreement, and
-  beside it that of the least that one can do: a thread that reads the same pipeline by hand into a queue. The
-  images are small ones here: a pipeline that needs as long as the step makes it wait whatever one does. The
-  first batch is not counted.
+- the rows per second of `fit` with an empty model, divided by the rows per second of a plain loop over the same
+  pipeline. It measures two pipelines: one scales and mirrors images (a few milliseconds per batch), the other applies
+  typical augmentation. On two workers, both iterate at the same time with the same number of threads, and the slower
+  worker counts;
+- the time of a `fit` step with an empty model and an input pipeline that costs almost nothing (slices of an array);
+- the share of a 10 ms step that is spent waiting for the batch, including the agreement between workers. For
+  comparison, it prints the same share for a thread that reads the pipeline into a queue. The images are small, because
+  a pipeline that takes as long as the step always makes it wait. The first batch does not count.
 
-All come from the same processes, in several rounds one after the other; what is printed is the median.
+All values are medians over several rounds in the same processes.
 """
 
 from __future__ import annotations

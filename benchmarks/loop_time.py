@@ -1,12 +1,12 @@
-"""Step time of a custom loop on kdist over that of a native one, on 1 and 2 workers.
+"""Step time of a custom loop on kdist, divided by the step time of a native loop, on 1 and 2 workers.
 
     python benchmarks/loop_time.py jax
 
-The portable loop is written once: `kdist.function`, `strategy.run`, `kdist.value_and_grad` and a Keras optimiser.
-The yardsticks: `jit` of a `shard_map` that sums flat gradients (JAX), `tf.function` around `tf.distribute`'s
-`run` (TensorFlow), `DistributedDataParallel` (PyTorch), with the same Keras model and, but for PyTorch's own Adam,
-the same Keras optimiser. Both loops run in the same processes, in several rounds one after the other, on batches
-that lie in memory.
+The kdist loop is the same code on all backends: `kdist.function`, `strategy.run`, `kdist.value_and_grad` and a Keras
+optimizer. The baselines are `jit` of a `shard_map` that sums flat gradients (JAX), `tf.function` around
+`tf.distribute`'s `run` (TensorFlow) and `DistributedDataParallel` (PyTorch). They use the same Keras model and the same
+Keras optimizer, except that PyTorch uses its own Adam. Both loops run in alternating rounds in the same processes, on
+batches in memory.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Training with parameter servers: steps per second, and milliseconds to move parameters.
+"""Training with parameter servers: steps per second, and milliseconds to transfer parameters.
 
     python benchmarks/parameter_servers.py jax [steps] [transfers] [rows] [ray]
 
-All tasks are processes of this machine. The yardstick of the steps is one worker. That of the transfers is the engine
-alone, with the same bytes in the same process, in rounds that alternate: a bare gRPC stream of 2 MiB messages which
-nobody puts together (JAX, PyTorch), or a read and an assignment of a variable of tf.distribute's (TensorFlow). Of a
-push of gradients, what the server waits for its optimiser is taken away, as it takes here. `rows` counts the bytes that
-an embedding moves. `ray` moves the same arrays to and from Ray's actors.
+All tasks are processes on this machine. The baseline for steps is one worker. The baseline for transfers moves the same
+bytes in the same process, in alternating rounds. On JAX and PyTorch it is a bare gRPC stream of 2 MiB messages without
+reassembly. On TensorFlow it is a read and an assignment of a `tf.distribute` variable. The time of a gradient push does
+not include the time that the server's optimizer takes. `rows` counts the bytes that an embedding transfers. `ray`
+transfers the same arrays to and from Ray actors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Memory for weights and optimiser state on one device under `FullyShardedStrategy`, over that of mirrored ones.
+"""Memory for weights and optimizer state per device under `FullyShardedStrategy`, divided by mirrored training.
 
     python benchmarks/sharded_memory.py jax
 
-A transformer's block and an MLP train a few steps with Adam under both strategies, on 2 and on 4 replicas: on JAX these
-are devices of one process, on PyTorch workers. What is counted are the bytes of the arrays that one device holds
-when the steps have ended.
+A transformer block and an MLP train a few steps with Adam under both strategies, on 2 and on 4 replicas. The replicas
+are devices of one process on JAX, and workers on PyTorch. The benchmark counts the bytes of all arrays on one device
+after the last step.
 """
 
 from __future__ import annotations

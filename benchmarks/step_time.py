@@ -1,11 +1,11 @@
-"""Step time of kdist's `fit` over that of a hand-written native loop, on 1 and 2 workers.
+"""Step time of kdist's `fit`, divided by the step time of a hand-written native loop, on 1 and 2 workers.
 
     python benchmarks/step_time.py jax
 
-Both loops train the same Keras model on the same batches in the same processes, one after the other, in several
-rounds; what is printed is the median of the rounds' ratios. The yardsticks: `DistributedDataParallel` with a
-`torch.optim` optimiser (PyTorch), a jitted step over a mesh (JAX), `tf.distribute` with a `GradientTape`
-(TensorFlow); on one worker the same loop without communication.
+Both loops train the same Keras model on the same batches, in alternating rounds in the same processes. The result is
+the median ratio over all rounds. The baselines are `DistributedDataParallel` with a `torch.optim` optimizer (PyTorch),
+a jitted step over a mesh (JAX) and `tf.distribute` with a `GradientTape` (TensorFlow). On one worker, the baseline is
+the same loop without communication.
 """
 
 from __future__ import annotations

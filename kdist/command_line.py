@@ -1,4 +1,4 @@
-"""The command line: `kdist run`, `manifest`, `doctor`, `test`, `info`, `demo`, `checkpoint`, `bench`, `plot`."""
+"""The command line: `kdist run`, `demo`, `doctor`, `test`, `info`, `bench`, `plot`, `checkpoint`, `manifest`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.checkpoint import command as checkpoint_command
-from kdist.cluster import environment, logs
+from kdist.cluster import environment, liveness, logs
 from kdist.doctor import command as doctor_command
 from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
-from kdist.launch import restarts
+from kdist.launch import restarts, run_options
 from kdist.launch.info import print_info
 from kdist.launch.manifest import command as manifest_command
+from kdist.launch.options import BACKEND_HELP, whole_number
 from kdist.launch.options import target as read_target
-from kdist.launch.options import whole_number
-from kdist.launch.plan import check_backend, parse_hosts, resolve_num_workers
+from kdist.launch.plan import BACKENDS, check_backend, parse_hosts, resolve_num_workers
 from kdist.launch.restarts import Job
 from kdist.measuring import command as measuring_command
 from kdist.version import __version__
@@ -31,20 +31,28 @@ _EXAMPLES = """examples:
   kdist manifest kubernetes -n 4 --gpus 1 --image registry/train:1 train.py | kubectl apply -f -
   kdist manifest slurm -n 4 --gpus 1 --output train.sh train.py && sbatch train.sh
 
-kdist COMMAND --help says more.
+For the options of a command: kdist COMMAND --help
 """
-_RUN_EXAMPLES = """examples:
+_RUN_EXAMPLES = f"""examples:
   kdist run --num-workers 2 train.py --epochs 5
   kdist run -n auto --backend jax -m package.train
   kdist run -n 4 --max-restarts 3 --min-workers 2 train.py
   kdist run -n 2 --num-ps 2 --evaluator train.py
   kdist run -n 2 --inject kill:worker=1,step=30 train.py
   kdist run -n 1 --hosts host0:5000,host1:5000 --host-index 0 train.py
+
+exit codes:
+  0      all workers succeeded
+  2      wrong call: no such script, unknown option or backend
+  {liveness.STALLED}     a worker hung and was terminated
+  {liveness.PREEMPTED}     the job was preempted after saving a checkpoint; start it again
+  128+n  a worker or the launcher was terminated by signal n (130 Ctrl-C, 137 SIGKILL, 143 SIGTERM)
+  other  the exit code of the worker that failed first
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """What all commands, and theirs, are made of: examples stay as they stand, and no option is guessed."""
+    """Parses commands and subcommands. It keeps the line breaks of examples, and rejects abbreviated options."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -53,72 +61,43 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser: argparse.ArgumentParser = _Parser(
-        prog="kdist", description="Run a Keras script on several workers.", epilog=_EXAMPLES
+        prog="kdist", description="Train Keras models on several devices and machines.", epilog=_EXAMPLES
     )
     parser.add_argument("--version", action="version", version=f"kdist {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
+    _add_demo(commands)
     doctor_command.add_to(commands)
-    commands.add_parser("info", help="print what a bug report needs: versions, backend, devices, cluster")
-    demo = commands.add_parser(
-        "demo", help="train a small network on two workers and compare with one device"
-    )
-    demo.add_argument("--num-workers", "-n", type=int, default=2)
-    demo.add_argument("--backend", choices=("tensorflow", "jax", "torch"))
-    demo.add_argument("--epochs", type=int, default=8)
+    commands.add_parser("info", help="print versions, backend, devices and cluster, for a bug report")
+    measuring_command.add_to(commands)
     checkpoint_command.add_to(commands)
     manifest_command.add_to(commands)
-    measuring_command.add_to(commands)
     return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser(
+        "demo", help="train a small network on one device and on two workers, and compare the results"
+    )
+    demo.add_argument(
+        "-n", "--num-workers", type=int, default=2, metavar="COUNT", help="number of workers (default: 2)"
+    )
+    demo.add_argument("--backend", choices=BACKENDS, metavar="BACKEND", help=BACKEND_HELP)
+    demo.add_argument(
+        "--epochs", type=int, default=8, metavar="COUNT", help="number of epochs to train (default: 8)"
+    )
 
 
 def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     run = commands.add_parser(
         "run",
-        help="run a script in several worker processes",
+        aliases=["launch"],
+        help="run a script on several workers",
         usage="kdist run [options] script.py [argument ...]\n"
         "       kdist run [options] -m module [argument ...]",
         epilog=_RUN_EXAMPLES,
     )
-    names = ("-n", "--num-workers", "--num_workers", "--nproc-per-node", "--nproc_per_node")
-    run.add_argument(
-        *names,
-        dest="num_workers",
-        default="auto",
-        metavar="N",
-        help="workers of this machine, which share its GPUs evenly; auto (the default) is one a GPU, else one",
-    )
-    run.add_argument(
-        "--num-ps",
-        "--num_ps",
-        default="0",
-        metavar="M",
-        help="parameter servers, which hold the variables; a coordinator is started too (default 0, none)",
-    )
-    run.add_argument(
-        "--evaluator", action="store_true", help="also start an evaluator, a task beside those that train"
-    )
-    run.add_argument("--backend", help="tensorflow, jax or torch; by default what KERAS_BACKEND says")
-    run.add_argument("--log-dir", metavar="DIR", help="also write each worker's output to DIR/worker-I.log")
-    run.add_argument(
-        "--hosts", metavar="HOST:PORT,...", help="all machines of the job, the same on each of them"
-    )
-    run.add_argument("--host-index", type=int, metavar="I", help="which of --hosts this machine is, from 0")
-    run.add_argument(
-        "--grace-period",
-        type=float,
-        default=5.0,
-        metavar="S",
-        help="seconds that workers may take to end after Ctrl-C or SIGTERM (default 5)",
-    )
-    restarts.add_options(run)
-    run.add_argument(
-        "--dry-run",
-        "--dry_run",
-        action="store_true",
-        help="print what each worker would be told, and start nothing",
-    )
-    run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
+    run_options.add_to(run)
     run.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -129,8 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; by default those of the process.
 
     Returns:
-        The exit code: 0 for success, 2 for a wrong call, else that of the worker that failed first, or 128
-        plus the number of its signal.
+        The exit code: 0 for success, 2 for a wrong call, otherwise the exit code of the worker that failed first, or
+        128 plus the number of its signal.
 
     Example:
 
@@ -141,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
         logs.set_up()
-        if options.command == "run":
+        if options.command in ("run", "launch"):
             return _run(options)
         if options.command == "info":
             return print_info()
@@ -162,8 +141,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    variables = run_options.variables_of(options)
+    logs.set_up({logs.VARIABLE: variables.get(logs.VARIABLE, "")})
     command = _worker_command(options)
-    check_backend(options.backend or environment.get("KERAS_BACKEND") or None)
+    check_backend(variables.get("KERAS_BACKEND") or environment.get("KERAS_BACKEND") or None)
     hosts = parse_hosts(options.hosts)
     if hosts and len(hosts) > 1 and options.host_index is None:
         raise InvalidArgumentError(
@@ -190,6 +171,7 @@ def _run(options: argparse.Namespace) -> int:
         grace=options.grace_period,
         policy=policy,
         asked=options.num_workers,
+        variables=variables,
     )
     return job.dry_run() if options.dry_run else job.run()
 

@@ -1,4 +1,4 @@
-"""The errors that kdist raises: each states a rule, what was received, and what to do."""
+"""The errors that kdist raises. Each message contains a rule, the received values and a hint."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def _rebuild(cls: type[KdistError], rule: str, received: dict[str, object], hint
 
 
 class InvalidArgumentError(KdistError, ValueError):
-    """An argument has a value that cannot work."""
+    """An argument has an invalid value."""
 
 
 class ClusterConfigError(KdistError, ValueError):
-    """The description of the cluster (`TF_CONFIG`, a resolver, a launcher's variables) is wrong."""
+    """The cluster description (`TF_CONFIG`, a resolver, a launcher's variables) is invalid."""
 
 
 class BackendError(KdistError, ImportError):
@@ -58,59 +58,59 @@ class BackendError(KdistError, ImportError):
 
 
 class UnsupportedError(KdistError, NotImplementedError):
-    """A strategy cannot do this on this backend; the message says what can."""
+    """The strategy does not support this operation on this backend; the message suggests an alternative."""
 
 
 class DeviceError(KdistError, ValueError):
-    """The devices that were asked for are not there, or it is too late to make them."""
+    """The requested devices do not exist, or can no longer be created because the backend has started."""
 
 
 class StrategyScopeError(KdistError, RuntimeError):
-    """A strategy, or something created under one, is used in the wrong context."""
+    """A strategy, or an object created in its scope, is used in the wrong context."""
 
 
 class WorkerMismatchError(KdistError, RuntimeError):
-    """Workers that must agree (on the model, the data, the number of steps) do not."""
+    """Workers disagree on the model, the data or the number of steps."""
 
 
 class DatasetError(KdistError, ValueError):
-    """A dataset gives something that cannot be distributed, or failed while it was read."""
+    """A dataset yields elements that cannot be distributed, or failed while kdist read it."""
 
 
 class OutOfRangeError(KdistError, IndexError):
-    """There is no next element."""
+    """The iterator has no more elements."""
 
 
 class WorkerTimeoutError(KdistError, TimeoutError):
-    """A worker did not come, or did not answer, in time."""
+    """A worker did not join or respond in time."""
 
 
 class WorkerLostError(KdistError, RuntimeError):
-    """A worker that takes part in the job has died or cannot be reached any more."""
+    """A worker of the job died or is unreachable."""
 
 
 class WorkerFailedError(KdistError, RuntimeError):
-    """Another worker raised an error in a place that all must pass together."""
+    """Another worker raised an error where all workers synchronize."""
 
 
 class LaunchError(KdistError, RuntimeError):
-    """A worker process that kdist started has failed."""
+    """A worker process that kdist started failed."""
 
 
 class CheckpointError(KdistError, RuntimeError):
-    """A checkpoint could not be written or read."""
+    """kdist could not write or read a checkpoint."""
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """There is no complete checkpoint at the path."""
+    """The path does not contain a complete checkpoint."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is damaged: bytes are missing or are not those that were saved."""
+    """A checkpoint is corrupt: bytes are missing or differ from the saved bytes."""
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint holds something else than the objects that are to be restored."""
+    """A checkpoint does not match the objects to restore."""
 
 
 _OF_DATA = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)

@@ -1,4 +1,4 @@
-"""Names that are not there: those of `tf.distribute` that kdist leaves out, and what is said about any other."""
+"""Names of `tf.distribute` that kdist omits, and the errors for names that a module does not have."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ from typing import Any, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
 
-_SESSIONS = "It configures the sessions of TensorFlow 1. Leave the call out."
-_ITERATORS = "It is about the iterators of TensorFlow 1. Use "
-_NAMED_TUPLE = "It is a method of tuples, which these options are in TensorFlow alone."
+_SESSIONS = "It configures TensorFlow 1 sessions. Remove the call."
+_ITERATORS = "It creates TensorFlow 1 iterators. Use "
+_NAMED_TUPLE = "It is a tuple method, and only TensorFlow implements these options as a tuple."
 
 LEFT_OUT = {
-    "Server.server_def": "It is a message of TensorFlow's. Use server.target.",
+    "Server.server_def": "It is a TensorFlow protocol buffer. Use server.target.",
     "experimental.rpc": (
-        "It calls functions of TensorFlow's graphs in a server, which the other backends do not have. "
-        "Workers exchange objects with kdist.all_gather_object and kdist.broadcast."
+        "It calls TensorFlow graph functions on a server, which other backends do not support. "
+        "To exchange objects between workers, use kdist.all_gather_object and kdist.broadcast."
     ),
     "experimental.PreemptionWatcher": (
-        "It tells a coordinator to connect to its TPU workers anew, in Google's own data centres alone; "
-        "a worker of kdist is the program itself, and is started anew. "
-        "Use kdist.experimental.PreemptionCheckpointHandler, or kdist.callbacks.BackupAndRestore in fit."
+        "It only works in Google's data centers, where a coordinator reconnects to TPU workers. kdist restarts the "
+        "whole job. Use kdist.experimental.PreemptionCheckpointHandler, or kdist.callbacks.BackupAndRestore in fit."
     ),
-    "Strategy.colocate_vars_with": "It moved. Use strategy.extended.colocate_vars_with.",
+    "Strategy.colocate_vars_with": "Use strategy.extended.colocate_vars_with instead.",
     "Strategy.configure": _SESSIONS,
     "Strategy.experimental_run": _ITERATORS + "strategy.run(fn, args=(next(iterator),)).",
-    "Strategy.group": "It groups the operations of a graph of TensorFlow 1. Use strategy.experimental_local_results.",
+    "Strategy.group": "It groups TensorFlow 1 graph operations. Use strategy.experimental_local_results.",
     "Strategy.make_dataset_iterator": _ITERATORS + "iter(strategy.experimental_distribute_dataset(dataset)).",
     "Strategy.make_input_fn_iterator": _ITERATORS + "iter(strategy.distribute_datasets_from_function(fn)).",
-    "Strategy.unwrap": "It was renamed. Use strategy.experimental_local_results.",
+    "Strategy.unwrap": "Use strategy.experimental_local_results, its new name.",
     "Strategy.update_config_proto": _SESSIONS,
     "InputOptions.count": _NAMED_TUPLE,
     "InputOptions.index": _NAMED_TUPLE,
     "RunOptions.count": _NAMED_TUPLE,
     "RunOptions.index": _NAMED_TUPLE,
 }
-"""Names, modules and members of `tf.distribute` that kdist does not have: why not, and what to use instead."""
+"""Names, modules and members of `tf.distribute` that kdist omits: the reason, and what to use instead."""
 
 
 def no_such_name(module: str, name: str, known: Iterable[str]) -> AttributeError:

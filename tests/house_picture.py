@@ -1,7 +1,7 @@
-"""Draws the house from its imports: `python -m tests.house_picture` writes docs/house.svg.
+"""Draws the packages of kdist from their imports: `python -m tests.house_picture` writes docs/house.svg.
 
-A room stands one floor above the highest room that it imports. Lines lead down to the next floor alone; what a room
-imports from floors further down would cross the others.
+A package is one layer above the highest package that it imports. Lines lead only to the next lower layer, because
+lines to lower layers would cross the others.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from tests.pages.drawing import COLOURS
 
 PICTURE = ROOT / "docs" / "house.svg"
 WORDS = {
-    "errors": "rule, received, hint",
-    "names": "names that are not there",
-    "version": "of kdist",
-    "handlers": "from Keras to the roof",
-    "values": "one for each replica",
-    "whole_files": "complete, or not there",
+    "errors": "every public error",
+    "names": "omitted tf.distribute names",
+    "version": "version of kdist",
+    "handlers": "callbacks for Keras hooks",
+    "values": "DistributedValues, ReduceOp",
+    "whole_files": "atomic file writes",
     "named": "module:function",
-    "cluster": "who takes part",
-    "tracing": "what takes how long",
-    "gaps": "what cannot be, and what then",
-    "topology": "who holds the variables",
+    "cluster": "workers and addresses",
+    "tracing": "KDIST_TRACE",
+    "gaps": "unsupported features",
+    "topology": "replicas, variable storage",
     "arrays": "rows, structures",
     "communication": "options of collectives",
-    "context": "which strategy, which replica",
-    "keras_hooks": "all that touches Keras",
+    "context": "current strategy, replica",
+    "keras_hooks": "all changes inside Keras",
     "backends": "contract, messages, stalls",
-    "faults": "faults on purpose",
-    "data": "who reads which rows",
+    "faults": "fault injection",
+    "data": "datasets, sharding, prefetch",
     "engines": "tensorflow, jax, torch",
-    "strategies": "which devices and workers",
-    "nn": "losses of loops",
+    "strategies": "choice of devices",
+    "nn": "losses of custom loops",
     "functions": "function, value_and_grad",
     "collectives": "barrier, broadcast",
     "synchrony": "check_in_sync",
     "checkpoint": "save and restore",
     "training": "fit, evaluate, predict",
-    "coordinator": "tasks beside the workers",
+    "coordinator": "parameter servers, evaluator",
     "estimator": "train_and_evaluate",
-    "callbacks": "contents page",
-    "cluster_resolver": "contents page",
-    "experimental": "contents page",
-    "launch": "what starts workers",
+    "callbacks": "public names",
+    "cluster_resolver": "public names",
+    "experimental": "public names",
+    "launch": "starts workers",
     "contents": "kdist/__init__.py",
-    "parity": "one device and many, compared",
+    "parity": "compares with one device",
     "testing": "pools, fixtures, parity",
     "demo": "kdist demo",
     "measuring": "kdist bench, plot",
@@ -111,7 +111,7 @@ def draw() -> str:
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
-        "<title>The rooms of kdist: each imports from the floors below it alone</title>",
+        "<title>The packages of kdist: each imports only from lower layers</title>",
         f"<style>{style}</style>",
         f'<rect class="ground" width="{width}" height="{height}"/>',
         *lines,

@@ -1,4 +1,4 @@
-"""Every public name of `tf.distribute`: `python -m tests.names_page` writes docs/names.md, where TensorFlow is."""
+"""Every public name of `tf.distribute`: `python -m tests.names_page` writes docs/names.md. It needs TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.environment import ROOT
 
 PAGE = ROOT / "docs" / "names.md"
 _HEAD = """\
-# Names of tf.distribute
+# tf.distribute compatibility
 
-Every public name of `tf.distribute`, module by module: it is in kdist under the same name, with the same arguments, or
-it is left out, with the reason, which the error of a name that is missing says, too. A class is listed with the members
-that the class which it is made from does not have. A test compares this page with TensorFlow and kdist as installed.
+Look up a name here when you port a script from `tf.distribute`. kdist either provides the name with the same arguments,
+or omits it for the reason shown. If you use an omitted name, the error contains the same reason. Inherited members are
+not repeated. For the steps of a migration, see [From tf.distribute](migrating/tf-distribute.md).
 """
 
 
@@ -55,19 +55,19 @@ def own(where: str) -> Any:
 
 
 def reason_of_member(native: type, member: str) -> str | None:
-    """Why a member is left out of a class and of those that are made from it."""
+    """Returns why a member is omitted from a class and its subclasses, or `None`."""
     reasons = (LEFT_OUT.get(f"{base.__name__}.{member}") for base in native.__mro__)
     return next(filter(None, reasons), None)
 
 
 def _rows(name: str, native: Any, inherited: set[str]) -> Iterator[str]:
-    """The table's row of a name, and those of the members that are left out."""
+    """Yields the table row of a name, and the rows of its omitted members."""
     here = [m for m in public(native) if inspect.isclass(native) and m not in inherited]
     kept = [f"`{m}`" for m in here if not reason_of_member(native, m)]
     yield " ".join(["|", f"`{name}`", "|", "yes", "|", *[", ".join(kept)] * bool(kept), "|"])
     for member in here:
         if reason := reason_of_member(native, member):
-            yield f"| `{name}.{member}` | left out | {reason} |"
+            yield f"| `{name}.{member}` | omitted | {reason} |"
 
 
 def write() -> str:
@@ -80,12 +80,12 @@ def write() -> str:
     for where, inner in names.items():
         lines.append(f"## tf.{join('distribute', where)}\n")
         if reason := LEFT_OUT.get(where):
-            lines.append(f"Left out: {', '.join(f'`{name}`' for name in inner)}. {reason}\n")
+            lines.append(f"Omitted: {', '.join(f'`{name}`' for name in inner)}. {reason}\n")
             continue
-        lines += ["| name | in kdist | members, or why not |", "| --- | --- | --- |"]
+        lines += ["| name | in kdist | members, or reason |", "| --- | --- | --- |"]
         for name, native in inner.items():
             if reason := LEFT_OUT.get(join(where, name)):
-                lines.append(f"| `{name}` | left out | {reason} |")
+                lines.append(f"| `{name}` | omitted | {reason} |")
             else:
                 bases = classes.intersection(native.__mro__[1:]) if native in classes else ()
                 lines += _rows(name, native, {member for base in bases for member in dir(base)})

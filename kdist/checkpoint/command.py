@@ -25,21 +25,23 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Adds the command to the command line of kdist."""
     checkpoint = commands.add_parser(
         "checkpoint",
-        help="look into a checkpoint, check it, or convert it for plain Keras",
+        help="inspect, verify or convert a checkpoint",
         epilog=_EXAMPLES,
     )
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
-    where = "a checkpoint, or a directory of checkpoints, of which the newest counts"
-    actions.add_parser("show", help="print what it holds").add_argument("path", help=where)
-    actions.add_parser("verify", help="read every byte and check it").add_argument("path", help=where)
-    convert = actions.add_parser("convert", help="write a file that plain Keras opens")
-    convert.add_argument("path", help=where)
-    convert.add_argument("output", help="a file that ends in .weights.h5 or .keras")
-    convert.add_argument("--name", help="which model of the checkpoint, where there are several")
+    path_help = "checkpoint, or directory of checkpoints (the newest is used)"
+    actions.add_parser("show", help="list the contents").add_argument("path", help=path_help)
+    actions.add_parser("verify", help="read every byte and compare checksums").add_argument(
+        "path", help=path_help
+    )
+    convert = actions.add_parser("convert", help="write a file that Keras can open without kdist")
+    convert.add_argument("path", help=path_help)
+    convert.add_argument("output", help="output file, .weights.h5 or .keras")
+    convert.add_argument("--name", help="name of the model, if the checkpoint contains several")
     convert.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="a function that makes the model, for models that Keras cannot make from their configuration",
+        help="function that builds the model, if Keras cannot build it from its configuration",
     )
 
 

@@ -14,10 +14,11 @@ from kdist.doctor.local_workers import examine_here, hidden_gpus, one_device
 from kdist.doctor.report import FAIL, OK, WARN, Line, Report
 from kdist.errors import BackendError, ClusterConfigError, InvalidArgumentError, KdistError
 from kdist.launch.info import version_of
-from kdist.launch.options import whole_number
+from kdist.launch.options import BACKEND_HELP, whole_number
 from kdist.launch.plan import check_backend_name, installed_backends
 
 _TIMEOUT = 120.0
+_ALL_BACKENDS_HELP = "Keras backend: tensorflow, jax or torch (default: all that are installed)"
 _EXAMPLES = """examples:
   kdist doctor
   kdist doctor -n 4 --backend jax --shared /data/checkpoints
@@ -30,29 +31,31 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Adds both commands to the command line."""
     doctor = commands.add_parser(
         "doctor",
-        help="look for what would stop or slow a job, on all workers, and say what to do",
+        help="check all workers for problems that would stop or slow a job, and suggest fixes",
         epilog=_EXAMPLES,
     )
-    doctor.add_argument("--shared", metavar="DIR", help="also see whether all workers share this folder")
+    doctor.add_argument(
+        "--shared", metavar="DIR", help="also check that all workers can write to and read from DIR"
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     test = commands.add_parser(
         "test",
-        help="the doctor, and one step of a small model compared with one device, on each backend",
+        help="run the doctor, and compare one training step with one device, on each backend",
     )
-    for command in (doctor, test):
+    for command, backend in ((doctor, BACKEND_HELP), (test, _ALL_BACKENDS_HELP)):
         command.add_argument(
             "-n",
             "--num-workers",
-            metavar="N",
-            help="how many workers to start where nothing describes a cluster (default 2)",
+            metavar="COUNT",
+            help="workers to start on this machine if no cluster is configured (default: 2)",
         )
-        command.add_argument("--backend", help="tensorflow, jax or torch; by default what KERAS_BACKEND says")
+        command.add_argument("--backend", help=backend)
         command.add_argument(
             "--timeout",
             type=float,
             default=_TIMEOUT,
-            metavar="S",
-            help=f"seconds after which it says where it stands, and ends (default {_TIMEOUT:g})",
+            metavar="SECONDS",
+            help=f"report what is known after SECONDS and exit (default: {_TIMEOUT:g})",
         )
 
 

@@ -1,17 +1,25 @@
-"""Checks that the options of several commands have in common."""
+"""Help texts and checks of options that several commands share."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
 
 from kdist.errors import InvalidArgumentError
+
+BACKEND_HELP = (
+    "Keras backend: tensorflow, jax or torch (default: KERAS_BACKEND, then Keras's configuration file)"
+)
+ENV_HELP = "set an environment variable in all workers; repeatable"
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def whole_number(name: str, text: str, least: int) -> int:
     """Reads an option that is a whole number.
 
     Raises:
-        InvalidArgumentError: If it is none, or too small.
+        InvalidArgumentError: If it is not a whole number, or too small.
 
     Example:
 
@@ -24,6 +32,31 @@ def whole_number(name: str, text: str, least: int) -> int:
             f"{name} must be a whole number, at least {least}.", received={name.lstrip("-"): text}
         )
     return int(text[:9])
+
+
+def environment_variables(entries: Sequence[str]) -> dict[str, str]:
+    """Reads the values of `--env`.
+
+    Raises:
+        InvalidArgumentError: If an entry does not have the form NAME=VALUE.
+
+    Example:
+
+    >>> from kdist.launch.options import environment_variables
+    >>> environment_variables(["A=1", "B="])
+    {'A': '1', 'B': ''}
+    """
+    variables = {}
+    for entry in entries:
+        name, equals, value = entry.partition("=")
+        if not equals or not _VARIABLE.fullmatch(name) or "\0" in value:
+            raise InvalidArgumentError(
+                "--env must have the form NAME=VALUE.",
+                received={"env": entry},
+                hint="For example: --env OMP_NUM_THREADS=8",
+            )
+        variables[name] = value
+    return variables
 
 
 def target(options: argparse.Namespace, example: str) -> list[str]:

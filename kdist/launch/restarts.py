@@ -7,7 +7,7 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kdist.cluster import injection, liveness, logs
 from kdist.cluster.injection import Fault
@@ -34,6 +34,7 @@ class Policy:
         heartbeat_timeout: Seconds after which a worker that is dead or stopped must have been noticed; `None` for
             what the environment says.
         hang_timeout: Seconds after which a worker ends that stands still while others wait for it; as above.
+        join_timeout: Seconds that workers wait for each other at startup; as above.
         faults: What `--inject` asks for.
     """
 
@@ -43,51 +44,14 @@ class Policy:
     min_workers: int | None = None
     heartbeat_timeout: float | None = None
     hang_timeout: float | None = None
+    join_timeout: float | None = None
     faults: Sequence[Fault] = ()
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `kdist run` that a `Policy` consists of."""
-    parser.add_argument(
-        "--max-restarts",
-        metavar="R",
-        help="start the whole job again after a failure, so many times (default 0); with --num-ps each worker alone "
-        f"(default {TASK_RESTARTS})",
-    )
-    parser.add_argument(
-        "--evaluator-timeout",
-        metavar="S",
-        help=f"seconds that the evaluator has once training has ended (default {EVALUATOR_TIMEOUT:g})",
-    )
-    parser.add_argument(
-        "--min-workers",
-        metavar="M",
-        help="after the loss of a worker, go on with those that are left, but not with fewer than M",
-    )
-    parser.add_argument(
-        "--heartbeat-timeout",
-        metavar="S",
-        help="seconds after which a worker that is dead or stopped must have been noticed (default 15)",
-    )
-    parser.add_argument(
-        "--hang-timeout",
-        metavar="S",
-        help="seconds after which a worker ends that stands still while others wait for it (default 600)",
-    )
-    parser.add_argument(
-        "--inject",
-        action="append",
-        default=[],
-        metavar="FAULT",
-        help="let a worker fail, to rehearse it: kill:worker=1,step=30; also hang, freeze, slow, exit, sigterm "
-        "and exception, with step=, epoch=, phase=, seconds=",
-    )
 
 
 def read_options(
     options: argparse.Namespace, local_workers: int, hosts: Sequence[str], num_ps: int = 0
 ) -> Policy:
-    """Checks the options that `add_options` has added, for the workers of this machine and all machines of the job.
+    """Returns the policy that the options of `kdist run` describe.
 
     Raises:
         InvalidArgumentError: If one of them cannot be.
@@ -127,6 +91,7 @@ def read_options(
         min_workers=fewest,
         heartbeat_timeout=_seconds("--heartbeat-timeout", options.heartbeat_timeout),
         hang_timeout=_seconds("--hang-timeout", options.hang_timeout),
+        join_timeout=_seconds("--join-timeout", options.join_timeout),
         faults=faults,
     )
 
@@ -151,6 +116,7 @@ class Job:
         grace: How many seconds workers may take to end after a signal.
         policy: What happens after a failure.
         asked: The number of workers that the user has asked for, or "auto".
+        variables: Environment variables for all tasks.
     """
 
     command: Sequence[str]
@@ -164,6 +130,7 @@ class Job:
     grace: float
     policy: Policy
     asked: str | int = "auto"
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _starts: int = dataclasses.field(default=0, init=False)
     _counted: int = dataclasses.field(default=0, init=False)  # restarts that count against `max_restarts`
 
@@ -217,10 +184,15 @@ class Job:
     def _plan(self) -> JobPlan:
         policy = self.policy
         faults = [fault for fault in policy.faults if self._starts == 0 or fault.always]
-        told = {liveness.RESTART_VARIABLE: str(self._starts), injection.VARIABLE: injection.join(faults)}
+        told = {
+            **self.variables,
+            liveness.RESTART_VARIABLE: str(self._starts),
+            injection.VARIABLE: injection.join(faults),
+        }
         for name, seconds in (
             (liveness.HEARTBEAT_VARIABLE, policy.heartbeat_timeout),
             (liveness.HANG_VARIABLE, policy.hang_timeout),
+            (liveness.JOIN_VARIABLE, policy.join_timeout),
         ):
             if seconds is not None:
                 told[name] = f"{seconds:g}"

@@ -8,7 +8,8 @@ import os
 from collections.abc import Sequence
 
 from kdist.errors import InvalidArgumentError
-from kdist.launch.options import whole_number
+from kdist.launch.options import BACKEND_HELP, whole_number
+from kdist.launch.plan import BACKENDS
 from kdist.whole_files import check_output, whole_file
 
 _BENCH_EXAMPLES = """examples:
@@ -16,7 +17,7 @@ _BENCH_EXAMPLES = """examples:
   kdist bench --model train:make_model --num-workers 1,2,4 --batch-size 512 --plot bench.html
   kdist bench --backend torch --num-workers 2 --json bench.json
 
-MODULE:FUNCTION returns a compiled model, or (model, x, y); without x and y, data are made up.
+MODULE:FUNCTION returns a compiled model, or (model, x, y). Without x and y, kdist draws random data.
 """
 _PLOT_EXAMPLES = """examples:
   kdist plot runs/first
@@ -27,26 +28,37 @@ _PLOT_EXAMPLES = """examples:
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the commands to the command line of kdist."""
     bench = commands.add_parser(
-        "bench", help="how fast a model trains here, by the number of workers", epilog=_BENCH_EXAMPLES
+        "bench", help="measure training speed for several numbers of workers", epilog=_BENCH_EXAMPLES
     )
-    bench.add_argument(
-        "--model", metavar="MODULE:FUNCTION", help="makes your model; by default a small one of its own"
+    add = bench.add_argument
+    add(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="function that returns your model (default: a small convolutional network)",
     )
-    bench.add_argument(
-        "--num-workers", "-n", default="1,2", metavar="N,N,…", help="which numbers (default 1,2)"
+    add(
+        "-n",
+        "--num-workers",
+        default="1,2",
+        metavar="COUNT,...",
+        help="numbers of workers to compare (default: 1,2)",
     )
-    bench.add_argument("--backend", choices=("tensorflow", "jax", "torch"))
-    bench.add_argument(
-        "--batch-size", default="256", metavar="N", help="rows of a global batch (default 256)"
-    )
-    bench.add_argument("--steps", default="20", metavar="N", help="of each of five rounds (default 20)")
-    bench.add_argument("--json", metavar="FILE", help="write all that was measured")
-    bench.add_argument("--plot", metavar="FILE", help="draw it, as .html or .png")
-    plot = commands.add_parser("plot", help="draw the records and the trace of a run", epilog=_PLOT_EXAMPLES)
+    add("--backend", choices=BACKENDS, metavar="BACKEND", help=BACKEND_HELP)
+    add("--batch-size", default="256", metavar="ROWS", help="global batch size (default: 256)")
+    add("--steps", default="20", metavar="COUNT", help="steps per round, of five rounds (default: 20)")
+    add("--json", metavar="FILE", help="write all measurements to FILE")
+    add("--plot", metavar="FILE", help="draw a chart to FILE, .html or .png")
+    plot = commands.add_parser("plot", help="draw the speed and the timeline of a run", epilog=_PLOT_EXAMPLES)
     plot.add_argument(
-        "folder", metavar="FOLDER", help="where kdist.callbacks.RunLog and KDIST_TRACE have written"
+        "folder", metavar="DIR", help="directory written by kdist.callbacks.RunLog and KDIST_TRACE"
     )
-    plot.add_argument("--output", "-o", default="", metavar="FILE", help="(default FOLDER/report.html)")
+    plot.add_argument(
+        "-o",
+        "--output",
+        default="",
+        metavar="FILE",
+        help="output file, .html or .png (default: DIR/report.html)",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -59,7 +71,7 @@ def _plot(options: argparse.Namespace) -> int:
 
     if not os.path.isdir(options.folder):
         raise InvalidArgumentError(
-            "FOLDER must be there, and be that of a run.",
+            "DIR must be the directory of a run.",
             received={"folder": options.folder},
             hint='Write one: model.fit(…, callbacks=[kdist.callbacks.RunLog("runs/first")])',
         )

@@ -74,6 +74,13 @@ _NOT_ELSEWHERE = (
         is_error=False,
     ),
 )
+# Not yet: `fit` raises a ValueError.
+_NOT_REBUILT = Without(
+    "keras_hub_backbone",
+    _OWN_SERVERS,
+    "workers build the backbone again from its configuration, which does not contain its frozen layers",
+    is_error=False,
+)
 _NO_SHARDS = "nothing on the other backends divides a variable of Keras's"
 
 CONFIGURATIONS = {
@@ -124,7 +131,12 @@ CONFIGURATIONS = {
         ),
         # A coordinator, two workers, two servers.
         Configuration(
-            "servers-2", "ParameterServer, synchronous, 2 workers and 2 servers", 5, 1, "ParameterServer"
+            "servers-2",
+            "ParameterServer, synchronous, 2 workers and 2 servers",
+            5,
+            1,
+            "ParameterServer",
+            without=(_NOT_REBUILT,),
         ),
         # A coordinator, a worker, two servers.
         Configuration(
@@ -133,7 +145,7 @@ CONFIGURATIONS = {
             4,
             1,
             "ParameterServer",
-            without=_NOT_ELSEWHERE,
+            without=(*_NOT_ELSEWHERE, _NOT_REBUILT),
         ),
     )
 }

@@ -35,6 +35,7 @@ Run = Callable[..., Names]  # runs an example with names, and returns those that
 # Other tests run these.
 ELSEWHERE = {
     "loops_0": "loops_test.py",
+    "quickstart_0": "quickstart_multi_process_test.py",
     "launcher_0": "launcher_examples_multi_process_test.py",
     "launcher_1": "launch/ray_multi_process_test.py",
     "parameter_servers_0": "parameter_servers_multi_process_test.py",

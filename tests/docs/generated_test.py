@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
+from kdist.command_line import build_parser
 from tests.pages import variables
+from tests.pages.command_line import commands_of
 from tests.pages.contents import PAGES, ROOT
 
 
@@ -27,3 +31,20 @@ def test_each_option_of_each_command_is_on_the_page() -> None:
     for option in ("--num-workers", "--evaluator-timeout", "--inject", "-m"):
         assert f"`{option}`" in run
     assert "SUPPRESS" not in page and "`target`" not in page
+
+
+def test_each_option_has_a_help_text_that_ends_with_its_default() -> None:
+    for parser, about in commands_of(build_parser()):
+        assert about or parser.prog == "kdist", parser.prog
+        for action in parser._actions:
+            where, words = f"{parser.prog} {action.option_strings or action.dest}", action.help or ""
+            if words == argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction):
+                continue
+            assert words and not words.endswith("."), where
+            assert action.option_strings == [] or action.nargs == 0 or action.metavar != "N", where
+            if action.default not in (None, False, "", [], argparse.SUPPRESS):
+                assert words.endswith(f"(default: {_shown(action.default)})"), where
+
+
+def _shown(default: object) -> str:
+    return f"{default:g}" if isinstance(default, float) else str(default)

@@ -47,6 +47,21 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
         assert not loaded, page
 
 
+def test_the_copy_button_leaves_out_prompts_and_output(site: Path) -> None:
+    page = (site / "quickstart" / "index.html").read_text(encoding="utf-8")
+    assert re.search(r'<div class="language-console[^"]*">.*?<span class="gp">\$ </span>', page, re.DOTALL)
+    css = (site / "site.css").read_text(encoding="utf-8")
+    hidden = (
+        ".language-console code[data-md-copying] .gp",
+        ".language-console code[data-md-copying]:has(.gp) .go",
+    )
+    rule = re.search(r"([^{}]*)\{\s*display: none;\s*\}", css[css.index("/* The copy button") :])
+    assert rule and all(selector in rule[1] for selector in hidden)
+    # The theme sets this attribute, reads the text that is visible then, and removes the attribute.
+    (script,) = (site / "assets" / "javascripts").glob("bundle.*.js")
+    assert re.search(r'"data-md-copying".{0,200}\.innerText', script.read_text(encoding="utf-8"))
+
+
 def test_each_tutorial_is_a_page_with_its_figures(site: Path) -> None:
     overview = (site / "tutorials" / "index.html").read_text(encoding="utf-8")
     for tutorial in TUTORIALS:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import pytest
 
 from tests.docs.examples import Run, each_example, run_example, runs
 from tests.docs.things import assert_same, losses_of, new_model, rows
-from tests.environment import ROOT
-from tests.processes import run, run_plain, strategy
+from tests.processes import strategy
 
 
 def global_batch_0(example: Run) -> None:
@@ -33,17 +27,8 @@ def contexts_0(example: Run) -> None:
 
 
 def index_0(example: Run) -> None:
-    losses = losses_of(example(**rows())["model"])
+    losses = losses_of(example()["model"])
     assert len(losses) == 5 and losses[-1] < losses[0]
-
-
-def quickstart_0(example: Run) -> None:
-    import keras
-
-    model = new_model()
-    example(model=model, **rows())
-    assert len(losses_of(model)) == 5
-    assert_same(model, keras.models.load_model("model.keras"))
 
 
 @runs(replaced=("gpu:", "cpu:"))
@@ -76,29 +61,3 @@ def failures_0(example: Run) -> None:
 @each_example(globals())
 def test_example(backend: str, name: str, tmp_path: Path) -> None:
     run_example(globals(), backend, name, tmp_path)
-
-
-def trained(source: str) -> tuple[Any, dict[str, list[float]]]:
-    """In a worker: what a script of the quickstart trains."""
-    import keras
-
-    keras.utils.set_random_seed(3)
-    x = rows()["x"]
-    y = (x[:, 0] > 0).astype("int32")
-    names: dict[str, Any] = {"load_data": lambda: ((x, y), (x[:50], y[:50]))}
-    exec(source, names)
-    return names["model"].get_weights(), names["model"].history.history
-
-
-@pytest.mark.xdist_group("pool-torch")
-def test_both_sides_of_the_quickstarts_diff_train_the_same() -> None:
-    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    (diff,) = re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    before, after = (
-        "\n".join(line[1:] for line in diff.splitlines() if not line.startswith(other)) for other in "+-"
-    )
-    weights, history = run_plain("torch", trained, before)
-    for shared_weights, shared_history in run("torch", 2, trained, after):
-        assert shared_history == {name: pytest.approx(values, rel=1e-4) for name, values in history.items()}
-        for one, two in zip(weights, shared_weights, strict=True):
-            np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 
 import pytest
 
 import kdist
+from kdist.cluster import logs
 from kdist.command_line import main
 from kdist.launch import linux, outline
 from kdist.launch.roles import plan_roles
@@ -30,6 +32,13 @@ def script(tmp_path, monkeypatch):
     path = tmp_path / "train it.py"
     path.write_text("raise SystemExit(3)")
     return path
+
+
+@pytest.fixture
+def level():
+    before = logs.logger.level
+    yield
+    logs.logger.setLevel(before)
 
 
 def line(*args, asked="2", environ=GPUS, hosts=(), **kwargs):
@@ -98,6 +107,58 @@ def test_a_dry_run_shows_no_secret(script, capsys, monkeypatch):
         assert main(["run", *options, "--dry-run", str(script)]) == 0
         out, _ = capsys.readouterr()
         assert shown and "5ec2e7" not in out and "KDIST_CLUSTER_TOKEN=" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "variables"),
+    [
+        (["--env", "A=1", "--env", "B=x=y", "--env", "A=2"], ["A=2", "B=x=y"]),
+        (["--join-timeout", "45"], ["KDIST_JOIN_TIMEOUT=45"]),
+        (["--log-level", "warning"], ["KDIST_LOG=warning"]),
+        (["--backend", "Torch", "--env", "KERAS_BACKEND=jax"], ["KERAS_BACKEND=torch"]),
+        (["--env", "KERAS_BACKEND=jax"], ["KERAS_BACKEND=jax"]),
+    ],
+)
+@pytest.mark.parametrize("roles", [[], ["--num-ps", "1", "--evaluator"]], ids=["workers", "roles"])
+def test_variables_reach_all_tasks(options, variables, roles, script, capsys, level):
+    assert main(["run", "-n", "2", *roles, *options, "--dry-run", str(script)]) == 0
+    out, _ = capsys.readouterr()
+    for variable in variables:
+        assert out.count(f"\n  {variable}\n") == (5 if roles else 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--env", "A"], "--env must have the form NAME=VALUE"),
+        (["--env", "1A=b"], "--env must have the form NAME=VALUE"),
+        (["--join-timeout", "soon"], "--join-timeout='soon'"),
+        (["--env", "KDIST_LOG=loud"], "KDIST_LOG='loud'"),
+        (["--env", "KERAS_BACKEND=numpy"], "must be one of tensorflow, jax, torch"),
+    ],
+)
+def test_wrong_variables(options, message, script, capsys):
+    assert main(["run", "-n", "2", *options, "--dry-run", str(script)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_log_level_is_also_the_launchers(script, monkeypatch, level):
+    monkeypatch.setenv("KDIST_LOG", "error")
+    assert main(["run", "--log-level", "debug", "--dry-run", str(script)]) == 0
+    assert logs.logger.level == logging.DEBUG
+
+
+def test_an_unknown_log_level_is_refused(script, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--log-level", "loud", str(script)])
+    assert ended.value.code == 2 and "debug" in capsys.readouterr().err
+
+
+def test_launch_is_an_alias_of_run(script, capsys):
+    assert main(["launch", "-n", "2", "--dry-run", str(script)]) == 0
+    assert capsys.readouterr().out.startswith("plan: 2 workers")
+    assert main(["launch", "-n", "0", str(script)]) == 2
+    assert capsys.readouterr().err.startswith("kdist launch: ")
 
 
 def test_a_wrong_call_is_one_in_a_dry_run_too(script, capsys):

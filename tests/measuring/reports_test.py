@@ -136,7 +136,7 @@ def test_a_picture_is_one(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["plot", "{folder}/none"], "FOLDER must be there"),
+        (["plot", "{folder}/none"], "DIR must be the directory of a run"),
         (["plot", "{folder}"], "must have the records of kdist.callbacks.RunLog"),
         (["plot", "{folder}", "--output", "run.pdf"], "ends in .html or .png"),
         (["plot", "{folder}", "--output", "{folder}/none/run.png"], "must be a file that can be written."),

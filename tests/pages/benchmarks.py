@@ -1,4 +1,4 @@
-"""docs/reference/benchmarks.md: what each benchmark measures, as its file says."""
+"""docs/reference/benchmarks.md: what each benchmark measures, from the docstring of its file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from tests.house import ROOT
 _HEAD = """\
 # Benchmarks
 
-They are for those who change kdist: each compares with what one would write by hand for the engine, in the same
-processes, and prints ratios. `make bench` runs them. Figures are on their pages: [input](../input.md#reading-ahead),
-[divided variables](../sharding.md), [parameter servers](../parameter-servers.md#figures).
+Run these benchmarks when you change kdist and want to know its overhead. Each one compares kdist with native code for
+the same backend, in the same processes, and prints ratios. `make bench` runs all of them. To measure your own model,
+use [`kdist bench`](command-line.md#kdist-bench).
+
+Results are published for [input pipelines](../input.md#reading-ahead), [sharding](../sharding.md) and
+[parameter servers](../parameter-servers.md#figures), on CPUs. There are no published results for `step_time`,
+`loop_time` and `checkpoint_speed`.
 """
 
 

@@ -13,22 +13,23 @@ _WIDTH = 96
 _HEAD = """\
 # Command line
 
-`kdist COMMAND --help` prints the same. `python -m kdist` is `kdist`. [The launcher](../launcher.md) says more of
-`kdist run` and `kdist manifest`; these are the [exit codes](errors.md#exit-codes).
+This page lists every command and option of kdist, as `kdist COMMAND --help` prints them. You can also run kdist as
+`python -m kdist`. `kdist launch` is an alias of `kdist run`. For examples, see [the launcher](../launcher.md). For exit
+codes, see [Errors and exit codes](errors.md#exit-codes).
 """
 
 
-def _commands(
+def commands_of(
     parser: argparse.ArgumentParser, about: str = ""
 ) -> Iterator[tuple[argparse.ArgumentParser, str]]:
-    """A parser and those of its commands, each with its line in the list of commands."""
+    """Yields a parser and the parsers of its commands, each with its line in the list of commands."""
     yield parser, about
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             lines = {choice.dest: choice.help or "" for choice in action._choices_actions}
             for name, command in action.choices.items():
-                if name in lines:  # no alias
-                    yield from _commands(command, lines[name])
+                if name in lines:  # not an alias
+                    yield from commands_of(command, lines[name])
 
 
 def _cell(words: str) -> str:
@@ -44,9 +45,6 @@ def _option(action: argparse.Action, formatter: argparse.HelpFormatter) -> str:
     help_text = action.help or ""
     if help_text:
         help_text = formatter._expand_help(action)
-    default = action.default
-    if "default" not in help_text and default not in (None, False, argparse.SUPPRESS, [], "") and value:
-        help_text += f" (default {default})"
     return f"| {_cell(shown)} | {_cell(help_text).strip()} |"
 
 
@@ -60,17 +58,20 @@ def _section(parser: argparse.ArgumentParser, about: str, depth: int) -> Iterato
         yield f"{words[0].upper()}{words[1:]}{'' if words.endswith(('.', ':')) else '.'}\n"
     usage = re.sub(r"^(usage: | {7})", "", parser.format_usage(), flags=re.MULTILINE).rstrip()
     yield f"```text\n{usage}\n```\n"
-    options = [
-        action
-        for action in parser._actions
-        if action.help is not argparse.SUPPRESS
-        and not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
-    ]
-    if options:
-        yield "| option | meaning |\n| --- | --- |"
-        for action in options:
-            yield _option(action, formatter)
-        yield ""
+    for group in parser._action_groups:
+        options = [
+            action
+            for action in group._group_actions
+            if action.help is not argparse.SUPPRESS
+            and not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
+        ]
+        if options:
+            if group.title not in ("options", "positional arguments"):
+                yield f"{group.title[0].upper()}{group.title[1:]}:\n"
+            yield "| option | meaning |\n| --- | --- |"
+            for action in options:
+                yield _option(action, formatter)
+            yield ""
     if parser.epilog and "examples:" in parser.epilog:
         examples = parser.epilog.partition("examples:")[2].partition("\n\n")[0]
         lines = "\n".join(f"$ {line.strip()}" for line in examples.strip().splitlines())
@@ -81,7 +82,7 @@ def write() -> str:
     """Returns the page."""
     whole = build_parser()
     lines = [_HEAD]
-    for parser, about in _commands(whole):
+    for parser, about in commands_of(whole):
         if parser is not whole:
             lines += _section(parser, about, len(parser.prog.split()))
     return "\n".join(lines).rstrip() + "\n"

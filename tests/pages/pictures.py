@@ -6,8 +6,8 @@ from tests.pages.drawing import Drawing
 
 
 def overview() -> str:
-    """The README's: one script, three ways to start it, the same numbers."""
-    sheet = Drawing(680, 336, "One script on one device, two devices and two workers: the same numbers")
+    """The README's: one script, three ways to start it, the same updates."""
+    sheet = Drawing(680, 336, "One script on one device, two devices and two workers, which share each batch")
     sheet.box(12, 12, 290, 188)
     sheet.text(26, 36, "train.py", "bold", "start")
     script = (
@@ -42,7 +42,7 @@ def overview() -> str:
             sheet.text(x + gap + width / 2, y + 63, f"{share} rows")
             x += width
     sheet.box(12, 286, 656, 38)
-    sheet.text(340, 310, "the same weights after every step, and the same history, to rounding", "bold")
+    sheet.text(340, 310, "every replica applies the same update: the gradient of all 128 rows", "bold")
     return sheet.svg()
 
 

@@ -20,19 +20,19 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Adds the command to the command line of kdist."""
     manifest = commands.add_parser(
         "manifest",
-        help="write a job for Kubernetes or Slurm",
+        help="generate a Kubernetes manifest or a Slurm script",
         epilog=_EXAMPLES,
     )
     schedulers = manifest.add_subparsers(dest="scheduler", required=True, metavar="SCHEDULER")
     for name, module, what in (
-        ("kubernetes", kubernetes, "an Indexed Job with its Service and volume"),
-        ("slurm", slurm, "a script for sbatch"),
+        ("kubernetes", kubernetes, "generate an Indexed Job with its Service and volume"),
+        ("slurm", slurm, "generate a script for sbatch"),
     ):
         parser = schedulers.add_parser(
             name,
-            help=f"write {what}",
-            usage=f"kdist manifest {name} -n N [options] script.py [argument ...]\n"
-            f"       kdist manifest {name} -n N [options] -m module [argument ...]",
+            help=what,
+            usage=f"kdist manifest {name} -n COUNT [options] script.py [argument ...]\n"
+            f"       kdist manifest {name} -n COUNT [options] -m module [argument ...]",
         )
         module.add_options(parser)
         parser.set_defaults(write=module.write)

@@ -32,20 +32,20 @@ _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kdist manifest kubernetes`."""
     add_common_options(parser, checkpoint_dir="/checkpoints")
-    add = parser.add_argument
-    add("--image", required=True, help="the container's, with kdist, the backend and the script in it")
-    add("--namespace", help="by default that of kubectl's context")
-    add("--port", default=_PORT, metavar="P", help=f"where worker 0 listens (default {_PORT})")
-    add("--claim", metavar="NAME", help="a PersistentVolumeClaim that exists; by default one is written, too")
-    add("--storage", default="10Gi", metavar="Q", help="how much the written claim asks for (default 10Gi)")
-    add("--storage-class", metavar="NAME", help="of the written claim; it must allow ReadWriteMany")
-    add("--shared-memory", default="2Gi", metavar="Q", help="size of /dev/shm (default 2Gi)")
+    kubernetes = parser.add_argument_group("Kubernetes")
+    add = kubernetes.add_argument
+    add("--image", required=True, help="container image with kdist, the backend and your script")
+    add("--namespace", help="namespace (default: the namespace of kubectl's context)")
+    add("--port", default=_PORT, help=f"port of worker 0 (default: {_PORT})")
+    add("--claim", metavar="NAME", help="existing PersistentVolumeClaim to mount (default: create a claim)")
+    add("--storage", default="10Gi", metavar="SIZE", help="size of the created claim (default: 10Gi)")
     add(
-        "--user",
-        default="1000",
-        metavar="UID",
-        help="number of the user that runs the workers (default 1000)",
+        "--storage-class",
+        metavar="NAME",
+        help="storage class of the created claim, with access mode ReadWriteMany (default: the cluster's)",
     )
+    add("--shared-memory", default="2Gi", metavar="SIZE", help="size of /dev/shm (default: 2Gi)")
+    add("--user", default="1000", metavar="UID", help="user ID that runs the workers (default: 1000)")
 
 
 def write(request: Request, options: argparse.Namespace) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from kdist.cluster import environment
 from kdist.errors import InvalidArgumentError
-from kdist.launch.options import target, whole_number
+from kdist.launch.options import ENV_HELP, environment_variables, target, whole_number
 from kdist.launch.plan import check_backend_name
 
 # A label of DNS: Kubernetes makes host names of it.
@@ -20,7 +19,6 @@ _LONGEST_NAME = (
 )
 _MEMORY = re.compile(r"([1-9][0-9]*)([MGT])i?")
 _TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9]):([0-5][0-9])")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CHECKPOINTS = "CHECKPOINT_DIR"
 
 
@@ -58,37 +56,43 @@ class Request:
 def add_options(parser: argparse.ArgumentParser, checkpoint_dir: str) -> None:
     """Adds the options that a `Request` consists of; `checkpoint_dir` is the default of that one."""
     add = parser.add_argument
-    add("-n", "--num-workers", required=True, metavar="N", help="how many workers the job has")
-    add("--name", help="of the job; by default that of the script")
-    add("--backend", help="tensorflow, jax or torch; by default what KERAS_BACKEND says, here or in the job")
-    add("--cpus", metavar="C", help="cores of a worker")
-    add("--gpus", default="0", metavar="G", help="GPUs of a worker (default 0)")
-    add("--memory", metavar="M", help="memory of a worker, such as 16G")
-    add("--time", metavar="[D-]HH:MM:SS", help="how long the job may run")
+    add("-m", dest="module", action="store_true", help="run a module instead of a script")
+    add(
+        "--backend",
+        help="Keras backend: tensorflow, jax or torch (default: KERAS_BACKEND on this machine, or in the job)",
+    )
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help=ENV_HELP)
+    add("--output", metavar="FILE", help="write to FILE (default: print to stdout)")
+    job = parser.add_argument_group("job")
+    add = job.add_argument
+    add("-n", "--num-workers", required=True, metavar="COUNT", help="number of workers in the job")
+    add("--name", help="name of the job (default: the name of the script)")
+    add("--time", metavar="[D-]HH:MM:SS", help="time limit of the job (default: the scheduler's)")
+    add("--cpus", metavar="COUNT", help="CPU cores per worker (default: the scheduler's)")
+    add("--gpus", default="0", metavar="COUNT", help="GPUs per worker (default: 0)")
+    add("--memory", metavar="SIZE", help="memory per worker, for example 16G (default: the scheduler's)")
+    failures = parser.add_argument_group("failures")
+    add = failures.add_argument
     add(
         "--max-restarts",
         default="3",
-        metavar="R",
-        help="start the whole job again after a failure, so many times (default 3); a preemption does not count",
+        metavar="COUNT",
+        help="restart the job up to COUNT times after a failure; preemptions do not count (default: 3)",
     )
     add(
         "--grace-period",
         default="120",
-        metavar="S",
-        help="seconds that workers have for a checkpoint before they are ended (default 120)",
+        metavar="SECONDS",
+        help="time to save a checkpoint before workers are killed (default: 120)",
     )
     add(
         "--checkpoint-dir",
         default=checkpoint_dir,
         metavar="DIR",
-        help=f"a directory of all workers, which the script finds in {CHECKPOINTS} (default {checkpoint_dir})",
+        help="directory that all workers share; scripts read it from the variable "
+        f"{CHECKPOINTS} (default: {checkpoint_dir})",
     )
-    add(
-        "--env", action="append", default=[], metavar="K=V", help="a variable of the workers; may be repeated"
-    )
-    add("--output", metavar="FILE", help="write the manifest there instead of printing it")
-    add("-m", dest="module", action="store_true", help="run a module instead of a script")
-    add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def read_options(options: argparse.Namespace) -> Request:
@@ -115,7 +119,7 @@ def read_options(options: argparse.Namespace) -> Request:
         max_restarts=whole_number("--max-restarts", options.max_restarts, 0),
         grace=whole_number("--grace-period", options.grace_period, 1),
         checkpoint_dir=_one_line("--checkpoint-dir", options.checkpoint_dir),
-        variables=variables | _variables(options.env),
+        variables=variables | environment_variables(options.env),
     )
 
 
@@ -159,20 +163,6 @@ def _seconds(text: str | None) -> int | None:
             hint="For a day and a half: --time 1-12:00:00",
         )
     return total
-
-
-def _variables(entries: Sequence[str]) -> dict[str, str]:
-    variables = {}
-    for entry in entries:
-        name, equals, value = entry.partition("=")
-        if not equals or not _VARIABLE.fullmatch(name) or "\0" in value:
-            raise InvalidArgumentError(
-                "--env must have the form NAME=VALUE.",
-                received={"env": entry},
-                hint="For example: --env OMP_NUM_THREADS=8",
-            )
-        variables[name] = value
-    return variables
 
 
 def _one_line(option: str, text: str) -> str:

@@ -48,9 +48,10 @@ exit $code
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kdist manifest slurm`."""
     add_common_options(parser, checkpoint_dir="checkpoints")
-    parser.add_argument("--nodes", metavar="N", help="on how many machines; by default as Slurm finds room")
-    parser.add_argument("--partition", help="of the cluster")
-    parser.add_argument("--account", help="who pays")
+    slurm = parser.add_argument_group("Slurm")
+    slurm.add_argument("--nodes", metavar="COUNT", help="number of nodes (default: Slurm decides)")
+    slurm.add_argument("--partition", metavar="NAME", help="partition to submit to (default: the cluster's)")
+    slurm.add_argument("--account", metavar="NAME", help="account to charge (default: yours)")
 
 
 def write(request: Request, options: argparse.Namespace) -> str:

@@ -1,0 +1,86 @@
+"""The file of the quickstart, saved and started as the page says, and the script for one device that it came from."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.docs.examples import example
+from tests.environment import ROOT, clean_environment
+from tests.processes import each_backend, run, run_plain
+
+PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+TRAIN = example("quickstart_0")
+SAVE = 'model.save("model.keras")\n'
+
+
+@each_backend
+def test_the_file_trains_on_two_workers_as_the_page_says(backend: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    (command,) = re.findall(r"^\$ kdist (run --num-workers 2 train\.py)$", PAGE, re.MULTILINE)
+    done = subprocess.run(
+        [sys.executable, "-m", "kdist", *shlex.split(command)],
+        cwd=tmp_path,
+        env=clean_environment() | {"KERAS_BACKEND": backend},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
+    shown = re.search(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert shown
+    for line in shown[1].splitlines():
+        line = line.replace("jax/gloo", f"{backend}/\N{HORIZONTAL ELLIPSIS}").replace(
+            "on jax", f"on {backend}"
+        )
+        pattern = re.escape(line).replace("\N{HORIZONTAL ELLIPSIS}", r"\w+")
+        assert re.search(f"^{pattern}$", printed, re.MULTILINE), f"{line!r} is not in\n{printed}"
+    assert "[worker 1] Epoch" not in printed
+    assert "16/16" in done.stdout, "steps of an epoch"
+    losses = [float(loss) for loss in re.findall(r"\bloss: ([\d.]+).*val_accuracy", done.stdout)]
+    assert len(losses) == 5 and losses == sorted(losses, reverse=True)
+    assert float(re.findall(r"val_accuracy: ([\d.]+)", done.stdout)[-1]) > 0.95
+    assert (tmp_path / "model.keras").is_file()
+
+
+def before_the_change() -> str:
+    """The script for one device: the old side of each part of the page's difference, in the file."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    source = TRAIN
+    for part in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
+        old, new = (
+            "".join(f"{line[1:]}\n" for line in part.splitlines() if not line.startswith(other))
+            for other in "+-"
+        )
+        assert source.count(new) == 1, f"the file does not have\n{new}"
+        source = source.replace(new, old)
+    return source
+
+
+def trained(source: str) -> tuple[Any, dict[str, list[float]]]:
+    """In a worker: the weights and the history after a script, which saves nothing."""
+    assert SAVE in source
+    names: dict[str, Any] = {}
+    exec(source.replace(SAVE, ""), names)
+    return names["model"].get_weights(), names["model"].history.history
+
+
+@pytest.mark.xdist_group("pool-torch")
+def test_both_sides_of_the_difference_train_the_same() -> None:
+    before = before_the_change()
+    assert "kdist" not in before
+    weights, history = run_plain("torch", trained, before)
+    for shared_weights, shared_history in run("torch", 2, trained, TRAIN):
+        assert shared_history == {name: pytest.approx(values, rel=1e-4) for name, values in history.items()}
+        for one, two in zip(weights, shared_weights, strict=True):
+            np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5)
