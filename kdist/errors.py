@@ -1,4 +1,4 @@
-"""The errors that kdist raises. Each message contains a rule, the received values and a hint."""
+"""The errors that kdist raises. Each message contains the problem, the received values and a hint."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from collections.abc import Callable, Iterator, Mapping
 class KdistError(Exception):
     """Base class of every error that kdist raises on purpose.
 
-    The message has three parts, in this order: the rule that was broken, what was received instead,
-    and a hint that can be pasted.
+    The message has up to three lines: the problem, the received values, and a hint.
 
     Args:
-        rule: One or two sentences that state what must hold.
-        received: Names and values that broke the rule; shown as `Received: name=value`.
-        hint: What to do about it, ready to be pasted where that is possible.
+        problem: One or two sentences: what happened, to what, and why.
+        received: Names and values that caused the problem; shown as `Received: name=value`.
+        hint: The fix; if possible a line that the user can paste.
 
     Example:
 
     >>> from kdist.errors import KdistError
-    >>> str(KdistError("A batch has rows.", received={"rows": 0}, hint="Pass at least one row."))
-    'A batch has rows. Received: rows=0. Pass at least one row.'
+    >>> print(KdistError("The batch is empty.", received={"rows": 0}, hint="Pass at least one row."))
+    The batch is empty.
+    Received: rows=0
+    Pass at least one row.
     """
 
-    def __init__(self, rule: str, *, received: Mapping[str, object] | None = None, hint: str = "") -> None:
-        self.rule = rule
+    def __init__(self, problem: str, *, received: Mapping[str, object] | None = None, hint: str = "") -> None:
+        self.problem = problem
         self.received = dict(received or {})
         self.hint = hint
-        parts = [rule.rstrip()]
+        lines = [problem.rstrip()]
         if self.received:
-            listed = ", ".join(f"{name}={value!r}" for name, value in self.received.items())
-            parts.append(f"Received: {listed}.")
+            lines.append("Received: " + ", ".join(f"{name}={value!r}" for name, value in self.received.items()))
         if hint:
-            parts.append(hint)
-        super().__init__(" ".join(parts))
+            lines.append(hint)
+        super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors travel between worker processes; the default would call __init__ with the whole message.
-        return _rebuild, (type(self), self.rule, self.received, self.hint)
+        return _rebuild, (type(self), self.problem, self.received, self.hint)
 
 
-def _rebuild(cls: type[KdistError], rule: str, received: dict[str, object], hint: str) -> KdistError:
-    return cls(rule, received=received, hint=hint)
+def _rebuild(cls: type[KdistError], problem: str, received: dict[str, object], hint: str) -> KdistError:
+    return cls(problem, received=received, hint=hint)
 
 
 class InvalidArgumentError(KdistError, ValueError):
@@ -127,11 +127,11 @@ def malformed_as(make: Callable[[str], KdistError], *also: type[Exception]) -> I
     Example:
 
     >>> from kdist.errors import DatasetError, malformed_as
-    >>> with malformed_as(lambda error: DatasetError(f"A row must have a label, not {error}.")):
+    >>> with malformed_as(lambda error: DatasetError(f"A row has no label ({error}).")):
     ...     {}["label"]
     Traceback (most recent call last):
         ...
-    kdist.errors.DatasetError: A row must have a label, not KeyError: 'label'.
+    kdist.errors.DatasetError: A row has no label (KeyError: 'label').
     """
     kinds: tuple[type[Exception], ...] = (*_OF_DATA, *also)
     try:

@@ -90,7 +90,7 @@ def _gather_in_time(runtime: Runtime, mine: dict[str, Any]) -> list[Any]:
         return gather(runtime, mine)
     except WorkerTimeoutError as error:
         raise WorkerTimeoutError(
-            f"All workers must come to {mine['what']}, but some did not. {error.rule}",
+            f"All workers must come to {mine['what']}, but some did not. {error.problem}",
             received={"this_worker": runtime.worker_index, "waits_at": mine["site"]},
         ) from error
     finally:

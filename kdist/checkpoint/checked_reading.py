@@ -120,7 +120,7 @@ def _offering_another(path: str) -> Iterator[None]:
         yield
     except CheckpointError as error:
         hint = " ".join(filter(None, [error.hint, _instead(path)]))
-        raise type(error)(error.rule, received=error.received, hint=hint) from error
+        raise type(error)(error.problem, received=error.received, hint=hint) from error
 
 
 def _instead(path: str) -> str:

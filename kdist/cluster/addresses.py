@@ -53,9 +53,9 @@ def split_address(address: object, field: str = "address") -> tuple[str, int]:
     return host, int(port_text)
 
 
-def _address_error(field: str, address: object, rule: str) -> ClusterConfigError:
+def _address_error(field: str, address: object, problem: str) -> ClusterConfigError:
     return ClusterConfigError(
-        f"`{field}` {rule}.", received={field: address}, hint='For example: "host0:2222".'
+        f"`{field}` {problem}.", received={field: address}, hint='For example: "host0:2222".'
     )
 
 

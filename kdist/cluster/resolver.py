@@ -328,7 +328,7 @@ def _merge_sparse(job: str, parts: list[list[str] | dict[int, str]]) -> dict[int
     return merged
 
 
-def require(condition: bool, rule: str, hint: str = "", **received: object) -> None:
+def require(condition: bool, problem: str, hint: str = "", **received: object) -> None:
     """Raises `ClusterConfigError` unless a condition holds."""
     if not condition:
-        raise ClusterConfigError(rule, received=received, hint=hint)
+        raise ClusterConfigError(problem, received=received, hint=hint)

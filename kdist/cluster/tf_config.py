@@ -54,10 +54,10 @@ def parse_tf_config(text: str | None) -> TFConfig:
     )
 
 
-def _wrong(field: str, rule: str, value: object) -> ClusterConfigError:
+def _wrong(field: str, problem: str, value: object) -> ClusterConfigError:
     if len(repr(value)) > 200:
         value = f"{str(value)[:190]}…"
-    return ClusterConfigError(f"`TF_CONFIG`: {field} {rule}.", received={field: value}, hint=_EXAMPLE)
+    return ClusterConfigError(f"`TF_CONFIG`: {field} {problem}.", received={field: value}, hint=_EXAMPLE)
 
 
 def _load(text: str | None) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class VertexClusterResolver(TFConfigClusterResolver):
             ):
                 return parse_tf_config(json.dumps(_renamed(json.loads(text))))
         except ClusterConfigError as error:
-            rule = error.rule.replace("TF_CONFIG", NAME)
-            raise ClusterConfigError(rule, received=error.received, hint=_HINT) from None
+            problem = error.problem.replace("TF_CONFIG", NAME)
+            raise ClusterConfigError(problem, received=error.received, hint=_HINT) from None
 
 
 def _renamed(spec: dict[str, Any]) -> dict[str, Any]:

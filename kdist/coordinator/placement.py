@@ -131,9 +131,9 @@ class Placement:
             joined[one.positions] = part
         return joined
 
-    def _check(self, received: Any, expected: Any, rule: str) -> None:
+    def _check(self, received: Any, expected: Any, problem: str) -> None:
         if received != expected:
-            raise InvalidArgumentError(rule, received={"shape": received, "expected": expected})
+            raise InvalidArgumentError(problem, received={"shape": received, "expected": expected})
 
 
 def place(

@@ -136,7 +136,7 @@ def _stages(options: Options, report: Report, ends: float) -> Iterator[str]:
 
 def missing_line(cluster: Cluster, error: WorkerTimeoutError) -> Line:
     """Returns what is said where not all have come; where the chief did not, what comes of a connection to it."""
-    says = " ".join([error.rule, "" if cluster.is_chief else reach(cluster.coordinator)]).rstrip()
+    says = " ".join([error.problem, "" if cluster.is_chief else reach(cluster.coordinator)]).rstrip()
     return Line(FAIL, "joining", says, *_HINTS["joining"])
 
 

@@ -144,7 +144,7 @@ def port_problem(address: str) -> str:
     try:
         check_port_free(address)
     except ClusterConfigError as error:
-        return "" if "resolved" in error.rule else error.rule  # the names have a line of their own
+        return "" if "resolved" in error.problem else error.problem  # the names have a line of their own
     return ""
 
 

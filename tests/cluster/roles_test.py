@@ -93,7 +93,7 @@ def test_a_cluster_that_cannot_be_is_named(change, message):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (("worker", 2), "a task of the job \"worker\": [0, 1]. Received: task_type='worker', task_id=2"),
+        (("worker", 2), "a task of the job \"worker\": [0, 1].\nReceived: task_type='worker', task_id=2"),
         (("ps", None), 'a task of the job "ps": [0]'),
         (("ps", -1), "task_id=-1"),
         (("chief", 1), 'the job "chief": [0]'),

@@ -206,7 +206,7 @@ def in_worker_corners(num_replicas):
     for _ in range(2):
         with pytest.raises(out_of_range) as caught:
             step(ended)
-        assert "ended" in caught.value.rule and type(pickle.loads(pickle.dumps(caught.value))) is type(
+        assert "ended" in caught.value.problem and type(pickle.loads(pickle.dumps(caught.value))) is type(
             caught.value
         )
         for _ in ended:

@@ -345,8 +345,8 @@ _raised: collections.deque[KdistError] = collections.deque(maxlen=1)
 class _TensorFlowOutOfRangeError(OutOfRangeError, tf.errors.OutOfRangeError):
     """What a loop that was written for either may catch."""
 
-    def __init__(self, rule: str, *, received: Mapping[str, object] | None = None, hint: str = "") -> None:
-        OutOfRangeError.__init__(self, rule, received=received, hint=hint)
+    def __init__(self, problem: str, *, received: Mapping[str, object] | None = None, hint: str = "") -> None:
+        OutOfRangeError.__init__(self, problem, received=received, hint=hint)
         (message,) = self.args
         tf.errors.OutOfRangeError.__init__(self, None, None, message)
         self.args = (message,)
@@ -360,7 +360,7 @@ def python_errors() -> Iterator[None]:
     except tf.errors.OpError as error:
         known = _raised[0] if _raised else None
         if isinstance(known, OutOfRangeError) and isinstance(error, tf.errors.OutOfRangeError):
-            raise _TensorFlowOutOfRangeError(known.rule, received=known.received, hint=known.hint) from None
+            raise _TensorFlowOutOfRangeError(known.problem, received=known.received, hint=known.hint) from None
         if known is not None and str(known) in str(error):
             raise known from None
         raise
