@@ -154,11 +154,14 @@ class GroupTask:
 
     def variable(self, number: int, spec: tuple[type, dict[str, Any], Home]) -> Any:
         """Returns this worker's variable of a number: one of its own, with the value that the servers have."""
+        cls, state, home = spec
         if number not in self._variables:
-            cls, state, home = spec
             variable = keras_hooks.new_variable(cls, state, np.zeros(home.placement.shape, state["_dtype"]))
             self._variables[number] = variable, home
-        return self._variables[number][0]
+        variable = self._variables[number][0]
+        if variable.trainable != state["_trainable"]:  # frozen since the last function that used it
+            variable.trainable = state["_trainable"]
+        return variable
 
     def handlers(self) -> dict[str, Handler]:
         """The methods that the coordinator may call."""

@@ -138,12 +138,16 @@ class Task:
 
     def variable(self, number: int, spec: tuple[type, dict[str, Any], Home]) -> Any:
         """Returns this worker's variable of a number; makes it at first."""
+        cls, state, home = spec
         if number not in self._variables:
-            cls, state, home = spec
             variable = keras_hooks.new_variable(cls, state)
             self.served.add(Record(self.served, variable, home))
             self._variables[number] = variable
-        return self._variables[number]
+        variable = self._variables[number]
+        if variable.trainable != state["_trainable"]:  # frozen since the last function that used it
+            variable.trainable = state["_trainable"]
+            keras_hooks.record_of(variable).table = None  # knows whether it is trained
+        return variable
 
     def handlers(self) -> dict[str, Handler]:
         """The methods that the coordinator may call."""

@@ -74,13 +74,6 @@ _NOT_ELSEWHERE = (
         is_error=False,
     ),
 )
-# Not yet: `fit` raises a ValueError.
-_NOT_REBUILT = Without(
-    "keras_hub_backbone",
-    _OWN_SERVERS,
-    "workers build the backbone again from its configuration, which does not contain its frozen layers",
-    is_error=False,
-)
 _NO_SHARDS = "nothing on the other backends divides a variable of Keras's"
 
 CONFIGURATIONS = {
@@ -136,7 +129,6 @@ CONFIGURATIONS = {
             5,
             1,
             "ParameterServer",
-            without=(_NOT_REBUILT,),
         ),
         # A coordinator, a worker, two servers.
         Configuration(
@@ -145,7 +137,7 @@ CONFIGURATIONS = {
             4,
             1,
             "ParameterServer",
-            without=(*_NOT_ELSEWHERE, _NOT_REBUILT),
+            without=_NOT_ELSEWHERE,
         ),
     )
 }
