@@ -42,6 +42,7 @@ _CONTENTS = {
     "kdist.strategies.multi_worker_mirrored": ("MultiWorkerMirroredStrategy",),
     "kdist.strategies.one_device": ("OneDeviceStrategy",),
     "kdist.strategies.tpu": ("TPUStrategy",),
+    "kdist.strategies.visualization": ("visualize",),
     "kdist.communication.cross_device_ops": (
         "CrossDeviceOps",
         "HierarchicalCopyAllReduce",
@@ -129,6 +130,7 @@ __all__ = [
     "launch",
     "nn",
     "value_and_grad",
+    "visualize",
 ]
 
 
@@ -184,4 +186,5 @@ if TYPE_CHECKING:
     from kdist.strategies.running import RunOptions
     from kdist.strategies.strategy import Strategy
     from kdist.strategies.tpu import TPUStrategy
+    from kdist.strategies.visualization import visualize
     from kdist.values import DistributedValues, ReduceOp

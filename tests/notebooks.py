@@ -39,7 +39,7 @@ CHATTER = re.compile(
     re.MULTILINE,
 )
 # Of what a cell shows, the first of these that is there is kept, beside its text.
-RICH = ("image/png", "text/markdown")
+RICH = ("image/png", "text/markdown", "text/html")
 # What people wrote about a cell: the others are the front end's.
 OF_A_CELL = ("tags", "alt")
 

@@ -86,6 +86,8 @@ def convert(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]
                 parts.append(f"[{shown}]({figure})")
             elif "text/markdown" in data:
                 parts.append("".join(data["text/markdown"]))
+            elif "text/html" in data:
+                parts.append("<div>" + "".join(data["text/html"]) + "</div>")
             else:
                 said = "".join(output.get("text", data.get("text/plain", "")))
                 parts.append(f"``` {{ .text .no-copy }}\n{said.rstrip()}\n```")

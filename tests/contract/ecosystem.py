@@ -66,7 +66,9 @@ def fine_tuning() -> Numbers:
     x = a.tokens()
     y = (x.sum(axis=1, keepdims=True) * 0.1).astype("float32")
     embedding, head = keras.layers.Embedding(11, 6), keras.layers.Dense(1)
-    model = keras.Sequential([keras.layers.Input((7,), dtype="int32"), embedding, keras.layers.Flatten(), head])
+    model = keras.Sequential(
+        [keras.layers.Input((7,), dtype="int32"), embedding, keras.layers.Flatten(), head]
+    )
     found: Numbers = {}
     for name, trained in {"last": (False, True), "all": (True, True), "first": (True, False)}.items():
         embedding.trainable, head.trainable = trained
