@@ -47,7 +47,7 @@ def test_mirrored_devices_share_the_rows_and_hold_everything(backend):
     ((shown, _),) = run(backend, 1, seen, "mirrored")
     assert list(shown.devices) == ["worker 0, cpu:0", "worker 0, cpu:1"]
     assert shown.rows == {"worker 0, cpu:0": (0, 4), "worker 0, cpu:1": (4, 8)}
-    assert shown.parts == {device: WHOLE for device in shown.devices}
+    assert shown.parts == dict.fromkeys(shown.devices, WHOLE)
     assert str(shown).splitlines()[0] == "worker 0, cpu:0: 4 of 8 rows, 100% of the weights"
 
 

@@ -171,7 +171,7 @@ def _named(worker: int, device: str) -> str:
 def _place(number: int, mesh: Mapping[str, int]) -> dict[str, int]:
     """Returns the place of a device on each axis of the mesh, whose last axis is the fastest."""
     place: dict[str, int] = {}
-    for axis, length in reversed(mesh.items()):
+    for axis, length in reversed(list(mesh.items())):
         number, place[axis] = divmod(number, length)
     return place
 

@@ -100,7 +100,7 @@ def _probe(
             _said[model].add(own.label)
             warnings.warn(
                 f"{own.label} gives other numbers with {runtime.num_replicas} replicas than on one device: "
-                f"{own.problem} {own.hint} With one replica, and with KERAS_BACKEND=jax, all rows are seen. "
+                f"{own.rule} {own.hint} With one replica, and with KERAS_BACKEND=jax, all rows are seen. "
                 "KDIST_PROBE=0 leaves out this check.",
                 stacklevel=2,
             )
