@@ -17,10 +17,8 @@ MODEL_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch"
 
 def hook_models() -> None:
     import keras
-    from keras.src.trainers import trainer as trainers
 
-    # Keras 3.16 calls the class that all backends share by another name.
-    Trainer = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
+    base = trainer.base_trainer()
 
     def remember(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -38,8 +36,8 @@ def hook_models() -> None:
             )
         original(self, *args, **kwargs)
 
-    wrap(Trainer, "__init__", remember)
-    wrap(Trainer, "compile", compile)
+    wrap(base, "__init__", remember)
+    wrap(base, "compile", compile)
 
     for name in MODEL_METHODS:
         # Where the method is defined: a `Trainer` need not be a `keras.Model`.

@@ -12,9 +12,15 @@ from kdist.keras_hooks.wrapping import wrap
 _compiled_by_choice: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+def base_trainer() -> Any:
+    """Returns the class from which the trainers of all backends derive; Keras 3.16 renames it."""
+    from keras.src.trainers import trainer
+
+    return getattr(trainer, "BaseTrainer", None) or trainer.Trainer
+
+
 def hook_compile() -> None:
     """Notes which models `asks_for_jit` is about."""
-    from keras.src.trainers.trainer import Trainer
 
     def compile(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -25,8 +31,8 @@ def hook_compile() -> None:
         original(self, config)
         _compiled_by_choice.discard(self)  # what a file says may be what Keras made of "auto"
 
-    wrap(Trainer, "compile", compile)
-    wrap(Trainer, "compile_from_config", from_config)
+    wrap(base_trainer(), "compile", compile)
+    wrap(base_trainer(), "compile_from_config", from_config)
 
 
 def asks_for_jit(model: Any) -> bool:

@@ -72,7 +72,7 @@ def fine_tuning() -> Numbers:
     found: Numbers = {}
     for name, trained in {"last": (False, True), "all": (True, True), "first": (True, False)}.items():
         embedding.trainable, head.trainable = trained
-        model.compile(keras.optimizers.Adam(0.02), "mse")
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
         numbers = a.numbers(model, a.fit(model, x, y), predicted=a.predict(model, x))
         found |= {f"{name} {key}": value for key, value in numbers.items()}
     return found
