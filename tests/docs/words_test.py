@@ -146,10 +146,10 @@ WORDS = (
         "rows per second; gives one a worker name",
     ),
     Word(
-        "(?-i:Where) (?:nothing|none|it is|that is|this is|there (?:is|are))",
+        r"(?-i:Where) (?!to\b)[^.,:;?!|]+,",
         "If, When",
         "Where nothing is set, one worker runs",
-        "The place where it is",
+        "Where to go next, and the place where it is",
     ),
     # The usual word.
     Word(
@@ -172,6 +172,8 @@ WORDS = (
         "the numbers of one device",
         "other numbers of rows",
     ),
+    Word("note that|(?<!not )simply", "leave it out", "Note that workers simply wait", "a note, not simply"),
+    Word("nobody(?! sent)", "no worker, or the noun", "nobody waits", "a signal that nobody sent"),
     Word("anew|(?<!back and )forth", "again, forward", "compiled anew", "back and forth"),
 )
 IN_CODE = (
@@ -244,7 +246,9 @@ def findings_of_page(path: Path) -> Iterator[str]:
             starts.append(len(text))
             text += line.strip() + " "
         for place, found, word in sorted(find(WORDS, blanked(text).rstrip())):
-            yield _line(path, lines[bisect.bisect(starts, place) - 1][0], found, word)
+            yield _line(
+                path, lines[bisect.bisect(starts, place) - 1][0], text[place : place + len(found)], word
+            )
     for number, line in enumerate(page.splitlines(), start=1):
         for _, found, word in find(IN_CODE, line):
             yield _line(path, number, found, word)
