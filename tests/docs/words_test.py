@@ -178,10 +178,10 @@ WORDS = (
 )
 IN_CODE = (
     Word(
-        r"""pip install (?:-\S+ )*["']?kdist(?=[\["'`\s]|$)""",
+        r"""(?<!not run `)pip install (?:-\S+ )*["']?kdist(?=[\["'`\s]|$)""",
         "pip install '.[…]' in a checkout: PyPI has no kdist",
         "pip install 'kdist[jax]'",
-        "pip install '.[jax]', pip install dist/kdist-0.2.0-py3-none-any.whl",
+        "pip install '.[jax]', pip install dist/kdist-0.2.0-py3-none-any.whl, do not run `pip install kdist`",
     ),
 )
 # Output of other programs in fences with `text`: patterns of whole lines.
