@@ -80,6 +80,7 @@ lint: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+	.venv/bin/python -m pytest -q -p no:cacheprovider tests/docs/words_test.py
 
 docs: .venv/ready
 	.venv/bin/mkdocs build --strict

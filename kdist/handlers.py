@@ -1,7 +1,7 @@
-"""What the rooms above do when Keras calls one of kdist's hooks.
+"""Handlers in higher layers for kdist's hooks in Keras.
 
-The hooks lie at the bottom of the house, and hand over to its top. So the contents page says here where a handler is;
-it is loaded when a hook first calls it.
+The hooks are in a low layer and cannot import their handlers. `kdist/__init__.py` registers the names of the handlers
+here; a handler is loaded when a hook first calls it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rules of the house, read from the syntax trees: who may import whom, and what belongs where."""
+"""The rules of the architecture, read from the syntax trees: allowed imports, and the place of each kind of code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import kdist
-from tests.house import (
+from tests.layers import (
     ALL_IMPORTS,
     BACKENDS,
     FILES,
@@ -26,8 +26,8 @@ from tests.house import (
     ROOT,
     edges,
     imports_of,
-    room_of,
-    room_of_module,
+    package_of,
+    package_of_module,
 )
 
 FRAMEWORKS = ("tensorflow", "jax", "jaxlib", "torch")
@@ -76,14 +76,16 @@ def is_in(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def test_every_room_stands_in_the_order():
-    assert {room_of(path) for path in FILES} == set(ORDER)
+def test_every_package_is_in_the_order():
+    assert {package_of(path) for path in FILES} == set(ORDER)
 
 
 def test_imports_point_down():
-    level = {room: number for number, room in enumerate(ORDER)}
+    level = {package: number for number, package in enumerate(ORDER)}
     broken = [
-        str(one) for here, there, one in edges() if level[room_of_module(there)] > level[room_of_module(here)]
+        str(one)
+        for here, there, one in edges()
+        if level[package_of_module(there)] > level[package_of_module(here)]
     ]
     assert not broken, "\n".join(broken)
 
@@ -104,7 +106,7 @@ def test_launch_sees_only_cluster_and_errors():
     broken = [
         str(found)
         for found in ALL_IMPORTS
-        if room_of(found.path) == "launch"
+        if package_of(found.path) == "launch"
         and is_in(found.module, "kdist")
         and not any(is_in(found.module, package) for package in allowed)
     ]
@@ -112,14 +114,14 @@ def test_launch_sees_only_cluster_and_errors():
 
 
 @pytest.mark.parametrize(
-    "room",
+    "package",
     ["cluster", "tracing", "launch", "errors", "whole_files", "named", "context", "handlers", "contents"],
 )
-def test_light_rooms_need_only_the_standard_library(room):
+def test_light_packages_need_only_the_standard_library(package):
     broken = [
         str(found)
         for found in ALL_IMPORTS
-        if room_of(found.path) == room
+        if package_of(found.path) == package
         and found.module.split(".")[0] not in {*sys.stdlib_module_names, "kdist"}
         and found.module
         not in ("cloudpickle", "ray", "yaml")  # imported where they are needed, and only then
@@ -159,7 +161,7 @@ def test_only_the_dispatch_names_a_backend_in_a_condition():
     """No `if backend == …` outside the dispatch and the backends themselves."""
     broken = []
     for path in FILES:
-        if room_of(path) in ("backends", "testing"):
+        if package_of(path) in ("backends", "testing"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Compare):
@@ -171,14 +173,14 @@ def test_only_the_dispatch_names_a_backend_in_a_condition():
 
 def test_keras_src_only_in_the_hooks():
     broken = [
-        str(f) for f in ALL_IMPORTS if is_in(f.module, "keras.src") and room_of(f.path) != "keras_hooks"
+        str(f) for f in ALL_IMPORTS if is_in(f.module, "keras.src") and package_of(f.path) != "keras_hooks"
     ]
     for path in FILES:  # attributes too: keras.src.x without an import of its own
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if (
                 isinstance(node, ast.Attribute)
                 and ast.unparse(node) == "keras.src"
-                and room_of(path) != "keras_hooks"
+                and package_of(path) != "keras_hooks"
             ):
                 broken.append(f"{path.relative_to(ROOT)}:{node.lineno} keras.src")
     assert not broken, "\n".join(broken)
@@ -213,13 +215,14 @@ def test_privates_of_keras_only_in_the_hooks():
         for name, line in privates(ast.parse(path.read_text(encoding="utf-8")))
         if name not in own
     ]
-    of_keras = {name for path, name, _ in found if room_of(path) == "keras_hooks"}
+    of_keras = {name for path, name, _ in found if package_of(path) == "keras_hooks"}
     assert {"_initializer", "_flatten_layers"} <= of_keras
     broken = [
         f"{path.relative_to(ROOT)}:{line} {name}"
         for path, name, line in found
-        if room_of(path) not in ("keras_hooks", "engines")  # which have privates of their frameworks' in them
-        or (room_of(path) == "engines" and name in of_keras)
+        if package_of(path)
+        not in ("keras_hooks", "engines")  # which have privates of their frameworks' in them
+        or (package_of(path) == "engines" and name in of_keras)
     ]
     assert not broken, "\n".join(broken)
 
@@ -228,7 +231,7 @@ def test_the_environment_only_in_cluster_and_launch():
     names = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
     broken = []
     for path in FILES:
-        if room_of(path) in ("cluster", "launch", "testing"):
+        if package_of(path) in ("cluster", "launch", "testing"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in names:
@@ -239,7 +242,7 @@ def test_the_environment_only_in_cluster_and_launch():
 
 def test_library_code_does_not_use_the_test_tools():
     broken = [
-        str(f) for f in ALL_IMPORTS if is_in(f.module, "kdist.testing") and room_of(f.path) != "testing"
+        str(f) for f in ALL_IMPORTS if is_in(f.module, "kdist.testing") and package_of(f.path) != "testing"
     ]
     assert not broken, "\n".join(broken)
 

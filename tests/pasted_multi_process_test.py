@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from kdist.command_line import build_parser
-from tests.house import ROOT
+from tests.layers import ROOT
 from tests.processes import run
 
 # What ends a command within a text: the end of the line, of the code, or the next command.

@@ -39,7 +39,7 @@ class ReplicaBatches:
 
 
 class Backend(ABC):
-    """One Keras backend. Created once a process, by `kdist.backends.get_backend`."""
+    """One Keras backend. `kdist.backends.get_backend` creates one per process."""
 
     name: str
     native_moments: bool = False
@@ -59,10 +59,10 @@ class Backend(ABC):
 
     @abstractmethod
     def native_batches(self, adapter: Any) -> Any:
-        """Returns the iterable of batches that Keras's own loop on this backend takes of its data adapter."""
+        """Returns the iterable of batches that Keras's training loop reads from a data adapter on this backend."""
 
     def join_predictions(self, batches: Sequence[Any]) -> Any:
-        """Returns what `predict` returns for the outputs of its batches: arrays."""
+        """Concatenates the outputs of all batches into the arrays that `predict` returns."""
         import keras
         import numpy as np
 
@@ -79,7 +79,7 @@ class Backend(ABC):
 
     @abstractmethod
     def require_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
-        """Makes sure that the devices exist, creating logical CPU devices where needed.
+        """Checks that the devices exist, and creates logical CPU devices if necessary.
 
         Args:
             devices: Names in any spelling of the field: `"cpu:1"`, `"/gpu:0"`, `"GPU:0"`,
@@ -93,7 +93,7 @@ class Backend(ABC):
         """
 
     def own_devices(self, names: Sequence[str], num_workers: int) -> tuple[str, ...]:
-        """Returns those devices of this worker, by their short names, that `keras.distribution` has by these."""
+        """Returns the short names of this worker's devices, given all device names of `keras.distribution`."""
         kind, each = names[0].split(":")[0], len(names) // num_workers
         return tuple(names) if num_workers == 1 else tuple(f"{kind}:{i}" for i in range(each))
 
@@ -104,7 +104,7 @@ class Backend(ABC):
         options: CommunicationOptions | None = None,
         ops: CrossDeviceOps | None = None,
     ) -> Runtime:
-        """Joins the workers of the topology's cluster (if any) and returns the runtime of one strategy.
+        """Joins the workers of the topology's cluster, if it has one, and returns the runtime of a strategy.
 
         Blocks until all workers are there.
 
@@ -119,33 +119,33 @@ class Backend(ABC):
         """
 
     def seed_shuffling(self) -> None:  # noqa: B027
-        """Lets `random_state` decide how arrays are shuffled, where nothing does that could be returned."""
+        """Sets a random state for shuffling arrays if the backend has none that `random_state` can return."""
 
     @abstractmethod
     def random_state(self) -> bytes:
-        """Returns the state of the generator that shuffles arrays in Keras's data adapter."""
+        """Returns the state of the random generator that shuffles arrays in Keras's data adapter."""
 
     @abstractmethod
     def set_random_state(self, state: bytes) -> None:
-        """Sets what `random_state` returned on another worker."""
+        """Sets the state that `random_state` returned on another worker."""
 
     @abstractmethod
     def function(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Compiles a function that speaks for all replicas; see `kdist.function`."""
+        """Compiles a function for the cross-replica context; see `kdist.function`."""
 
     @abstractmethod
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
     ) -> Callable[..., Any]:
-        """Returns a function that gives a loss and its gradients; see `kdist.value_and_grad`."""
+        """Returns a function that computes a loss and its gradients; see `kdist.value_and_grad`."""
 
     def numpy_dataset(self, arrays: Any) -> Any:
-        """Returns a dataset of the rows of NumPy arrays, of a kind that comes with the engine; `None` if none does."""
+        """Returns a dataset of the rows of NumPy arrays, in the backend's format; `None` if it has no datasets."""
         return None
 
 
 class Runtime(ABC):
-    """The devices and workers of one strategy, as a backend drives them; a replica for each local device."""
+    """The devices and workers of one strategy on a backend, with one replica per local device."""
 
     sees_all_rows: bool = False
     """Whether a model's step is one program that sees the rows of all replicas."""
@@ -171,45 +171,45 @@ class Runtime(ABC):
 
     @property
     def communication(self) -> str:
-        """By what the devices of several workers talk: "gloo", "nccl"; empty for this process alone."""
+        """The library for collectives between workers, such as "gloo" or "nccl"; empty with one worker."""
         return self.group.communication
 
     @property
     def replica_ids(self) -> range:
-        """The ids, over all workers, of the replicas of this worker."""
+        """The ids of this worker's replicas, counted over all workers."""
         first = self.worker_index * len(self.devices)
         return range(first, first + len(self.devices))
 
     def split(self, num_rows: int) -> list[tuple[int, int]]:
-        """Says which rows of a global batch each replica has in the step of a model; see `split_rows`."""
+        """Returns the range of rows of each replica in a global batch; see `split_rows`."""
         return split_rows(num_rows, self.num_replicas, self.needs_equal_shapes)
 
     def note_even(self, batch: Any) -> None:
-        """Called with a batch of a distributed dataset whose parts have the same shapes on all workers."""
+        """Receives a batch of a distributed dataset if its parts have the same shapes on all workers."""
         return
 
     @abstractmethod
     def scope(self) -> AbstractContextManager[Any]:
-        """Entered with the strategy's scope: variables created inside belong to the replicas."""
+        """A context manager for the strategy's scope: variables created inside belong to the replicas."""
 
     def suspended(self) -> AbstractContextManager[Any]:
-        """Within this, everything is as outside of `scope`: for models that do not belong to the strategy."""
+        """A context manager that disables `scope`, for models that do not belong to the strategy."""
         return contextlib.nullcontext()
 
     @property
     def can_exchange(self) -> bool:
-        """Whether messages can be exchanged now: not while a function is being traced."""
+        """Whether workers can exchange messages now; false while a function is traced."""
         return True
 
     def traced(self, iterator: Any) -> Any:
-        """Returns what has the methods of a distributed iterator in the function that is being traced.
+        """Returns a substitute for a distributed iterator in a function that is traced, with the same methods.
 
         `None` where it is read as it is.
         """
         return None
 
     def element_of(self, iterator: Any) -> Any:
-        """Returns what stands for a distributed iterator among the arguments of a `tf.function`.
+        """Returns a substitute for a distributed iterator as an argument of a `tf.function`.
 
         Raises:
             UnsupportedError: The backend is not TensorFlow.
@@ -221,7 +221,7 @@ class Runtime(ABC):
         )
 
     def begin_loop(self) -> None:
-        """Called where Python begins to loop over a distributed dataset.
+        """Called when a Python loop over a distributed dataset begins.
 
         Raises:
             StrategyScopeError: In a function that is being traced, of which the loop would be part without end.
@@ -254,7 +254,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def place(self, parts: Sequence[Any]) -> list[Any]:
-        """Copies one batch for each local replica to its device. Often called ahead of the step, from another thread.
+        """Copies one batch per local replica to its device, often before the step and in another thread.
 
         The arrays are NumPy's or any framework's, with `None` for none. They may be the user's, who may write to them
         again as soon as this returns. What the backend has no type for (strings) stays as it is.
@@ -264,7 +264,7 @@ class Runtime(ABC):
     def run(
         self, strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Sequence[Any]:
-        """Calls a function of the user's in every local replica; returns what it returned in each.
+        """Calls a user's function in every local replica, and returns one result per replica.
 
         What it writes to Keras variables is aggregated at its end. Of a `DistributedValues` in the arguments each
         replica gets its component.
@@ -272,7 +272,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def to_holder(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns tensors of the local replicas on the device that holds variables, or on the first that does."""
+        """Copies tensors of the local replicas to the first device that holds variables."""
 
     @abstractmethod
     def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
@@ -280,18 +280,18 @@ class Runtime(ABC):
 
     @abstractmethod
     def gather_over_workers(self, tensor: Any) -> Any:
-        """Concatenates the rows of the workers' tensors, in their order. The numbers of rows may differ."""
+        """Concatenates the rows of the workers' tensors, in the order of the workers. Row counts can differ."""
 
     @abstractmethod
     def step_function(self, model: Any, kind: str) -> StepFunction:
-        """Returns the function that runs the steps of a model, of a kind.
+        """Returns the function that runs the training, test or prediction steps of a model.
 
         `"train"` and `"test"` return logs, `"predict"` all rows, on every worker.
         """
 
     @property
     def all_devices(self) -> list[str]:
-        """The devices of all workers, those of worker 0 first, by the names that `keras.distribution` has for them."""
+        """The names in `keras.distribution` of the devices of all workers, starting with worker 0."""
         kind = self.devices[0].split(":")[0]
         return (
             list(self.devices) if self.num_workers == 1 else [f"{kind}:{i}" for i in range(self.num_replicas)]
@@ -299,32 +299,32 @@ class Runtime(ABC):
 
     @property
     def takes_variables(self) -> bool:
-        """Whether something is to be done with new variables: `broadcast_variables`."""
+        """Whether new variables need `broadcast_variables`."""
         return self.num_workers > 1 or isinstance(self.topology.storage, Sharded)
 
     @property
     def divides_over_workers(self) -> bool:
-        """Whether other workers hold parts of variables that this one lacks: all must read and save together."""
+        """Whether variables are sharded over workers, so that all workers must read and save them together."""
         return self.num_workers > 1 and isinstance(self.topology.storage, Sharded)
 
     def kept_whole(self, variables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Within this, this worker reads variables by itself, though others hold parts. All workers must enter it."""
+        """A context manager in which one worker can read whole variables. All workers must enter it."""
         return contextlib.nullcontext()
 
     @abstractmethod
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Gives every worker the values that the chief has, for Keras variables in the same order.
+        """Sends the chief's values to all workers. All must pass their Keras variables in the same order.
 
         New ones are divided, where the topology says so. What is divided already has one value on all workers.
         """
 
     def local_values(self, variable: Any) -> Sequence[Any]:
-        """Returns the values of a Keras variable that this worker holds: one, or one for each replica."""
+        """Returns this worker's values of a Keras variable: one value, or one per replica."""
         return [variable.value]
 
     @contextlib.contextmanager
     def engine_errors(self) -> Iterator[None]:
-        """Within this, an error of the engine's comes out as one that names the worker that was lost."""
+        """A context manager that replaces errors of the backend by an error that names the lost worker."""
         try:
             with stalls.entered():
                 yield
@@ -339,7 +339,7 @@ class Runtime(ABC):
 
 
 class StepFunction(ABC):
-    """Runs the steps of one model. Kept by the training loop for as long as the model's `compile` stands.
+    """Runs the steps of one model. The training loop keeps it until the model is compiled again.
 
     A context manager: steps run inside it, and on leaving the state is in the model's variables, whatever
     happened.
@@ -353,8 +353,8 @@ class StepFunction(ABC):
 
     @abstractmethod
     def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
-        """Runs one step a batch. Returns the logs of the last (train, test) or the rows of all (predict)."""
+        """Runs one step per batch. Returns the logs of the last step (train, test), or the rows of all (predict)."""
 
     def sync(self) -> None:
-        """Makes the state visible in the model's variables. Called before anybody may look at them."""
+        """Writes the state into the model's variables. Called before other code can read them."""
         return

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class RemoteValue(ABC):
-    """What a scheduled function returns, once it has run.
+    """The result of a scheduled function.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/coordinator/RemoteValue
     """
 
     @abstractmethod
     def fetch(self) -> Any:
-        """Waits for the function and returns what it returned, as NumPy arrays and Python values.
+        """Waits for the function, and returns its result as NumPy arrays and Python values.
 
         Raises:
             BaseException: What the function has raised.
@@ -34,11 +34,11 @@ class RemoteValue(ABC):
 
     @abstractmethod
     def get(self) -> Any:
-        """Waits for the function and returns what it returned, as tensors."""
+        """Waits for the function, and returns its result as tensors."""
 
 
 class PerWorkerValues(ABC):
-    """One value for each worker: as an argument of a scheduled function, the one of the worker that runs it.
+    """One value per worker. As an argument of a scheduled function, it is the value of the worker that runs it.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/coordinator/PerWorkerValues
     """
@@ -49,7 +49,7 @@ class PerWorkerValues(ABC):
 
     @abstractmethod
     def peek(self) -> Any:
-        """Returns the first element of some worker's dataset, as NumPy arrays."""
+        """Returns the first element of one worker's dataset, as NumPy arrays."""
 
     def __next__(self) -> Any:
         """Raises: only a worker iterates over what it has."""
@@ -109,7 +109,7 @@ def experimental_get_current_worker_index() -> Any:
 
 
 class Coordination(ABC):
-    """The workers and servers of one job, as its coordinator drives them."""
+    """The workers and servers of one job, controlled by its coordinator."""
 
     num_workers: int
     num_servers: int
@@ -120,21 +120,21 @@ class Coordination(ABC):
 
     @abstractmethod
     def scope(self) -> AbstractContextManager[Any]:
-        """Entered with the strategy's scope: variables created inside live on the servers."""
+        """A context manager for the strategy's scope: the servers hold variables created inside."""
 
     def give(self, variables: Sequence[Any]) -> None:
-        """Takes variables that were created in the scope, once it is left; does nothing where it has them by then."""
+        """Receives new variables at the end of the scope. Does nothing if the servers already hold them."""
         return
 
     @abstractmethod
     def in_closure(self) -> bool:
-        """Says whether a scheduled function is running, or being traced, in this thread."""
+        """Whether this thread runs or traces a scheduled function."""
 
     @abstractmethod
     def run(
         self, strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a function in the replica of the worker; called in scheduled functions alone."""
+        """Runs a function in the replica of the worker. Only scheduled functions call this."""
 
     @abstractmethod
     def schedule(
@@ -144,18 +144,18 @@ class Coordination(ABC):
         kwargs: Mapping[str, Any],
         done: Callable[[Any], None] | None = None,
     ) -> RemoteValue:
-        """Lets some worker call a function, once. Raises what an earlier one has raised.
+        """Schedules one call of a function on any worker. Raises the error of an earlier function.
 
         `done` is called with what the function returned.
         """
 
     @abstractmethod
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
-        """Makes a dataset on each worker, by a function without arguments; or copies a dataset to each."""
+        """Creates a dataset on each worker with a function without arguments, or copies a dataset to each worker."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of workers and servers, which go on waiting for another coordinator. May be called twice."""
+        """Releases workers and servers, which then wait for another coordinator. It can be called twice."""
 
 
 _AT_MOST = 2.0  # seconds: a thread may wait for a step that takes a minute
@@ -182,23 +182,23 @@ def after_lost_server() -> str:
 
 
 class Engine(ABC):
-    """What kdist's own servers and workers need of an engine that has none; see `kdist/coordinator/`."""
+    """The functions of a backend that kdist's own parameter servers need; see `kdist/coordinator/`."""
 
     @abstractmethod
     def load(self, variable: Any, held: Any, array: np.ndarray) -> Any:
-        """Returns the native value of a Keras variable: what it holds, or `None`, with other numbers in it."""
+        """Writes an array into the native value of a Keras variable (`None`: a new value), and returns it."""
 
     @abstractmethod
     def mark(self, held: Any) -> Any:
-        """Returns what `is_changed` tells a native value by."""
+        """Returns a mark of a native value, with which `is_changed` detects changes."""
 
     @abstractmethod
     def is_changed(self, held: Any, mark: Any) -> bool:
-        """Says whether something may have been written to a native value since it was marked."""
+        """Whether a native value can have changed since it was marked."""
 
     @abstractmethod
     def table(self, record: Any) -> Any:
-        """Returns what a large variable shows in a replica: it asks the servers for rows as they are looked up.
+        """Returns a substitute for a large variable in a replica, which requests rows from the servers at lookup.
 
         Args:
             record: The variable's: `whole()` returns its native value, `rows(ids)` those of some numbers.
@@ -209,15 +209,15 @@ class Engine(ABC):
 
     @abstractmethod
     def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
-        """Returns the numbers and the values of the rows of a gradient, as tensors; `None` of one that has all rows.
+        """Returns the row numbers and rows of a sparse gradient, as tensors; `None` for a dense gradient.
 
         A number less than zero stands for none.
         """
 
     @abstractmethod
     def train_step(self, model: Any, data: Any) -> Any:
-        """Runs a model's `train_step` in a replica of one worker alone; returns its logs."""
+        """Runs a model's `train_step` in a replica of one worker, and returns its logs."""
 
     @abstractmethod
     def apply(self, optimizer: Any, gradients: Sequence[np.ndarray], variables: Sequence[Any]) -> None:
-        """Lets a Keras optimiser update some of its variables."""
+        """Updates some variables of a Keras optimizer."""

@@ -40,26 +40,26 @@ _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy", "IPython/core/interact
 
 
 class Board(ABC):
-    """What the watch needs of an engine: a place where workers say that they wait, and who is in a collective."""
+    """The interface between a backend and the stall watch: the workers that wait, and their collectives."""
 
     @abstractmethod
     def say(self, text: str | None) -> None:
-        """Says where this worker waits for the others; `None` once it goes on."""
+        """Publishes where this worker waits for the others; `None` when it continues."""
 
     @abstractmethod
     def read(self) -> dict[int, str]:
-        """Returns the other workers that wait, and where."""
+        """Returns the other workers that wait, and where each one waits."""
 
     @abstractmethod
     def waits_in(self, filename: str) -> bool:
-        """Says whether the main thread may be waiting for others, by the innermost file that is not Python's own."""
+        """Whether the main thread may be waiting for other workers, given its innermost file outside Python."""
 
     def farewell(self, text: str) -> None:
-        """Tells the others why this worker ends, where the engine has a way to."""
+        """Sends the reason why this worker ends to the others, if the backend can."""
         return
 
     def died(self) -> Mapping[int, str]:
-        """Returns who has died, and how, where nobody else ends a worker that has lost another; see `lost_error`."""
+        """Returns lost workers and reasons, if the backend does not terminate this worker; see `lost_error`."""
         return {}
 
 

@@ -6,15 +6,15 @@ from abc import ABC, abstractmethod
 
 
 class Store(ABC):
-    """Values under keys. They outlive neither the chief nor the job, and may be of any length."""
+    """Stores byte strings of any length under keys, until the chief or the job ends."""
 
     @abstractmethod
     def set(self, key: str, data: bytes) -> None:
-        """Leaves data under a key that nobody has used, or that was deleted."""
+        """Stores data under a key that is new or was deleted."""
 
     @abstractmethod
     def get(self, key: str, seconds: float = 0.0) -> bytes | None:
-        """Returns the data under a key; `None` if nobody has left any within so many seconds."""
+        """Returns the data under a key, or `None` if there is no data within `seconds`."""
 
     @abstractmethod
     def delete(self, key: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.environment import ROOT
-from tests.house import FILES
+from tests.layers import FILES
 from tests.processes import BACKENDS, run
 
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")

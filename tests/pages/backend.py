@@ -1,11 +1,11 @@
-"""The second part of docs/contribute/a-backend.md: what a fourth backend must have, from the abstract classes."""
+"""The second part of docs/contribute/a-backend.md: the methods of a backend, from the abstract classes."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from tests.house import ROOT
+from tests.layers import ROOT
 
 PAGE = ROOT / "docs" / "contribute" / "a-backend.md"
 _MARK = "<!-- from here on written by `python -m tests.pages`, do not edit -->\n"
@@ -53,5 +53,5 @@ def write() -> str:
     for module, name in CLASSES:
         node = found[module, name]
         lines += [f"## {name}\n", f"`kdist/backends/{module}.py`. {_first_line(node)}\n"]
-        lines += ["| method | must be written | what it does |", "| --- | --- | --- |", *_rows(node), ""]
+        lines += ["| method | required | purpose |", "| --- | --- | --- |", *_rows(node), ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.house import ROOT
+from tests.layers import ROOT
 
 _HEAD = """\
 # Benchmarks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests import house_picture, versions
+from tests import layers_picture, versions
 from tests.environment import ROOT
 from tests.pages import backend, benchmarks, command_line, errors, pictures, variables
 
@@ -16,7 +16,7 @@ __all__ = ["PAGES", "ROOT"]
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/versions.md": versions.page,
-    "docs/house.svg": house_picture.draw,
+    "docs/layers.svg": layers_picture.draw,
     "docs/overview.svg": pictures.overview,
     "docs/step.svg": pictures.step,
     "docs/batch.svg": pictures.batch,

@@ -1,4 +1,4 @@
-"""The pictures of the README and of the pages, apart from the house."""
+"""The pictures of the README and of the pages."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import ast
 import re
 from collections import defaultdict
 
-from tests.house import FILES, ROOT
+from tests.layers import FILES, ROOT
 
 _SHAPE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|RANK|HOME|PYTHONPATH|PYTHONUNBUFFERED|NO_COLOR")
 # Names in the code that look like environment variables but are not.

@@ -1,4 +1,4 @@
-"""Draws the packages of kdist from their imports: `python -m tests.house_picture` writes docs/house.svg.
+"""Draws the packages of kdist from their imports: `python -m tests.layers_picture` writes docs/layers.svg.
 
 A package is one layer above the highest package that it imports. Lines lead only to the next lower layer, because
 lines to lower layers would cross the others.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 from xml.sax.saxutils import escape
 
-from tests.house import ORDER, ROOT, edges, room_of_module
+from tests.layers import ORDER, ROOT, edges, package_of_module
 from tests.pages.drawing import COLOURS
 
-PICTURE = ROOT / "docs" / "house.svg"
+PICTURE = ROOT / "docs" / "layers.svg"
 WORDS = {
     "errors": "every public error",
     "names": "omitted tf.distribute names",
@@ -54,15 +54,15 @@ WORDS = {
     "doctor": "kdist doctor, kdist test",
     "command_line": "kdist run, info, …",
 }
-BOX, GAP, HEIGHT, FLOOR = 184, 24, 40, 66
+BOX, GAP, HEIGHT, LAYER = 184, 24, 40, 66
 
 
-def imported_rooms() -> dict[str, set[str]]:
-    """The rooms that each room imports."""
-    rooms: dict[str, set[str]] = {room: set() for room in ORDER}
+def imported_packages() -> dict[str, set[str]]:
+    """Returns the other packages that each package imports."""
+    packages: dict[str, set[str]] = {package: set() for package in ORDER}
     for here, there, _ in edges():
-        rooms[room_of_module(here)].add(room_of_module(there))
-    return {room: there - {room} for room, there in rooms.items() if room in WORDS}
+        packages[package_of_module(here)].add(package_of_module(there))
+    return {package: there - {package} for package, there in packages.items() if package in WORDS}
 
 
 def _colours(number: int) -> str:
@@ -75,24 +75,24 @@ def _colours(number: int) -> str:
 
 def draw() -> str:
     """Returns the picture, as SVG."""
-    rooms = imported_rooms()
+    packages = imported_packages()
 
     @functools.cache
-    def floor(room: str) -> int:
-        return 1 + max((floor(below) for below in rooms[room]), default=-1)
+    def layer(package: str) -> int:
+        return 1 + max((layer(below) for below in packages[package]), default=-1)
 
-    top = max(map(floor, rooms))
-    floors = [[room for room in rooms if floor(room) == number] for number in range(top + 1)]
-    width = max(map(len, floors)) * (BOX + GAP) + GAP
+    top = max(map(layer, packages))
+    layers = [[package for package in packages if layer(package) == number] for number in range(top + 1)]
+    width = max(map(len, layers)) * (BOX + GAP) + GAP
     place: dict[str, tuple[float, float]] = {}
-    for number, there in enumerate(floors):
-        for index, room in enumerate(there):
+    for number, there in enumerate(layers):
+        for index, package in enumerate(there):
             x = width / 2 + (index - (len(there) - 1) / 2) * (BOX + GAP)
-            place[room] = (x, 10 + (top - number) * FLOOR)
+            place[package] = (x, 10 + (top - number) * LAYER)
     lines, boxes = [], []
-    for room, (x, y) in place.items():
-        for below in sorted(rooms[room]):
-            if floor(below) == floor(room) - 1:
+    for package, (x, y) in place.items():
+        for below in sorted(packages[package]):
+            if layer(below) == layer(package) - 1:
                 bx, by = place[below]
                 middle = (y + HEIGHT + by) / 2
                 lines.append(
@@ -100,10 +100,10 @@ def draw() -> str:
                 )
         boxes.append(
             f'<rect x="{x - BOX / 2:g}" y="{y:g}" width="{BOX}" height="{HEIGHT}" rx="5"/>'
-            f'<text x="{x:g}" y="{y + 17:g}" class="name">{escape(room)}</text>'
-            f'<text x="{x:g}" y="{y + 32:g}">{escape(WORDS[room])}</text>'
+            f'<text x="{x:g}" y="{y + 17:g}" class="name">{escape(package)}</text>'
+            f'<text x="{x:g}" y="{y + 32:g}">{escape(WORDS[package])}</text>'
         )
-    height = 20 + top * FLOOR + HEIGHT
+    height = 20 + top * LAYER + HEIGHT
     light, dark = (_colours(number) for number in (0, 1))
     style = (
         "text{font:11px sans-serif;text-anchor:middle}.name{font:bold 13px monospace}path{fill:none;stroke-width:1.2}"

@@ -1,4 +1,4 @@
-"""The house as it is: its rooms, in their order, and who imports whom, read from the syntax trees."""
+"""The packages of kdist in their layers, and the imports between them, read from the syntax trees."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ ROOT = Path(kdist.__file__).resolve().parents[1]
 FILES = sorted((ROOT / "kdist").rglob("*.py"))
 BACKENDS = ("tensorflow", "jax", "torch")
 
-# The house from its ground to its roof: a room imports what stands before it, whether at once, later or for types only.
-# The engines' folders are a room of their own, above the data which they iterate over: nobody imports them but the
-# dispatch in `backends`, by name.
+# From the lowest layer to the highest: a package imports only packages before it, also lazily or for types only.
+# The framework packages ("engines") come after the data that they iterate over. Only `backends` imports them, by name.
 ORDER = (
     "errors",
     "names",
@@ -108,28 +107,28 @@ MODULES = {module_of(path) for path in FILES}
 
 
 def imported_module(name: str) -> str:
-    """The module of kdist's that holds an imported name; "" where it is none of kdist's."""
+    """The module of kdist that contains an imported name; "" for other libraries."""
     while name and name not in MODULES:
         name = name.rpartition(".")[0]
     return name
 
 
-def room_of_module(module: str) -> str:
-    """The part of the house that a module belongs to: "cluster", "errors", "engines"."""
+def package_of_module(module: str) -> str:
+    """The package of a module in `ORDER`: "cluster", "errors", "engines"."""
     parts = module.split(".")
     if parts[1:2] == ["backends"] and parts[2:3] and parts[2] in BACKENDS:
         return "engines"
     return parts[1] if len(parts) > 1 else "contents"
 
 
-def room_of(path: Path) -> str:
-    return room_of_module(module_of(path))
+def package_of(path: Path) -> str:
+    return package_of_module(module_of(path))
 
 
 ALL_IMPORTS = [found for path in FILES for found in imports_of(path)]
 
 
 def edges() -> list[tuple[str, str, Import]]:
-    """Which module of kdist's imports which other one."""
+    """The imports between modules of kdist: importing module, imported module, statement."""
     found = [(module_of(one.path), imported_module(one.module), one) for one in ALL_IMPORTS]
     return [(here, there, one) for here, there, one in found if there and here != there]
