@@ -14,11 +14,11 @@ CAPABILITIES = {
     "fit": "`fit` on arrays",
     "evaluate": "`evaluate`",
     "predict": "`predict`",
-    "loop": "a loop of your own",
+    "loop": "custom training loop",
     "tf_data": "`tf.data.Dataset`",
     "data_loader": "PyTorch's `DataLoader`",
     "py_dataset": "`keras.utils.PyDataset`",
-    "generator": "a generator",
+    "generator": "generator",
     "distribute_dataset": "`experimental_distribute_dataset`",
     "from_function": "`distribute_datasets_from_function`",
     "numpy_dataset": "`make_experimental_numpy_dataset`",
@@ -53,9 +53,10 @@ class Gap:
         return kind(self.reason, received=received, hint=self.remedy)
 
 
-_NO_SHARDS = "On TensorFlow a variable of Keras 3 is whole on every replica: nothing there divides it."
+_NO_SHARDS = "TensorFlow cannot shard the variables of a Keras 3 model."
 _OTHER_BACKEND = (
-    "Choose another backend, such as KERAS_BACKEND=jax, or kdist.experimental.CentralStorageStrategy()."
+    "Use KERAS_BACKEND=jax or KERAS_BACKEND=torch. To store all variables on one device, use "
+    "kdist.experimental.CentralStorageStrategy()."
 )
 
 GAPS = (
@@ -67,7 +68,7 @@ GAPS = (
         "KerasDistributionStrategy",
         "tensorflow",
         "create",
-        "On TensorFlow keras.distribution does nothing.",
+        "TensorFlow ignores keras.distribution.",
         "Use kdist.MirroredStrategy() or kdist.MultiWorkerMirroredStrategy(), or KERAS_BACKEND=jax.",
     ),
     *(
@@ -75,8 +76,8 @@ GAPS = (
             strategy,
             "torch",
             "devices",
-            "On PyTorch each process holds the shards of one device.",
-            "Start a worker for each device: kdist run --num-workers 2 train.py",
+            "On PyTorch, each worker holds the shards of one device.",
+            "Start one worker per device: kdist run --num-workers 2 train.py",
         )
         for strategy in ("FullyShardedStrategy", "ModelParallelStrategy", "KerasDistributionStrategy")
     ),
@@ -84,16 +85,16 @@ GAPS = (
         "Strategy",
         "tensorflow",
         "distribution",
-        "On TensorFlow keras.distribution does nothing, so no strategy amounts to one.",
-        "Ask the strategy itself, or choose KERAS_BACKEND=jax.",
+        "TensorFlow ignores keras.distribution, so no strategy has an equivalent distribution.",
+        "Use the attributes of the strategy, or KERAS_BACKEND=jax.",
     ),
     *(
         Gap(
             "CentralStorageStrategy",
             backend,
             "distribution",
-            "No keras.distribution holds its variables on one device alone.",
-            "Ask the strategy itself, or use kdist.MirroredStrategy().",
+            "No keras.distribution stores all variables on one device.",
+            "Use the attributes of the strategy, or kdist.MirroredStrategy().",
         )
         for backend in ("tensorflow", "jax", "torch")
     ),
@@ -101,22 +102,22 @@ GAPS = (
         "TPUStrategy",
         "tensorflow",
         "create",
-        "On TensorFlow a TPU runs one program for all replicas, which kdist traces one by one.",
-        "Use KERAS_BACKEND=jax, or tf.distribute.TPUStrategy itself, with the numbers that it gives.",
+        "kdist does not support TPUs on TensorFlow: it traces each replica separately, but a TPU runs one program.",
+        "Use KERAS_BACKEND=jax. The script stays the same.",
     ),
     Gap(
         "TPUStrategy",
         "torch",
         "create",
-        "Keras on PyTorch knows CPUs and GPUs, no TPUs.",
-        "Use KERAS_BACKEND=jax: the same script runs there.",
+        "Keras on PyTorch supports CPUs and GPUs, but not TPUs.",
+        "Use KERAS_BACKEND=jax. The script stays the same.",
     ),
     Gap(
         "MultiWorkerMirroredStrategy",
         "tensorflow",
         "devices",
-        "On TensorFlow a worker of MultiWorkerMirroredStrategy has its GPUs or one CPU.",
-        "Start one worker a CPU device instead: kdist run --num-workers 2 train.py",
+        "On TensorFlow, a worker of MultiWorkerMirroredStrategy uses its GPUs or one CPU device.",
+        "Start one worker per CPU device: kdist run --num-workers 2 train.py",
     ),
 )
 _BY_KEY = {(gap.strategy, gap.backend, gap.capability): gap for gap in GAPS}

@@ -137,4 +137,4 @@ def test_a_worker_that_waits_says_where(backend: str) -> None:
 
 def test_on_tensorflow_a_worker_of_several_has_one_cpu() -> None:
     (said,) = {*run("tensorflow", 2, in_worker_two_cpus)}
-    assert "a worker of MultiWorkerMirroredStrategy has its GPUs or one CPU" in said
+    assert "a worker of MultiWorkerMirroredStrategy uses its GPUs or one CPU device" in said

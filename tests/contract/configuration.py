@@ -59,45 +59,57 @@ class Configuration:
 
 
 _OWN_SERVERS = ("jax", "torch")
-# What cannot be where the optimiser's steps are made by servers, each of which has parts of the variables.
+_LOSS_SCALING = (
+    "`LossScaleOptimizer` needs all gradients, but each server receives a part; kdist raises an error"
+)
+# What cannot be where the optimizer's steps are made by servers, each of which has parts of the variables.
 _NOT_ELSEWHERE = (
     Without(
-        "newer_optimizers", _OWN_SERVERS, "Lamb and Muon look at whole variables, which are divided here"
+        "newer_optimizers",
+        _OWN_SERVERS,
+        "`Lamb` and `Muon` need whole variables, but each server holds a part; kdist raises an error",
     ),
-    Without("loss_scaling", _OWN_SERVERS, "a LossScaleOptimizer looks at all gradients at once"),
-    Without("embedding_wrapped", _OWN_SERVERS, "a LossScaleOptimizer looks at all gradients at once"),
-    Without("mixed_precision", _OWN_SERVERS, "a LossScaleOptimizer looks at all gradients at once"),
+    Without("loss_scaling", _OWN_SERVERS, _LOSS_SCALING),
+    Without("embedding_wrapped", _OWN_SERVERS, _LOSS_SCALING),
+    Without("mixed_precision", _OWN_SERVERS, _LOSS_SCALING),
     Without(
         "custom_train_step",
         ("tensorflow", "jax", "torch"),
-        "it computes with the weights after its own update, which is made as the step ends",
+        "the tested step reads the weights after its update, but servers update them when the step ends",
         is_error=False,
     ),
 )
-_NO_SHARDS = "nothing on the other backends divides a variable of Keras's"
+_NO_SHARDS = "TensorFlow cannot shard the variables of a Keras 3 model"
+_ONE_DEVICE = f"{_NO_SHARDS}; on PyTorch, a worker of this strategy has one device"
 
 CONFIGURATIONS = {
     c.name: c
     for c in (
-        Configuration("mirrored-2", "Mirrored, 2 devices", 1, 2),
-        Configuration("mirrored-3", "Mirrored, 3 devices", 1, 3),
-        Configuration("workers-2", "MultiWorker, 2 processes", 2, 1),
-        Configuration("workers-3", "MultiWorker, 3 processes", 3, 1),
+        Configuration("mirrored-2", "`MirroredStrategy`, 2 devices", 1, 2),
+        Configuration("mirrored-3", "`MirroredStrategy`, 3 devices", 1, 3),
+        Configuration("workers-2", "`MultiWorkerMirroredStrategy`, 2 workers", 2, 1),
+        Configuration("workers-3", "`MultiWorkerMirroredStrategy`, 3 workers", 3, 1),
         Configuration(
             "workers-2x2",
-            "MultiWorker, 2 processes of 2 devices",
+            "`MultiWorkerMirroredStrategy`, 2 workers with 2 devices each",
             2,
             2,
             backends=("jax", "torch"),
-            why_not_all="a worker of tf.distribute's MultiWorkerMirroredStrategy has its GPUs or one CPU",
+            why_not_all="on TensorFlow, a worker of this strategy uses one CPU device",
         ),
-        Configuration("central-2", "CentralStorage, 2 devices", 1, 2, "CentralStorage"),
+        Configuration("central-2", "`CentralStorageStrategy`, 2 devices", 1, 2, "CentralStorage"),
         Configuration(
-            "fully-sharded-2", "FullySharded, 2 devices", 1, 2, "FullySharded", ("jax",), _NO_SHARDS
+            "fully-sharded-2",
+            "`FullyShardedStrategy`, 1 worker with 2 devices",
+            1,
+            2,
+            "FullySharded",
+            ("jax",),
+            _ONE_DEVICE,
         ),
         Configuration(
             "fully-sharded-2x1",
-            "FullySharded, 2 processes",
+            "`FullyShardedStrategy`, 2 workers",
             2,
             1,
             "FullySharded",
@@ -106,7 +118,7 @@ CONFIGURATIONS = {
         ),
         Configuration(
             "model-parallel-2x1",
-            "ModelParallel, 2 processes",
+            "`ModelParallelStrategy`, 2 workers",
             2,
             1,
             "ModelParallel",
@@ -115,17 +127,17 @@ CONFIGURATIONS = {
         ),
         Configuration(
             "model-parallel-2x2",
-            "ModelParallel, 2 processes of 2 devices",
+            "`ModelParallelStrategy`, 2 workers with 2 devices each",
             2,
             2,
             "ModelParallel",
             ("jax",),
-            _NO_SHARDS,
+            _ONE_DEVICE,
         ),
         # A coordinator, two workers, two servers.
         Configuration(
             "servers-2",
-            "ParameterServer, synchronous, 2 workers and 2 servers",
+            "`ParameterServerStrategy(synchronous=True)`, 2 workers and 2 servers",
             5,
             1,
             "ParameterServer",
@@ -133,7 +145,7 @@ CONFIGURATIONS = {
         # A coordinator, a worker, two servers.
         Configuration(
             "servers-in-turn",
-            "ParameterServer, one step after the other",
+            "`ParameterServerStrategy(max_staleness=0)`, 1 worker and 2 servers",
             4,
             1,
             "ParameterServer",

@@ -15,7 +15,7 @@ def _compiled(**arguments: object) -> keras.Model:
     return model
 
 
-@case("batches the replicas do not divide, short last batches")
+@case("batches that the replicas do not divide, short last batches")
 def uneven_batches() -> Numbers:
     x, y = a.regression()
     model = _compiled()
@@ -76,7 +76,7 @@ def limited_steps() -> Numbers:
     )
 
 
-@case("`shuffle`, with the order that plain Keras draws")
+@case("`shuffle`, in the order of plain Keras")
 def shuffle() -> Numbers:
     x, y = a.regression()
     model = _compiled()
@@ -92,7 +92,7 @@ def epochs_and_steps() -> Numbers:
     return a.numbers(model, history, epochs=history.epoch)
 
 
-@case("tensors of the backend")
+@case("tensors of the backend as data")
 def backend_tensors() -> Numbers:
     x, y = a.regression()
     model = _compiled()
@@ -142,7 +142,7 @@ def dictionaries() -> Numbers:
     return a.numbers(model, history, value=predicted["value"], kind=predicted["kind"])
 
 
-@case("losses of single outputs, in the history and from `evaluate`")
+@case("loss of each output, in the history and from `evaluate`")
 def losses_of_outputs() -> Numbers:
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(5, activation="tanh")(inputs)
@@ -176,7 +176,7 @@ def on_batch() -> Numbers:
 @case(
     "`steps_per_execution`",
     backends=("tensorflow", "jax"),
-    why_not_all="Keras has none on PyTorch to compare",
+    why_not_all="Keras 3.15 does not support it on PyTorch",
 )
 def steps_per_execution() -> Numbers:
     x, y = a.regression()

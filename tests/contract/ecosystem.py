@@ -33,7 +33,7 @@ def int8_lora() -> Numbers:
     return _adapted(quantized=True)
 
 
-@case("a GPT-2 of KerasHub with LoRA", atol=1e-5, needs="keras_hub")
+@case("GPT-2 from KerasHub with LoRA", atol=1e-5, needs="keras_hub")
 def keras_hub_backbone() -> Numbers:
     import keras_hub
 

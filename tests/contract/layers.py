@@ -12,7 +12,7 @@ from tests.contract import arrays as a
 from tests.contract.case import Numbers, case
 
 
-@case("synchronised `BatchNormalization`")
+@case("synchronized `BatchNormalization`")
 def synchronized_batch_normalization() -> Numbers:
     x, y = a.regression()
     # Without kdist, Keras knows the argument on TensorFlow only; on one device it changes nothing.
@@ -68,7 +68,7 @@ def recurrent() -> Numbers:
 @case(
     "stateful recurrent layers",
     backends=("jax",),
-    why_not_all="their states have a row for each of a global batch, and a replica has a part of it",
+    why_not_all="the states have one row per row of the global batch, but a replica sees only its rows",
 )
 def stateful_recurrent() -> Numbers:
     x = a.features(2 * a.BATCH, 9).reshape(-1, 3, 3)
@@ -114,7 +114,7 @@ class Counting(keras.layers.Layer):
         return inputs
 
 
-@case("layers with variables of their own")
+@case("custom layers with variables")
 def stateful_layer() -> Numbers:
     model = keras.Sequential([keras.layers.Input((6,)), Counting(), keras.layers.Dense(1)])
     return a.train(keras.optimizers.SGD(0.1), model)
@@ -139,7 +139,7 @@ def remat() -> Numbers:
 @case(
     "`keras.RematScope` with synchronized `BatchNormalization`",
     backends=("torch",),
-    why_not_all="Keras itself cannot rematerialize layers that update variables on JAX and TensorFlow",
+    why_not_all="on JAX and TensorFlow, Keras cannot rematerialize layers that update variables",
 )
 def remat_of_states() -> Numbers:
     with keras.RematScope("full"):

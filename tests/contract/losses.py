@@ -38,7 +38,7 @@ def reduction_mean_with_sample_weight() -> Numbers:
 @case(
     "loss reduction `none`",
     backends=("tensorflow",),
-    why_not_all="JAX and PyTorch differentiate scalars only",
+    why_not_all="JAX and PyTorch only differentiate scalars",
 )
 def reduction_none() -> Numbers:
     return a.train(keras.optimizers.SGD(0.01), loss=keras.losses.MeanSquaredError(reduction=None))
@@ -60,7 +60,7 @@ def scalar_loss_with_weights() -> Numbers:
     return _train(a.mlp(), loss)
 
 
-@case("weight and activity regularisers")
+@case("weight and activity regularizers")
 def regularizers() -> Numbers:
     model = a.mlp(kernel_regularizer=keras.regularizers.L2(0.1), bias_regularizer=keras.regularizers.L1(0.01))
     # In one layer only: of several layers' losses, plain Keras on JAX drops one in about one of a hundred traces.
@@ -93,7 +93,7 @@ def _masked_model() -> keras.Model:
     )
 
 
-@case("masks: the mean over the positions that are left")
+@case("masks: mean over the unmasked positions")
 def masks() -> Numbers:
     model = _masked_model()
     x = a.tokens()

@@ -29,7 +29,7 @@ def adam() -> Numbers:
     return _train(keras.optimizers.Adam(0.01))
 
 
-@case("`AdamW`, weight decay once")
+@case("`AdamW`, with weight decay applied once")
 def adamw() -> Numbers:
     return _train(keras.optimizers.AdamW(0.01, weight_decay=0.1))
 
@@ -113,7 +113,7 @@ def loss_scaling() -> Numbers:
 
 
 # float16 keeps 11 bits: sums over different groups of rows differ in the last of them.
-@case("mixed precision with loss scaling (to float16's digits)", rtol=5e-3, atol=5e-3)
+@case("mixed precision with loss scaling (to float16 precision)", rtol=5e-3, atol=5e-3)
 def mixed_precision() -> Numbers:
     keras.config.set_dtype_policy("mixed_float16")
     # Far from where float16 overflows: which of two sums does so first depends on how they are grouped.
@@ -122,7 +122,7 @@ def mixed_precision() -> Numbers:
 
 
 # bfloat16 keeps 8 bits, so the activations of other groups of rows differ by up to 2**-8 = 0.004 of themselves.
-@case("mixed precision with bfloat16 (to its digits)", rtol=1e-2, atol=1e-2)
+@case("mixed precision with bfloat16 (to bfloat16 precision)", rtol=1e-2, atol=1e-2)
 def mixed_bfloat16() -> Numbers:
     keras.config.set_dtype_policy("mixed_bfloat16")
     return a.train(keras.optimizers.SGD(0.05))
@@ -130,11 +130,11 @@ def mixed_bfloat16() -> Numbers:
 
 # float64 keeps 53 bits, 1e-16: 1e-12 leaves room for sums in another order, and none for a detour through float32.
 @case(
-    "float64 (to its digits)",
+    "float64 (to float64 precision)",
     rtol=1e-12,
     atol=1e-13,
     backends=("tensorflow",),
-    why_not_all="Keras multiplies matrices in float32 on PyTorch, and on JAX unless the process asks for more",
+    why_not_all="Keras multiplies matrices in float32 on PyTorch, and by default on JAX",
 )
 def float64() -> Numbers:
     keras.config.set_floatx("float64")  # losses and metrics follow it, and not the policy

@@ -284,11 +284,20 @@ def page(results: dict[str, dict[str, str]]) -> str:
         results: For "strategy-backend" what `run_all` returned.
     """
     lines = [
-        "# What works where",
+        "# Support matrix",
         "",
-        "Each mark stands for a run of the tests, on the CPUs of one machine: a small model under the strategy, whose",
-        "numbers are those that come out by hand. More of `fit` is in [the contract](contract.md). Written by",
-        "`make table`.",
+        "Check here whether a strategy works on your backend. ✓ means that the test suite trained a small model with",
+        "this strategy, on CPUs of one machine, and the results matched values computed by hand. A number links to the",
+        "reason why a feature is missing. [What is guaranteed](contract.md) lists more features of `fit`.",
+        "",
+        "- `TPUStrategy` ran on CPU devices. It has not run on a TPU.",
+        "- `ParameterServerStrategy` works on all three backends, but is not in these tables. For its test results,",
+        "  see [What is guaranteed](contract.md), and for its limits [Parameter servers](parameter-servers.md).",
+        "- On PyTorch, `FullyShardedStrategy` and `ModelParallelStrategy` need one worker per device.",
+        "- On TensorFlow, `MultiWorkerMirroredStrategy` needs one worker per CPU device. A worker can use several",
+        "  GPUs.",
+        "",
+        "`make table` runs the tests and writes this page.",
     ]
     notes: list[str] = []
     for backend, title in BACKENDS.items():
@@ -298,7 +307,7 @@ def page(results: dict[str, dict[str, str]]) -> str:
         for capability in _functions:
             cells = [_mark(name, backend, capability, results, notes) for name in columns]
             lines.append(f"| {gaps.CAPABILITIES[capability]} | {' | '.join(cells)} |")
-    lines += ["", "## Why not", ""]
+    lines += ["", "## Reasons", ""]
     lines += [f"{number}. {note}" for number, note in enumerate(notes, start=1)]
     return "\n".join(lines) + "\n"
 
@@ -311,7 +320,7 @@ def _mark(name: str, backend: str, capability: str, results: Any, notes: list[st
     note = f"{gap.reason} {gap.remedy}"
     if note not in notes:
         notes.append(note)
-    return f"[{notes.index(note) + 1}](#why-not)"
+    return f"[{notes.index(note) + 1}](#reasons)"
 
 
 def main(arguments: list[str]) -> None:

@@ -24,28 +24,33 @@ def table(results: dict[str, str]) -> str:
         results: "backend-configuration-case" to "passed" or "failed", as the test module wrote them.
 
     Returns:
-        One row a case and one column a backend. A cell counts the strategies under which the numbers were
-        those of one device.
+        One row per case and one column per backend. A cell counts the strategies whose results matched one
+        device.
     """
-    head = [
-        "| under every strategy, the numbers of one device with | " + " | ".join(_BACKENDS.values()) + " |"
-    ]
+    head = ["| results match one device with | " + " | ".join(_BACKENDS.values()) + " |"]
     head.append("| --- |" + " :-: |" * len(_BACKENDS))
     notes: list[str] = []
     rows = [_row(case, results, notes) for case in CASES.values()]
-    configurations = CONFIGURATIONS.values()
-    tested = "; ".join(c.title + ("" if len(c.backends) == 3 else "\\*") for c in configurations)
-    lines = [*head, *rows, "", f"✓ m/n: all that were run passed, m of the n strategies: {tested}.", ""]
-    for backends, why in dict.fromkeys((c.backends, c.why_not_all) for c in configurations):
-        if why:
-            titles = "; ".join(
-                c.title for c in configurations if (c.backends, c.why_not_all) == (backends, why)
-            )
-            lines.append(
-                f"- \\* {titles}: {' and '.join(_BACKENDS[b] for b in backends)} only. {_sentence(why)}"
-            )
-    lines += [f"- {number} {_sentence(note)}" for number, note in zip("¹²³⁴⁵⁶⁷⁸⁹", notes, strict=False)]
+    lines = [
+        *head,
+        *rows,
+        "",
+        "✓ m/n: all tested configurations passed, m of the n configurations of the backend. ✗: at least one failed.",
+        "",
+        "| configuration | " + " | ".join(_BACKENDS.values()) + " |",
+        "| --- |" + " :-: |" * len(_BACKENDS),
+    ]
+    for configuration in CONFIGURATIONS.values():
+        marks = ["✓" if b in configuration.backends else "–" for b in _BACKENDS]
+        title = _with_notes(configuration.title, [configuration.why_not_all], notes)
+        lines.append(f"| {title} | {' | '.join(marks)} |")
+    lines.append("")
+    lines += [f"- {_raised(number)} {_sentence(note)}" for number, note in enumerate(notes, start=1)]
     return "\n".join(lines)
+
+
+def _raised(number: int) -> str:
+    return str(number).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _sentence(words: str) -> str:
@@ -53,12 +58,32 @@ def _sentence(words: str) -> str:
 
 
 def _row(case: Case, results: dict[str, str], notes: list[str]) -> str:
-    title = case.title
-    if case.why_not_all:
-        if case.why_not_all not in notes:
-            notes.append(case.why_not_all)
-        title += " " + "¹²³⁴⁵⁶⁷⁸⁹"[notes.index(case.why_not_all)]
+    title = _with_notes(case.title, [case.why_not_all, *_exceptions(case)], notes)
     return f"| {title} | " + " | ".join(_cell(case, backend, results) for backend in _BACKENDS) + " |"
+
+
+def _with_notes(title: str, reasons: list[str], notes: list[str]) -> str:
+    reasons = [reason for reason in reasons if reason]
+    notes += [reason for reason in reasons if reason not in notes]
+    return " ".join([title, *(_raised(notes.index(reason) + 1) for reason in reasons)])
+
+
+def _exceptions(case: Case) -> list[str]:
+    """Why some configurations do not run a case, each with their titles and backends."""
+    found: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for configuration in CONFIGURATIONS.values():
+        for one in configuration.without:
+            if one.case == case.name:
+                found.setdefault((one.backends, one.why), []).append(configuration.title)
+    return [
+        f"not under {' and '.join(title.partition(',')[0] for title in titles)}"
+        f"{'' if len(backends) == len(_BACKENDS) else f' on {_and(backends)}'}: {why}"
+        for (backends, why), titles in found.items()
+    ]
+
+
+def _and(backends: tuple[str, ...]) -> str:
+    return " and ".join(_BACKENDS[backend] for backend in backends)
 
 
 def _cell(case: Case, backend: str, results: dict[str, str]) -> str:

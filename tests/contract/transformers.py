@@ -50,7 +50,7 @@ class Transformer(keras.Model):
         return ops.matmul(x, ops.transpose(self.embedding.embeddings))
 
 
-@case("a transformer with tied embeddings", atol=1e-5)
+@case("transformer with tied embeddings", atol=1e-5)
 def transformer() -> Numbers:
     ids = a.tokens()
     model = Transformer()
@@ -87,22 +87,22 @@ def _train(*optimizers: Any, model_class: Any = None) -> Numbers:
     return found
 
 
-@case("embeddings under `Adam`, with repeated words")
+@case("embeddings with `Adam` and repeated words")
 def embedding_adam() -> Numbers:
     return _train(keras.optimizers.Adam(0.01))
 
 
-@case("embeddings under `AdamW` with `global_clipnorm`")
+@case("embeddings with `AdamW` and `global_clipnorm`")
 def embedding_adamw_clipped() -> Numbers:
     return _train(keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.05))
 
 
-@case("tied embeddings under `Adam`")
+@case("tied embeddings with `Adam`")
 def embedding_tied() -> Numbers:
     return _train(keras.optimizers.Adam(0.01), model_class=Tied)
 
 
-@case("embeddings under `Adam` with loss scaling, `RMSprop` with accumulation, `Nadam` with EMA")
+@case("embeddings with `Adam` and loss scaling, `RMSprop` and accumulation, `Nadam` and EMA")
 def embedding_wrapped() -> Numbers:
     return _train(
         keras.optimizers.LossScaleOptimizer(
@@ -113,7 +113,7 @@ def embedding_wrapped() -> Numbers:
     )
 
 
-@case("`jit_compile` with an embedding, masks and losses that layers add")
+@case("`jit_compile` with an embedding, masks and losses from layers")
 def embedding_jit() -> Numbers:
     ids = a.tokens()
     model = keras.Sequential(

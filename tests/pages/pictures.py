@@ -121,7 +121,7 @@ ALL = (0, 1, 2, 3)
 HOLDERS = {
     "OneDeviceStrategy": ("one process, one device", [(0, "device 0", ALL, ALL)]),
     "MirroredStrategy": (
-        "one process, a replica a device",
+        "one process, one replica per device",
         [(0, "device 0", (0, 1), ALL), (0, "device 1", (2, 3), ALL)],
     ),
     "MultiWorkerMirroredStrategy": (
@@ -129,15 +129,15 @@ HOLDERS = {
         [(0, "device 0", (0, 1), ALL), (1, "device 0", (2, 3), ALL)],
     ),
     "CentralStorageStrategy": (
-        "one device has the variables",
+        "one device holds all variables",
         [(0, "device 0", (0, 1), ()), (0, "device 1", (2, 3), ()), (0, "holder", (), ALL)],
     ),
     "FullyShardedStrategy": (
-        "each replica has a part of them",
+        "each replica holds a part",
         [(0, "device 0", (0, 1), (0, 1)), (1, "device 0", (2, 3), (2, 3))],
     ),
     "ModelParallelStrategy": (
-        "a mesh: here 2 for rows × 2 for variables",
+        "a mesh: 2 for rows × 2 for variables",
         [
             (0, "device 0", (0, 1), (0, 1)),
             (0, "device 1", (0, 1), (2, 3)),
@@ -146,7 +146,7 @@ HOLDERS = {
         ],
     ),
     "ParameterServerStrategy": (
-        "each worker takes batches of its own",
+        "each worker takes its own batches",
         [
             (0, "worker 0", ALL, ()),
             (1, "worker 1", ALL, ()),
@@ -158,14 +158,14 @@ HOLDERS = {
 
 
 def holders() -> str:
-    """Who has which rows and which part of the variables, under each strategy."""
+    """Which rows and variables each device has, under each strategy."""
     sheet = Drawing(
         680, 76 + 88 * len(HOLDERS), "Which rows and which variables each device has, by strategy"
     )
     sheet.rows(20, 16, ["replica0", "replica1"])
-    sheet.text(62, 29, "rows of a batch that it computes", "small", "start")
+    sheet.text(62, 29, "rows that the device computes", "small", "start")
     sheet.rows(280, 16, ["model"])
-    sheet.text(304, 29, "variables that it holds", "small", "start")
+    sheet.text(304, 29, "variables that it stores", "small", "start")
     sheet.box(450, 14, 30, 20, "ground", dashed=True)
     sheet.text(488, 29, "one process", "small", "start")
     for lane, (strategy, (words, devices)) in enumerate(HOLDERS.items()):
@@ -196,17 +196,21 @@ def choice() -> str:
             "FullyShardedStrategy",
             "or ModelParallelStrategy; JAX, PyTorch",
         ),
-        ("Do workers come and go,", "yes", "ParameterServerStrategy", "asynchronous: other numbers each run"),
+        (
+            "Do workers join and leave,",
+            "yes",
+            "ParameterServerStrategy",
+            "asynchronous: results differ in each run",
+        ),
         ("Is it JAX on TPUs?", "yes", "TPUStrategy", "the devices of all hosts"),
         (
-            "Are there several machines,",
+            "Must all devices be in one process,",
             "yes",
-            "MultiWorkerMirroredStrategy",
-            "kdist run, Slurm, Kubernetes, …",
+            "MirroredStrategy",
+            "no launcher; not for speed on PyTorch",
         ),
-        ("Are there several devices?", "yes", "MirroredStrategy", "one process; works in a notebook"),
     )
-    second = {1: "or are tables large, a step small?", 3: "or is it PyTorch on several GPUs?"}
+    second = {1: "or is a huge embedding the problem?", 3: "for example in a notebook?"}
     sheet = Drawing(680, 40 + 92 * len(questions) + 56, "Which strategy: a tree of questions")
     for number, (question, answer, strategy, words) in enumerate(questions):
         y = 16 + number * 92
@@ -225,6 +229,6 @@ def choice() -> str:
         sheet.text(188, y + 79, "yes" if answer == "no" else "no", "soft", "start")
     y = 16 + 92 * len(questions)
     sheet.box(20, y, 310, 56, "replica0")
-    sheet.text(175, y + 24, "OneDeviceStrategy", "bold")
-    sheet.text(175, y + 43, "or no strategy at all", "small")
+    sheet.text(175, y + 24, "MultiWorkerMirroredStrategy", "bold")
+    sheet.text(175, y + 43, "one worker, or many: kdist run, Slurm, …", "small")
     return sheet.svg()
