@@ -29,8 +29,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """MkDocs calls this with the files that it has found."""
     overview = OVERVIEW
     for path in sorted(Path(__file__).parent.glob("*.ipynb")):
-        notebook = json.loads(path.read_text(encoding="utf-8"))
+        source = path.read_bytes()
+        notebook = json.loads(source)
         page, figures = convert(notebook, path.stem)
+        page = page.replace("\n\n", f"\n\n[Download this notebook]({path.name}){{ download }}\n\n", 1)
+        files.append(File.generated(config, f"tutorials/{path.name}", content=source))
         files.append(File.generated(config, f"tutorials/{path.stem}.md", content=page))
         for name, figure in figures.items():
             files.append(File.generated(config, f"tutorials/{name}", content=figure))
