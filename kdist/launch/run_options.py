@@ -97,7 +97,7 @@ def _add_failures(group: _Group) -> None:
     group.add_argument(
         "--heartbeat-timeout",
         metavar="SECONDS",
-        help="report a worker as lost after SECONDS without a heartbeat (default: 15)",
+        help="report a dead or stopped worker within SECONDS (default: 15)",
     )
     group.add_argument(
         "--hang-timeout",

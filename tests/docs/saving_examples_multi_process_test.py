@@ -1,4 +1,4 @@
-"""The examples of the pages on saving, checkpoints, interruptions and the evaluator."""
+"""The examples of the pages on saving, checkpoints, resuming and the evaluator."""
 
 from __future__ import annotations
 
@@ -86,6 +86,12 @@ def resuming_2(example: Run) -> None:
     left = example(kdist=kdist, model=model, **given)
     left["handler"].close()
     assert taken == list(range(20)) and left["checkpoint"].step == left["handler"].total_run_calls == 20
+
+
+def resuming_3(example: Run) -> None:
+    from kdist import faults
+
+    assert example()["faults"] is faults  # nothing is injected: the point does nothing
 
 
 def saving_0(example: Run) -> None:

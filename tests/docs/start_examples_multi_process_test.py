@@ -1,4 +1,4 @@
-"""The examples of the first pages, and of those about clusters and failures."""
+"""The examples of the first pages, and of the page about clusters."""
 
 from __future__ import annotations
 
@@ -50,12 +50,6 @@ def cluster_0(example: Run) -> None:
     resolver = example(kdist=made)["strategy"]
     assert resolver.cluster_spec().as_dict() == {"worker": ["host0:2222", "host1:2222"]}
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)
-
-
-def failures_0(example: Run) -> None:
-    from kdist import faults
-
-    assert example()["faults"] is faults  # nothing is injected: the point does nothing
 
 
 @each_example(globals())

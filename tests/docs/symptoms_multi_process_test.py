@@ -1,4 +1,4 @@
-"""What *When something goes wrong* quotes is what is printed: every entry is brought about once."""
+"""What the page *Troubleshooting* quotes is what is printed: every entry is brought about once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests.environment import ROOT
 from tests.processes import BACKENDS, run
 
 PAGE = (ROOT / "docs" / "when-something-goes-wrong.md").read_text(encoding="utf-8")
+# A heading: its title, and its anchor if that is not made from the title.
+HEADING = re.compile(r"^#{3,4} (?P<title>.+?)(?: \{ #(?P<anchor>[\w-]+) \})?$", re.MULTILINE)
 # Which backends print it, if not each of them does.
 ON = {
     "nobody_described_a_cluster": ("jax",),  # TensorFlow takes longest to tell its devices
@@ -31,20 +33,20 @@ ON = {
 }
 ENTRIES = {
     "A worker is missing": ["a_worker_is_missing"],
-    "Name of a host": ["host_without_an_address", "host_of_somebody_else"],
+    "Wrong host name": ["host_without_an_address", "host_of_somebody_else"],
     "Port in use": ["port_in_use"],
     "No cluster": ["nobody_described_a_cluster"],
-    "Wrong description of the cluster": ["wrong_tf_config", "two_of_one_index"],
-    "Too late": ["joined_too_late", "too_late_for_devices", "another_cluster"],
+    "Invalid cluster description": ["wrong_tf_config", "two_of_one_index"],
+    "Strategy created too late": ["joined_too_late", "too_late_for_devices", "another_cluster"],
     "In a notebook": ["launched_function_fails", "launched_function_does_not_end"],
-    "The backend": ["backend_that_is_unknown"],
-    "Devices that are not there": ["no_gpu", "no_tpu", "different_devices"],
+    "Unknown backend": ["backend_that_is_unknown"],
+    "Missing GPU or TPU": ["no_gpu", "no_tpu", "different_devices"],
     "Token": ["another_token"],
     "A worker hangs": ["a_worker_hangs"],
     "Different collectives": ["other_collective"],
-    "A barrier": ["barrier_alone"],
+    "Barrier timeout": ["barrier_alone"],
     "A lost worker": ["a_worker_is_killed"],
-    "Failed on another worker": ["callback_fails", "reading_fails"],
+    "Error on another worker": ["callback_fails", "reading_fails"],
     "Exit code 1": ["exit_1"],
     "Exit code 2": ["no_such_script"],
     "Exit code 70": ["exit_70"],
@@ -52,26 +54,26 @@ ENTRIES = {
     "Exit codes 130 and 143": ["exit_130", "exit_143"],
     "Exit code 137": ["exit_137"],
     "Out of memory": ["out_of_memory"],
-    "Workers that differ": ["other_number_of_rows", "other_model"],
-    "Data of unequal length": ["other_length", "ended_dataset"],
-    "Wrong place": ["mixed_strategies", "function_of_tensorflow"],
+    "Workers disagree": ["other_number_of_rows", "other_model"],
+    "Datasets of different length": ["other_length", "ended_dataset"],
+    "Unsupported or misplaced call": ["mixed_strategies", "function_of_tensorflow"],
     "NaN": ["not_a_number"],
-    "Other numbers": ["coupled_rows", "model_from_outside", "other_weights"],
+    "Different results": ["coupled_rows", "model_from_outside", "other_weights"],
     "No such checkpoint": ["no_checkpoint"],
-    "A damaged checkpoint": ["damaged_checkpoint", "missing_shard"],
-    "A checkpoint that does not fit": ["checkpoint_of_another_model", "checkpoint_with_less"],
-    "Versions that differ": ["newer_checkpoint"],
-    "A checkpoint that cannot be written": ["folder_cannot_be_written"],
-    "The folder is not shared": ["folder_is_not_shared"],
+    "Corrupt checkpoint": ["damaged_checkpoint", "missing_shard"],
+    "Checkpoint does not match the model": ["checkpoint_of_another_model", "checkpoint_with_less"],
+    "Different versions": ["newer_checkpoint"],
+    "Checkpoint cannot be saved": ["folder_cannot_be_written"],
+    "Directory is not shared": ["folder_is_not_shared"],
     "Firewall": ["port_that_is_closed", "further_ports_that_are_closed"],
-    "Slow": ["one_is_slow"],
+    "Slow training": ["one_is_slow"],
     "Clocks": ["other_clock"],
 }
 # Entries that quote nothing: what they say is tested there.
 ELSEWHERE = {
     "NCCL": "hints_multi_process_test.py: test_nccl_without_gpus_is_a_hint",
-    "The first step": "stalls_test.py: test_a_worker_that_works_has_not_hung",
-    "Processes that are left": "launch/signals_multi_process_test.py: test_a_killed_launcher_takes_its_workers_along",
+    "Hang in the first step": "stalls_test.py: test_a_worker_that_works_has_not_hung",
+    "Leftover processes": "launch/signals_multi_process_test.py: test_a_killed_launcher_takes_its_workers_along",
 }
 # In the order of the backends, whose pools are kept.
 CASES = sorted((BACKENDS[position % len(BACKENDS)], entry) for position, entry in enumerate(ENTRIES))
@@ -83,7 +85,8 @@ def quoted() -> dict[str, list[str]]:
     for entry in re.split(r"^#{2,4} ", PAGE, flags=re.MULTILINE)[1:]:
         blocks = re.findall(r"^```text\n(.*?)^```", entry, re.MULTILINE | re.DOTALL)
         if blocks:
-            found[entry.splitlines()[0]] = "".join(blocks).splitlines()
+            title = entry.splitlines()[0].partition(" { #")[0]
+            found[title] = "".join(blocks).splitlines()
     return found
 
 
@@ -126,7 +129,7 @@ def test_every_quoted_text_is_brought_about() -> None:
 
 
 def test_every_entry_is_brought_about() -> None:
-    titles = set(re.findall(r"^#{3,4} (.*)", PAGE, re.MULTILINE)) - {"Exit codes"}  # those that follow
+    titles = {found["title"] for found in HEADING.finditer(PAGE)} - {"Exit codes"}  # those that follow
     assert titles == ENTRIES.keys() | ELSEWHERE.keys()
     for place in ELSEWHERE.values():
         path, name = place.split(": ")
@@ -137,7 +140,7 @@ def test_every_link_of_the_table_is_an_entry_and_every_entry_is_in_the_table() -
     def anchor(title: str) -> str:
         return re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
 
-    entries = {anchor(title) for title in re.findall(r"^#{3,4} (.*)", PAGE, re.MULTILINE)}
+    entries = {found["anchor"] or anchor(found["title"]) for found in HEADING.finditer(PAGE)}
     linked = set(re.findall(r"\]\(#([\w-]+)\)", PAGE))
     assert entries - linked == set(), "no way leads there"
     assert linked - entries <= {"errors"}

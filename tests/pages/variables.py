@@ -58,10 +58,11 @@ GROUPS: dict[str, dict[str, str]] = {
         "KDIST_DEBUG": "1: compare each collective between workers "
         "before it starts ([loops](../loops.md#when-something-is-wrong))",
         "KDIST_DEBUG_TIMEOUT": "with `KDIST_DEBUG`, seconds until a waiting worker prints where it waits (default: 60)",
-        "KDIST_HANG_TIMEOUT": "seconds until a worker that [hangs](../failures.md#a-worker-hangs) "
+        "KDIST_HANG_TIMEOUT": "seconds until a worker that [hangs](../resuming.md#hung-workers) "
         "is terminated (default: 600)",
-        "KDIST_HEARTBEAT_TIMEOUT": "seconds without a heartbeat until a worker counts as lost (default: 15)",
-        "KDIST_INJECT": "faults to inject; set by [`kdist run --inject`](../failures.md#rehearse)",
+        "KDIST_HEARTBEAT_TIMEOUT": "seconds within which a dead or stopped worker is "
+        "[reported](../resuming.md#failure-detection) (default: 15)",
+        "KDIST_INJECT": "faults to inject; set by [`kdist run --inject`](../resuming.md#test-fault-tolerance)",
         "KDIST_JOB_ID": "ID of the job; the launcher sets it to find processes that a worker left behind",
         "KDIST_JOIN_TIMEOUT": "seconds to wait for all workers at startup (default: 300)",
         "KDIST_LOG": "[log level](../launcher.md#log-messages): `debug`, `info`, `warning` or `error`",

@@ -1,1 +1,1 @@
-"""What goes wrong, brought about: one function for each text that *When something goes wrong* quotes."""
+"""What goes wrong, brought about: one function for each text that the page *Troubleshooting* quotes."""
