@@ -97,10 +97,10 @@ class Placement:
             numbers = []
         if not numbers or numbers[0] < 1 or any(number != 1 for number in numbers[1:]):
             raise InvalidArgumentError(
-                "A partitioner must return a number for each axis of a variable: how many shards along the first, "
-                "1 or more, and 1 for the others.",
+                "The partitioner did not return a valid number of shards for each axis of the variable.",
                 received={"shape": tuple(value.shape), "returned": answer},
-                hint="Use kdist.experimental.partitioners.MinSizePartitioner().",
+                hint="Return 1 or more for the first axis and 1 for each other axis, or use "
+                "kdist.experimental.partitioners.MinSizePartitioner().",
             )
         return min(numbers[0], value.shape[0]) or 1
 
