@@ -105,9 +105,7 @@ sys.meta_path[:] = [Blocker if f is importlib.machinery.PathFinder else f for f 
 def test_backend_that_is_not_installed(backend, tmp_path):
     source = PRELUDE + f"HIDDEN = {backend!r}" + HIDE + "attempt(kdist.MirroredStrategy)"
     with scripts(tmp_path, source, [{"KERAS_BACKEND": backend}], [sys.executable]) as (script,):
-        expect(
-            script, "BackendError", f"package '{backend}'", "not installed", f"pip install 'kdist[{backend}]'"
-        )
+        expect(script, "BackendError", f"package '{backend}'", "not installed", f"pip install '.[{backend}]'")
 
 
 def test_keras_that_is_not_installed(tmp_path):
@@ -207,7 +205,7 @@ def test_a_worker_that_never_comes(backend, missing, tmp_path):
     with scripts(tmp_path, PRELUDE + IMPORT + sooner + MULTI_WORKER, [env]) as (script,):
         name = f"worker {missing} ({addresses[missing]})"
         expect(script, "WorkerTimeoutError", name, "within 3 s", "KDIST_JOIN_TIMEOUT=")
-        assert f"kdist: waiting for {name}, 1 of 3 s\n" in script.stderr()
+        assert f"kdist: waiting for {name} to join (1 of 3 s)\n" in script.stderr()
         assert f"waiting for worker {1 - missing}" not in script.stderr()
 
 

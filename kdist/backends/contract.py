@@ -215,7 +215,7 @@ class Runtime(ABC):
             UnsupportedError: The backend is not TensorFlow.
         """
         raise UnsupportedError(
-            "`tf.function` received a distributed iterator, but the backend is not TensorFlow.",
+            "tf.function received a distributed iterator, but the backend is not TensorFlow.",
             received={"argument": type(iterator).__name__},
             hint="Use kdist.function instead of tf.function, and kdist.value_and_grad instead of tf.GradientTape.",
         )

@@ -116,4 +116,4 @@ def hint_ignored(what: str, why: str, worker_index: int = 0) -> None:
     """Warns that a wish cannot be followed, once and on the chief; no error, since the numbers do not depend on it."""
     if worker_index == 0 and what not in _ignored:
         _ignored.add(what)
-        logs.logger.warning("%s has no effect: %s", what, why)
+        logs.logger.warning("%s has no effect: %s Remove it, or ignore this warning.", what, why)

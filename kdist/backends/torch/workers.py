@@ -159,7 +159,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     def limit_time(self, seconds: float | None) -> None:
         """Warns: PyTorch's collectives have the time limit with which they were joined."""
         if seconds is not None:
-            said = "the workers have already joined. Pass it to the first strategy."
+            said = "the first strategy of this process set the limit."
             hint_ignored(f"timeout_seconds={seconds}", said, self.worker_index)
 
     def gather_rows(self, leaves: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
