@@ -216,7 +216,7 @@ class Cell:
             return
         named = f"The job lost worker {self.victim} ({self.addresses[self.victim]}): it"
         assert named in text, "does not name the worker"
-        where = re.search(r"needs it for [\w ]+ at ([\w ,]+)\.", text)
+        where = re.search(r"needs (?:it|them) for [\w ]+ at ([\w ,]+)\.", text)
         assert where, "does not say where"
         assert re.fullmatch(PLACES[self.place][1], where[1]), f"is at {where[1]}"
         assert "Traceback (most recent call last)" in text or "stack trace of this worker" in text, "no stack"

@@ -19,7 +19,7 @@ from kdist.backends.messages import gather
 from kdist.cluster import environment, logs
 from kdist.errors import WorkerMismatchError, WorkerTimeoutError
 
-END = "end of the function"
+END = "the end of the function"
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", "/lib/python")
 

@@ -266,8 +266,9 @@ def lost_error(
     """
     global _told
     _told = True
-    named = "; ".join(f"{names[index]}: {what}" for index, what in sorted(lost.items())) or _SOMEBODY
-    them, whose = "them" if len(lost) > 1 else "it", ", ".join(names[index] for index in sorted(lost))
+    said = {names[index]: what.rstrip(".") for index, what in sorted(lost.items())}
+    named = "; ".join(f"{name}: {what}" for name, what in said.items()) or _SOMEBODY
+    them, whose = "them" if len(lost) > 1 else "it", ", ".join(said)
     received = {"this_worker": names[worker_index]}
     if error is not None and str(error):
         received["error"] = str(error).splitlines()[0][:200]

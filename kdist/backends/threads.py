@@ -18,7 +18,7 @@ from typing import Any
 
 from kdist.errors import WorkerMismatchError
 
-_END = ("end of the step", None)
+_END = ("the end of the step", None)
 
 captures: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 """Captures what the engine keeps for each thread, such as the current GPU; the result is entered in another one."""
