@@ -148,7 +148,7 @@ def test_a_script_falls_back_to_cpus_where_gpus_are_missing(backend, tmp_path):
     script = Script(tmp_path, "missing", MISSING, told)
     assert script.wait() == 0, script.stderr()
     *errors, last = script.stdout().splitlines()
-    assert last == "replicas: 3" and sum("gpu:0" in line for line in errors) == 2
+    assert last == "replicas: 3" and sum("'gpu:0' does not exist" in line for line in errors) == 2
 
 
 def resolvers():
