@@ -37,7 +37,9 @@ def broadcast(value: Any, source: int = 0, strategy: StrategyLike | None = None)
     workers = 1 if runtime is None else runtime.num_workers
     if not isinstance(source, int) or not 0 <= source < workers:
         raise InvalidArgumentError(
-            "source must be the index of a worker.", received={"source": source, "num_workers": workers}
+            "`source` is not the index of a worker.",
+            received={"source": source, "num_workers": workers},
+            hint=f"Pass a number from 0 to {workers - 1}.",
         )
     if runtime is None or workers == 1:
         return value
@@ -96,7 +98,7 @@ def barrier(
     runtime = runtime_of(strategy)
     if runtime is None or runtime.num_workers == 1:
         return
-    hint = "Let every worker run the same script, without branches on the worker around a barrier."
+    hint = "Run the same script on every worker, without branches on the worker around a barrier."
     with runtime.engine_errors():
         _within(timeout, name, lambda: check_equal(runtime, "barrier", {"name": name}, hint))
 
@@ -120,8 +122,8 @@ def _within(timeout: float | None, name: str, function: Callable[[], Any]) -> No
         error = done.get(timeout=timeout)
     except queue.Empty:
         raise WorkerTimeoutError(
-            f"All workers must come to the barrier {name!r} within {timeout:g} s, but some did not.",
-            hint="Look at the other workers' logs, or wait longer: kdist.barrier(name, timeout=600)",
+            f"Some workers did not reach the barrier {name!r} within {timeout:g} s.",
+            hint="Read the logs of the other workers, or wait longer: kdist.barrier(name, timeout=600)",
         ) from None
     if error is not None:
         raise error
@@ -140,12 +142,15 @@ def _exchange(runtime: Runtime, value: Any) -> list[Any]:
     from kdist.arrays.gathering import decode
 
     def failed(index: int, text: str) -> Exception:
-        hint = "Look at that worker's traceback."
-        return InvalidArgumentError(f"The value of worker {index} cannot be sent.", hint=hint)
+        hint = f"Read the traceback of worker {index}."
+        return InvalidArgumentError(f"Worker {index} cannot send its value.", hint=hint)
 
     with runtime.engine_errors():
         message, _ = call_on_all(runtime, lambda: _encoded(value), failed)
         return [decode(data) for data in runtime.group.all_gather_bytes(message)]
+
+
+_SUPPORTED = "Use numbers, strings, None and arrays, or lists, tuples and dictionaries of them."
 
 
 def _encoded(value: Any) -> bytes:
@@ -159,9 +164,9 @@ def _encoded(value: Any) -> bytes:
             return leaf
         if not hasattr(leaf, "shape"):
             raise InvalidArgumentError(
-                "Workers can exchange numbers, strings, None, arrays, and structures of these.",
+                "Cannot send the value to other workers: it contains an object of an unsupported type.",
                 received={"type": type(leaf).__name__},
-                hint="Turn it into a dictionary of such values.",
+                hint=_SUPPORTED,
             )
         return rows.to_host(leaf)
 
@@ -169,8 +174,9 @@ def _encoded(value: Any) -> bytes:
         return encode(keras.tree.map_structure(host, value))
     except (DatasetError, TypeError) as error:
         raise InvalidArgumentError(
-            "Workers can exchange numbers, strings, None, arrays, and structures of these.",
-            received={"error": str(error)[:200]},
+            "Cannot send the value to other workers: it contains an object of an unsupported type.",
+            received={"error": str(error).split("\n")[0][:200]},
+            hint=_SUPPORTED,
         ) from error
 
 

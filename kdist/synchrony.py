@@ -46,7 +46,7 @@ def check_in_sync(model: Any, strategy: Strategy | None = None) -> None:
     runtime = runtime_of(owner)
     if runtime is None:
         raise InvalidArgumentError(
-            "check_in_sync needs a strategy.",
+            "check_in_sync did not find a strategy.",
             received={"model": model},
             hint="Create the model in a strategy's scope, or pass strategy=…",
         )
@@ -64,10 +64,10 @@ def check_in_sync(model: Any, strategy: Strategy | None = None) -> None:
             if all(i < len(worker) for worker in digests)
         )
         raise WorkerMismatchError(
-            f"All replicas must have the same variables, but {variable.path!r} of {where} differs from that of "
-            f"worker 0 by up to {difference:.3g}; {differing} of {len(variables)} variables differ.",
+            f"The variable {variable.path!r} differs between worker 0 and {where} by up to {difference:.3g}. In total, "
+            f"{differing} of {len(variables)} variables differ.",
             received={"variable": variable.path, "shape": tuple(variable.shape)},
-            hint="Load the same weights on every worker, and change variables in `fit` or `strategy.run` only.",
+            hint="Load the same weights on every worker, and change variables only in `fit` or `strategy.run`.",
         )
 
 
@@ -82,7 +82,7 @@ def _first_difference(workers: Sequence[Sequence[Any]]) -> tuple[str, float]:
     first = workers[0][0]
     for index, parts in enumerate(workers):
         for replica, value in enumerate(parts):
-            where = f"worker {index}" + (f", replica {replica} of it" if len(parts) > 1 else "")
+            where = (f"replica {replica} of " if len(parts) > 1 else "") + f"worker {index}"
             if value.shape != first.shape:
                 return where, float("nan")
             if _digest(value) != _digest(first):

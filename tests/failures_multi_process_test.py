@@ -109,6 +109,6 @@ def test_without_the_launcher_the_survivor_names_the_lost_worker(backend, victim
         )
         assert code != 0 and "FINISHED" not in survivor.stdout()
         # As an error in user code, or printed by kdist where the engine ends the process from C++.
-        expected = f"The job cannot go on without worker {victim} ({addresses[victim]})"
+        expected = f"The job lost worker {victim} ({addresses[victim]})"
         assert expected in survivor.stderr(), survivor.stderr()
         assert seconds < ALONE + SLACK

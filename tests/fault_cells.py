@@ -197,7 +197,7 @@ class Cell:
         self.ended_after = max(others, default=self.failed_at) - self.failed_at
         assert self.ended_after < self.limit, f"{self.ended_after:.1f} s"
         if self.kind == "hang":
-            said = f"worker {self.victim} ({self.addresses[self.victim]}) has hung"
+            said = f"worker {self.victim} ({self.addresses[self.victim]}) hung: "
             assert said in victim.stderr() and "in _fail" in victim.stderr(), "no stack of the hung worker"
         for worker in self.workers:
             if worker is not victim:
@@ -214,12 +214,12 @@ class Cell:
             assert re.search(f"CheckpointError: .*({lost}|{told})", text), "does not say whose save failed"
             assert self.kind == "hang" or "Injected by --inject" in text, "does not say why it failed"
             return
-        named = f"The job cannot go on without worker {self.victim} ({self.addresses[self.victim]}), which"
+        named = f"The job lost worker {self.victim} ({self.addresses[self.victim]}): it"
         assert named in text, "does not name the worker"
-        where = re.search(r"Missing from [\w ]+ at ([\w ,]+)\.", text)
+        where = re.search(r"needs (?:it|them) for [\w ]+ at ([\w ,]+)\.", text)
         assert where, "does not say where"
         assert re.fullmatch(PLACES[self.place][1], where[1]), f"is at {where[1]}"
-        assert "Traceback (most recent call last)" in text or "this worker was here" in text, "no stack"
+        assert "Traceback (most recent call last)" in text or "stack trace of this worker" in text, "no stack"
 
     def restart(self, folder: Path) -> None:
         """Starts the job again, without the fault."""

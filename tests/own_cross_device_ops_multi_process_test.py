@@ -220,7 +220,7 @@ def mistakes():
 @backend_in_turn
 def test_mistakes_of_it_are_told(backend):
     found = run(backend, 1, mistakes)[0]
-    assert "must define reduce_implementation" in found["Bare"]
+    assert "does not define `reduce_implementation`" in found["Bare"]
     assert "Nothing" in found["Nothing"] and "result=None, shape=(2,)" in found["Nothing"]
     assert "Long" in found["Long"] and "result=(4,), shape=(2,)" in found["Long"]
     assert "Few.batch_reduce" in found["Few"] and "values=1, result=[]" in found["Few"]

@@ -46,7 +46,7 @@ def test_the_chief_says_once_what_came_of_the_job(backend: str, tmp_path: Path) 
         == f"kdist: cluster from TF_CONFIG: worker 1 ({addresses[1]}) of 2, worker 0 at {addresses[0]}"
     )
     assert joining.startswith(
-        f"kdist: joining worker 0 ({addresses[0]}), worker 1 ({addresses[1]}), for up to "
+        f"kdist: joining worker 0 ({addresses[0]}), worker 1 ({addresses[1]}) (timeout: "
     )
     assert joined.startswith("kdist: joined after ") and strategy.startswith(
         "kdist: <kdist.MultiWorkerMirrored"

@@ -76,7 +76,7 @@ def test_a_replica_cannot_go_on_after_another_has_failed(threads):
 
 def test_different_collectives_are_an_error_and_no_hang(threads):
     with pytest.raises(
-        WorkerMismatchError, match=r"replica 0 came to the sum of 4 and replica 1 to the sum of 5"
+        WorkerMismatchError, match=r"replica 0 reached the sum of 4 and replica 1 reached the sum of 5"
     ):
         threads.run(lambda index, baton: baton.meet(index, ("sum", 4 + index % 2), 0, sum))
 

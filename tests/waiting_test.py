@@ -30,7 +30,7 @@ def test_it_is_said_after_5_s_and_then_at_growing_intervals(now, caplog):
         if len(caplog.messages) > len(said_at):
             said_at.append(second)
     assert said_at == [5, 10, 20, 40, 80, 160]
-    assert caplog.messages[2] == "waiting for worker 1 (host1:1), worker 2, 20 of 300 s"
+    assert caplog.messages[2] == "waiting for worker 1 (host1:1), worker 2 to join (20 of 300 s)"
     assert {record.levelname for record in caplog.records} == {"NOTICE"}
 
 
@@ -50,7 +50,7 @@ def test_what_was_not_said_in_time_is_said_once(now, caplog):
     now[0] += 33  # a look that took long
     one.note([0])
     one.note([0])
-    assert caplog.messages == ["waiting for worker 0 (host0:1), 33 of 300 s"]
+    assert caplog.messages == ["waiting for worker 0 (host0:1) to join (33 of 300 s)"]
 
 
 def test_of_very_many_the_first_are_named(now, caplog):
@@ -59,4 +59,4 @@ def test_of_very_many_the_first_are_named(now, caplog):
     now[0] += 5
     one.note(range(1, 100))
     assert caplog.messages[0].startswith("waiting for worker 1, worker 2,")
-    assert caplog.messages[0].endswith("worker 6 and 93 more, 5 of 300 s")
+    assert caplog.messages[0].endswith("worker 6 and 93 more to join (5 of 300 s)")

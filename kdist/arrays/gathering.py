@@ -35,9 +35,9 @@ def gather_rows(messenger: Messenger, parts: Sequence[Any]) -> Any:
         return rows.join(batches)
     except ValueError as error:
         raise DatasetError(
-            "The batches of all workers must have the same structure and inner shapes.",
+            "The batches of the workers differ in their structure or inner shapes.",
             received={"error": str(error).splitlines()[0]},
-            hint="Return the same kind of batches on every worker.",
+            hint="Yield batches of the same structure and inner shapes on every worker.",
         ) from error
 
 
@@ -54,7 +54,10 @@ def _gather(messenger: Messenger, encoded: Callable[[], bytes]) -> list[bytes]:
     for index, data in enumerate(received):
         if data.startswith(_FAILED):
             text = data.removeprefix(_FAILED).decode()
-            raise DatasetError(f"The rows of worker {index} cannot be sent to the others. {text}") from error
+            hint = "" if "Received:" in text else f"Read the traceback of worker {index}."
+            raise DatasetError(
+                f"Worker {index} cannot send its rows to the others. {text}", hint=hint
+            ) from error
     return received
 
 
@@ -74,8 +77,8 @@ def encode(batch: Any) -> bytes:
         array = None if rows.has_sparse(value) or rows.is_ragged(value) else np.asarray(value)
         if array is None or not (array.dtype.kind in "biufcSUO" or array.dtype.name == "bfloat16"):
             raise DatasetError(
-                "Sparse and ragged tensors cannot be sent to other workers, so all replicas must have "
-                "the same number of rows.",
+                "Cannot send a sparse or ragged tensor to other workers. It must be sent, because the replicas have "
+                "different numbers of rows.",
                 received={"type": type(value).__name__},
                 hint="Batch with drop_remainder=True, or make the tensors dense.",
             )
@@ -97,7 +100,7 @@ def decode(data: bytes) -> Any:
     """
     with malformed_as(
         lambda error: DatasetError(
-            "A batch of another worker must have the form in which kdist sends it.",
+            "A batch from another worker has an unknown format.",
             received={"bytes": len(data), "error": error},
             hint="Install the same version of kdist on all workers.",
         )
@@ -141,9 +144,9 @@ def _text(item: Any) -> list[str]:
     if isinstance(item, str):
         return ["str", item]
     raise DatasetError(
-        "Arrays of objects may hold strings only.",
+        "An array of objects contains a value that is not a string.",
         received={"type": type(item).__name__},
-        hint="Give numbers or strings.",
+        hint="Use arrays of numbers or strings.",
     )
 
 

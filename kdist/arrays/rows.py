@@ -30,20 +30,20 @@ def num_rows(batch: Any) -> int:
     leaves = leaves_of(batch)
     if not leaves:
         raise DatasetError(
-            "A batch must have at least one array.",
+            "The batch does not contain an array.",
             received={"batch": type(batch).__name__},
             hint="Yield `x`, `(x, y)` or `(x, y, sample_weight)`.",
         )
     counts = [_rows_of(leaf) for leaf in leaves]
     if None in counts:
         raise DatasetError(
-            "A dataset must give batches: arrays whose first dimension counts rows.",
+            "The dataset is not batched: an array has no dimension for rows.",
             received={"shapes": [_shape(leaf) for leaf in leaves]},
             hint="Batch it first: `dataset.batch(64)`, or `DataLoader(dataset, batch_size=64)`.",
         )
     if len(set(counts)) > 1:
         raise DatasetError(
-            "All parts of a batch must have the same number of rows.",
+            "The parts of the batch have different numbers of rows.",
             received={"rows": counts},
             hint="Check what the dataset yields as x, y and sample_weight.",
         )
@@ -190,9 +190,9 @@ def to_dense(leaf: Any) -> Any:
     """
     if is_ragged(leaf):
         raise DatasetError(
-            "Ragged tensors can be used with the TensorFlow backend only.",
+            "Cannot use a ragged tensor: only the TensorFlow backend supports them.",
             received={"shape": tuple(leaf.shape)},
-            hint="Make them dense in the pipeline: `dataset.map(lambda x: x.to_tensor())`.",
+            hint="Make it dense in the pipeline: `dataset.map(lambda x: x.to_tensor())`.",
         )
     if is_tf_sparse(leaf):
         return _tensorflow().sparse.to_dense(leaf).numpy()

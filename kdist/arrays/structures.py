@@ -17,7 +17,7 @@ def map_tensors(method: str, function: Callable[[Any], Any], value: Any) -> Any:
     def apply(leaf: Any) -> Any:
         if isinstance(leaf, DistributedValues):
             raise InvalidArgumentError(
-                f"`{method}` takes the value of one replica, not a distributed one.",
+                f"`{method}` received a distributed value instead of the value of one replica.",
                 received={"value": leaf},
                 hint="Pass the value as an argument of `strategy.run`: each replica gets its component.",
             )

@@ -19,16 +19,16 @@ def check_installed(name: str) -> None:
     """Raises a `BackendError` unless `name` is a backend of kdist and is installed, with Keras."""
     if name not in BACKENDS:
         raise BackendError(
-            f"KERAS_BACKEND must be one of {', '.join(sorted(BACKENDS))}.",
+            f"kdist does not support the Keras backend {name!r}.",
             received={"KERAS_BACKEND": name},
-            hint="For example: export KERAS_BACKEND=jax",
+            hint=f"Choose one of {', '.join(sorted(BACKENDS))}: export KERAS_BACKEND=jax",
         )
     for module in ("keras", BACKENDS[name]):
         if importlib.util.find_spec(module) is None:
             raise BackendError(
-                f"The backend {name!r} needs the package {module!r}, which is not installed.",
+                f"Cannot use the backend {name!r}: the package {module!r} is not installed.",
                 received={"KERAS_BACKEND": name},
-                hint=f"Install it: pip install 'kdist[{name}]'",
+                hint=f"In your checkout of kdist, run: pip install '.[{name}]'",
             )
 
 

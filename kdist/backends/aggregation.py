@@ -27,7 +27,7 @@ def aggregation_of(variable: Any) -> str:
     how = variable.aggregation
     if how == "mean" and not keras.backend.is_float_dtype(variable.dtype):
         raise InvalidArgumentError(
-            'aggregation="mean" is for variables of floating point.',
+            f'The variable {variable.path!r} has aggregation="mean" but is not floating-point.',
             received={"variable": variable.path, "dtype": variable.dtype},
             hint='Use aggregation="sum" or "only_first_replica".',
         )
@@ -64,7 +64,7 @@ def check_branch(variable: Any) -> None:
     """Raises for a sum that is set in a branch, of which nobody knows before whether it is taken."""
     if aggregation_of(variable) == "sum" and not is_on_read(variable):
         raise InvalidArgumentError(
-            'A variable of aggregation="sum" cannot be set in a branch of `cond`, only added to.',
+            f'The variable {variable.path!r} has aggregation="sum" and is assigned in a branch of `cond`.',
             received={"variable": variable.path},
             hint='Use `assign_add`, or create the variable with synchronization="on_read".',
         )

@@ -215,9 +215,9 @@ class Runtime(ABC):
             UnsupportedError: The backend is not TensorFlow.
         """
         raise UnsupportedError(
-            "tf.function compiles programs of TensorFlow alone.",
+            "tf.function received a distributed iterator, but the backend is not TensorFlow.",
             received={"argument": type(iterator).__name__},
-            hint="Use kdist.function, and kdist.value_and_grad in place of the tape.",
+            hint="Use kdist.function instead of tf.function, and kdist.value_and_grad instead of tf.GradientTape.",
         )
 
     def begin_loop(self) -> None:

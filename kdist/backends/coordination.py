@@ -54,8 +54,8 @@ class PerWorkerValues(ABC):
     def __next__(self) -> Any:
         """Raises: only a worker iterates over what it has."""
         raise StrategyScopeError(
-            "A value for each worker is used by the functions that workers run.",
-            hint="coordinator.schedule(step, args=(iterator,)), where the step calls next(iterator).",
+            "The coordinator cannot iterate over a PerWorkerValues: only workers can.",
+            hint="Call next(iterator) in the step: coordinator.schedule(step, args=(iterator,))",
         )
 
 
@@ -102,8 +102,8 @@ def experimental_get_current_worker_index() -> Any:
     """
     if _current.worker is None:
         raise StrategyScopeError(
-            "There is a current worker only in a function that runs on one.",
-            hint="Call it in a function for `schedule` or `create_per_worker_dataset`.",
+            "There is no current worker: this code does not run on a worker.",
+            hint="Call it in a function that you pass to `schedule` or `create_per_worker_dataset`.",
         )
     return _current.worker
 
@@ -171,13 +171,13 @@ def join_threads(threads: Sequence[threading.Thread]) -> None:
 def after_lost_server() -> str:
     """Returns the hint of errors that name a lost server: from where the job can go on."""
     saved = (
-        f"the last checkpoint is {whereabouts.last_saved}"
+        f"The last checkpoint is {whereabouts.last_saved}."
         if whereabouts.last_saved
-        else "no checkpoint was saved"
+        else "No checkpoint was saved."
     )
     return (
-        f"What it held is lost; {saved}. Start the job again: with kdist.callbacks.BackupAndRestore in `fit`, it goes "
-        "on from the last one."
+        f"Restart the job: the variables on this server are lost. {saved} With kdist.callbacks.BackupAndRestore, `fit` "
+        "resumes from the last checkpoint."
     )
 
 

@@ -19,7 +19,7 @@ from kdist.backends.messages import gather
 from kdist.cluster import environment, logs
 from kdist.errors import WorkerMismatchError, WorkerTimeoutError
 
-END = "end of the function"
+END = "the end of the function"
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", "/lib/python")
 
@@ -43,10 +43,9 @@ def check(runtime: Runtime, what: str, details: Any = None, site: str | None = N
     for index, other in enumerate(everyone[1:], start=1):
         if (other["what"], other["details"]) != (first["what"], first["details"]):
             raise WorkerMismatchError(
-                "All workers must come to the same collectives, in the same order, but worker 0 and worker "
-                f"{index} differ.",
+                f"Worker 0 and worker {index} called different collectives.",
                 received={"worker_0": _describe(first), f"worker_{index}": _describe(other)},
-                hint="Let every worker run the same code: no branch on the worker, and no loop of its own length.",
+                hint="Run the same code on every worker: no branches on the worker, and loops of equal length.",
             )
 
 
@@ -72,7 +71,7 @@ def call_site() -> str:
         if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
-    return "outside of the user's code"
+    return "a line outside of your code"
 
 
 def _describe(said: dict[str, Any]) -> str:
@@ -90,8 +89,9 @@ def _gather_in_time(runtime: Runtime, mine: dict[str, Any]) -> list[Any]:
         return gather(runtime, mine)
     except WorkerTimeoutError as error:
         raise WorkerTimeoutError(
-            f"All workers must come to {mine['what']}, but some did not. {error.problem}",
+            f"Some workers did not reach {mine['what']}. {error.problem}",
             received={"this_worker": runtime.worker_index, "waits_at": mine["site"]},
+            hint="Read the logs of the other workers: they show which code ran instead.",
         ) from error
     finally:
         late.cancel()
@@ -99,7 +99,7 @@ def _gather_in_time(runtime: Runtime, mine: dict[str, Any]) -> list[Any]:
 
 def _report(mine: dict[str, Any], seconds: float) -> None:
     logs.logger.warning(
-        "for %g s this worker has waited for the others at %s. Another worker is at another place, or has ended.",
+        "this worker has waited %g s for the others at %s. Check in their logs if they run other code or have ended.",
         seconds,
         _describe(mine),
     )

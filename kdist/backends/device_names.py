@@ -24,9 +24,9 @@ def short_name(name: str) -> str:
     match = _NAME.fullmatch(name.strip())
     if match is None:
         raise DeviceError(
-            "A device name is a kind (cpu, gpu, tpu) and an index.",
+            f"{name!r} is not the name of a device.",
             received={"device": name},
-            hint='For example: "cpu:0" or "gpu:1".',
+            hint='Use a kind (cpu, gpu, tpu) and an index, for example "cpu:0" or "gpu:1".',
         )
     kind, index = match.groups()
     kind = kind.lower().replace("cuda", "gpu")
@@ -42,16 +42,16 @@ def count_of_kind(names: Sequence[str], kind: str) -> int:
 def missing_device(name: str, available: Sequence[str]) -> DeviceError:
     """Returns the error for a device that is not there."""
     return DeviceError(
-        "Every device of a strategy must exist on this machine.",
+        f"The device {name!r} does not exist on this machine.",
         received={"device": name},
-        hint=f"Available: {', '.join(dict.fromkeys(available)) or 'none'}.",
+        hint=f"Choose from the available devices: {', '.join(dict.fromkeys(available)) or 'none'}.",
     )
 
 
 def too_late(name: str, how_many: int, call: str) -> DeviceError:
     """Returns the error for logical CPU devices that can no longer be created."""
     return DeviceError(
-        f"Logical CPU devices can only be created before {name} has computed anything, and it already has.",
+        f"Cannot create logical CPU devices: {name} has already started.",
         received={"cpu_devices_needed": how_many},
-        hint=f"Create the strategy at the start of the program, or call `{call}` there.",
+        hint=f"Create the strategy at the start of the program, or begin the program with:\n{call}",
     )

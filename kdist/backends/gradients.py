@@ -16,9 +16,9 @@ def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     if isinstance(result, (tuple, list)) and len(result) == 2:
         return result[0], result[1]
     raise InvalidArgumentError(
-        "With has_aux=True the function must return a pair: the loss, and anything else.",
+        "The function did not return a pair, but `has_aux` is true.",
         received={"result": type(result).__name__},
-        hint="For example: return loss, predictions",
+        hint="Return the loss and the other results: return loss, predictions",
     )
 
 
@@ -32,7 +32,7 @@ def check_loss(loss: Any) -> None:
     ):
         return
     raise InvalidArgumentError(
-        "value_and_grad differentiates a function that returns one number, a scalar of floating point.",
+        "Cannot differentiate the function: its loss is not a floating-point scalar.",
         received={"shape": None if shape is None else tuple(shape), "type": type(loss).__name__},
-        hint="Reduce the loss: keras.ops.mean(losses). For more results, pass has_aux=True.",
+        hint="Reduce the loss: keras.ops.mean(losses). To return more results, pass has_aux=True.",
     )

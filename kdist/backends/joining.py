@@ -40,7 +40,7 @@ def join_once(cluster: Cluster, timeout_seconds: float | None, connect: Callable
     global _joined
     if _joined is None:
         began, timeout = time.monotonic(), liveness.join_timeout()
-        logs.logger.debug("joining %s, for up to %g s", listed(cluster.worker_names), timeout)
+        logs.logger.debug("joining %s (timeout: %g s)", listed(cluster.worker_names), timeout)
         joined = connect(timeout)
         logs.logger.debug("joined after %.1f s", time.monotonic() - began)
         atexit.register(joined.close)
@@ -50,9 +50,9 @@ def join_once(cluster: Cluster, timeout_seconds: float | None, connect: Callable
     facts = ("num_workers", "worker_index", "coordinator", "addresses")
     if any(getattr(before, fact) != getattr(cluster, fact) for fact in facts):
         raise StrategyScopeError(
-            "A process can join one cluster only, and this one has already joined another.",
+            "This process has already joined another cluster.",
             received={"joined": before.worker_names, "wanted": cluster.worker_names},
-            hint="Use one cluster in a program; several strategies may share it.",
+            hint="Use one cluster per process. Several strategies can share it.",
         )
     workers.limit_time(timeout_seconds)
     return workers
@@ -86,21 +86,22 @@ def wait_for_all(cluster: Cluster, chief_address: str | None, timeout: float) ->
 def missing_error(cluster: Cluster, timeout: float, missing: Collection[int]) -> WorkerTimeoutError:
     """Returns the error of a worker that has waited for others in vain; `missing` are those that are known."""
     names = cluster.worker_names
-    named = ", ".join(names[index] for index in sorted(missing) if index < len(names)) or "some worker"
+    named = [names[index] for index in sorted(missing) if index < len(names)]
     return WorkerTimeoutError(
-        f"All {len(names)} workers must come within {timeout:g} s, but {named} did not.",
+        f"{len(named) or 'Some'} of {len(names)} workers did not join within {timeout:g} s"
+        + (f": {', '.join(named)}." if named else "."),
         received={"this_worker": names[cluster.worker_index]},
-        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600. What is in the way? "
-        "kdist doctor",
+        hint="Start the missing workers, or wait longer: export KDIST_JOIN_TIMEOUT=600\n"
+        "To find the cause, run: kdist doctor",
     )
 
 
 def closed_error(this_worker: str, error: BaseException) -> ClusterConfigError:
     """Returns the error of a worker that has met the others, and cannot reach one at another port of its."""
     return ClusterConfigError(
-        "Workers that have met must reach each other at further ports, too.",
+        "The workers found each other, but this worker could not open a data connection to another one.",
         received={"this_worker": this_worker, "error": str(error)[:200]},
-        hint="Open all ports above 1024 between the hosts, or name the interface that leads to the others: "
+        hint="Open all ports above 1024 between the hosts, or set the network interface that reaches them: "
         "export GLOO_SOCKET_IFNAME=eth0",
     )
 
@@ -110,9 +111,9 @@ def check_devices(names: Sequence[str], devices: Sequence[tuple[str, int]]) -> N
     for name, theirs in zip(names, devices, strict=True):
         if theirs != devices[0]:
             raise WorkerMismatchError(
-                "Every worker must have the same number of devices, of the same kind.",
+                "Workers have different devices.",
                 received={
                     who: f"{count} {kind}" for who, (kind, count) in ((names[0], devices[0]), (name, theirs))
                 },
-                hint="Pass `devices` to the strategy, the same number on each worker.",
+                hint="Pass `devices` to the strategy: the same kind and number on each worker.",
             )

@@ -84,15 +84,15 @@ class Mail:
         """
         while not begun.done():
             if sys.is_finalizing() or self._messenger.is_here():
-                raise RuntimeError("The thread that gathers messages cannot do so any more.")
+                raise RuntimeError(
+                    "Cannot wait for messages of other workers: the program ends, or this is the messenger thread."
+                )
             with contextlib.suppress(queue.Empty):
                 ended.get(timeout=_GLANCE)
                 return
             if (asked := self._asked) and time.monotonic() - asked > self._patience:
                 # Whoever holds the store was stopped, and the engine waits for its answer without end.
-                raise stalls.lost_error(
-                    self._names, self._worker_index, {0: "which does not answer any more"}
-                )
+                raise stalls.lost_error(self._names, self._worker_index, {0: "it no longer responds"})
 
     def _gather(self, data: bytes) -> list[bytes]:
         turn, self._gathered = self._gathered, self._gathered + 1
@@ -126,9 +126,10 @@ class Mail:
             waited = time.monotonic() - began
             if self.timeout_seconds is not None and waited >= self.timeout_seconds:
                 raise WorkerTimeoutError(
-                    f"{self._names[index]} must answer within {self.timeout_seconds:g} s, but did not. Missing from "
+                    f"{self._names[index]} did not respond within {self.timeout_seconds:g} s. This worker needs it for "
                     f"{whereabouts.describe_wait()}.",
-                    hint="Look at that worker's log, or choose a larger CommunicationOptions(timeout_seconds=…).",
+                    hint=f"Read the log of {self._names[index]}, or wait longer: "
+                    "kdist.experimental.CommunicationOptions(timeout_seconds=3600)",
                 )
         return data
 

@@ -50,7 +50,7 @@ def check_equal(
             if other.get(name) != value:
                 mine, theirs = _first_difference(value, other.get(name))
                 raise WorkerMismatchError(
-                    f"All workers must have the same {what}, but worker 0 and worker {index} differ in {name}.",
+                    f"Worker 0 and worker {index} do not have the same {what}: they differ in {name}.",
                     received={"worker_0": mine, f"worker_{index}": theirs},
                     hint=hint,
                 )
@@ -68,17 +68,17 @@ def meet_to_read(runtime: Runtime, variables: Sequence[Any]) -> None:
         WorkerMismatchError: A worker does something else.
     """
     reads = [[list(v.shape), str(v.dtype)] for v in variables]
-    what = f"reads variables that are divided over the workers, from {variables[0].path!r}"
+    what = f"reads sharded variables, starting with {variables[0].path!r}"
     # To a worker that waits for something else, this is a failure of this one's.
     everyone = gather(
-        runtime, {"error": f"it {what}, and all must", "facts": {"reading": reads}, "note": None}
+        runtime, {"error": f"it {what}, and the others do not.", "facts": {"reading": reads}, "note": None}
     )
     for index, theirs in enumerate(everyone):
         if not isinstance(theirs, dict) or (theirs.get("facts") or {}).get("reading") != reads:
             raise WorkerMismatchError(
                 f"Worker {runtime.worker_index} {what}, but worker {index} does something else.",
                 received={"variable": variables[0].path, "shape": tuple(variables[0].shape)},
-                hint="Read, save and restore such variables on all workers, without branches on the worker.",
+                hint="Read, save and restore sharded variables on all workers, without branches on the worker.",
             )
 
 
@@ -141,7 +141,7 @@ def read_on_all(runtime: Runtime, what: str, function: Callable[[], Any]) -> Any
     """
 
     def failed(index: int, text: str) -> Exception:
-        hint = "" if "Received:" in text else "Look at that worker's traceback."
+        hint = "" if "Received:" in text else f"Read the traceback of worker {index}."
         return DatasetError(f"{what} failed on worker {index}: {text}", hint=hint)
 
     return call_on_all(runtime, function, failed)[0]

@@ -124,9 +124,9 @@ def check_rows(outputs: Any, num_rows: int) -> None:
         shape = tuple(getattr(leaf, "shape", ()))
         if not shape or shape[0] % num_rows:
             raise InvalidArgumentError(
-                "What `predict_step` returns must have as many rows as its input, or a multiple of them.",
+                "`predict_step` returned an array whose number of rows does not match its input.",
                 received={"rows": num_rows, "shape": shape},
-                hint="Override `predict_step` to return one entry a row.",
+                hint="Return one entry per row of the input, or a fixed number per row.",
             )
 
 

@@ -32,8 +32,8 @@ _SAYS_AFTER = 0.2
 _SUSPECTS_AFTER = 0.7
 _LOOKS = 0.05
 _STANDARD_LIBRARY = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
-DIED = "which has died or cannot be reached any more"
-_SOMEBODY = f"another worker, {DIED}"
+DIED = "it died or is unreachable"
+_SOMEBODY = f"another worker: {DIED}"
 _PACKAGES = ("site-packages", "dist-packages")
 # Whoever stands in a debugger thinks.
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy", "IPython/core/interactiveshell.py")
@@ -160,22 +160,23 @@ class StallWatch:
             if resting > self._suspects_after:
                 self._end(lost_error(self._names, self._index, lost), 1)
             return
-        others = ", and ".join(f"{self._names[i]} in {where}" for i, where in sorted(waiting.items()))
+        others = ", ".join(f"{self._names[i]} in {where}" for i, where in sorted(waiting.items()))
         rests = (
-            f"its main thread has neither moved nor computed for {resting:.0f} s, at {whereabouts.describe()}"
+            f"its main thread made no progress and used no CPU for {resting:.0f} s, at {whereabouts.describe()}. "
+            f"Other workers wait for it: {others}."
         )
         if resting > self._ends_after:
             error = WorkerTimeoutError(
-                f"{self._me} has hung: {rests}, and others wait for it: {others}.",
-                hint="The stack says where it hangs. If that place may take so long, allow more: "
+                f"{self._me} hung: {rests}",
+                hint="Find the line that hangs in the stack trace above. If it can take this long, allow more time: "
                 "export KDIST_HANG_TIMEOUT=3600",
             )
             self._end(error, liveness.STALLED)
         elif self._warned != self._since:
             self._warned = self._since
             print_stack(
-                f"{self._me} seems to hang: {rests}, and others wait for it: {others}. Unless it goes on, it "
-                f"ends after {self._ends_after:.0f} s (KDIST_HANG_TIMEOUT). It is here:"
+                f"{self._me} seems to hang: {rests} kdist terminates it after {self._ends_after:.0f} s without "
+                "progress. To allow more time, set KDIST_HANG_TIMEOUT. Its stack trace:"
             )
 
     def _end(self, error: BaseException, code: int) -> NoReturn:
@@ -190,7 +191,7 @@ class StallWatch:
             sys.stdout.flush()
         with contextlib.suppress(Exception):
             if code == liveness.STALLED:
-                self._board.farewell(f"which has hung at {whereabouts.describe()}")
+                self._board.farewell(f"it hung at {whereabouts.describe()}")
         self._machine.end(code)
 
 
@@ -261,22 +262,24 @@ def lost_error(
 ) -> WorkerLostError:
     """Returns the error of a worker that has lost others.
 
-    `lost` says what has happened to whom, {3: "which has died"}, and is empty if nobody knows; `error` is the engine's.
+    `lost` says what has happened to whom, {3: "it died"}, and is empty if nobody knows; `error` is the engine's.
     """
     global _told
     _told = True
-    named = ", and ".join(f"{names[index]}, {what}" for index, what in sorted(lost.items())) or _SOMEBODY
+    said = {names[index]: what.rstrip(".") for index, what in sorted(lost.items())}
+    named = "; ".join(f"{name}: {what}" for name, what in said.items()) or _SOMEBODY
+    them, whose = "them" if len(lost) > 1 else "it", ", ".join(said)
     received = {"this_worker": names[worker_index]}
     if error is not None and str(error):
         received["error"] = str(error).splitlines()[0][:200]
     return WorkerLostError(
-        f"The job cannot go on without {named}. Missing from {whereabouts.describe_wait()}.",
+        f"The job lost {named}. This worker needs {them} for {whereabouts.describe_wait()}.",
         received=received,
-        hint="Look at that worker's log, then start the job again.",
+        hint=f"Read the log of {whose or 'each other worker'}, then restart the job.",
     )
 
 
-def print_stack(said: str = "this worker was here:") -> None:
+def print_stack(said: str = "stack trace of this worker:") -> None:
     """Prints where the main thread is: where no traceback says it."""
     with contextlib.suppress(Exception):
         lines = "".join(frames.stack_lines(_watched_thread()))

@@ -18,7 +18,7 @@ from typing import Any
 
 from kdist.errors import WorkerMismatchError
 
-_END = ("end of the step", None)
+_END = ("the end of the step", None)
 
 captures: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 """Captures what the engine keeps for each thread, such as the current GPU; the result is entered in another one."""
@@ -114,9 +114,9 @@ class Baton:
         for name, (what, _) in zip(self._names, self._brought, strict=True):
             if what != first:
                 raise WorkerMismatchError(
-                    "All replicas must take part in the same collectives, in the same order, but "
-                    f"{self._names[0]} came to {_describe(first)} and {name} to {_describe(what)}.",
-                    hint="A training step must not branch on the replica, or on the values of its rows.",
+                    "The replicas called different collectives: "
+                    f"{self._names[0]} reached {_describe(first)} and {name} reached {_describe(what)}.",
+                    hint="Remove branches on the replica, or on the values of its rows, from the training step.",
                 )
 
 

@@ -41,7 +41,7 @@ class Waiting:
         while self._next <= waited:
             self._next *= 2
         names = [self._names[index] for index in sorted(missing) if index < len(self._names)]
-        logs.notice("waiting for %s, %.0f of %g s", listed(names), waited, self._timeout)
+        logs.notice("waiting for %s to join (%.0f of %g s)", listed(names), waited, self._timeout)
 
     @property
     def _waited(self) -> float:

@@ -91,8 +91,9 @@ class CrossDeviceOps:
             NotImplementedError: The class does not define it.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} must define reduce_implementation(self, reduce_op, per_replica_value, "
-            "destinations, options), which returns a tensor."
+            f"{type(self).__name__} does not define `reduce_implementation`.\n"
+            "Define reduce_implementation(self, reduce_op, per_replica_value, destinations, options). "
+            "Return a tensor."
         )
 
     def batch_reduce_implementation(
@@ -139,7 +140,11 @@ class ReductionToOneDevice(_AddsUp):
 class _PackedOps(_AddsUp):
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
-            raise InvalidArgumentError("num_packs must not be negative.", received={"num_packs": num_packs})
+            raise InvalidArgumentError(
+                "`num_packs` is negative.",
+                received={"num_packs": num_packs},
+                hint="Pass a number of packs, or 0.",
+            )
         self.num_packs = num_packs
 
 

@@ -51,27 +51,30 @@ class CommunicationOptions:
     ) -> None:
         if bytes_per_pack < 0:
             raise InvalidArgumentError(
-                "bytes_per_pack must be 0 (decided by kdist) or a positive number of bytes.",
+                "`bytes_per_pack` is negative.",
                 received={"bytes_per_pack": bytes_per_pack},
+                hint="Pass a number of bytes, or 0 to let kdist choose.",
             )
         if timeout_seconds is not None and timeout_seconds <= 0:
             raise InvalidArgumentError(
-                "timeout_seconds must be positive, or None for the engine's default.",
+                "`timeout_seconds` is not positive.",
                 received={"timeout_seconds": timeout_seconds},
+                hint="Pass a number of seconds, or None for the default of the backend.",
             )
         if isinstance(implementation, str):
             names = CommunicationImplementation.__members__
             if implementation not in names:
                 raise InvalidArgumentError(
-                    f"implementation must be one of {', '.join(names)}.",
+                    f"There is no communication implementation {implementation!r}.",
                     received={"implementation": implementation},
+                    hint=f"Choose one of {', '.join(names)}.",
                 )
             implementation = names[implementation]
         if not isinstance(implementation, CommunicationImplementation):
             raise InvalidArgumentError(
-                "implementation must be a CommunicationImplementation or its name.",
+                "`implementation` is not a CommunicationImplementation or its name.",
                 received={"implementation": implementation},
-                hint='For example: implementation="RING"',
+                hint='Pass a name: implementation="RING"',
             )
         self.bytes_per_pack = bytes_per_pack
         self.timeout_seconds = timeout_seconds
@@ -82,7 +85,7 @@ class CommunicationOptions:
         wants_nccl = self.implementation is CommunicationImplementation.NCCL
         if not wants_nccl or all(name.startswith("gpu:") for name in devices):
             return self
-        hint_ignored("implementation=NCCL", "NCCL runs on NVIDIA GPUs only.", worker_index)
+        hint_ignored("implementation=NCCL", "NCCL needs NVIDIA GPUs.", worker_index)
         return CommunicationOptions(self.bytes_per_pack, self.timeout_seconds)
 
 
@@ -113,4 +116,4 @@ def hint_ignored(what: str, why: str, worker_index: int = 0) -> None:
     """Warns that a wish cannot be followed, once and on the chief; no error, since the numbers do not depend on it."""
     if worker_index == 0 and what not in _ignored:
         _ignored.add(what)
-        logs.logger.warning("%s is a hint that has no effect here: %s", what, why)
+        logs.logger.warning("%s has no effect: %s Remove it, or ignore this warning.", what, why)

@@ -15,7 +15,7 @@ _SPLIT = re.compile(rb"(\r|\n)")
 _COLOUR = re.compile(rb"\x1b\[([0-9;]*)m")
 _CUT = re.compile(rb"(\x1b(\[[0-9;]*)?|\xe2\x94?)\Z")  # what may go on in the next piece
 _LONGEST = 65536  # a line without an end is shown from here on
-_LOST = b"The job cannot go on without "  # how the error of a worker that has lost another begins
+_LOST = b"The job lost "  # how the error of a worker that has lost another begins
 _PATIENCE = 1.0  # seconds that half a line waits for its other half
 
 

@@ -51,7 +51,7 @@ except kdist.errors.WorkerMismatchError as error:
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_workers_with_other_numbers_of_devices_are_told(backend: str, tmp_path: Path) -> None:
     for printed in scripts(tmp_path, backend, DEVICES, 0):
-        assert "MISMATCH Every worker must have the same number of devices, of the same kind." in printed
+        assert "MISMATCH Workers have different devices." in printed
         assert "='1 cpu'" in printed
         assert "='2 cpu'" in printed
         assert "`devices`" in printed
@@ -98,7 +98,7 @@ def test_nobody_waits_longer_than_the_options_say(backend: str, tmp_path: Path) 
     seconds = float(chief.partition("LATE ")[2].split()[0])
     assert 2.5 < seconds < 8.5, "before the other one has come"
     assert "CommunicationOptions(timeout_seconds=" in chief
-    assert "The job cannot go on without worker 0 (127.0.0.1:" in other
+    assert "The job lost worker 0 (127.0.0.1:" in other
 
 
 # KDIST_DEBUG_TIMEOUT ------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def in_worker_late(seconds: float) -> Any:
 )
 def test_a_worker_that_waits_says_where(backend: str) -> None:
     chief, other = run(backend, 2, in_worker_late, 1.5)
-    assert "kdist: for 0.4 s this worker has waited for the others at Strategy.reduce(SUM" in chief[0]
+    assert "kdist: this worker has waited 0.4 s for the others at Strategy.reduce(SUM" in chief[0]
     assert "joined_workers_multi_process_test.py:" in chief[0]
     assert "in in_worker_late" in chief[0]
     assert chief[0].count("kdist:") == 1

@@ -287,7 +287,7 @@ def test_the_coordinator_says_what_it_has_and_for_whom_it_waited(found: dict[str
     assert plan in found["waits"]
     said = [line for line in found["waits"] if line.startswith("waiting for ")]
     found_missing = [
-        re.fullmatch(r"waiting for (.*) \(localhost:\d+\), [01] of 1 s", line)[1] for line in said
+        re.fullmatch(r"waiting for (.*) \(localhost:\d+\) to join \([01] of 1 s\)", line)[1] for line in said
     ]
     assert set(found_missing) == (set() if is_native else {"worker 3", "ps 1"})
 
@@ -298,24 +298,24 @@ ERRORS = {
     "two chiefs": r'ClusterConfigError: .*at most one task of the job "chief"',
     "a worker's strategy": r"ClusterConfigError: .*in the task that coordinates.*worker 1.*kdist.Server",
     "a server's strategy": r"ClusterConfigError: .*in the task that coordinates.*ps 0.*kdist.Server",
-    "a worker that never comes": r"WorkerTimeoutError: .*within 1 s; worker 3 \(localhost:\d+\) did not.*Server",
-    "a server that never comes": r"WorkerTimeoutError: .*within 1 s; ps 1 \(localhost:\d+\) did not",
+    "a worker that never comes": r"WorkerTimeoutError: .*worker 3 \(localhost:\d+\)[\s\S]*Server",
+    "a server that never comes": r"WorkerTimeoutError: .*ps 1 \(localhost:\d+\)",
     "a wrong job": r"InvalidArgumentError: A server is a task of type[\s\S]*\nReceived: job_name='chief'",
     "a wrong index": r"InvalidArgumentError: task_index must be that of a task[\s\S]*\nReceived: task_index=3",
     "a wrong protocol": r"InvalidArgumentError: Servers talk over gRPC",
     "a port that is taken": r"ClusterConfigError: Port \d+ must be free.*localhost:\d+.*another port",
     "a partitioner that is none": r"InvalidArgumentError: variable_partitioner must be a function",
     "a staleness below zero": r"InvalidArgumentError: max_staleness must be[\s\S]*\nReceived: max_staleness=-1",
-    "iterating here": r"StrategyScopeError: .*functions that workers run.*schedule\(step, args=\(iterator,\)\)",
+    "iterating here": r"StrategyScopeError: The coordinator cannot iterate[\s\S]*schedule\(step, args=\(iterator,\)\)",
     "no function": r"InvalidArgumentError: `schedule` takes a function[\s\S]*\nReceived: fn=7",
     "no strategy": r"InvalidArgumentError: A ClusterCoordinator needs a ParameterServerStrategy",
-    "no current worker": r"StrategyScopeError: There is a current worker only",
+    "no current worker": r"StrategyScopeError: There is no current worker",
     "a function that raises": r"ValueError: an error of its own",
     "a dataset that raises": r"ValueError: an error of its own",
     "what cannot be pickled": r"InvalidArgumentError: .*pickled.*lock",
     "variables from outside": r"Unknown variable.*path=outside",
-    "no shards": r"InvalidArgumentError: A partitioner must return[\s\S]*\nReceived: .*returned=\[0, 1\]",
-    "no list": r"InvalidArgumentError: A partitioner must return[\s\S]*\nReceived: .*returned=2",
+    "no shards": r"InvalidArgumentError: .* partitioner [\s\S]*\nReceived: .*returned=\[0, 1\]",
+    "no list": r"InvalidArgumentError: .* partitioner [\s\S]*\nReceived: .*returned=2",
     "what is gone": r"CallFailed: ps \d .*KeyError",
     "the first of two coordinators": r"StrategyScopeError.*one coordinator at a time",
 }

@@ -224,7 +224,7 @@ def leave(index, batch):
     [
         ("dtype", "must have the same structure and dtypes"),
         ("structure", "must have the same structure and dtypes"),
-        ("unsendable", "worker 0"),
+        ("unsendable", "Worker 0 cannot send its rows"),
         ("exit", "worker 1 failed in step 1: SystemExit: 3"),
     ],
 )

@@ -349,9 +349,9 @@ def in_worker_error(what):
 ERRORS = {
     "raises in the middle": ["worker 1 failed in step 1", "OSError: disk gone"],
     "raises in the middle, global": ["worker 1 failed in step 1", "OSError: disk gone"],
-    "not batched": ["must give batches", "dataset.batch(64)"],
+    "not batched": ["is not batched", "dataset.batch(64)"],
     "one not batched": ["in step 0 worker 0 and worker 1 differ", "one element of 'float32'"],
-    "parts differ": ["worker 1 failed in step 0", "same number of rows"],
+    "parts differ": ["worker 1 failed in step 0", "different numbers of rows"],
     "returns a number": ["A dataset must be", "a generator function or an iterable"],
     "returns an array": ["A dataset must be", "make_experimental_numpy_dataset"],
     "no batch": ["must have at least one batch"],

@@ -145,7 +145,7 @@ def in_worker_compiled():
 def test_compiled_functions_read_them_and_fit_refuses(backend):
     total, numbers, refused = run(backend, 1, in_worker_compiled)[0]
     assert total == sum(x.sum() for x, _ in elements(4)) and numbers == [0 + 1, 2 + 3]
-    assert all("first dimension counts rows" in text and "Batch it first" in text for text in refused)
+    assert all("The dataset is not batched" in text and "Batch it first" in text for text in refused)
 
 
 def failing():

@@ -234,7 +234,7 @@ def test_tail_notes_the_traceback():
     assert tail.traceback_at is None and tail.lines() == ["2", "3", "4", "Trace"]
     tail.feed(b"back (most recent call last):\n")
     assert tail.traceback_at is not None and not tail.has_lost_another
-    tail.feed(b"kdist: The job cannot go on without worker 0 (a:1), which has died.\n")
+    tail.feed(b"kdist: The job lost worker 0 (a:1): it died.\n")
     assert tail.has_lost_another
 
 

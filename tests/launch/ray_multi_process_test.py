@@ -116,7 +116,7 @@ def test_a_killed_worker(nothing_stays, victim):
             time.sleep(0.2)
             os.kill(os.getpid() if victim == "worker" else os.getppid(), signal.SIGKILL)
         elif victim == "worker":  # ends first, and says that it is not its fault
-            print("The job cannot go on without worker 0", file=sys.stderr)
+            print("The job lost worker 0", file=sys.stderr)
             os._exit(1)
         time.sleep(100)
 

@@ -55,7 +55,7 @@ def test_a_loop_without_a_batch_does_nothing(backend, num_workers, num_replicas)
     for found in on_workers(backend, num_workers, num_replicas, in_worker_empty):
         *nothing, last = found
         assert nothing == [0] * 6
-        assert "had no batch when" in last if backend == "tensorflow" else last == 6
+        assert "was empty when" in last if backend == "tensorflow" else last == 6
 
 
 def in_worker_left(num_replicas):

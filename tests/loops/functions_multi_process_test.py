@@ -92,11 +92,11 @@ def in_worker_wrong_losses(num_replicas):
             with pytest.raises(wrong, match=match):
                 call(lambda: kdist.value_and_grad(loss_fn, [v], **options)())
 
-    check(lambda: v * 2, "one number")
-    check(lambda: ops.cast(ops.sum(v), "int32"), "one number")
-    check(lambda: 1.0, "one number")
-    check(lambda: None, "one number")
-    check(lambda: (ops.sum(v), 1), "one number")
+    check(lambda: v * 2, "floating-point scalar")
+    check(lambda: ops.cast(ops.sum(v), "int32"), "floating-point scalar")
+    check(lambda: 1.0, "floating-point scalar")
+    check(lambda: None, "floating-point scalar")
+    check(lambda: (ops.sum(v), 1), "floating-point scalar")
     check(lambda: ops.sum(v), "pair", has_aux=True)
     check(lambda: (ops.sum(v), 1, 2), "pair", has_aux=True)
     for variables in ([np.ones(2)], [None], "v"):

@@ -311,7 +311,7 @@ def in_worker_different_collectives(num_replicas):
             return context.all_reduce("SUM", keras.ops.ones(2))
         return context.all_gather(keras.ops.ones(2), axis=0)
 
-    with pytest.raises(kdist.errors.WorkerMismatchError, match="same collectives"):
+    with pytest.raises(kdist.errors.WorkerMismatchError, match="different collectives"):
         s.run(fn)
     return True
 

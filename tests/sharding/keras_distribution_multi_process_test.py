@@ -189,7 +189,7 @@ def test_keras_starts_jax_so_that_devices_must_be_there_before(tmp_path: Path) -
     env = {"KERAS_BACKEND": "jax"}
     late = Script(tmp_path, "late", FRESH.format(first=""), env)
     assert late.wait() != 0
-    assert "DeviceError: Logical CPU devices" in late.stderr()
+    assert "DeviceError: Cannot create logical CPU devices" in late.stderr()
     assert first in late.stderr()
     in_time = Script(tmp_path, "in_time", FRESH.format(first=first), env)
     assert in_time.wait() == 0, in_time.stderr()

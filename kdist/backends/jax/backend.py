@@ -55,7 +55,7 @@ class JaxBackend(Backend):
     ) -> Runtime:
         """Joins the workers of the cluster (if any) and returns the runtime of one strategy."""
         if ops is not None:
-            hint_ignored(f"cross_device_ops={ops!r}", "on JAX, XLA chooses.")
+            hint_ignored(f"cross_device_ops={ops!r}", "on JAX, XLA chooses the algorithm.")
         wished = topology.devices or _cpus_of_mesh(topology)
         group = workers.join(wished, topology.cluster, options or CommunicationOptions())
         names = topology.devices or jax_devices.list_devices()

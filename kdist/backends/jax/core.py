@@ -184,9 +184,9 @@ class JaxCore(Runtime):
                 if is_whole:
                     return self._replicate(leaves[0])
                 raise DatasetError(
-                    "On JAX a sparse array belongs to the whole global batch, not to a replica.",
+                    "Cannot use a sparse array as the batch of one replica: JAX cannot join sparse arrays.",
                     received={"shape": tuple(leaves[0].shape)},
-                    hint="Use `experimental_distribute_dataset` with AutoShardPolicy.DATA, or dense arrays.",
+                    hint="Use `experimental_distribute_dataset` with AutoShardPolicy.DATA, or use dense arrays.",
                 )
             shape = (batch.split[-1][1], *leaves[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, sharding, list(leaves))

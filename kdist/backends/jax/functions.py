@@ -34,6 +34,7 @@ from kdist.backends.jax.replicas import JaxReplica
 from kdist.backends.jax.scopes import GradientScope, JaxScope, PlainScope, Values, initial_value
 from kdist.backends.jax.storage import divided, stored
 from kdist.backends.jax.tables import Tables
+from kdist.cluster import logs
 from kdist.communication.options import hint_ignored
 from kdist.context import current_replica
 from kdist.errors import InvalidArgumentError, KdistError
@@ -73,13 +74,13 @@ class Functions:
             self._programs.popitem(last=False)
         code = key[0][1]
         self._counts[code] += 1
-        if self._counts[code] == _MANY_PROGRAMS:
-            hint_ignored(
-                f"strategy.run has compiled {key[0][0]} {getattr(code, 'co_name', code)!r} "
-                f"{_MANY_PROGRAMS} times",
-                "Python numbers among its arguments, and what it closes over, are constants of the program: "
-                "pass what changes as arrays, in args, and of few shapes.",
-                self._runtime.worker_index,
+        if self._counts[code] == _MANY_PROGRAMS and self._runtime.worker_index == 0:
+            logs.logger.warning(
+                "strategy.run has compiled %s %r %d times, because it treats Python numbers and captured "
+                "variables as constants. Pass values that change as arrays in `args`, and use few shapes.",
+                key[0][0],
+                getattr(code, "co_name", code),
+                _MANY_PROGRAMS,
             )
 
 
@@ -136,9 +137,10 @@ def _same_constant(leaf: Any) -> Any:
     if all(constant_key(value) == constant_key(first) for value in leaf.values):
         return first
     raise InvalidArgumentError(
-        "On JAX one program runs in all replicas: only numbers and arrays may differ between them.",
+        "An argument differs between the replicas, but is not a number or an array. On JAX, all replicas run one "
+        "program.",
         received={"value": leaf},
-        hint="Pass numbers, or what is the same for all replicas.",
+        hint="Pass numbers or arrays, or the same object to all replicas.",
     )
 
 
@@ -240,7 +242,7 @@ class _Program:
         except KdistError:
             raise
         except Exception as error:
-            error.add_note("Raised in the function of all replicas, which JAX traces once.")
+            error.add_note("Raised in the function of all replicas: JAX traces it once.")
             raise
         self._outputs = Outputs(result, replica.same)
         # One trace may see a value as new that another one sees as the old one: the first says which are written.
@@ -251,7 +253,7 @@ class _Program:
 def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Returns a function that is compiled, unless it speaks for all replicas: `strategy.run` compiles by itself."""
     if options:
-        hint_ignored(f"options of kdist.function: {sorted(options)}", "on JAX all functions are compiled.")
+        hint_ignored(f"options={sorted(options)} of kdist.function", "JAX compiles all functions.")
     compiled = _Function(fn)
 
     @functools.wraps(fn)

@@ -67,14 +67,14 @@ def check_session(cluster: Cluster) -> None:
     state = distributed.global_state
     if (state.process_id, state.num_processes) != (cluster.worker_index, cluster.num_workers):
         raise StrategyScopeError(
-            "A session of jax.distributed that exists already must be that of the strategy's cluster.",
+            "The existing session of jax.distributed does not match the cluster of the strategy.",
             received={
                 "process_id": state.process_id,
                 "num_processes": state.num_processes,
                 "cluster": cluster.worker_names,
                 "worker_index": cluster.worker_index,
             },
-            hint="Leave `jax.distributed.initialize` to kdist.",
+            hint="Remove your call of `jax.distributed.initialize`: kdist calls it.",
         )
 
 

@@ -33,8 +33,8 @@ class JaxRuntime(JaxCore):
         leave_function()
         if not self.can_exchange:
             raise StrategyScopeError(
-                "What jax.jit traces cannot read a distributed dataset: the batch would be a constant.",
-                hint="Use kdist.function, or read outside and pass the batch.",
+                "Cannot read a distributed dataset inside jax.jit: the batch would become a constant.",
+                hint="Use kdist.function, or read outside of the function and pass the batch.",
             )
 
     def begin_loop(self) -> None:
@@ -74,10 +74,10 @@ class JaxRuntime(JaxCore):
         strategy: Any = keras_hooks.strategy_of(model)
         if kind == "train" and strategy.own_ops is not None:
             raise InvalidArgumentError(
-                "On JAX `fit` is one program for all devices, which knows no gradients of single replicas: "
-                "a CrossDeviceOps of one's own is called in loops with `strategy.run` alone.",
+                "`fit` does not support custom cross_device_ops on JAX, because JAX compiles one program for all "
+                "replicas.",
                 received={"cross_device_ops": strategy.own_ops},
-                hint="Leave cross_device_ops out, or write the loop with `strategy.run`.",
+                hint="Remove cross_device_ops, or write a custom loop with `strategy.run`.",
             )
         return JaxSteps(self, model, kind)
 

@@ -73,8 +73,8 @@ class JaxSteps(StepFunction):
             self._forget_failed()
             if self._has_lost_divided():
                 exc[0].add_note(
-                    "The step had taken the memory of the model's divided variables: their values are gone. "
-                    "Make the model anew, and restore a checkpoint."
+                    "The step reused the memory of the model's sharded variables, so their values are lost. "
+                    "Create the model again and restore a checkpoint."
                 )
         self._working.__exit__(None, None, None)
         self.sync()

@@ -169,9 +169,9 @@ class HostCollectives:
 def _on_host(tensor: Any) -> np.ndarray:
     if isinstance(tensor, jax.core.Tracer):
         raise StrategyScopeError(
-            "Where replicas have rows of different numbers, JAX runs them one by one: a collective must not be "
-            "inside jax.jit, a scan, or a rematerialised layer.",
+            "A collective is inside jax.jit, a scan or a rematerialized layer, and the replicas have different "
+            "numbers of rows. JAX cannot run it, because such replicas run one after the other.",
             received={"value": tensor},
-            hint="Use a batch size that the replicas divide, and drop_remainder=True.",
+            hint="Use a batch size that is divisible by the number of replicas, and drop_remainder=True.",
         )
     return np.asarray(tensor)

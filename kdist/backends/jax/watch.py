@@ -39,11 +39,11 @@ _CLOSING = 2.0
 # A server is C++ and answers at once, whatever its main thread does.
 _ANSWER = 0.1  # a share of the heartbeat timeout
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and no settings
-_FAILED = "which has failed"
-_HUNG = "which has hung"
+_FAILED = "it failed"
+_HUNG = "it hung"
 # How long a chief that has hung serves the others, so that they can read it.
 _LAST_WORDS = 1.5
-_LOST_ANOTHER = "which has lost another worker"
+_LOST_ANOTHER = "it lost another worker"
 
 _CHandler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _kept: list[Any] = []  # C code calls or owns these until the process ends
@@ -292,7 +292,7 @@ class Watch:
             self._aborted.wait(_CLOSING)  # JAX tries to abort once, and is held
         else:
             error = _uncaught()
-            what = "which has ended before the others" if error is None else f"{_FAILED}: {error}"
+            what = "it ended before the others" if error is None else f"{_FAILED}: {error}"
             if error is not None and self._explained:
                 what = _LOST_ANOTHER
             self._say(what)
@@ -331,7 +331,9 @@ class Watch:
                     return
                 if waited > 10 and not told:
                     told = True
-                    logs.logger.warning("Waiting for %s to end.", self._cluster.worker_names[index])
+                    logs.logger.warning(
+                        "waiting for %s to end: if it hangs, terminate it", self._cluster.worker_names[index]
+                    )
 
 
 def _farewell_key(index: int) -> str:

@@ -155,9 +155,9 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
             meeting.check_session(cluster)
         elif has_started():
             raise StrategyScopeError(
-                "The workers must be joined before JAX has computed anything, and it already has.",
+                "Cannot join the workers: JAX has already started.",
                 received={"this_worker": cluster.worker_names[cluster.worker_index]},
-                hint="Create kdist.MultiWorkerMirroredStrategy() at the start of the program.",
+                hint="Create the strategy at the start of the program, before you use JAX.",
             )
         request_cpus(names)
         if not is_joined:
@@ -172,4 +172,4 @@ def _check_options(devices: Sequence[str], options: CommunicationOptions, worker
         [short_name(name) for name in devices] or ["gpu:0" if visible_gpus() else "cpu:0"], worker_index
     )
     if options.bytes_per_pack:
-        hint_ignored("bytes_per_pack", "on JAX, XLA groups the collectives.", worker_index)
+        hint_ignored("bytes_per_pack", "on JAX, XLA groups the gradients.", worker_index)

@@ -50,7 +50,7 @@ def native_of(variable: Any, index: int, num_local: int) -> Any:
         return value
     if len(value.values) != num_local:
         raise StrategyScopeError(
-            "A variable that was created in the scope of another strategy cannot be used in this one.",
+            f"The variable {variable.path!r} belongs to the scope of another strategy.",
             received={"variable": variable.path, "components": len(value.values), "replicas": num_local},
             hint="Create the variable in the scope of the strategy that runs the function.",
         )

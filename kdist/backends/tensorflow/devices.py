@@ -77,9 +77,10 @@ def devices_of_worker(cluster: Cluster, named: Sequence[str]) -> tuple[str, ...]
         _named = tuple(named)
     elif not wanted or wanted != visible[: len(wanted)]:
         raise DeviceError(
-            "TensorFlow has started, or is about to, with other GPUs, and their choice is final then.",
+            "Cannot use these GPUs: this process has already chosen other GPUs for TensorFlow.",
             received={"devices": tuple(named), "visible": [device.name for device in visible]},
-            hint="Create one strategy at the start of the program, or start each worker with CUDA_VISIBLE_DEVICES=1",
+            hint="Create one strategy at the start of the program, or set the GPU of each worker when you start it: "
+            "CUDA_VISIBLE_DEVICES=1",
         )
     return tuple(f"gpu:{index}" for index in range(len(wanted)))
 

@@ -26,10 +26,9 @@ class LoopInGraphError(StrategyScopeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "In a compiled function on TensorFlow, a `for` over a distributed dataset is a loop of the graph, "
-            "which AutoGraph must see.",
-            hint="Compile a function whose source can be found, and not with autograph=False; or call "
-            "`iter(dataset)` outside, pass the iterator, and call `next(iterator)`.",
+            "AutoGraph did not convert a `for` loop over a distributed dataset in a compiled function.",
+            hint="Compile a function that has source code, without autograph=False. Or call `iter(dataset)` outside, "
+            "pass the iterator, and call `next(iterator)`.",
         )
 
 
@@ -101,9 +100,9 @@ class _Passes:
     def _begin_none(self) -> None:
         if next(self._iterator(), None) is not None:
             error = DatasetError(
-                "On TensorFlow a loop in a compiled function goes over no batch of a dataset that had no batch when "
-                "the function was compiled.",
-                hint="Call the function for the first time when the dataset has a batch.",
+                "A loop in a compiled function cannot read this dataset: it was empty when TensorFlow compiled the "
+                "function, and now it has batches.",
+                hint="Make the first call of the function when the dataset has a batch.",
             )
             _raised.append(error)
             raise error
@@ -203,10 +202,11 @@ class Element:
         leaves = rows.leaves_of(part)
         if _marks(part) != self._marks or not all(map(tf.TypeSpec.is_compatible_with, self.specs, leaves)):
             raise DatasetError(
-                "In a compiled function on TensorFlow all batches have the structure, dtypes and inner shapes of "
-                "the first one, unless a tf.data.Dataset says otherwise.",
+                "A batch differs from the first batch in its structure, dtypes or inner shapes. The compiled "
+                "function cannot read it.",
                 received={"first": self.specs, "batch": list(map(tf.type_spec_from_value, leaves))},
-                hint="Pad the batches to one length, or read the dataset outside of the compiled function.",
+                hint="Pad the batches to one length, use a tf.data.Dataset whose element_spec allows all shapes, or "
+                "read the dataset outside of the compiled function.",
             )
         return leaves
 

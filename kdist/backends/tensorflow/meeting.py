@@ -50,14 +50,14 @@ def joining_error(error: Exception, cluster: Cluster, timeout: float) -> Excepti
     me = cluster.worker_names[cluster.worker_index]
     if "program startup" in text or "initialized" in text:
         return StrategyScopeError(
-            "The workers must be joined before TensorFlow has computed anything, and it already has.",
-            hint="Create kdist.MultiWorkerMirroredStrategy() at the start of the program.",
+            "Cannot join the workers: TensorFlow has already started.",
+            hint="Create the strategy at the start of the program, before you use TensorFlow.",
         )
     if "Could not start gRPC server" in text or "bind" in text:
         return ClusterConfigError(
-            "Another process listens at the address of this worker.",
+            "The address of this worker is in use by another process.",
             received={"worker": me},
-            hint="Choose another port, or end that process.",
+            hint="Choose another port, or terminate that process.",
         )
     missing = {int(task) for task in TASK.findall(text)} - {cluster.worker_index}
     return missing_error(cluster, timeout, missing)

@@ -60,9 +60,9 @@ def per_worker(dataset_fn: Any, num_workers: int) -> Values:
             dataset = getattr(dataset.sources[0], "dataset", None)
         if not isinstance(dataset, tf.data.Dataset):
             raise InvalidArgumentError(
-                "On TensorFlow the workers read copies of a tf.data.Dataset, which runs there without this process.",
+                "Cannot copy the dataset to the workers: it is not a tf.data.Dataset.",
                 received={"dataset": dataset},
-                hint="Let the function return a tf.data.Dataset, or one that the strategy distributes.",
+                hint="Return a tf.data.Dataset from the function, or a dataset that the strategy distributes.",
             )
         variant = tf.data.experimental.to_variant(dataset)
         return tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy(), dataset.element_spec

@@ -97,10 +97,9 @@ class Placement:
             numbers = []
         if not numbers or numbers[0] < 1 or any(number != 1 for number in numbers[1:]):
             raise InvalidArgumentError(
-                "A partitioner must return a number for each axis of a variable: how many shards along the first, "
-                "1 or more, and 1 for the others.",
+                "The partitioner did not return a valid number of parts per axis.",
                 received={"shape": tuple(value.shape), "returned": answer},
-                hint="Use kdist.experimental.partitioners.MinSizePartitioner().",
+                hint="Return one integer per axis: at least 1 for the first axis, and 1 for each other axis.",
             )
         return min(numbers[0], value.shape[0]) or 1
 

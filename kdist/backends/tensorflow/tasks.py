@@ -93,9 +93,9 @@ def require(tasks: Sequence[Task], timeout: float) -> None:
         waiting.note([tasks.index(task) for task in missing])
         if time.monotonic() > deadline:
             raise WorkerTimeoutError(
-                f"All workers and servers must come within {timeout:g} s; "
-                f"{', '.join(task.name for task in missing)} did not.",
-                hint="Run the script there, too: on these tasks it calls `kdist.Server(...).join()`.",
+                f"These workers or servers did not join within {timeout:g} s: "
+                f"{', '.join(task.name for task in missing)}.",
+                hint="Start the script for these tasks as well. There, it must call `kdist.Server(...).join()`.",
             )
         time.sleep(PATIENCE)
 
@@ -114,6 +114,6 @@ def lost_error(tasks: Sequence[Task]) -> WorkerLostError:
     """Returns what to raise where these are gone."""
     names = ", ".join(task.name for task in tasks)
     return WorkerLostError(
-        f"{names} {'has' if len(tasks) == 1 else 'have'} ended, or cannot be reached.",
+        f"{names} {'has exited or is' if len(tasks) == 1 else 'have exited or are'} unreachable.",
         hint=after_lost_server(),
     )

@@ -260,7 +260,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             since, times = self._sick.get(index, (now, 0))
             self._sick[index] = since, times + 1
             if (health and times) or now - since > self._patience:  # one failure may be an accident
-                raise self._lost_error([index], health or "no answer")
+                raise self._lost_error([index], health or "no response")
 
 
 def join(

@@ -33,7 +33,7 @@ def compiled_call(model: Any, runtime: Runtime) -> Iterator[None]:
             not isinstance(scope, TensorFlowScope) or scope.in_xla
         ):  # Keras only asks for shapes, or calls again
             return original(*args, **kwargs)
-        why = "XLA compiles whole calls of the model with dense tensors of numbers only."
+        why = "XLA compiles only the outermost call of a model, with dense numeric tensors."
         parts = [part for variable in model.variables for part in shards_of(scope.local(variable))]
         if any("/job:ps/" in part.device for part in parts):
             why = "its variables are on parameter servers."
@@ -41,7 +41,7 @@ def compiled_call(model: Any, runtime: Runtime) -> Iterator[None]:
             try:
                 return _compiled(scope, original, args, kwargs)
             except CollectiveInXla:
-                why = "its layers add up over the replicas in the forward pass, which XLA cannot compile."
+                why = "its layers use collectives in the forward pass, and XLA cannot compile them."
         hint_ignored(f"jit_compile=True of {model.name}", why, runtime.worker_index)
         return original(*args, **kwargs)
 

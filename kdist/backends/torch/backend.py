@@ -58,14 +58,17 @@ class TorchBackend(Backend):
     ) -> TorchRuntime:
         """Joins the workers with `torch.distributed`."""
         if ops is not None:
-            hint_ignored(f"cross_device_ops={ops!r}", "on PyTorch, replicas of one process add up in turn.")
+            hint_ignored(
+                f"cross_device_ops={ops!r}",
+                "on PyTorch, the replicas of one process run one after the other.",
+            )
         options, cluster = options or CommunicationOptions(), topology.cluster
         names = self.require_devices(topology.devices) or torch_devices.devices_of_worker(cluster)
         options = options.for_devices(names, topology.worker_index)
         if options.bytes_per_pack:
             hint_ignored(
                 f"bytes_per_pack={options.bytes_per_pack}",
-                "all gradients of a dtype are one pack.",
+                "on PyTorch, all gradients of a dtype are in one pack.",
                 topology.worker_index,
             )
         self._gpus = [torch_devices.torch_device(name) for name in names if name.startswith("gpu:")]

@@ -307,7 +307,8 @@ class _Again:
         if self._parameter.version != self._version:
             raise RuntimeError(
                 "One of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a divided parameter of shape {tuple(self._parameter.shape)} was assigned to before `backward`."
+                f"a sharded parameter of shape {tuple(self._parameter.shape)} was assigned before `backward`.\n"
+                "Call `backward` before you assign the parameter."
             )
         with torch.no_grad():
             return self._parameter.whole(self._dtype).as_strided(*self._view)

@@ -29,11 +29,11 @@ _MAGIC = b"kdl1"
 _PURPOSE = "lifeline"
 _BEAT, _DIED, _FROZEN, _HUNG, _FAILED, _ENDED = b"B", b"D", b"Z", b"S", b"F", b"E"
 _WORDS = {
-    _FROZEN: "which does not run any more: a signal such as SIGSTOP has stopped it, or its machine stands still",
-    _HUNG: "which has hung",
-    _DIED: "which has died or cannot be reached any more",
-    _FAILED: "which has failed with an error of its own",
-    _ENDED: "which has ended before the others",
+    _FROZEN: "it does not run: a signal such as SIGSTOP stopped it, or its machine is frozen",
+    _HUNG: "it hung",
+    _DIED: "it died or is unreachable",
+    _FAILED: "it failed with an error",
+    _ENDED: "it ended before the others",
 }
 _LOST = (_DIED, _FROZEN, _HUNG)
 # Shares of the heartbeat timeout: how often there is a beat, and for how long there may be none. A process may
@@ -204,7 +204,7 @@ def wait_for_workers(
         while len(connections) < num_workers - 1:
             client = next(clients, ())
             if client == ():
-                raise TimeoutError("not all workers have connected in time")
+                raise TimeoutError("some workers did not connect in time")
             if client:
                 link, said = client
                 index = said.get("worker")

@@ -56,9 +56,9 @@ class Meeting:
         cluster, store = self.cluster, self.store
         if store.add(f"{name}/claimed/{cluster.worker_index}", 1) > 1:
             raise ClusterConfigError(
-                "Every process must be a worker of its own, but two have the same index.",
+                "Two processes have the same worker index.",
                 received={"worker": cluster.worker_names[cluster.worker_index], "source": cluster.source},
-                hint="Check task.index of TF_CONFIG, or RANK, of each process.",
+                hint="Set a different index for each process: task.index in TF_CONFIG, or RANK.",
             )
         keys = [f"{name}/{index}" for index in range(cluster.num_workers)]
         store.set(keys[cluster.worker_index], json.dumps(value))
@@ -121,9 +121,9 @@ class Meeting:
         except (RuntimeError, ValueError, TimeoutError) as error:
             said = str(error) or f"no answer in {_ANSWER:g} s"
             raise ClusterConfigError(
-                "At the chief's address, something that is not this job listens.",
+                "The program at the address of worker 0 does not belong to this job.",
                 received={"address": self.cluster.coordinator, "error": said[:200]},
-                hint="Choose another port, or end that process.",
+                hint="Choose another port, or terminate that program.",
             ) from error
 
     def _wait_for_chief(self) -> None:

@@ -29,7 +29,7 @@ class TorchSteps(ReplicatedSteps):
         super().__init__(runtime, model, kind)
         if getattr(model, "jit_compile", False):
             hint_ignored(
-                "jit_compile=True", "steps with collectives run eagerly on PyTorch.", runtime.worker_index
+                "jit_compile=True", "PyTorch runs steps with collectives eagerly.", runtime.worker_index
             )
 
     def run(self, batch: ReplicaBatches) -> list[Any]:

@@ -166,10 +166,9 @@ def _swap(variable: Any, parameter: torch.Tensor, divided: Divided) -> None:
         torch.utils.swap_tensors(parameter, divided)
     except RuntimeError as error:
         raise StrategyScopeError(
-            "When a scope ends its variables are divided over the workers, and none may be part of a computation "
-            "that something still holds.",
+            f"Cannot shard the variable {variable.path!r}: the result of a computation still refers to it.",
             received={"variable": variable.path, "error": str(error)},
-            hint="Leave the scope before you compute with the model, or forget what you have computed: del y",
+            hint="Leave the scope before you compute with the model, or delete the result: del y",
         ) from error
 
 

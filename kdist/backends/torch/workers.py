@@ -159,7 +159,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     def limit_time(self, seconds: float | None) -> None:
         """Warns: PyTorch's collectives have the time limit with which they were joined."""
         if seconds is not None:
-            said = "the workers have been joined already."
+            said = "the first strategy of this process set the limit."
             hint_ignored(f"timeout_seconds={seconds}", said, self.worker_index)
 
     def gather_rows(self, leaves: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -270,10 +270,10 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     def _explanation(self, error: RuntimeError) -> Exception:
         if "imed out" in str(error):
             return WorkerTimeoutError(
-                "All workers must come to every collective in time, but some are missing from "
-                f"{whereabouts.describe_wait()}.",
+                f"A collective timed out. Some workers did not reach {whereabouts.describe_wait()}.",
                 received={"this_worker": self.names[self.worker_index], "error": str(error)[:200]},
-                hint="Allow more time: kdist.experimental.CommunicationOptions(timeout_seconds=3600)",
+                hint="Read the logs of the other workers, or allow more time: "
+                "kdist.experimental.CommunicationOptions(timeout_seconds=3600)",
             )
         lost = self._lifeline.wait_for_loss(_NOTICE_SECONDS)
         return stalls.lost_error(self.names, self.worker_index, lost) if lost else error
@@ -336,7 +336,7 @@ def _join(
         nccl = False
         hint_ignored(
             "implementation=RING",
-            "gloo joins the GPUs, with an algorithm of its choice.",
+            "gloo connects the GPUs and chooses its algorithm.",
             cluster.worker_index,
         )
     lifeline = meeting.open_lifeline()
@@ -361,14 +361,14 @@ def _adopt(cluster: Cluster, devices: Sequence[str], timeout: float) -> JoinedWo
     """Takes the process group that the user has made."""
     if (dist.get_rank(), dist.get_world_size()) != (cluster.worker_index, cluster.num_workers):
         raise StrategyScopeError(
-            "A process group that exists already must be that of the strategy's cluster.",
+            "The existing process group does not match the cluster of the strategy.",
             received={
                 "rank": dist.get_rank(),
                 "world_size": dist.get_world_size(),
                 "cluster": cluster.worker_names,
                 "worker_index": cluster.worker_index,
             },
-            hint="Leave `torch.distributed.init_process_group` to kdist.",
+            hint="Remove your call of `torch.distributed.init_process_group`: kdist calls it.",
         )
     meeting = Meeting(cluster, timeout, dist.distributed_c10d._get_default_store())
     compare_devices(cluster, meeting.gather("devices", describe_devices(devices)))

@@ -31,12 +31,12 @@ def test_logical_cpus_are_there() -> None:
 
 def test_too_late_for_more() -> None:
     jax.devices()
-    with pytest.raises(DeviceError, match="before JAX has computed anything"):
+    with pytest.raises(DeviceError, match="JAX has already started"):
         kdist.MirroredStrategy([f"cpu:{i}" for i in range(9)])
 
 
 def test_missing_device_names_the_others() -> None:
-    with pytest.raises(DeviceError, match=r"gpu:0.*cpu:0, cpu:1, cpu:2"):
+    with pytest.raises(DeviceError, match=r"(?s)gpu:0.*cpu:0, cpu:1, cpu:2"):
         kdist.OneDeviceStrategy("gpu:0")
 
 

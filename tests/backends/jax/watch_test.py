@@ -18,7 +18,7 @@ def _watch():
     """A watch of worker 0 that has lost worker 1, without its thread."""
     made = object.__new__(Watch)
     made._cluster = SimpleNamespace(worker_names=("worker 0", "worker 1"), worker_index=0, is_chief=True)
-    made._lost = {1: "which has died"}
+    made._lost = {1: "it died"}
     made._timeout = 1.0
     made._explained = made._leaving = False
     made._others = [1]
@@ -28,14 +28,14 @@ def _watch():
 
 def test_who_asks_for_the_user_tells_the_user():
     watch = _watch()
-    with pytest.raises(WorkerLostError, match="worker 1, which has died"):
+    with pytest.raises(WorkerLostError, match="worker 1: it died"):
         watch.check(1)
     assert watch._explained
 
 
 def test_a_thread_that_asks_tells_nobody():
     watch = _watch()
-    with pytest.raises(WorkerLostError, match="worker 1, which has died"):
+    with pytest.raises(WorkerLostError, match="worker 1: it died"):
         watch.check(1, tells=False)
     assert "worker 1" in str(watch.explain(RuntimeError("connection reset"), tells=False))
     assert not watch._explained, "A main thread that hangs in a collective would never be ended."

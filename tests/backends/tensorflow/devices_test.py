@@ -87,7 +87,7 @@ def test_named_gpus_are_those_that_compute() -> None:
         with pytest.raises(DeviceError, match="gpu:2"):
             devices.devices_of_worker(_cluster(0), ("gpu:2",))
         with pytest.raises(
-            DeviceError, match="choice is final"
+            DeviceError, match="already chosen other GPUs"
         ):  # which one is it: the first that is visible?
             devices.devices_of_worker(_cluster(0), ("gpu:0",))
     with machine(4) as made:

@@ -37,7 +37,7 @@ PLAYED = """
     whole = [weights.tolist() for weights in model.get_weights()]
 
     # The other worker dies in a step: what the collective leaves is a part of the sum.
-    group._lifeline.wait_for_loss = lambda timeout: {1 - group.worker_index: "which has died"}
+    group._lifeline.wait_for_loss = lambda timeout: {1 - group.worker_index: "it died"}
 
     def aborted(work, tensor, finish=workers.JoinedWorkers._finish):
         if model.optimizer.iterations.value >= AFTER and tensor.is_floating_point() and not group._aborted:
@@ -107,6 +107,6 @@ def test_what_was_computed_after_an_abort_is_neither_applied_nor_saved(tmp_path)
         trained, kept, said = json.loads(script.stdout().splitlines()[-1])
         for one, expected in [*zip(trained, whole, strict=True), *zip(kept, part, strict=True)]:
             np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-6)
-        assert len(said) == 3 and all("which has died" in text for text in said), said
+        assert len(said) == 3 and all("it died" in text for text in said), said
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"played.py", "played.out", "played.err"}, "no file, not even a half one"

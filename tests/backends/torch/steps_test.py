@@ -165,7 +165,7 @@ def test_a_step_that_branches_on_the_replica_is_an_error():
     with mirrored(2).scope():
         model = Branches()
         model.compile(loss="mse")
-    with pytest.raises(kdist.errors.WorkerMismatchError, match="same collectives"):
+    with pytest.raises(kdist.errors.WorkerMismatchError, match="different collectives"):
         model.evaluate(*data(), verbose=0)
 
 
