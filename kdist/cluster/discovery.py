@@ -198,7 +198,7 @@ def _summary(source: Source, environ: Mapping[str, str]) -> str:
             return roles.describe(spec, task_type, task_id)
         cluster = _from_resolver(resolver, source.name)
     except ClusterConfigError as error:
-        return f"invalid: {error}"
+        return f"invalid: {' '.join(str(error).splitlines())}"
     return f"{cluster.worker_names[cluster.worker_index]} of {cluster.num_workers}"
 
 
