@@ -61,7 +61,7 @@ def test_a_time_that_is_none_is_an_error_that_says_the_rule(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv("KDIST_JOIN_TIMEOUT", text)
-    with pytest.raises(InvalidArgumentError, match="number of seconds, at least 1") as raised:
+    with pytest.raises(InvalidArgumentError, match="not a number of seconds of at least 1") as raised:
         joining.join_once(cluster("a:1", "b:1"), None, Joined)
     assert f"KDIST_JOIN_TIMEOUT={text!r}" in str(raised.value)
     assert "export KDIST_JOIN_TIMEOUT=300" in str(raised.value)

@@ -71,7 +71,7 @@ def test_a_process_alone_says_nothing_unless_it_is_asked_to(backend: str, level:
     assert script.stdout() == ""
     lines = [f"kdist: {name} on {backend}, 1 worker × 1 cpu" for name in ("MultiWorkerMirrored", "Mirrored")]
     assert said_by_kdist(script) == (lines if level == "info" else [])
-    assert ("KDIST_LOG must be one of" in script.stderr()) == (level == "loud")
+    assert ("`KDIST_LOG` is not one of" in script.stderr()) == (level == "loud")
 
 
 def names() -> list[str]:

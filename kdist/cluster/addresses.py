@@ -35,27 +35,31 @@ def split_address(address: object, field: str = "address") -> tuple[str, int]:
     ('::1', 2222)
     """
     if not isinstance(address, str):
-        raise _address_error(field, address, "must be a string of the form host:port")
+        raise _address_error(field, address, "is not a string of the form host:port")
     if "://" in address or "/" in address:
-        raise _address_error(field, address, "must be host:port, without a protocol or a path")
+        raise _address_error(field, address, "contains a protocol or a path")
     host, colon, port_text = address.rpartition(":")
     if not colon or not host:
-        raise _address_error(field, address, "must have the form host:port")
+        raise _address_error(field, address, "does not have the form host:port")
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
     if not host or any(c.isspace() or c in "[]," for c in host) or (":" in host and not bracketed):
-        raise _address_error(field, address, "must have the form host:port (an IPv6 host in square brackets)")
+        raise _address_error(
+            field, address, "does not have the form host:port (an IPv6 host needs square brackets)"
+        )
     if not (port_text.isascii() and port_text.isdigit()):
-        raise _address_error(field, address, "must end with a port number")
+        raise _address_error(field, address, "does not end with a port number")
     if len(port_text) > 5 or not 1 <= int(port_text) <= 65535:
-        raise _address_error(field, address, "must have a port between 1 and 65535")
+        raise _address_error(field, address, "does not have a port between 1 and 65535")
     return host, int(port_text)
 
 
 def _address_error(field: str, address: object, problem: str) -> ClusterConfigError:
     return ClusterConfigError(
-        f"`{field}` {problem}.", received={field: address}, hint='For example: "host0:2222".'
+        f"`{field}` {problem}.",
+        received={field: address},
+        hint='Write it as host:port, for example "host0:2222" or "[::1]:2222".',
     )
 
 
@@ -103,16 +107,16 @@ def hold_free_ports(count: int, host: str = "127.0.0.1") -> list[socket.socket]:
     except OSError as error:
         _close(held)
         raise ClusterConfigError(
-            "The host's number must belong to this machine.",
+            f"Cannot open a port on host {host!r}.",
             received={"host": host, "error": str(error)},
-            hint='Use "127.0.0.1" for a job on one machine.',
+            hint='Use "127.0.0.1" for a job on one machine. Otherwise, use an address of this machine.',
         ) from error
     if len(held) < count:
         _close(held)
         raise ClusterConfigError(
-            "There must be a free port for each worker.",
+            "This machine does not have enough free ports.",
             received={"wanted": count, "free": len(held)},
-            hint="End other jobs on this machine, or start fewer workers.",
+            hint="Terminate other jobs on this machine, or start fewer workers.",
         )
     return held
 
@@ -156,9 +160,9 @@ def check_port_free(address: str) -> None:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ClusterConfigError(
-            "A worker's host must have a name that can be resolved.",
+            f"The host name of {address} cannot be resolved.",
             received={"address": address, "error": str(error)},
-            hint=f"Check the name with: getent hosts {host}",
+            hint=f"Check the name on this machine:\ngetent hosts {host}",
         ) from error
     with socket.socket(family, kind, protocol) as probe:
         # As servers do: a port whose last connection is only just closed (TIME_WAIT) counts as free.
@@ -173,14 +177,15 @@ def port_error(address: str, port: int, error: OSError) -> ClusterConfigError:
     """Returns the error of a worker that cannot listen at an address, for that of the system."""
     if error.errno == errno.EADDRNOTAVAIL:
         return ClusterConfigError(
-            "A worker can only listen at an address of its own machine.",
+            "Cannot listen at the address of this worker: it is not an address of this machine.",
             received={"address": address},
-            hint="Check the task's index and the order of the hosts.",
+            hint="Check the index of this worker and the order of the hosts.",
         )
     return ClusterConfigError(
-        f"Port {port} must be free for this worker, but it cannot be used ({error.strerror}).",
+        f"Cannot listen on port {port}: {error.strerror}.",
         received={"address": address},
-        hint=f"See who has it with `ss -ltnp 'sport = :{port}'`, end that process, or choose another port.",
+        hint="Choose another port, or find the process that uses the port and terminate it:\n"
+        f"ss -ltnp 'sport = :{port}'",
     )
 
 

@@ -32,14 +32,14 @@ def import_client(module: str, package: str, instead: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ClusterImportError(
-            f"This resolver needs the package {package}, which cannot be imported.",
+            f"Cannot import the package {package}, which this resolver needs.",
             received={"module": module, "error": str(error)},
             hint=f"Install it with `pip install {package}`, or pass `{instead}`.",
         ) from error
 
 
 @contextlib.contextmanager
-def asking(what: str, hint: str) -> Iterator[None]:
+def asking(problem: str, hint: str) -> Iterator[None]:
     """Turns whatever a client raises (no network, no permission, an answer without a field) into kdist's error.
 
     Raises:
@@ -51,7 +51,7 @@ def asking(what: str, hint: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ClusterRuntimeError(
-            f"{what} must give what it is asked for, but it did not.",
+            problem,
             received={"error": f"{type(error).__name__}: {error}"[:500]},
             hint=hint,
         ) from error

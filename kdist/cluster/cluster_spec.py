@@ -8,7 +8,7 @@ from typing import Any
 from kdist.cluster.errors import ClusterTypeError
 from kdist.errors import ClusterConfigError
 
-_EXAMPLE = 'For example: ClusterSpec({"worker": ["host0:2222", "host1:2222"]}).'
+_EXAMPLE = 'Describe the cluster as in this example:\nClusterSpec({"worker": ["host0:2222", "host1:2222"]})'
 
 
 class ClusterSpec:
@@ -147,7 +147,7 @@ class ClusterSpec:
             return self._jobs[name]
         except (KeyError, TypeError):
             raise ClusterConfigError(
-                f"The cluster has no such job; its jobs are {self.jobs}.",
+                f"The cluster has no job {name!r}; its jobs are {self.jobs}.",
                 received={"job_name": name},
                 hint="Pass one of these names, or add the job to the cluster.",
             ) from None
@@ -160,7 +160,7 @@ def _normalise(cluster: Any) -> dict[str, dict[int, str]]:
         cluster = cluster.as_dict()  # tf.train.ClusterSpec, without importing TensorFlow to recognise it
     if not isinstance(cluster, Mapping):
         raise ClusterTypeError(
-            "A cluster must be a dictionary from job name to addresses, or a ClusterSpec.",
+            "`cluster` is neither a dictionary from job names to addresses nor a ClusterSpec.",
             received={"cluster": cluster},
             hint=_EXAMPLE,
         )
@@ -168,7 +168,7 @@ def _normalise(cluster: Any) -> dict[str, dict[int, str]]:
     for job, tasks in cluster.items():
         if not isinstance(job, str):
             raise ClusterTypeError(
-                "A job's name must be a string.", received={"job_name": job}, hint=_EXAMPLE
+                f"The job name {job!r} is not a string.", received={"job_name": job}, hint=_EXAMPLE
             )
         jobs[job] = _tasks_of(job, tasks)
     return jobs
@@ -181,14 +181,14 @@ def _tasks_of(job: str, tasks: Any) -> dict[int, str]:
         pairs = [(_task_index(job, key), address) for key, address in tasks.items()]
     else:
         raise ClusterTypeError(
-            f"The tasks of job {job!r} must be a list of addresses or a dictionary from index to address.",
+            f"The tasks of job {job!r} are neither a list of addresses nor a dictionary from index to address.",
             received={job: tasks},
             hint=_EXAMPLE,
         )
     for index, address in pairs:
         if not isinstance(address, str):
             raise ClusterTypeError(
-                f"The address of task {index} of job {job!r} must be a string.",
+                f"The address of task {index} of job {job!r} is not a string.",
                 received={"address": address},
                 hint=_EXAMPLE,
             )
@@ -202,8 +202,8 @@ def _task_index(job: str, key: Any) -> int:
         index = -1
     if index < 0 or isinstance(key, (bool, float)):
         raise ClusterConfigError(
-            f"The task indices of job {job!r} must be integers that are not negative.",
+            f"A task index of job {job!r} is not a non-negative integer.",
             received={"index": key},
-            hint='For example: {"worker": {0: "host0:2222", 1: "host1:2222"}}.',
+            hint='Use indices such as in {"worker": {0: "host0:2222", 1: "host1:2222"}}.',
         )
     return index

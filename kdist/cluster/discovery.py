@@ -18,7 +18,11 @@ from kdist.cluster.sources import SOURCES, Source, signs_of_several
 from kdist.cluster.tf_config import KNOWN_JOBS
 from kdist.errors import ClusterConfigError
 
-_TASK_HINT = 'For example: "task": {"type": "worker", "index": 0}.'
+_JOBS = ", ".join(KNOWN_JOBS)
+_TASK_HINT = (
+    'Set the task of this process. In TF_CONFIG: "task": {"type": "worker", "index": 0}. '
+    'In a resolver: task_type="worker", task_id=0'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +139,10 @@ def alone_by_mistake(environ: Mapping[str, str], found: Cluster | None = None) -
     ]
     reasons = "; ".join(f"{report.source}: {report.why}" for report in unused)
     return (
-        f"This process trains alone, although these variables speak of several workers: {named}. Why: {reasons}.\n"
-        "Start every worker with a launcher (kdist run, torchrun, srun, mpirun), or set the missing variables; "
-        "`kdist info` lists what is set. If each process is to train alone: export TF_CONFIG='{}'"
+        f"This process trains as a single worker, although some variables describe several: {named}. "
+        f"Reason: {reasons}.\n"
+        "Start every worker with a launcher (kdist run, torchrun, srun or mpirun), or set the missing variables. "
+        "`kdist info` lists the variables. If each process should train separately: export TF_CONFIG='{}'"
     )
 
 
@@ -179,7 +184,7 @@ def survey(environ: Mapping[str, str] | None = None) -> list[SourceReport]:
         if applies and not won:
             why = f"{winner} comes first"
         winner = source.name if won else winner
-        says = _summary(source, environ) if applies else "nothing that describes a cluster"
+        says = _summary(source, environ) if applies else "does not describe a cluster"
         reports.append(SourceReport(source.name, variables, says, won, why))
     return reports
 
@@ -193,7 +198,7 @@ def _summary(source: Source, environ: Mapping[str, str]) -> str:
             return roles.describe(spec, task_type, task_id)
         cluster = _from_resolver(resolver, source.name)
     except ClusterConfigError as error:
-        return f"wrong: {error}"
+        return f"invalid: {' '.join(str(error).splitlines())}"
     return f"{cluster.worker_names[cluster.worker_index]} of {cluster.num_workers}"
 
 
@@ -202,9 +207,10 @@ def _from_resolver(resolver: Any, source: str) -> Cluster:
         return _from_layout(resolver, source)
     if not callable(getattr(resolver, "cluster_spec", None)):
         raise ClusterTypeError(
-            "cluster_resolver must be a ClusterResolver of kdist or of tf.distribute, or None.",
+            "`cluster_resolver` is not a ClusterResolver of kdist or tf.distribute.",
             received={"cluster_resolver": resolver},
-            hint="For example: kdist.cluster_resolver.SimpleClusterResolver(kdist.cluster_resolver.ClusterSpec("
+            hint="Pass a resolver, for example:\n"
+            "kdist.cluster_resolver.SimpleClusterResolver(kdist.cluster_resolver.ClusterSpec("
             '{"worker": ["host0:5000", "host1:5000"]}), task_type="worker", task_id=0)',
         )
     spec = ClusterSpec(resolver.cluster_spec())
@@ -220,7 +226,7 @@ def _from_resolver(resolver: Any, source: str) -> Cluster:
     ]
     addresses = tuple(spec.task_address(job, index) for job, index in tasks)
     for (job, index), address in zip(tasks, addresses, strict=True):
-        split_address(address, f"{source}: address of {job} {index}")
+        split_address(address, f"address of {job} {index} in {source}")
     worker_index = tasks.index((task_type, task_id))
     hosts = ["loopback" if is_loopback(host) else host for host in (split_address(a)[0] for a in addresses)]
     return Cluster(
@@ -242,40 +248,61 @@ def _from_resolver(resolver: Any, source: str) -> Cluster:
 def _check_task(spec: ClusterSpec, task_type: Any, task_id: Any, source: str) -> None:
     described = {"cluster": spec.as_dict(), "type": task_type, "index": task_id}
     for job in spec.jobs:
-        require(job in KNOWN_JOBS, f"{source}: a job must be one of {', '.join(KNOWN_JOBS)}.", job=job)
+        require(
+            job in KNOWN_JOBS,
+            f"{source}: the job {job!r} is not one of {_JOBS}.",
+            "Rename the job, or remove it from the cluster.",
+            job=job,
+        )
     require(
         task_type is not None and task_id is not None,
-        f"{source}: a process of a cluster must know its task; task.type or task.index is missing.",
+        f"{source}: the task type or the task index of this process is missing.",
         _TASK_HINT,
         **described,
     )
     require(
-        task_type in KNOWN_JOBS, f"{source}: task.type must be one of {', '.join(KNOWN_JOBS)}.", **described
+        task_type in KNOWN_JOBS,
+        f"{source}: the task type of this process is not one of {_JOBS}.",
+        _TASK_HINT,
+        **described,
     )
     require(
         task_type != "ps",
-        f"{source}: a parameter server does not train, so this strategy cannot run in it.",
-        "Start this script only in the tasks of the jobs chief and worker.",
+        f"{source}: this process is a parameter server, which does not train, so it cannot use this strategy.",
+        "Start this script only for the jobs chief and worker.",
         **described,
     )
     if task_type == "evaluator":
         return  # it may be missing from the cluster: nobody connects to it
     require(
-        task_type in spec.jobs, f"{source}: task.type must be a job of the cluster.", _TASK_HINT, **described
+        task_type in spec.jobs,
+        f"{source}: the task type of this process is not a job of the cluster.",
+        _TASK_HINT,
+        **described,
     )
     indices = spec.task_indices(task_type)
     in_range = isinstance(task_id, int) and not isinstance(task_id, bool) and task_id in indices
-    require(in_range, f"{source}: task.index must be one of {indices}.", _TASK_HINT, **described)
+    require(
+        in_range,
+        f"{source}: the task index of this process is not one of {indices}.",
+        _TASK_HINT,
+        **described,
+    )
     chiefs = spec.num_tasks("chief") if "chief" in spec.jobs else 0
-    require(chiefs <= 1, f"{source}: a cluster must have at most one chief.", **described)
+    require(
+        chiefs <= 1,
+        f"{source}: the cluster has more than one chief.",
+        "Keep one task in the job chief, and move the others to the job worker.",
+        **described,
+    )
     if "worker" in spec.jobs:
         known = spec.task_indices("worker")
         missing = sorted(set(range(max(known, default=-1) + 1)) - set(known))
         # Kubeflow numbers the workers behind a chief from 1 on, or from 0; both name every worker.
         require(
             not missing or (missing == [0] and chiefs == 1),
-            f"{source}: the address of every worker must be known; worker {missing} is missing.",
-            "List all workers without a gap.",
+            f"{source}: the cluster has no address for the workers {missing}.",
+            "List all workers without a gap in the indices.",
             **described,
         )
 
@@ -294,7 +321,8 @@ def _from_layout(resolver: ProcessClusterResolver, source: str) -> Cluster:
     index = layout.worker_index if resolver.task_id is None else resolver.task_id
     require(
         isinstance(index, int) and 0 <= index < layout.num_workers,
-        f"{source}: task_id must be the number of a worker.",
+        f"{source}: `task_id` is not the index of a worker.",
+        f"Set task_id to an integer from 0 to {layout.num_workers - 1}.",
         task_id=index,
         num_workers=layout.num_workers,
     )

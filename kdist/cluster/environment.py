@@ -95,8 +95,8 @@ def keras_backend_choice(environ: Mapping[str, str] | None = None) -> tuple[str,
     except (OSError, ValueError, AttributeError):  # no file, not JSON, not an object: Keras ignores it too
         configured = None
     if isinstance(configured, str) and configured.strip():
-        return configured.strip().lower(), f"{path} says so"
-    return "tensorflow", "it is the default of Keras"
+        return configured.strip().lower(), f"set in {path}"
+    return "tensorflow", "the default of Keras"
 
 
 def keras_backend_name(environ: Mapping[str, str] | None = None) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from kdist.cluster import handshake, logs
 from kdist.cluster.addresses import free_ports, is_loopback, join_address, split_address
 from kdist.cluster.discovery import Cluster
+from kdist.cluster.environment import TOKEN_VARIABLE
 from kdist.cluster.handshake import Link, NotOfThisJobError, secret_error
 from kdist.cluster.process_variables import stable_port
 from kdist.errors import ClusterConfigError, WorkerTimeoutError, malformed_as
@@ -58,9 +59,9 @@ def complete_addresses(
         return tuple(address or f"127.0.0.1:{free_ports(1)[0]}" for address in cluster.addresses)
     if cluster.coordinator is None:
         raise ClusterConfigError(
-            "Worker 0's address must be known.",
+            "The address of worker 0 is unknown.",
             received={"addresses": cluster.addresses},
-            hint="Set MASTER_ADDR and MASTER_PORT.",
+            hint="Set MASTER_ADDR and MASTER_PORT to the host and port of worker 0.",
         )
     deadline = time.monotonic() + timeout
     if cluster.worker_index == 0:
@@ -144,7 +145,7 @@ def _listen(cluster: Cluster) -> socket.socket:
         except OSError as error:
             refused[join_address(host, port)] = os.strerror(error.errno or 0)
     raise ClusterConfigError(
-        "One of a few ports must be free while the workers tell each other their addresses.",
+        "Worker 0 cannot listen on any of the ports on which the workers exchange their addresses.",
         received=refused,
         hint="Choose another MASTER_PORT.",
     )
@@ -165,17 +166,17 @@ def _admit(said: Mapping[str, Any], cluster: Cluster, addresses: dict[int, str])
 
 def _mismatch_error(problem: dict[str, Any]) -> ClusterConfigError:
     return ClusterConfigError(
-        "All workers must agree on their number, and each must have its own index.",
+        "A worker was started with a different number of workers, or its index is invalid or already in use.",
         received=problem,
-        hint="Start all of them with the same launcher, or check RANK and WORLD_SIZE.",
+        hint="Start all workers with the same launcher, or check RANK and WORLD_SIZE.",
     )
 
 
 def _missing_error(missing: Sequence[int], timeout: float) -> WorkerTimeoutError:
     names = ", ".join(f"worker {index}" for index in missing)
     return WorkerTimeoutError(
-        f"All workers must come within {timeout:g} s; {names} did not.",
-        hint="Look at the output of the missing workers, or wait longer with a larger `timeout`.",
+        f"Some workers did not join within {timeout:g} s: {names}.",
+        hint="Read the output of the missing workers, or pass a larger `timeout`.",
     )
 
 
@@ -225,7 +226,11 @@ def _connect(
             except NotOfThisJobError as error:
                 if stranger is None:
                     logs.logger.warning(
-                        "A process at %s is not of this job: %s.", join_address(*place), error
+                        "The process at %s does not belong to this job: %s. Trying again. Set the same %s for all "
+                        "workers, or choose another MASTER_PORT.",
+                        join_address(*place),
+                        error,
+                        TOKEN_VARIABLE,
                     )
                 problem = stranger = error
             except OSError as error:  # worker 0 may still be importing its framework
@@ -240,7 +245,7 @@ def _connect(
 
 def _lost_error(cluster: Cluster, timeout: float, error: Exception) -> WorkerTimeoutError:
     return WorkerTimeoutError(
-        f"Worker 0 must answer within {timeout:g} s, but it did not.",
+        f"Worker 0 did not respond within {timeout:g} s.",
         received={"worker 0": cluster.coordinator, "error": str(error) or type(error).__name__},
-        hint="Look at worker 0's output, check MASTER_ADDR and MASTER_PORT, or pass a larger `timeout`.",
+        hint="Read the output of worker 0, check MASTER_ADDR and MASTER_PORT, or pass a larger `timeout`.",
     )

@@ -76,7 +76,7 @@ class GCEClusterResolver(ClusterResolver):
         raise ClusterRuntimeError(
             "The task_type of a GCEClusterResolver cannot be changed.",
             received={"task_type": task_type},
-            hint="Pass task_type to its constructor.",
+            hint="Pass `task_type` to the constructor.",
         )
 
     def cluster_spec(self) -> ClusterSpec:
@@ -89,14 +89,15 @@ class GCEClusterResolver(ClusterResolver):
             ClusterRuntimeError: If none runs, or Google does not answer. It is a `RuntimeError`.
         """
         with asking(
-            "The API of Compute Engine", "See what it says: gcloud compute instance-groups list-instances"
+            "The Compute Engine API did not list the machines of the instance group.",
+            f"Check the group:\ngcloud compute instance-groups list-instances {self._group}",
         ):
             addresses = sorted(join_address(address, self._port) for address in self._machines())
         if not addresses:
             raise ClusterRuntimeError(
-                "An instance group must have machines that run.",
+                "The instance group has no running machines.",
                 received={**self._where, "instance_group": self._group},
-                hint=f"See what it has: gcloud compute instance-groups list-instances {self._group}",
+                hint=f"Check the group:\ngcloud compute instance-groups list-instances {self._group}",
             )
         return ClusterSpec({str(self._task_type): addresses})
 
@@ -124,5 +125,7 @@ def _build_service(credentials: Any) -> Any:
     """Makes the client of Compute Engine's API."""
     discovery = import_client("googleapiclient.discovery", "google-api-python-client", "service")
     given = None if credentials == "default" else credentials
-    with asking("The API of Google Cloud", "Log in with: gcloud auth application-default login"):
+    with asking(
+        "Cannot create a client of the Compute Engine API.", "Log in:\ngcloud auth application-default login"
+    ):
         return discovery.build("compute", "v1", credentials=given, cache_discovery=False)

@@ -42,8 +42,8 @@ def secret_if_any(address: str, *, warn: bool = False) -> str:
         return job_secret([address])
     if warn:
         logs.logger.warning(
-            f"{TOKEN_VARIABLE} is not set, so the workers cannot check who connects to {address}. Keep its ports in a "
-            f"private network, or set the same secret on all machines: {EXPORT_TOKEN}"
+            f"{TOKEN_VARIABLE} is not set, so the workers cannot verify the processes that connect to {address}. Use a "
+            f"private network, or create a secret once and set it on all machines: {EXPORT_TOKEN}"
         )
     return ""
 
@@ -51,10 +51,9 @@ def secret_if_any(address: str, *, warn: bool = False) -> str:
 def secret_error(address: str, error: NotOfThisJobError) -> ClusterConfigError:
     """Returns the error of a process that has reached another one, but not of its job."""
     return ClusterConfigError(
-        "All processes of a job must know the same secret, but the one that answers at this address has another "
-        "one, or is not of this job.",
+        "The process at this address uses a different secret, or belongs to another job.",
         received={"address": address, "error": str(error)},
-        hint=f"Set the same secret for all of them, or choose another port:\n{EXPORT_TOKEN}",
+        hint=f"Choose another port, or set the same secret for all processes of the job:\n{EXPORT_TOKEN}",
     )
 
 
@@ -92,19 +91,19 @@ class Link:
                 if after:
                     self.nonces[self._roles[1]] = body[:after]
                 return self.check(body[after:])
-        raise TimeoutError("the other side does not answer in time")
+        raise TimeoutError("the other side did not respond in time")
 
     def read(self, timeout: float, most: int = _MOST_BYTES) -> bytes | None:
         """Reads once. Never reads beyond the message: the bytes after it may have another format."""
         self.connection.settimeout(timeout)
         received = self.connection.recv(min(self._wanted - len(self._received), 1 << 20))
         if not received:
-            raise ConnectionResetError("the other side has closed the connection")
+            raise ConnectionResetError("the other side closed the connection")
         self._received += received
         if len(self._received) == _HEADER.size == self._wanted:
             magic, size = _HEADER.unpack(self._received)
             if magic != _MAGIC or not NONCE_BYTES <= size <= most:
-                raise ConnectionAbortedError("the other side sends something else")
+                raise ConnectionAbortedError("the other side sent unexpected data")
             self._wanted += size
         if len(self._received) < self._wanted:
             return None
@@ -115,11 +114,11 @@ class Link:
         """Returns the message in `body` if its proof is right."""
         proof, text = body[:PROOF_BYTES], body[PROOF_BYTES:]
         if not hmac.compare_digest(proof, self._prove(self._roles[1], text)):
-            raise NotOfThisJobError(f"the other side has another secret, or none ({TOKEN_VARIABLE})")
+            raise NotOfThisJobError(f"the other side uses a different secret, or none ({TOKEN_VARIABLE})")
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(message := json.loads(text), dict):
                 return message
-        raise ConnectionAbortedError("the other side sends something else")
+        raise ConnectionAbortedError("the other side sent unexpected data")
 
     def _prove(self, role: str, text: bytes) -> bytes:
         nonces = [self.nonces[role] for role in sorted(self._roles)]
@@ -193,12 +192,13 @@ def clients(
                         # A probe that only looks whether the port is open sends nothing.
                         if not reported and (begun or not closed):
                             reported = True
-                            why = (
-                                f"it does not accept the secret ({TOKEN_VARIABLE})"
-                                if begun and closed
-                                else error
+                            why = f"it rejected the secret ({TOKEN_VARIABLE})" if begun and closed else error
+                            logs.logger.warning(
+                                "Dropped a connection from %s: %s. If it belongs to this job, set the same %s for it.",
+                                link.host,
+                                why,
+                                TOKEN_VARIABLE,
                             )
-                            logs.logger.warning("Dropped a connection from %s: %s.", link.host, why)
                         continue
                     if message is not None:
                         drop(link, close=False)
@@ -220,7 +220,7 @@ def _advance(link: Link) -> dict[str, Any] | None:
     if "client" in link.nonces:
         return link.check(body)
     if len(body) != NONCE_BYTES:
-        raise ConnectionAbortedError("the other side sends something else")
+        raise ConnectionAbortedError("the other side sent unexpected data")
     link.nonces["client"] = body
     link.send({}, first=link.nonces["server"])
     return None

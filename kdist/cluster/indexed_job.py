@@ -33,8 +33,8 @@ class IndexedJobClusterResolver(ProcessClusterResolver):
     """
 
     _HINT = (
-        "The Job needs completionMode: Indexed, and in the container's env KDIST_NUM_WORKERS and "
-        "KDIST_COORDINATOR_ADDRESS, such as train-0.train:2222."
+        "Set completionMode: Indexed in the Job. In the env of its container, set KDIST_NUM_WORKERS, and "
+        "KDIST_COORDINATOR_ADDRESS, for example to train-0.train:2222."
     )
 
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
@@ -45,7 +45,7 @@ class IndexedJobClusterResolver(ProcessClusterResolver):
             split_address(first, COORDINATOR)
         require(
             first is not None or count == 1,
-            f"`{COORDINATOR}` must be set to where pod 0 can be reached.",
+            f"`{COORDINATOR}`, the address of pod 0, is not set.",
             self._HINT,
             **{COORDINATOR: environ.get(COORDINATOR), COUNT: count},
         )

@@ -15,7 +15,9 @@ PHASES = ("begin", "step", "validation", "save", "epoch-end")
 _PHASE = re.compile(r"(?:begin|step|validation|epoch-end|save(?:-[a-z]+)*)")
 _SYNONYMS = {"fit step": "step", "fit-step": "step"}
 _OPTIONS = ("worker", "step", "epoch", "phase", "seconds", "always")
-_EXAMPLE = "For example: kdist run --num-workers 2 --inject kill:worker=1,step=30 train.py"
+_EXAMPLE = (
+    "Write the fault as in this example:\nkdist run --num-workers 2 --inject kill:worker=1,step=30 train.py"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +74,14 @@ def parse(text: str) -> Fault:
     kind, colon, rest = text.strip().partition(":")
     if kind not in KINDS:
         raise InvalidArgumentError(
-            f"A fault must be one of {', '.join(KINDS)}.", received={"inject": text}, hint=_EXAMPLE
+            f"The fault {kind!r} is not one of {', '.join(KINDS)}.", received={"inject": text}, hint=_EXAMPLE
         )
     options: dict[str, object] = {}
     for part in rest.split(",") if colon else ():
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in _OPTIONS or name in options:
             raise InvalidArgumentError(
-                f"After the kind of a fault come options, each once: {', '.join(_OPTIONS)}.",
+                f"The option {part!r} of the fault is repeated, or not one of {', '.join(_OPTIONS)}.",
                 received={"inject": text, "option": part},
                 hint=_EXAMPLE,
             )
@@ -92,21 +94,21 @@ def _value(text: str, name: str, value: str) -> object:
         value = _SYNONYMS.get(value, value)
         if _PHASE.fullmatch(value):
             return value
-        rule = f"The phase of a fault must be one of {', '.join(PHASES)}, or a phase of a save such as save-write."
+        problem = f"`phase` is not one of {', '.join(PHASES)}, nor a phase of a save such as save-write."
     elif name == "seconds":
         if re.fullmatch(r"\d{1,6}(\.\d{0,6})?", value, re.ASCII):
             return float(value)
-        rule = "The seconds of a fault must be a number."
+        problem = "`seconds` is not a number."
     elif name == "always":
         if value in ("0", "1"):
             return value == "1"
-        rule = "always must be 0 or 1."
+        problem = "`always` is not 0 or 1."
     else:
         least = 0 if name == "worker" else 1
         if re.fullmatch(r"\d{1,9}", value, re.ASCII) and int(value) >= least:
             return int(value)
-        rule = f"The {name} of a fault must be a whole number from {least}."
-    raise InvalidArgumentError(rule, received={"inject": text, name: value}, hint=_EXAMPLE)
+        problem = f"`{name}` is not an integer of at least {least}."
+    raise InvalidArgumentError(problem, received={"inject": text, name: value}, hint=_EXAMPLE)
 
 
 def join(faults: Iterable[Fault]) -> str:

@@ -54,7 +54,10 @@ class JAXClusterResolver(ProcessClusterResolver):
     (1, 'digits-worker-0:6666')
     """
 
-    _HINT = "For example: JAX_COORDINATOR_ADDRESS=host0:2222 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0"
+    _HINT = (
+        "Set the variables of each process, for example:\n"
+        "JAX_COORDINATOR_ADDRESS=host0:2222 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0"
+    )
 
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
         """Reads the variables of JAX programs; see the base class."""
@@ -90,7 +93,7 @@ class PETClusterResolver(ProcessClusterResolver):
     (1, 'digits-node-0-0.digits:29400')
     """
 
-    _HINT = "Start the script with torchrun, which reads these variables itself: torchrun train.py"
+    _HINT = "Start the script with torchrun, which reads these variables:\ntorchrun train.py"
 
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
         """Reads torchrun's options; see the base class."""
@@ -98,7 +101,7 @@ class PETClusterResolver(ProcessClusterResolver):
         least, _, most = listed.partition(":")
         require(
             not most or least == most,
-            "Only torchrun can settle how many nodes there are where `PET_NNODES` is a range.",
+            "`PET_NNODES` is a range, from which only torchrun can choose the number of nodes.",
             self._HINT,
             PET_NNODES=listed,
         )

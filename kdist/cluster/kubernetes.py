@@ -16,7 +16,7 @@ from kdist.errors import InvalidArgumentError
 _TIMEOUT = 10.0  # of one try, in seconds; the client tries a few times
 _NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 _COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
-_EXAMPLE = 'For example: KubernetesClusterResolver({"worker": ["job-name=train"]}).'
+_EXAMPLE = 'Pass a list, for example:\nKubernetesClusterResolver({"worker": ["job-name=train"]})'
 
 
 class KubernetesExecutableLocation(enum.Enum):
@@ -82,15 +82,17 @@ class KubernetesClusterResolver(ClusterResolver):
     ) -> None:
         if not isinstance(executable_location, KubernetesExecutableLocation):
             raise InvalidArgumentError(
-                "executable_location must be a KubernetesExecutableLocation.",
+                "`executable_location` is not a KubernetesExecutableLocation.",
                 received={"executable_location": executable_location},
-                hint="For example: KubernetesExecutableLocation.OFF_CLUSTER.",
+                hint="Pass KubernetesExecutableLocation.WITHIN_CLUSTER or KubernetesExecutableLocation.OFF_CLUSTER.",
             )
         self._jobs = dict(job_to_label_mapping or {"worker": ["job-name=tensorflow"]})
         for job, selectors in self._jobs.items():
             if isinstance(selectors, str):
                 raise ClusterTypeError(
-                    "Each job needs a list of label selectors.", received={job: selectors}, hint=_EXAMPLE
+                    f"The label selectors of job {job!r} are a string instead of a list.",
+                    received={job: selectors},
+                    hint=_EXAMPLE,
                 )
         self._port = tf_server_port
         self._rpc_layer = rpc_layer
@@ -118,8 +120,9 @@ class KubernetesClusterResolver(ClusterResolver):
 
     def _addresses(self, selector: str) -> list[str]:
         with asking(
-            "The API of Kubernetes",
-            f"See whether the service account may list pods: kubectl auth can-i list pods -n {self._namespace}",
+            f"The Kubernetes API did not list the pods of {selector!r}.",
+            "Check that the service account may list pods:\n"
+            f"kubectl auth can-i list pods -n {self._namespace}",
         ):
             found = self._client.list_namespaced_pod(
                 self._namespace, label_selector=selector, _request_timeout=_TIMEOUT
@@ -130,16 +133,16 @@ class KubernetesClusterResolver(ClusterResolver):
             ]
         if not pods:
             raise ClusterRuntimeError(
-                "A label selector must find at least one pod.",
+                f"The label selector {selector!r} does not match any pod.",
                 received={"selector": selector, "namespace": self._namespace},
-                hint=f"See what it finds: kubectl get pods -n {self._namespace} --selector {selector}",
+                hint=f"Check the selector:\nkubectl get pods -n {self._namespace} --selector {selector}",
             )
         for _, name, phase, address in sorted(pods):
             if phase != "Running" or not address:
                 raise ClusterRuntimeError(
-                    f"Every pod must run, but pod {name!r} does not.",
+                    f"Pod {name!r} is not running, or has no address.",
                     received={"selector": selector, "phase": phase, "address": address},
-                    hint=f"See why with: kubectl describe pod {name}",
+                    hint=f"Read its events:\nkubectl describe pod {name} -n {self._namespace}",
                 )
         return [join_address(address, self._port) for _, _, _, address in sorted(pods)]
 
@@ -160,7 +163,10 @@ def _completion_index(pod: Any) -> int:
 def _own_namespace(off_cluster: bool) -> str:
     if off_cluster:
         config = import_client("kubernetes.config", "kubernetes", "override_client")
-        with asking("The configuration of Kubernetes", "Pass namespace=..."):
+        with asking(
+            "Cannot read the namespace from the kubeconfig file.",
+            'Pass the namespace, for example: namespace="default"',
+        ):
             return str(config.list_kube_config_contexts()[1]["context"].get("namespace") or "default")
     try:
         with open(_NAMESPACE_FILE, encoding="utf-8") as file:
@@ -173,7 +179,10 @@ def _make_client(off_cluster: bool) -> Any:
     config = import_client("kubernetes.config", "kubernetes", "override_client")
     client = import_client("kubernetes.client", "kubernetes", "override_client")
     with asking(
-        "The configuration of Kubernetes", "Outside of a pod pass KubernetesExecutableLocation.OFF_CLUSTER."
+        "Cannot load the kubeconfig file." if off_cluster else "Cannot load the service account of this pod.",
+        "Check the file:\nkubectl config view"
+        if off_cluster
+        else "Outside a pod, pass executable_location=KubernetesExecutableLocation.OFF_CLUSTER.",
     ):
         if off_cluster:
             config.load_kube_config()

@@ -84,9 +84,9 @@ def parse_seconds(
         seconds = math.nan
     if not _LEAST_SECONDS <= seconds < math.inf:
         raise InvalidArgumentError(
-            "A timeout must be a number of seconds, at least 1.",
+            f"`{name}` is not a number of seconds of at least 1.",
             received={name: text},
-            hint=f"For example: {example}",
+            hint=f"Set the timeout in seconds, for example:\n{example}",
         )
     return seconds
 

@@ -45,16 +45,19 @@ def set_up(environ: Mapping[str, str] | None = None) -> None:
     >>> logs.set_up({"KDIST_LOG": "loud"})
     Traceback (most recent call last):
         ...
-    kdist.errors.InvalidArgumentError: KDIST_LOG must be one of debug, info, warning, error. Received: KDIST_LOG='loud'. For example: export KDIST_LOG=debug
-    """  # noqa: E501
+    kdist.errors.InvalidArgumentError: `KDIST_LOG` is not one of debug, info, warning, error.
+    Received: KDIST_LOG='loud'
+    Set one of these levels, for example:
+    export KDIST_LOG=debug
+    """
     text = environment.get(VARIABLE, environ=environ)
     if text in (None, ""):
         return
     if text.strip().lower() not in _LEVELS:
         raise InvalidArgumentError(
-            f"{VARIABLE} must be one of {', '.join(_LEVELS)}.",
+            f"`{VARIABLE}` is not one of {', '.join(_LEVELS)}.",
             received={VARIABLE: text},
-            hint=f"For example: export {VARIABLE}=debug",
+            hint=f"Set one of these levels, for example:\nexport {VARIABLE}=debug",
         )
     logger.setLevel(_LEVELS[text.strip().lower()])
 

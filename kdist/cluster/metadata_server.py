@@ -39,8 +39,8 @@ def fetch_metadata(path: str, environ: Mapping[str, str], timeout: float = _TIME
     >>> try:
     ...     fetch_metadata("instance/zone", {"GCE_METADATA_HOST": "127.0.0.1:1"})
     ... except RuntimeError as error:
-    ...     print(str(error)[:56])
-    The metadata server of Google Cloud must answer within 2
+    ...     print(str(error).partition(" within")[0])
+    The metadata server of Google Cloud did not respond
     """
     host = environ.get("GCE_METADATA_HOST") or environ.get("GCE_METADATA_IP") or _HOST
     url = f"http://{host}/computeMetadata/v1/{path}"
@@ -51,7 +51,7 @@ def fetch_metadata(path: str, environ: Mapping[str, str], timeout: float = _TIME
         try:
             with opener.open(request, timeout=timeout) as answer:
                 if answer.headers.get("Metadata-Flavor") != "Google":
-                    raise OSError("another kind of server answered")
+                    raise OSError("another kind of server responded")
                 return str(answer.read(_MOST_BYTES).decode())
         except urllib.error.HTTPError as error:
             if error.code == 404 and error.headers.get("Metadata-Flavor") == "Google":
@@ -66,8 +66,8 @@ def fetch_metadata(path: str, environ: Mapping[str, str], timeout: float = _TIME
 
 def _no_answer(url: str, timeout: float, error: Exception) -> ClusterRuntimeError:
     return ClusterRuntimeError(
-        f"The metadata server of Google Cloud must answer within {timeout:g} s, but it did not.",
+        f"The metadata server of Google Cloud did not respond within {timeout:g} s, or refused the request.",
         received={"url": url, "error": str(error)},
-        hint="Run this on a machine of Google Cloud, or say what it would: TPU_WORKER_HOSTNAMES=host0,host1 "
-        "TPU_WORKER_ID=0",
+        hint="Run the script on a machine of Google Cloud, or set the variables yourself, for example:\n"
+        "TPU_WORKER_HOSTNAMES=host0,host1 TPU_WORKER_ID=0",
     )

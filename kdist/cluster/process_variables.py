@@ -89,10 +89,10 @@ def read_count(environ: Mapping[str, str], name: str, hint: str, default: int | 
     text = environ.get(name)
     if text is None and default is not None:
         return default
-    require(text is not None, f"`{name}` must be set.", hint, **{name: text})
+    require(text is not None, f"`{name}` is not set.", hint, **{name: text})
     text = (text or "").strip()
     valid = text.isascii() and text.isdigit() and len(text) < 10
-    require(valid, f"`{name}` must be a non-negative integer.", hint, **{name: environ.get(name)})
+    require(valid, f"`{name}` is not a non-negative integer.", hint, **{name: environ.get(name)})
     return int(text)
 
 
@@ -101,13 +101,13 @@ def read_index(environ: Mapping[str, str], index_name: str, count_name: str, hin
     index, count = (read_count(environ, name, hint) for name in (index_name, count_name))
     require(
         1 <= count <= MOST_WORKERS,
-        f"`{count_name}` must be at least 1, and at most {MOST_WORKERS}.",
+        f"`{count_name}` is not between 1 and {MOST_WORKERS}.",
         hint,
         **{count_name: count},
     )
     require(
         index < count,
-        f"`{index_name}` must be smaller than `{count_name}`.",
+        f"`{index_name}` is not smaller than `{count_name}`.",
         hint,
         **{index_name: index, count_name: count},
     )
@@ -124,7 +124,8 @@ def read_place(
     local_count = read_count(environ, local_count_name, hint, default=max(1, local_index + 1))
     require(
         local_index < local_count <= count,
-        f"`{local_index_name}` must be smaller than `{local_count_name}`, and that at most `{count_name}`.",
+        f"The variables do not match: `{local_index_name}` must be smaller than `{local_count_name}`, which must be at "
+        f"most `{count_name}`.",
         hint,
         **{local_index_name: local_index, local_count_name: local_count, count_name: count},
     )
@@ -136,7 +137,7 @@ def read_address(environ: Mapping[str, str], host_name: str, port_name: str, hin
     host = (environ.get(host_name) or "").strip()
     require(
         bool(host),
-        f"`{host_name}` must be set to worker 0's host.",
+        f"`{host_name}`, the host of worker 0, is not set.",
         hint,
         **{host_name: environ.get(host_name)},
     )
@@ -170,7 +171,7 @@ class TorchrunClusterResolver(ProcessClusterResolver):
     ('worker', 1, 'host0:29500')
     """
 
-    _HINT = "Start the script with: torchrun --nproc-per-node=2 train.py"
+    _HINT = "Start the script with torchrun:\ntorchrun --nproc-per-node=2 train.py"
 
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
         """Reads torchrun's variables; see the base class."""
@@ -204,7 +205,7 @@ class MPIClusterResolver(ProcessClusterResolver):
     (1, 'host0:2222')
     """
 
-    _HINT = "Pass rank 0's address on: mpirun -x MASTER_ADDR=host0 -x MASTER_PORT=2222 python train.py"
+    _HINT = "Pass the address of rank 0:\nmpirun -x MASTER_ADDR=host0 -x MASTER_PORT=2222 python train.py"
     _OPEN_MPI = (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -240,7 +241,7 @@ class MPIClusterResolver(ProcessClusterResolver):
         host = where.partition(",")[0].partition(":")[0].partition(";")[0]
         require(
             bool(host),
-            "MPI on several machines must be told where rank 0 listens.",
+            "The address of rank 0 is unknown. MPI does not set it on several machines.",
             self._HINT,
             MASTER_ADDR=None,
         )
@@ -282,7 +283,8 @@ class KerasClusterResolver(ProcessClusterResolver):
     """
 
     _HINT = (
-        "For example: KERAS_DISTRIBUTION_JOB_ADDRESSES=host0:2222 KERAS_DISTRIBUTION_NUM_PROCESSES=2 "
+        "Set the variables of each process, for example:\n"
+        "KERAS_DISTRIBUTION_JOB_ADDRESSES=host0:2222 KERAS_DISTRIBUTION_NUM_PROCESSES=2 "
         "KERAS_DISTRIBUTION_PROCESS_ID=0"
     )
 
@@ -297,14 +299,14 @@ class KerasClusterResolver(ProcessClusterResolver):
         count = read_count(environ, f"{prefix}NUM_PROCESSES", self._HINT, default=default)
         require(
             1 <= count <= MOST_WORKERS,
-            f"`{prefix}NUM_PROCESSES` must be at least 1, and at most {MOST_WORKERS}.",
+            f"`{prefix}NUM_PROCESSES` is not between 1 and {MOST_WORKERS}.",
             self._HINT,
             NUM_PROCESSES=count,
         )
         index = read_count(environ, f"{prefix}PROCESS_ID", self._HINT, default=0 if count == 1 else None)
         require(
             index < count,
-            f"`{prefix}PROCESS_ID` must be smaller than `{prefix}NUM_PROCESSES`.",
+            f"`{prefix}PROCESS_ID` is not smaller than `{prefix}NUM_PROCESSES`.",
             self._HINT,
             PROCESS_ID=index,
             NUM_PROCESSES=count,
@@ -312,7 +314,7 @@ class KerasClusterResolver(ProcessClusterResolver):
         require(
             len(addresses) in ((0, 1) if count == 1 else (1, count))
             and len(set(addresses)) == len(addresses),
-            f"`{prefix}JOB_ADDRESSES` must hold worker 0's address, or a different one for each process.",
+            f"`{prefix}JOB_ADDRESSES` contains neither one address nor a different address for each process.",
             self._HINT,
             JOB_ADDRESSES=listed,
             NUM_PROCESSES=count,

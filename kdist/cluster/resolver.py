@@ -188,12 +188,16 @@ class SimpleClusterResolver(ClusterResolver):
     ) -> None:
         if isinstance(cluster_spec, Mapping) or not callable(getattr(cluster_spec, "as_dict", None)):
             raise ClusterTypeError(
-                "`cluster_spec` must be a ClusterSpec.",
+                "`cluster_spec` is not a ClusterSpec.",
                 received={"cluster_spec": cluster_spec},
-                hint='For example: ClusterSpec({"worker": ["host0:2222", "host1:2222"]}).',
+                hint='Pass a ClusterSpec, for example:\nClusterSpec({"worker": ["host0:2222", "host1:2222"]})',
             )
         if not isinstance(master, str):
-            raise ClusterTypeError("`master` must be a string.", received={"master": master})
+            raise ClusterTypeError(
+                "`master` is not a string.",
+                received={"master": master},
+                hint='Pass an address, for example: master="host0:2222"',
+            )
         self._cluster_spec = ClusterSpec(cluster_spec)
         self._master = master
         self._task_type = task_type
@@ -251,17 +255,19 @@ class UnionResolver(ClusterResolver):
         self._task_id = kwargs.pop("task_id", None)
         if kwargs:
             raise InvalidArgumentError(
-                "UnionResolver takes resolvers and the keywords `task_type`, `task_id` and `rpc_layer`.",
+                "UnionResolver does not accept these keyword arguments.",
                 received=kwargs,
+                hint="Pass only the keywords `task_type`, `task_id` and `rpc_layer`.",
             )
         if not args:
             raise InvalidArgumentError(
-                "UnionResolver needs at least one resolver.", hint="UnionResolver(first, second)"
+                "UnionResolver was called without a resolver.",
+                hint="Pass at least one resolver, for example: UnionResolver(first, second)",
             )
         for resolver in args:
             if not isinstance(resolver, ClusterResolver):
                 raise ClusterTypeError(
-                    "Every argument of UnionResolver must be a ClusterResolver.",
+                    "An argument of UnionResolver is not a ClusterResolver.",
                     received={"argument": resolver},
                     hint="Wrap a ClusterSpec in SimpleClusterResolver(...).",
                 )
@@ -320,7 +326,7 @@ def _merge_sparse(job: str, parts: list[list[str] | dict[int, str]]) -> dict[int
         twice = sorted(set(tasks) & set(merged))
         if twice:
             raise ClusterKeyError(
-                f"A task of the sparse job {job!r} must be described by one resolver only.",
+                f"Two resolvers describe the same task of the sparse job {job!r}.",
                 received={"indices described twice": twice},
                 hint="Remove the task from one of the resolvers.",
             )

@@ -14,9 +14,10 @@ from kdist.cluster.tf_config import KNOWN_JOBS, TFConfigClusterResolver
 from kdist.errors import ClusterConfigError
 
 _EXAMPLE = (
-    'For example: ClusterSpec({"chief": ["host0:2222"], "worker": ["host1:2222", "host2:2222"], '
-    '"ps": ["host3:2222"]}), or: kdist run --num-workers 2 --num-ps 1 train.py'
+    "Start the job with `kdist run --num-workers 2 --num-ps 1 train.py`, or describe the cluster as in this example:\n"
+    'ClusterSpec({"chief": ["host0:2222"], "worker": ["host1:2222", "host2:2222"], "ps": ["host3:2222"]})'
 )
+_JOBS = ", ".join(KNOWN_JOBS)
 _ONE_OF_A_KIND = ("chief", "evaluator")
 # How a cluster is described: one of a job, several of it.
 _WORDS = {
@@ -146,9 +147,9 @@ def server_cluster(resolver: Any = None, environ: Mapping[str, str] | None = Non
         resolver = TFConfigClusterResolver(environ=environ)
     if not callable(getattr(resolver, "cluster_spec", None)):
         raise ClusterTypeError(
-            "cluster_resolver must be a ClusterResolver of kdist or of tf.distribute.",
+            "`cluster_resolver` is not a ClusterResolver of kdist or tf.distribute.",
             received={"cluster_resolver": resolver},
-            hint="For example: kdist.cluster_resolver.TFConfigClusterResolver()",
+            hint="Pass a resolver, for example: kdist.cluster_resolver.TFConfigClusterResolver()",
         )
     spec = ClusterSpec(resolver.cluster_spec())
     _check_jobs(spec)
@@ -172,15 +173,18 @@ def coordinator_cluster(resolver: Any = None, environ: Mapping[str, str] | None 
     """
     cluster = server_cluster(resolver, environ)
     if cluster.task_type == "evaluator":
-        hint = "In the evaluator, make the model without a strategy: kdist.SidecarEvaluator(model, …).start()"
+        hint = (
+            "In the evaluator, create the model without a strategy:\nkdist.SidecarEvaluator(model, …).start()"
+        )
     else:
         hint = (
+            "In workers and parameter servers, start a server before you create a strategy:\n"
             'if resolver.task_type in ("worker", "ps"): kdist.Server(resolver.cluster_spec(), '
             "job_name=resolver.task_type, task_index=resolver.task_id).join()"
         )
     require(
         cluster.task_type == "chief",
-        "A strategy with parameter servers is made in the task that coordinates, the chief; the others serve it.",
+        "This process is not the chief, so it cannot create a strategy with parameter servers.",
         hint,
         this_task=cluster.name,
     )
@@ -227,32 +231,32 @@ def _check_jobs(spec: ClusterSpec) -> None:
     received: dict[str, Any] = {"cluster": spec.as_dict()}
     counts = {job: spec.num_tasks(job) for job in spec.jobs}
     if "master" in counts:
-        both = " and the cluster has both" if "chief" in counts else ""
         raise ClusterConfigError(
-            f'The task that coordinates is the one of the job "chief". "master" was its name in TensorFlow 1{both}.',
+            'The cluster has a job "master", the name of the job "chief" in TensorFlow 1.',
             received=received,
-            hint='Name it "chief".' if not both else 'Leave "master" out.',
+            hint='Remove the job "master".' if "chief" in counts else 'Rename the job to "chief".',
         )
     for job in spec.jobs:
-        require(
-            job in KNOWN_JOBS, f"A job must be one of {', '.join(KNOWN_JOBS)}.", _EXAMPLE, job=job, **received
-        )
+        require(job in KNOWN_JOBS, f"The job {job!r} is not one of {_JOBS}.", _EXAMPLE, job=job, **received)
     for job in _ONE_OF_A_KIND:
         require(
-            counts.get(job, 0) <= 1, f'A cluster must have at most one task of the job "{job}".', **received
+            counts.get(job, 0) <= 1,
+            f'The cluster has more than one task of the job "{job}".',
+            f'Keep one task of the job "{job}".',
+            **received,
         )
-    for job, what in (("worker", "worker"), ("ps", "parameter server, a task of the job ps")):
+    for job, what in (("worker", "worker,"), ("ps", "parameter server, a task of the job ps,")):
         require(
             counts.get(job, 0) > 0,
-            f"Training with parameter servers needs at least one {what}.",
+            f"The cluster has no {what} but training with parameter servers needs at least one.",
             _EXAMPLE,
             **received,
         )
         missing = sorted(set(range(max(spec.task_indices(job)))) - set(spec.task_indices(job)))
         require(
             not missing,
-            f"The address of every task must be known; {task_name(job, missing[0]) if missing else ''} is missing.",
-            "List all tasks without a gap.",
+            f"The cluster has no address for {task_name(job, missing[0]) if missing else ''}.",
+            "List all tasks without a gap in the indices.",
             **received,
         )
 
@@ -266,8 +270,8 @@ def _check_addresses(spec: ClusterSpec) -> None:
             place = ("loopback" if is_loopback(host) else host.lower(), port)
             require(
                 place not in seen,
-                f"One port serves one task, but {seen.get(place)} and {name} have the same.",
-                "Give each task a port of its own.",
+                f"{seen.get(place)} and {name} have the same address.",
+                "Give each task a different port.",
                 address=address,
             )
             seen[place] = name
@@ -277,17 +281,23 @@ def _own_task(spec: ClusterSpec, task_type: Any, task_id: Any) -> tuple[str, int
     received = {"task_type": task_type, "task_id": task_id, "cluster": spec.as_dict()}
     if task_type in (None, ""):
         return "chief", 0
-    require(task_type in KNOWN_JOBS, f"task_type must be one of {', '.join(KNOWN_JOBS)}.", **received)
+    require(
+        task_type in KNOWN_JOBS,
+        f"`task_type` is not one of {_JOBS}.",
+        'Set the job of this process, for example: task_type="worker"',
+        **received,
+    )
     if task_type not in spec.jobs or not spec.num_tasks(task_type):
         # Nobody connects to an evaluator, so that it need not be in the cluster.
-        require(task_type == "evaluator", "task_type must be a job of the cluster.", _EXAMPLE, **received)
+        require(task_type == "evaluator", "`task_type` is not a job of the cluster.", _EXAMPLE, **received)
         return task_type, 0
     indices = spec.task_indices(task_type)
     if task_id is None and task_type in _ONE_OF_A_KIND:
         return task_type, indices[0]
     require(
         isinstance(task_id, int) and task_id in indices,
-        f'task_id must be the index of a task of the job "{task_type}": {indices}.',
+        f'`task_id` is not one of the indices of the job "{task_type}": {indices}.',
+        "Set task_id to one of these indices.",
         **received,
     )
     return task_type, task_id

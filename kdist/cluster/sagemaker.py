@@ -9,7 +9,7 @@ from kdist.cluster.addresses import join_address, split_address
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.resolver import ClusterResolver, Task, master_of_task, require
 
-_HINT = 'SageMaker sets for example: SM_HOSTS=\'["algo-1", "algo-2"]\' SM_CURRENT_HOST=algo-1'
+_HINT = 'Set the variables as SageMaker does, for example:\nSM_HOSTS=\'["algo-1", "algo-2"]\' SM_CURRENT_HOST=algo-1'
 
 
 class SageMakerClusterResolver(ClusterResolver):
@@ -60,10 +60,8 @@ class SageMakerClusterResolver(ClusterResolver):
         except (ValueError, RecursionError):
             hosts = None
         if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
-            require(False, "`SM_HOSTS` must be a JSON list of the hosts' names.", _HINT, SM_HOSTS=text)
-        require(
-            len(set(hosts)) == len(hosts), "Each host of `SM_HOSTS` must be there once.", _HINT, SM_HOSTS=text
-        )
+            require(False, "`SM_HOSTS` is not a JSON list of host names.", _HINT, SM_HOSTS=text)
+        require(len(set(hosts)) == len(hosts), "`SM_HOSTS` contains a host twice.", _HINT, SM_HOSTS=text)
         for host in hosts:
             split_address(join_address(host, int(self._port)), "SM_HOSTS")
         return sorted(hosts)
@@ -72,7 +70,7 @@ class SageMakerClusterResolver(ClusterResolver):
         hosts, own = self._hosts(), self._environ.get("SM_CURRENT_HOST")
         require(
             own in hosts,
-            "`SM_CURRENT_HOST` must be one of `SM_HOSTS`.",
+            "`SM_CURRENT_HOST` is not in `SM_HOSTS`.",
             _HINT,
             SM_CURRENT_HOST=own,
             SM_HOSTS=hosts,

@@ -54,7 +54,7 @@ class FluxClusterResolver(ProcessClusterResolver):
     (1, 'host0:2222')
     """
 
-    _HINT = "Pass the host of task 0: flux run --env=MASTER_ADDR=host0 python train.py"
+    _HINT = "Pass the host of task 0:\nflux run --env=MASTER_ADDR=host0 python train.py"
 
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
         """Reads Flux's variables; see the base class."""
@@ -91,7 +91,7 @@ class LSFClusterResolver(ProcessClusterResolver):
     (1, 'node1:2222')
     """
 
-    _HINT = "Pass the host of task 0: jsrun -E MASTER_ADDR=host0 python train.py"
+    _HINT = "Pass the host of task 0:\njsrun -E MASTER_ADDR=host0 python train.py"
 
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
         """Reads the variables of `jsrun` and LSF; see the base class."""
@@ -151,15 +151,20 @@ class LeaderWorkerSetClusterResolver(ProcessClusterResolver):
     """
 
     _HINT = (
-        "LeaderWorkerSet sets LWS_WORKER_INDEX since version 0.6. Before that, set it in the pod's template from the "
-        "label leaderworkerset.sigs.k8s.io/worker-index."
+        "Use LeaderWorkerSet 0.6 or later, which sets LWS_WORKER_INDEX. With older versions, set it in the pod "
+        "template from the label leaderworkerset.sigs.k8s.io/worker-index."
     )
 
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
         """Reads the variables of the group's pods; see the base class."""
         index, count = read_index(environ, INDEX, GROUP_SIZE, self._HINT)
         host = environ.get(LEADER, "").strip()
-        require(bool(host) or count == 1, f"`{LEADER}` must name the leader.", self._HINT, **{LEADER: host})
+        require(
+            bool(host) or count == 1,
+            f"`{LEADER}`, the host of the leader, is not set.",
+            self._HINT,
+            **{LEADER: host},
+        )
         first = join_address(host, PORT) if host else None
         if first is not None:
             split_address(first, LEADER)

@@ -21,7 +21,7 @@ from kdist.errors import ClusterConfigError
 
 PROOF_BYTES = hashlib.sha256().digest_size
 EXPORT_TOKEN = f"export {TOKEN_VARIABLE}=$(openssl rand -hex 16)"
-_HINT = f"Set the same secret on all machines of the job. Create it once, such as with\n{EXPORT_TOKEN}"
+_HINT = f"Create a secret once, and set it on all machines of the job:\n{EXPORT_TOKEN}"
 _MOST_BYTES = 256  # of the file with the secret
 
 
@@ -46,7 +46,7 @@ def job_secret(addresses: Sequence[str]) -> str:
     others = [address for address in addresses if not is_loopback(split_address(address)[0])]
     if others:
         raise ClusterConfigError(
-            f"A job whose addresses other machines can reach needs a secret, but {TOKEN_VARIABLE} is not set.",
+            f"{TOKEN_VARIABLE} is not set, but other machines can connect to this job.",
             received={"addresses": others[:3]},
             hint=_HINT,
         )
@@ -61,7 +61,7 @@ def _user_secret() -> str:
             os.mkdir(directory, 0o700)
         opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            _check_private(os.fstat(opened), "it belongs to, or is open to, another user")
+            _check_private(os.fstat(opened), "another user owns or can access it")
             try:
                 return _read(opened)
             except FileNotFoundError:
@@ -71,10 +71,9 @@ def _user_secret() -> str:
             os.close(opened)
     except OSError as error:
         raise ClusterConfigError(
-            "kdist keeps a secret of yours in a private directory, but cannot use it: "
-            f"{error.strerror or 'unknown error'}.",
+            f"Cannot use the private directory with your secret: {error.strerror or 'unknown error'}.",
             received={"directory": directory},
-            hint=f"Remove the directory, set TMPDIR to another one, or set the secret yourself:\n{EXPORT_TOKEN}",
+            hint=f"Remove the directory, set TMPDIR to another directory, or set the secret yourself:\n{EXPORT_TOKEN}",
         ) from error
 
 
@@ -88,10 +87,10 @@ def _read(directory: int) -> str:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open("secret", flags, dir_fd=directory), "rb") as file:
         status = os.fstat(file.fileno())
-        _check_private(status, "the file in it belongs to, or is open to, another user")
+        _check_private(status, "another user owns or can access the file in it")
         content = file.read(_MOST_BYTES) if stat.S_ISREG(status.st_mode) else b""
     if len(content) != 2 * PROOF_BYTES:
-        raise OSError(errno.EINVAL, "the file in it does not hold a secret")
+        raise OSError(errno.EINVAL, "the file in it does not contain a secret")
     return content.decode("ascii", "replace")
 
 

@@ -44,9 +44,9 @@ def expand_hostlist(hostlist: str) -> list[str]:
 def _bad_list(hostlist: str) -> ClusterConfigError:
     shown = hostlist if len(hostlist) < 200 else f"{hostlist[:190]}…"
     return ClusterConfigError(
-        "A Slurm host list must have a form such as n[1-3,7],m5.",
+        "The Slurm host list does not have a form such as n[1-3,7],m5.",
         received={"hostlist": shown},
-        hint="Compare with: scontrol show hostnames",
+        hint="Compare the list with Slurm's output:\nscontrol show hostnames",
     )
 
 
@@ -86,9 +86,9 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
         if match is None or int(match.group(2) or 1) + len(counts) > _MOST_HOSTS:
             raise ClusterConfigError(
-                "Slurm's tasks per node must have a form such as 2(x3),1.",
+                "Slurm's list of tasks per node does not have a form such as 2(x3),1.",
                 received={"tasks_per_node": tasks_per_node[:200]},
-                hint="Pass tasks_per_node=2 to SlurmClusterResolver.",
+                hint="Pass the number yourself, for example: SlurmClusterResolver(tasks_per_node=2)",
             )
         counts += [int(match.group(1))] * int(match.group(2) or 1)
     return counts
@@ -156,13 +156,13 @@ class SlurmClusterResolver(ClusterResolver):
         self._gpus_per_task = self._gpus_per_node // most if gpus_per_task is None else gpus_per_task
         if most * self._gpus_per_task > self._gpus_per_node:
             raise ClusterRuntimeError(
-                "A node must have the GPUs that its tasks ask for.",
+                "The tasks of a node need more GPUs than the node has.",
                 received={
                     "gpus_per_node": self._gpus_per_node,
                     "gpus_per_task": self._gpus_per_task,
                     "tasks": most,
                 },
-                hint="Lower gpus_per_task, or ask Slurm for more GPUs: srun --gpus-per-task=1",
+                hint="Lower gpus_per_task, or request more GPUs from Slurm, for example: srun --gpus-per-task=1",
             )
         self._task_type, self._task_id = self._own_task()
         self._has_set_gpus = False
@@ -172,18 +172,18 @@ class SlurmClusterResolver(ClusterResolver):
             if f"SLURM_{name}" in self._environ:
                 return self._environ[f"SLURM_{name}"]
         raise ClusterRuntimeError(
-            f"`SLURM_{names[0]}` must be set, as it is inside a job step.",
+            f"`SLURM_{names[0]}` is not set, although Slurm sets it in job steps.",
             received={f"SLURM_{names[0]}": None},
-            hint="Start the script with srun: srun --ntasks=2 python train.py",
+            hint="Start the script with srun:\nsrun --ntasks=2 python train.py",
         )
 
     def _number(self, *names: str) -> int:
         text = self._text(*names)
         if not (text.isascii() and text.isdigit()):
             raise ClusterConfigError(
-                f"`SLURM_{names[0]}` must be a non-negative integer.",
+                f"`SLURM_{names[0]}` is not a non-negative integer.",
                 received={f"SLURM_{names[0]}": text},
-                hint="Unset Slurm's variables outside a job step.",
+                hint="Outside a job step, unset Slurm's variables.",
             )
         return int(text)
 
@@ -196,9 +196,9 @@ class SlurmClusterResolver(ClusterResolver):
         counts = expand_tasks_per_node(self._text("STEP_TASKS_PER_NODE", "TASKS_PER_NODE"))
         if len(counts) != len(hosts):
             raise ClusterConfigError(
-                "`SLURM_STEP_TASKS_PER_NODE` must have one number for each host of `SLURM_STEP_NODELIST`.",
+                "`SLURM_STEP_TASKS_PER_NODE` does not have one number per host of `SLURM_STEP_NODELIST`.",
                 received={"hosts": len(hosts), "numbers": len(counts)},
-                hint="Pass tasks_per_node=2 to SlurmClusterResolver.",
+                hint="Pass the number yourself, for example: SlurmClusterResolver(tasks_per_node=2)",
             )
         return dict(zip(hosts, counts, strict=True))
 
@@ -206,15 +206,15 @@ class SlurmClusterResolver(ClusterResolver):
         wanted, assigned = sum(self._jobs.values()), sum(self._tasks_on.values())
         if wanted != assigned or not assigned:
             raise ClusterRuntimeError(
-                "The jobs must have as many tasks as Slurm has assigned.",
+                f"The jobs have {wanted} tasks, but Slurm assigned {assigned}.",
                 received={"jobs": self._jobs, "assigned": assigned},
-                hint=f"Start the step with: srun --ntasks={wanted}",
+                hint=f"Start as many tasks: srun --ntasks={wanted}",
             )
         if self._process >= assigned:
             raise ClusterConfigError(
-                "`SLURM_PROCID` must be smaller than the number of tasks.",
+                "`SLURM_PROCID` is not smaller than the number of tasks.",
                 received={"SLURM_PROCID": self._process, "tasks": assigned},
-                hint="Unset Slurm's variables outside a job step.",
+                hint="Outside a job step, unset Slurm's variables.",
             )
         self._check_distribution()
 
@@ -224,13 +224,13 @@ class SlurmClusterResolver(ClusterResolver):
         owner = [index for index, count in enumerate(self._tasks_on.values()) for _ in range(count)]
         if node.isdigit() and int(node) != owner[self._process]:
             raise ClusterConfigError(
-                "Slurm's tasks must be numbered node by node.",
+                "Slurm did not number the tasks node by node.",
                 received={
                     "SLURM_PROCID": self._process,
                     "SLURM_NODEID": int(node),
                     "expected": owner[self._process],
                 },
-                hint="Start the step with: srun --distribution=block",
+                hint="Start the step with block distribution: srun --distribution=block",
             )
 
     def _own_task(self) -> tuple[str | None, int | None]:

@@ -58,13 +58,16 @@ class Source:
 def _tf_config_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     if not environ.get("TF_CONFIG", "").strip():
         return False, "TF_CONFIG is empty"
-    return True, "TF_CONFIG is the first source that is asked"
+    return True, "TF_CONFIG has priority over all other sources"
 
 
 def _torchrun_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     numbered = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if _counts_what_nobody_started(environ):
-        return False, "RANK is that of a pod, and WORLD_SIZE counts what torchrun would have started"
+        return (
+            False,
+            "RANK is the index of a pod, but WORLD_SIZE counts the processes that torchrun would start",
+        )
     # One of the two alone is a common name for other things; with MASTER_ADDR it is a mistake worth an error.
     if len(numbered) == 2 or (numbered and "MASTER_ADDR" in environ):
         return True, f"{numbered[0]} and {'WORLD_SIZE' if len(numbered) == 2 else 'MASTER_ADDR'} are set"
@@ -86,7 +89,7 @@ def _slurm_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
         return False, "not inside a job step (srun)"
     if tasks.strip() in ("", "0", "1"):
         return False, "the job step has one task"
-    return True, "a job step of several tasks"
+    return True, "this is a job step of several tasks"
 
 
 def _mpi_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -96,7 +99,7 @@ def _mpi_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     ):
         if index in environ and count in environ:
             return True, f"the variables of {kind} are set"
-    return False, "rank and size are not both set"
+    return False, "the rank and the size are not both set"
 
 
 def _job_applies(names: tuple[str, ...]) -> Callable[[Mapping[str, str]], tuple[bool, str]]:
@@ -121,27 +124,28 @@ def _lws_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
 
 def _vertex_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     if '"workerpool' in environ.get(vertex.NAME, ""):
-        return True, f"{vertex.NAME} names worker pools"
-    return False, f"{vertex.NAME} names no worker pools"
+        return True, f"{vertex.NAME} lists worker pools"
+    return False, f"{vertex.NAME} does not list worker pools"
 
 
 def _keras_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     if any(environ.get(name, "").strip() for name in _KERAS_NAMES):
         return True, "variables of keras.distribution are set"
-    return False, "they are empty"
+    return False, "the variables are empty"
 
 
 def _indexed_job_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     if environ.get(indexed_job.COUNT, "").strip():
         return True, f"{indexed_job.COUNT} is set"
-    return False, f"a Job without {indexed_job.COUNT} is so many separate programs"
+    return False, f"{indexed_job.COUNT} is not set, so each pod trains separately"
 
 
 def _jax_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     names = jax_names(environ)
     if names is None:
-        return False, "the number of processes and that of this one are not both set"
-    return True, f"set: {', '.join(name for name in names[2:] if name in environ)}"
+        return False, "the number of processes and the index of this process are not both set"
+    listed = [name for name in names[2:] if name in environ]
+    return True, f"{' and '.join(listed)} {'is' if len(listed) == 1 else 'are'} set"
 
 
 def _pet_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -160,8 +164,8 @@ def _tpu_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
     listed = environ.get(tpu_slice.PROCESSES, "").strip() or environ.get(tpu_slice.HOSTS, "").strip()
     slices = environ.get(tpu_slice.SLICES, "").strip()
     if "," in listed or (listed and slices not in ("", "1")):
-        return True, "the TPU runtime names several hosts"
-    return False, "the TPU runtime does not name several hosts"
+        return True, "the TPU runtime lists several hosts"
+    return False, "the TPU runtime does not list several hosts"
 
 
 def _make_slurm(environ: Mapping[str, str]) -> ClusterResolver:

@@ -14,7 +14,7 @@ from kdist.errors import ClusterConfigError
 
 KNOWN_JOBS = ("chief", "worker", "ps", "evaluator")
 _EXAMPLE = (
-    """For example: TF_CONFIG='{"cluster": {"worker": ["host0:2222", "host1:2222"]}, """
+    """Set it as in this example:\nexport TF_CONFIG='{"cluster": {"worker": ["host0:2222", "host1:2222"]}, """
     """"task": {"type": "worker", "index": 0}}'"""
 )
 
@@ -66,16 +66,16 @@ def _load(text: str | None) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _wrong("the value", f"must be JSON ({error})", text) from None
+        raise _wrong("the value", f"is not JSON ({error})", text) from None
     if not isinstance(config, dict):
-        raise _wrong("the value", "must be a JSON object", config)
+        raise _wrong("the value", "is not a JSON object", config)
     return config
 
 
 def _read_text(config: Mapping[str, Any], name: str) -> str | None:
     value = config.get(name)
     if value is not None and not isinstance(value, str):
-        raise _wrong(f'["{name}"]', "must be a string", value)
+        raise _wrong(f'["{name}"]', "is not a string", value)
     return value
 
 
@@ -83,7 +83,7 @@ def _read_cluster(cluster: Any) -> ClusterSpec:
     if cluster is None or cluster == {}:
         return ClusterSpec({})
     if not isinstance(cluster, dict):
-        raise _wrong('["cluster"]', "must be an object from job name to addresses", cluster)
+        raise _wrong('["cluster"]', "is not an object from job names to addresses", cluster)
     seen: dict[str, str] = {}
     for job, tasks in cluster.items():
         _check_job(job, tasks)
@@ -91,47 +91,45 @@ def _read_cluster(cluster: Any) -> ClusterSpec:
         for index, address in pairs:
             field = f'["cluster"]["{job}"][{index}]'
             if isinstance(index, str) and not (index.isascii() and index.isdigit()):
-                raise _wrong(field, "must have an index that is a non-negative integer", index)
+                raise _wrong(field, "has an index that is not a non-negative integer", index)
             host, port = split_address(address, f"TF_CONFIG{field}")
             if f"{host}:{port}" in seen:
-                raise _wrong(
-                    field, f"must differ from {seen[f'{host}:{port}']}: one port serves one task", address
-                )
+                raise _wrong(field, f"is the same address as {seen[f'{host}:{port}']}", address)
             seen[f"{host}:{port}"] = field
     if not cluster.get("chief") and not cluster.get("worker"):
-        raise _wrong('["cluster"]', 'must have a task of the job "chief" or "worker"', cluster)
+        raise _wrong('["cluster"]', 'has no task of the job "chief" or "worker"', cluster)
     return ClusterSpec(cluster)
 
 
 def _check_job(job: str, tasks: Any) -> None:
     field = f'["cluster"]["{job}"]'
     if job not in KNOWN_JOBS:
-        raise _wrong(field, f"must be one of the jobs {', '.join(KNOWN_JOBS)}", job)
+        raise _wrong(field, f"is not one of the jobs {', '.join(KNOWN_JOBS)}", job)
     if not isinstance(tasks, (list, dict)):
-        raise _wrong(field, "must be a list of addresses (or an object from index to address)", tasks)
+        raise _wrong(field, "is neither a list of addresses nor an object from index to address", tasks)
     if job in ("chief", "evaluator") and len(tasks) > 1:
-        raise _wrong(field, "must have at most one task", tasks)
+        raise _wrong(field, "has more than one task", tasks)
 
 
 def _read_task(task: Any, cluster: ClusterSpec) -> tuple[str | None, int | None]:
     if task is None:
         return None, None
     if not isinstance(task, dict):
-        raise _wrong('["task"]', 'must be an object with "type" and "index"', task)
+        raise _wrong('["task"]', 'is not an object with "type" and "index"', task)
     task_type = task.get("type")
     if task_type is not None and task_type not in KNOWN_JOBS:
-        raise _wrong('["task"]["type"]', f"must be one of {', '.join(KNOWN_JOBS)}", task_type)
+        raise _wrong('["task"]["type"]', f"is not one of {', '.join(KNOWN_JOBS)}", task_type)
     task_id = _read_index(task.get("index"))
     if cluster and task_type is not None and task_type != "evaluator":
         if task_type not in cluster.jobs:
             raise _wrong(
-                '["task"]["type"]', f"must be a job of the cluster, which has {cluster.jobs}", task_type
+                '["task"]["type"]', f"is not one of the jobs of the cluster, {cluster.jobs}", task_type
             )
         if task_id is not None and task_id not in cluster.task_indices(task_type):
             known = cluster.task_indices(task_type)
             raise _wrong(
                 '["task"]["index"]',
-                f'must be the index of a task of ["cluster"]["{task_type}"]: {known}',
+                f'is not one of the indices of ["cluster"]["{task_type}"], {known}',
                 task_id,
             )
     return task_type, task_id
@@ -143,9 +141,9 @@ def _read_index(index: Any) -> int | None:
     if isinstance(index, str) and index.isascii() and index.isdigit() and len(index) < 10:
         index = int(index)  # some operators write the index as text, and TensorFlow reads it
     if not isinstance(index, int) or isinstance(index, bool):
-        raise _wrong('["task"]["index"]', "must be an integer", index)
+        raise _wrong('["task"]["index"]', "is not an integer", index)
     if index < 0:
-        raise _wrong('["task"]["index"]', "must not be negative", index)
+        raise _wrong('["task"]["index"]', "is negative", index)
     return index
 
 
@@ -213,5 +211,5 @@ class TFConfigClusterResolver(ClusterResolver):
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
-            raise _wrong('["task"]', 'must have "type" and "index"', None)
+            raise _wrong('["task"]', 'does not have "type" and "index"', None)
         return format_master(config.cluster.task_address(task_type, task_id), rpc_layer or self.rpc_layer)

@@ -85,16 +85,21 @@ class TPUClusterResolver(ProcessClusterResolver):
         super().__init__(environ=environ)
         require(
             not coordinator_name or bool(coordinator_address),
-            "A coordinator must have an address; kdist starts no server for it.",
-            'Pass coordinator_address="host0:2222".',
+            "`coordinator_name` was passed without `coordinator_address`.",
+            'Pass the address of the coordinator, for example: coordinator_address="host0:2222"',
             coordinator_name=coordinator_name,
         )
         names = [str(one) for one in tpu] if isinstance(tpu, (list, tuple)) else [str(tpu or "")]
-        require(len(names) == 1, "One TPU must be named.", 'For example: tpu="local".', tpu=tpu)
+        require(
+            len(names) == 1,
+            "`tpu` does not name exactly one TPU.",
+            'Pass one name, for example: tpu="local"',
+            tpu=tpu,
+        )
         require(
             "://" not in names[0],
-            "No backend of kdist reaches a TPU over the network: the script must run on its hosts.",
-            "Start it on every host, with TPUClusterResolver().",
+            "`tpu` is a network address, but no backend can reach a TPU over the network.",
+            "Start the script on every host of the TPU, with TPUClusterResolver().",
             tpu=tpu,
         )
         # A machine's metadata stays as it is.

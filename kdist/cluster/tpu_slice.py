@@ -23,8 +23,8 @@ from kdist.errors import ClusterConfigError
 PORT = 8482
 HOSTS, PROCESSES = "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"
 SLICES, SLICE, FIRST = "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"
-_HINT = "For example: TPU_WORKER_HOSTNAMES=host0,host1 TPU_WORKER_ID=0"
-_SLICES_HINT = f"For example: {SLICES}=2 {SLICE}=0 {FIRST}=slice0-host0"
+_HINT = "Set the variables of the TPU runtime, for example:\nTPU_WORKER_HOSTNAMES=host0,host1 TPU_WORKER_ID=0"
+_SLICES_HINT = f"Set the variables of the slices, for example:\n{SLICES}=2 {SLICE}=0 {FIRST}=slice0-host0"
 # As the metadata server calls what the variables call otherwise.
 _OTHER_NAMES = {
     "ACCELERATOR_TYPE": "TPU_ACCELERATOR_TYPE",
@@ -119,7 +119,7 @@ def read_slice(environ: Mapping[str, str]) -> TPUSlice:
     worker_id = read_count(environ, named, _HINT, default=0 if len(hosts) == 1 else None)
     require(
         worker_id < len(hosts),
-        f"`{named}` must be smaller than the number of hosts.",
+        f"`{named}` is not smaller than the number of hosts.",
         _HINT,
         **{named: worker_id, "hosts": hosts},
     )
@@ -127,11 +127,11 @@ def read_slice(environ: Mapping[str, str]) -> TPUSlice:
     if environ.get(SLICES, "").strip() not in ("", "1"):
         slice_id, num_slices = read_index(environ, SLICE, SLICES, _SLICES_HINT)
         given = environ.get(FIRST, "").strip()
-        require(bool(given), f"`{FIRST}` must name the first host.", _SLICES_HINT, **{FIRST: given})
+        require(bool(given), f"`{FIRST}`, the first host, is not set.", _SLICES_HINT, **{FIRST: given})
         first = _host_of(given, FIRST)  # whatever port it has is that of the runtime
     require(
         num_slices * len(hosts) <= MOST_WORKERS,
-        f"The slices must have at most {MOST_WORKERS} hosts.",
+        f"The slices have more than {MOST_WORKERS} hosts.",
         _SLICES_HINT,
         **{SLICES: num_slices},
     )
@@ -158,7 +158,7 @@ def _read_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
         )  # without a number of its own, a process is the only one of its host
     require(
         name == PROCESSES or len(set(hosts)) == len(hosts),
-        f"`{name}` must name each host once.",
+        f"`{name}` contains a host twice.",
         _HINT,
         **{name: listed},
     )
@@ -185,7 +185,12 @@ def _read_chips(environ: Mapping[str, str]) -> int | None:
         text = environ.get(name, "").strip()
         if text:
             valid = re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", text, re.ASCII)
-            require(valid is not None, f"`{name}` must have a form such as 2,2,1.", **{name: text})
+            require(
+                valid is not None,
+                f"`{name}` does not have a form such as 2,2,1.",
+                f"Set the number of chips along each axis, for example: {name}=2,2,1",
+                **{name: text},
+            )
             return math.prod(int(part) for part in text.split(","))
     return None
 
@@ -201,7 +206,7 @@ def variables_of_metadata(fetch: Fetch) -> dict[str, str]:
     endpoints = fetch("instance/attributes/worker-network-endpoints")
     if number is None or endpoints is None:
         raise ClusterRuntimeError(
-            "This machine must be a TPU VM, of which the metadata server tells the workers.",
+            "This machine is not a TPU VM: its metadata server does not list TPU workers.",
             received={"agent-worker-number": number, "worker-network-endpoints": endpoints},
             hint=_HINT,
         )
@@ -221,9 +226,9 @@ def _endpoint_host(text: str) -> str:
     parts = text.split(":")
     if len(parts) not in (1, 3) or not parts[-1]:
         raise ClusterConfigError(
-            "The metadata server's worker-network-endpoints must be host names, or have the form name:number:address.",
+            "An endpoint of the metadata server is neither a host name nor of the form name:number:address.",
             received={"worker-network-endpoints": text},
-            hint="Set TPU_WORKER_HOSTNAMES and TPU_WORKER_ID by hand.",
+            hint=_HINT,
         )
     return parts[-1]
 

@@ -11,7 +11,7 @@ from kdist.errors import ClusterConfigError, malformed_as
 NAME = "CLUSTER_SPEC"
 # The documented meaning of the pools, by their position.
 _JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
-_HINT = "Unset CLUSTER_SPEC, or describe the cluster with TF_CONFIG, which is read first."
+_HINT = "Unset CLUSTER_SPEC, or describe the cluster in TF_CONFIG, which has priority."
 
 
 class VertexClusterResolver(TFConfigClusterResolver):
@@ -43,7 +43,7 @@ class VertexClusterResolver(TFConfigClusterResolver):
         try:
             with malformed_as(
                 lambda error: ClusterConfigError(
-                    f"`{NAME}` must be a JSON object with the cluster's worker pools and this task.",
+                    f"`{NAME}` is not a JSON object with the worker pools of the cluster and this task.",
                     received={NAME: text[:200], "error": error},
                 )
             ):

@@ -67,7 +67,9 @@ def main(options: argparse.Namespace) -> int:
     """
     if not 1 <= options.timeout < 1e6:
         raise InvalidArgumentError(
-            "--timeout must be at least 1 second.", received={"timeout": options.timeout}
+            "--timeout is not between 1 and 1000000 seconds.",
+            received={"timeout": options.timeout},
+            hint="Pass a number of seconds, for example: --timeout 120",
         )
     check_backend_name(options.backend)
     options.backend = options.backend and options.backend.lower()
@@ -75,9 +77,9 @@ def main(options: argparse.Namespace) -> int:
     is_launched = cluster is None or cluster.num_workers > 1
     if is_launched and options.num_workers is not None:
         raise InvalidArgumentError(
-            "--num-workers is for a machine on which nothing describes a cluster, and here something does.",
+            "--num-workers cannot be used, because a cluster is configured here.",
             received={"num_workers": options.num_workers},
-            hint="See what: kdist info",
+            hint="Omit --num-workers. To see the configuration of the cluster, run: kdist info",
         )
     least = 2 if options.command == "test" else 1
     count = whole_number("--num-workers", options.num_workers or "2", least)
@@ -117,8 +119,8 @@ def _examined(
 
 def _next(report: Report, is_launched: bool, when_well: str) -> str:
     if is_launched and not report.failed:
-        return "start your script in place of the doctor"
-    return report.next_command(when_well, "mend what has failed, then: kdist doctor")
+        return "start your script in place of kdist doctor"
+    return report.next_command(when_well, "fix the failed checks, then: kdist doctor")
 
 
 def _as_json(report: Report, is_launched: bool) -> None:
@@ -137,7 +139,10 @@ def _test(options: argparse.Namespace, count: int, is_launched: bool, is_chief: 
     named = options.backend or (keras_backend_name() if is_launched else None)
     backends = [named] if named else installed_backends()
     if not backends:
-        raise BackendError("A backend must be installed.", hint="pip install jax, or torch, or tensorflow")
+        raise BackendError(
+            "No Keras backend is installed.",
+            hint="In your checkout of kdist, run: pip install '.[jax]' (or '.[torch]' or '.[tensorflow]')",
+        )
     shown: list[tuple[str, Report]] = []
     codes = []
     for backend in backends:
@@ -169,7 +174,7 @@ def _with_one_device(asked: Options, backend: str, count: int) -> tuple[Options,
         return dataclasses.replace(asked, expected=expected), None
     except KdistError as error:
         command = f"kdist doctor --backend {backend}"
-        line = Line(FAIL, "one device", str(error), "Look closer", command)
+        line = Line(FAIL, "one device", str(error), "See the details", command)
         return asked, Report(f"one device on {backend}", [line])
 
 
@@ -180,7 +185,7 @@ def _table(shown: Sequence[tuple[str, Report]]) -> str:
         counts = collections.Counter(line.status for line in report.lines)
         checks = ", ".join(f"{counts[status]} {status}" for status in (OK, WARN, FAIL) if counts[status])
         step = next((line for line in report.lines if line.check == "one step"), None)
-        agrees = "not run" if step is None else "as one device" if step.status == OK else "differs"
+        agrees = "not run" if step is None else "matches" if step.status == OK else "differs"
         rows.append((backend, version_of(backend), checks, agrees, FAIL if report.failed else OK))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

@@ -22,14 +22,15 @@ from kdist.parity import Training
 
 _LAST = 5.0  # seconds after the time is up in which a process must have said so
 _BETWEEN = (
-    "All found worker 0, but do not reach each other: open all ports between the machines, or name the interface",
+    "The workers reach worker 0, but not each other. Open all ports between the machines, or set the interface",
     "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
 )
+_LONGER = ("If the worker only needs more time, wait longer", "kdist doctor --timeout 600")
 _HINTS = {
     "all-reduce": _BETWEEN,
     "clocks": _BETWEEN,
     "joining": (
-        "Start the missing workers, and see what they print; to wait longer",
+        "Start the missing workers and read their output, or wait longer",
         "kdist doctor --timeout 600",
     ),
 }
@@ -68,7 +69,7 @@ def examine(options: Options, deliver: Callable[[Report], None]) -> Report:
 
     def late() -> None:
         if once.acquire(blocking=False):
-            remedy, command = _HINTS.get(stage[0], ("Look where it stands", ""))
+            remedy, command = _HINTS.get(stage[0], _LONGER)
             says = f"not finished within {options.timeout:g} s"
             report.lines.append(Line(FAIL, stage[0], says, remedy, command))
             deliver(report)
@@ -170,7 +171,7 @@ def _together(
     report.lines = [*judge_software(everyone), *judge_machines(everyone)]
     if cluster.num_workers > 1:
         report.lines.append(
-            Line(OK, "joining", f"all {cluster.num_workers} workers came within {joining:.1f} s")
+            Line(OK, "joining", f"all {cluster.num_workers} workers joined within {joining:.1f} s")
         )
     if len({one.versions.get("kdist") for one in everyone}) > 1:
         return  # another version may exchange other things
@@ -186,9 +187,9 @@ def _together(
         yield "one step"
         line = one_step.compare(options.expected, strategy, exchange)
         report.lines += [line] if line else []
-    kdist.barrier("the doctor is done", strategy=strategy)
+    kdist.barrier("kdist doctor has finished", strategy=strategy)
 
 
 def _title(cluster: Cluster, facts: Facts, started_by: str | None) -> str:
     workers = f"{cluster.num_workers} worker{'s' * (cluster.num_workers > 1)}"
-    return f"{workers} on {facts.backend[0]}, {started_by or f'from {cluster.source}'}"
+    return f"{workers} on {facts.backend[0]}, {started_by or f'cluster from {cluster.source}'}"

@@ -133,7 +133,7 @@ def resolve(
     deadline = time.monotonic() + timeout
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    late = {host: f"no answer within {timeout:g} s" for host in hosts if host not in {**found, **failed}}
+    late = {host: f"no response within {timeout:g} s" for host in hosts if host not in {**found, **failed}}
     return dict(found), {**failed, **late}
 
 
@@ -155,10 +155,10 @@ def reach(address: str | None, timeout: float = 2.0) -> str:
     try:
         socket.create_connection(split_address(address), timeout).close()
     except ConnectionRefusedError:
-        return f"Nothing listens at {address}."
+        return f"No process listens at {address}."
     except OSError as error:
-        return f"{address} cannot be reached ({error}): a firewall may be between."
-    return f"{address} can be reached."
+        return f"Cannot connect to {address} ({error}): a firewall may block it."
+    return f"{address} is reachable."
 
 
 def _threads(cores: int, environ: Mapping[str, str] | None) -> int:

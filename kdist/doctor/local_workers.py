@@ -31,7 +31,7 @@ _LATER = 15.0  # seconds after which the launcher ends workers that should have 
 
 def examine_here(options: Options, num_workers: int, backend: str | None) -> Report:
     """Starts workers on this machine, and returns what they have found."""
-    options = dataclasses.replace(options, started_by="started here for this")
+    options = dataclasses.replace(options, started_by="started on this machine")
     with tempfile.TemporaryDirectory(prefix="kdist-doctor-") as folder:
         limit, hidden = options.timeout + _LATER, hidden_gpus(num_workers)
         ending = _quietly(_in_worker, (options, folder), num_workers, backend, limit, hidden)
@@ -40,8 +40,11 @@ def examine_here(options: Options, num_workers: int, backend: str | None) -> Rep
         }
     report = together([found.get(index) for index in range(num_workers)], ending)
     if hidden:
-        says = f"{len(visible_gpus())} GPU for {num_workers} workers, which compute on the CPU therefore"
-        report.lines.insert(0, Line(WARN, "devices", says, "With a GPU each", "kdist doctor -n 1"))
+        gpus = len(visible_gpus())
+        says = f"fewer GPUs ({gpus}) than workers ({num_workers}), so the workers use the CPU"
+        report.lines.insert(
+            0, Line(WARN, "devices", says, "Start one worker per GPU", f"kdist doctor -n {gpus}")
+        )
     return report
 
 
@@ -65,10 +68,12 @@ def one_device(backend: str | None, timeout: float, hidden: Mapping[str, str]) -
     (worker,) = ending.workers
     if worker.result is not None and worker.result.ok:
         return worker.result.value()
-    late = f"It took longer than {timeout:g} s. " if ending.unfinished else ""
+    late = f"No result within {timeout:g} s. " if ending.unfinished else ""
     said = worker.result.summary if worker.result else " ".join(exits.last_traceback(worker.lines, 8))
     raise LaunchError(
-        "Plain Keras must be able to train on one device.", received={"backend": backend}, hint=late + said
+        f"Plain Keras failed to train on one device. {late}{said}",
+        received={"backend": backend},
+        hint="Check that Keras can train a model with this backend.",
     )
 
 
@@ -106,7 +111,7 @@ def together(reports: Sequence[Report | None], ending: Ending) -> Report:
     for report in there:
         if report.joined:
             return report
-    whole = there[0] if there else Report("no worker has come so far")
+    whole = there[0] if there else Report("no worker has responded")
     for report in there[1:]:
         whole.lines += [line for line in report.failed if line not in whole.lines]
     failed = ending.failed
@@ -114,15 +119,15 @@ def together(reports: Sequence[Report | None], ending: Ending) -> Report:
         last = exits.last_traceback(failed.lines, 8)
         says = f"{failed.name} {exits.describe_exit(failed.exit_code or 0)}: {' '.join(last)}"
         whole.lines.append(
-            Line(FAIL, "workers", says, "See all that it prints", "kdist run -n 1 -m kdist doctor")
+            Line(FAIL, "workers", says, "See its whole output", "kdist run -n 1 -m kdist doctor")
         )
     for late in ending.unfinished:
         whole.lines.append(
             Line(
                 FAIL,
                 "workers",
-                f"{late.name} does not end",
-                "It was here: " + " ".join(shipping.last_stacks(late.lines)),
+                f"{late.name} did not exit",
+                "Its stack: " + " ".join(shipping.last_stacks(late.lines)),
             )
         )
     return whole

@@ -12,7 +12,7 @@ from kdist.doctor.report import FAIL, OK, WARN, Line, names_of, spread
 _MOST_OFFSET = 1.0  # seconds
 _FEW_FILES = 1024
 _LITTLE_MEMORY = 128 << 20
-_NOTHING = "nothing that describes a cluster"
+_NOTHING = "does not describe a cluster"
 
 
 def judge_machines(everyone: Sequence[Facts]) -> Iterator[Line]:
@@ -32,7 +32,7 @@ def _cluster(everyone: Sequence[Facts]) -> Iterator[Line]:
     for facts in everyone:
         says = next((_without_addresses(says) for _, says, won in facts.sources if won), "")
         for source, other, won in facts.sources:
-            if other.startswith("wrong: "):
+            if other.startswith("invalid: "):
                 found = True
                 yield Line(
                     FAIL if won else WARN,
@@ -46,13 +46,13 @@ def _cluster(everyone: Sequence[Facts]) -> Iterator[Line]:
                 yield Line(
                     WARN,
                     "cluster",
-                    f"{winners} describes the cluster, but {source} says otherwise on {facts.name}: {other}",
-                    "Unset the variables of the one that you do not mean; see them with",
+                    f"{winners} describes the cluster, but {source} contradicts it on {facts.name}: {other}",
+                    "Unset the variables of the wrong source. To list them, run",
                     "kdist info",
                 )
         if found:
             return  # the others have the same
-    nobody = "no variable describes a cluster: a single worker"
+    nobody = "no cluster is configured: single worker"
     yield Line(OK, "cluster", nobody if winners.startswith("none") else f"described by {winners}")
 
 
@@ -64,20 +64,24 @@ def _hosts(everyone: Sequence[Facts]) -> Line:
     for facts in everyone:
         for host, why in facts.unresolved.items():
             return Line(
-                FAIL, "names", f"{facts.name} cannot resolve {host!r}: {why}", "There", f"getent hosts {host}"
+                FAIL,
+                "names",
+                f"{facts.name} cannot resolve {host!r}: {why}",
+                "On its machine, check the name",
+                f"getent hosts {host}",
             )
     several = len(everyone[0].resolved) > 1
     for facts in everyone:
         own = split_address(facts.address)[0] if facts.address else ""
         for host, number in facts.resolved.items():
             if several and is_loopback(number) and not is_loopback(host):
-                says = f"{facts.name} takes {host!r} for {number}, which no other machine can reach"
+                says = f"{facts.name} resolves {host!r} to {number}, which other machines cannot reach"
                 status = WARN if host == own else FAIL
                 return Line(
                     status,
                     "names",
                     says,
-                    "Give the host its real number in /etc/hosts there",
+                    "In /etc/hosts of its machine, set the real address of the host. Check it",
                     f"getent hosts {host}",
                 )
     count = len({host for facts in everyone for host in facts.resolved})
@@ -89,17 +93,18 @@ def _ports(everyone: Sequence[Facts]) -> Iterator[Line]:
     taken = [facts for facts in everyone if facts.port]
     for facts in taken:
         # The engines meet at worker 0; at the addresses of the others TensorFlow listens alone.
-        status = FAIL if facts.name == "worker 0" and "must be free" in facts.port else WARN
-        command = f"ss -ltnp 'sport = :{split_address(facts.address)[1]}'"
-        yield Line(
-            status, "ports", f"{facts.name} ({facts.address}): {facts.port}", "See who has it", command
-        )
+        is_taken = facts.port.startswith("Cannot listen on port")
+        status = FAIL if facts.name == "worker 0" and is_taken else WARN
+        advice = ("Check the index of this worker and the order of the hosts. On its machine", "hostname -I")
+        if is_taken:
+            advice = ("Find the process", f"ss -ltnp 'sport = :{split_address(facts.address)[1]}'")
+        yield Line(status, "ports", f"{facts.name} ({facts.address}): {facts.port}", *advice)
     known = [facts for facts in everyone if facts.address]
     if not taken:
         yield Line(
             OK,
             "ports",
-            f"free on {names_of([f.name for f in known], len(everyone))}" if known else "not chosen yet",
+            f"free on {names_of([f.name for f in known], len(everyone))}" if known else "no port chosen yet",
         )
 
 
@@ -114,17 +119,15 @@ def _threads(everyone: Sequence[Facts]) -> Iterator[Line]:
         some = f"{cores} core{'s' * (cores > 1)}"
         if len(there) > cores:
             says = f"{len(there)} workers share {some} of {host}"
-            most = (
-                f"Start {cores} worker{'s' * (cores > 1)} there at most, or let them have more of its cores"
-            )
+            most = f"Start at most {cores} worker{'s' * (cores > 1)} on this machine, or give them more cores"
             yield Line(WARN, "threads", says, most)
         elif threads > cores:
             share = cores // len(there)
             command = f"export OMP_NUM_THREADS={share} TF_NUM_INTRAOP_THREADS={share}"
-            says = f"the workers of {host} compute on {threads} threads, and have {some}"
-            yield Line(WARN, "threads", says, "Give each its share, as `kdist run` does", command)
+            says = f"the workers on {host} use {threads} threads, but have {some}"
+            yield Line(WARN, "threads", says, "Limit the threads per worker, as `kdist run` does", command)
         else:
-            well.append(f"{threads} of {some} of {host}")
+            well.append(f"{threads} thread{'s' * (threads > 1)} on {some} of {host}")
     if len(well) == len(hosts):
         yield Line(OK, "threads", ", ".join(well[:4]))
 
@@ -136,13 +139,19 @@ def _limits(everyone: Sequence[Facts]) -> Iterator[Line]:
     ]
     if few:
         yield Line(
-            WARN, "limits", f"open files: {spread(few, len(everyone))}", "Allow more", "ulimit -n 4096"
+            WARN, "limits", f"open files: {spread(few, len(everyone))}", "Raise the limit", "ulimit -n 4096"
         )
     if little:
-        says = f"/dev/shm has {spread(little, len(everyone))}; NCCL and the workers of a DataLoader need it"
-        yield Line(WARN, "limits", says, "Start the container with more, such as", "docker run --shm-size=2g")
+        says = f"/dev/shm has {spread(little, len(everyone))}, but NCCL and DataLoader workers need more"
+        yield Line(
+            WARN,
+            "limits",
+            says,
+            "Start the container with more shared memory, for example",
+            "docker run --shm-size=2g",
+        )
     if not few and not little:
-        yield Line(OK, "limits", "open files and /dev/shm suffice")
+        yield Line(OK, "limits", "open files and /dev/shm are sufficient")
 
 
 def judge_clocks(offsets: Sequence[tuple[float, float]]) -> Line:
@@ -159,8 +168,8 @@ def judge_clocks(offsets: Sequence[tuple[float, float]]) -> Line:
         return Line(
             WARN,
             "clocks",
-            f"{says}; times in logs and of files do not compare",
-            "There",
+            f"{says}; times in logs and of files are not comparable",
+            "On the machines with wrong clocks",
             "timedatectl set-ntp true",
         )
     most = max(abs(offset) + doubt for offset, doubt in offsets)
@@ -176,10 +185,10 @@ def judge_shared(folder: str, problems: Sequence[str]) -> Line:
             FAIL,
             "shared",
             says,
-            "Checkpoints need one folder that all workers see and may write to",
+            "Use a directory that all workers can read and write. On each machine, check its file system",
             f"df {folder}",
         )
-    return Line(OK, "shared", f"{folder}: written by each worker, read by all, renamed in one step")
+    return Line(OK, "shared", f"{folder}: all workers can write and read; files are replaced atomically")
 
 
 def judge_all_reduce(times: Sequence[float], num_bytes: int, is_right: bool) -> Line:
@@ -199,8 +208,8 @@ def judge_all_reduce(times: Sequence[float], num_bytes: int, is_right: bool) -> 
         return Line(
             FAIL,
             "all-reduce",
-            f"{says}, and the sum is wrong",
-            "Report this, with what this says",
+            f"{says}, but the sum is wrong",
+            "Report this as a bug, with the output of",
             "kdist info",
         )
     return Line(OK, "all-reduce", says)

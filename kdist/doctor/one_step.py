@@ -50,5 +50,5 @@ def compare(expected: Training | None, strategy: Any, exchange: Callable[[Any], 
     workers = [Training(mine.title, mine.num_replicas, numbers, ()) for numbers in everyone]
     message = explain(expected, workers, RTOL, ATOL)
     if message is not None:
-        return Line(FAIL, "one step", message, "Report this, with what this says", "kdist info")
-    return Line(OK, "one step", f"{mine.num_replicas} replicas give the numbers of one device")
+        return Line(FAIL, "one step", message, "Report this as a bug, with the output of", "kdist info")
+    return Line(OK, "one step", f"{mine.num_replicas} replicas match one device")

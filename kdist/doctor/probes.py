@@ -71,7 +71,7 @@ def _missing(names: list[Path]) -> str:
         if not left or time.monotonic() >= deadline:
             break
         time.sleep(0.05)
-    return f"does not show the files of {', '.join(f'worker {index}' for index in left)}" if left else ""
+    return f"the files of {', '.join(f'worker {index}' for index in left)} are not visible" if left else ""
 
 
 def _read(path: Path) -> str | None:
@@ -92,7 +92,7 @@ def _torn(path: Path) -> str:
     for _ in range(_REPLACEMENTS):
         said = _read(path)
         if said not in (None, "0", "a" * 5000, "b" * 5000):  # NFS may lose sight of it, and says so
-            return "a file that is being replaced is half there"
+            return "a file is incomplete while it is replaced"
     return ""
 
 

@@ -34,9 +34,9 @@ def _differ(everyone: Sequence[Facts], value: Callable[[Facts], object]) -> bool
 def _python(everyone: Sequence[Facts]) -> Line:
     says = _spread(everyone, lambda facts: facts.python)
     if _differ(everyone, lambda facts: facts.python.split(".")[:2]):
-        return Line(FAIL, "python", says, "Give all workers the same Python")
+        return Line(FAIL, "python", says, "Use the same Python version on all workers")
     if _differ(everyone, lambda facts: facts.python):
-        return Line(WARN, "python", says, "Give all workers the same Python")
+        return Line(WARN, "python", says, "Use the same Python version on all workers")
     return Line(OK, "python", f"{says}, {everyone[0].executable}")
 
 
@@ -45,7 +45,7 @@ def _packages(everyone: Sequence[Facts]) -> Iterator[Line]:
     for package in dict.fromkeys(name for facts in everyone for name in facts.versions):
 
         def version(facts: Facts, package: str = package) -> str:
-            return facts.versions.get(package, "not asked for")
+            return facts.versions.get(package, "not checked")
 
         says = f"{package} {_spread(everyone, version)}"
         if any(version(facts) == _MISSING for facts in everyone):
@@ -53,7 +53,10 @@ def _packages(everyone: Sequence[Facts]) -> Iterator[Line]:
         elif _differ(everyone, version):
             status = WARN if package == "numpy" else FAIL
             wanted = f"{package}=={version(everyone[0]).split()[0]}"
-            yield Line(status, "packages", says, "On the others", f"pip install {wanted}")
+            remedy, command = ("On the other workers", f"pip install {wanted}")
+            if package == "kdist":  # it is not published
+                remedy, command = ("On all workers, in the same checkout of kdist", "pip install .")
+            yield Line(status, "packages", says, remedy, command)
         else:
             alike.append(f"{package} {version(everyone[0])}")
     if alike:
@@ -65,11 +68,15 @@ def _backend(everyone: Sequence[Facts]) -> Line:
     says = _spread(everyone, lambda facts: " ".join([facts.backend[0], f"({facts.backend[1]})"]))
     if any(facts.backend[0] not in BACKENDS for facts in everyone):
         return Line(
-            FAIL, "backend", f"{says}; kdist knows {', '.join(BACKENDS)}", "", "export KERAS_BACKEND=jax"
+            FAIL,
+            "backend",
+            f"{says}; kdist supports {', '.join(BACKENDS)}",
+            "Choose one",
+            "export KERAS_BACKEND=jax",
         )
     if _differ(everyone, lambda facts: facts.backend[0]):
         command = f"export KERAS_BACKEND={everyone[0].backend[0]}"
-        return Line(FAIL, "backend", says, "Set the same one on all workers", command)
+        return Line(FAIL, "backend", says, "Set the same backend on all workers", command)
     if broken:
         name = broken[0].backend[0]
         reasons = spread([(facts.name, facts.import_error) for facts in broken], len(everyone))
@@ -85,7 +92,7 @@ def _devices(everyone: Sequence[Facts]) -> Line:
             FAIL,
             "devices",
             says,
-            "All workers must have as many devices of one kind; choose them",
+            "Give all workers the same number and kind of devices, for example",
             "export CUDA_VISIBLE_DEVICES=0",
         )
     unused = [facts for facts in everyone if facts.devices and facts.gpus and not facts.accelerators]
@@ -96,14 +103,14 @@ def _devices(everyone: Sequence[Facts]) -> Line:
             WARN,
             "devices",
             f"{says}; {backend} does not see {who}",
-            f"Install {backend} with CUDA",
+            f"Install {backend} with CUDA, then check the devices",
             "kdist info",
         )
     return Line(OK, "devices", says)
 
 
 def _token(everyone: Sequence[Facts]) -> Line:
-    do, command = "Set the same KDIST_CLUSTER_TOKEN on all workers, such as", EXPORT_TOKEN
+    do, command = "Create a secret once, and set it on all workers", EXPORT_TOKEN
     # Fingerprints are compared, not shown: there is nothing to learn from one.
     if _differ(everyone, lambda facts: facts.token):
         says = _spread(everyone, lambda facts: f"secret {facts.token}" if facts.token else "none")
@@ -112,5 +119,5 @@ def _token(everyone: Sequence[Facts]) -> Line:
         return Line(OK, "token", "the same on all workers")
     hosts = {host for facts in everyone for host in (*facts.resolved, *facts.unresolved)}
     if all(map(is_loopback, hosts)):
-        return Line(OK, "token", "none; the workers of one machine use a secret of their user")
-    return Line(WARN, "token", "none; the workers cannot check who connects to their ports", do, command)
+        return Line(OK, "token", "not set; on one machine, the workers use a secret of the user")
+    return Line(WARN, "token", "not set; the workers cannot verify connections to their ports", do, command)

@@ -22,14 +22,23 @@ def check_options(epochs: int, rtol: float, atol: float, strategy: Any) -> None:
         InvalidArgumentError: If there is nothing to compare, or `strategy` is no function.
     """
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-        raise InvalidArgumentError("`epochs` must be at least 1.", received={"epochs": epochs})
+        raise InvalidArgumentError(
+            "`epochs` is not an integer of at least 1.",
+            received={"epochs": epochs},
+            hint="Pass the number of epochs, for example: epochs=2",
+        )
     if not (rtol >= 0 and atol >= 0):
-        raise InvalidArgumentError("Tolerances must not be negative.", received={"rtol": rtol, "atol": atol})
+        raise InvalidArgumentError(
+            "`rtol` or `atol` is not a number of at least 0.",
+            received={"rtol": rtol, "atol": atol},
+            hint=f"Pass tolerances, for example: rtol={RTOL:g}, atol={ATOL:g}",
+        )
     if strategy is not None and not callable(strategy):
         raise InvalidArgumentError(
-            "`strategy` must be a function that makes one: each worker makes its own.",
+            "`strategy` is not a function.",
             received={"strategy": strategy},
-            hint='For example: strategy=lambda: kdist.MirroredStrategy(["cpu:0", "cpu:1"])',
+            hint="Pass a function that creates the strategy, because each worker creates its own:\n"
+            'strategy=lambda: kdist.MirroredStrategy(["cpu:0", "cpu:1"])',
         )
 
 
@@ -39,12 +48,12 @@ def differences(
     """Returns what differs: the name of each number or array, and by how much. NaN agrees with nothing."""
     import numpy as np
 
-    found = dict.fromkeys(expected.keys() ^ actual.keys(), "only one of the two runs has it")
+    found = dict.fromkeys(expected.keys() ^ actual.keys(), "only one of the two runs has this value")
     for name in [name for name in expected if name in actual]:
         # Of every dtype, of which some can be neither subtracted nor printed.
         one, many = (np.asarray(np.asarray(run[name]), "float64") for run in (expected, actual))
         if one.shape != many.shape:
-            found[name] = f"shape {one.shape} on one device, {many.shape} here"
+            found[name] = f"shape {one.shape} on one device, {many.shape} with the strategy"
             continue
         with np.errstate(invalid="ignore"):  # infinity minus infinity
             distance = np.abs(many - one)
@@ -55,8 +64,12 @@ def differences(
             np.argmax(np.where(agrees, -1, np.nan_to_num(distance, nan=np.inf))), one.shape
         )
         place = f" at {[int(i) for i in where]}" if where else ""
-        count = f"{int((~agrees).sum())} of {one.size} differ, most{place}: " if one.size > 1 else ""
-        found[name] = f"{count}{one[where]:.8g} on one device, {many[where]:.8g} here"
+        count = (
+            f"{int((~agrees).sum())} of {one.size} differ, largest difference{place}: "
+            if one.size > 1
+            else ""
+        )
+        found[name] = f"{count}{one[where]:.8g} on one device, {many[where]:.8g} with the strategy"
     return found
 
 
@@ -74,9 +87,9 @@ def explain(expected: Training, workers: Sequence[Training], rtol: float, atol: 
     """
     if workers[0].num_replicas < 2:
         raise InvalidArgumentError(
-            "A strategy must have several replicas to be compared with one device.",
+            "The strategy has only one replica, so a comparison with one device proves nothing.",
             received={"strategy": workers[0].title},
-            hint="Pass num_workers=2, or a strategy of several devices.",
+            hint="Pass num_workers=2, or a strategy with several devices.",
         )
     for index, run in enumerate(workers):
         found = differences(expected.numbers, run.numbers, rtol, atol)
@@ -87,7 +100,7 @@ def explain(expected: Training, workers: Sequence[Training], rtol: float, atol: 
         who = f"{run.title}, worker {index}," if len(workers) > 1 else f"{run.title}"
         return "\n".join(
             [
-                f"{who} gives other numbers than one device: {len(found)} of {len(expected.numbers)} differ "
+                f"{who} gives different results than one device: {len(found)} of {len(expected.numbers)} differ "
                 f"(rtol={rtol:g}, atol={atol:g}).",
                 *lines[:_MOST],
                 *left_out,
@@ -101,17 +114,17 @@ def explain(expected: Training, workers: Sequence[Training], rtol: float, atol: 
 def _reasons(expected: Training, run: Training, found: Sequence[str]) -> list[str]:
     if any(name.startswith("before training") for name in found):
         return [
-            "The model begins with other weights: `make_model` must draw all that it draws from Keras's seed, or "
-            "from one of its own."
+            "The initial weights differ. In `make_model`, take all random numbers from Keras, or from a generator "
+            "with a fixed seed."
         ]
     reasons = list(expected.suspects)
     if not differences(expected.numbers, run.numbers, _GROWN, _GROWN):
         reasons.append(
-            "Rounding, which training enlarges: sums are added up in another order. Compare after fewer steps, "
-            "with SGD in place of Adam, or pass rtol=1e-3 and atol=1e-4."
+            "Rounding: sums are added in a different order, and training enlarges the difference. Compare after fewer "
+            "steps, use SGD instead of Adam, or pass rtol=1e-3 and atol=1e-4."
         )
     return reasons or [
-        "The rows differ: `data` must give the same rows, in the same order, in every process and at every call.",
-        "A loss, a metric or a layer of your own couples the rows of a batch: it sees one replica's rows on "
-        "TensorFlow and PyTorch.",
+        "The rows differ. `data` must return the same rows in the same order, in every process and on every call.",
+        "A custom loss, metric or layer combines the rows of a batch. On TensorFlow and PyTorch, it sees only the rows "
+        "of one replica.",
     ]

@@ -57,15 +57,15 @@ def train(
         model = make_model()
     if not getattr(model, "compiled", False):
         raise InvalidArgumentError(
-            "`make_model` must return a compiled Keras model.",
+            "`make_model` did not return a compiled Keras model.",
             received={"make_model()": model},
-            hint='End it with: model.compile("adam", "mse"); return model',
+            hint='Compile the model and return it, for example:\nmodel.compile("adam", "mse"); return model',
         )
     if strategy is None and _strategy_of(model) is not None:
         raise InvalidArgumentError(
-            "`make_model` must make the model as for one device: the scope of the strategy is entered around it.",
+            "`make_model` creates the model in the scope of a strategy, so it cannot train on one device.",
             received={"strategy": type(_strategy_of(model)).__name__},
-            hint="Pass a function that makes the strategy as `strategy`.",
+            hint="Create the model without a strategy, and pass a function that creates the strategy as `strategy`.",
         )
     numbers = {f"before training, {name}": value for name, value in _weights(model)}
     history = model.fit(**_arguments(data), epochs=epochs, **{"verbose": 0, **fit_arguments}).history
@@ -75,7 +75,7 @@ def train(
     outputs = keras.tree.flatten(model.predict(_arguments(data)["x"], verbose=0, **options))
     numbers |= {f"predictions {i}" if len(outputs) > 1 else "predictions": o for i, o in enumerate(outputs)}
     replicas = 1 if strategy is None else strategy.num_replicas_in_sync
-    title = "one device" if strategy is None else f"{type(strategy).__name__} of {replicas} replicas"
+    title = "one device" if strategy is None else f"{type(strategy).__name__} with {replicas} replicas"
     return Training(f"{title} on {keras.backend.backend()}", replicas, numbers, tuple(_suspects(model)))
 
 
@@ -105,10 +105,10 @@ def _suspects(model: Any) -> Iterator[str]:
         if getattr(layer, "rate", 1) and isinstance(
             getattr(layer, "seed_generator", None), keras.random.SeedGenerator
         ):
-            yield f"{name} draws random numbers, and replicas draw their own. Leave it out of the comparison."
+            yield f"{name} uses random numbers, which differ between replicas. Remove it for the comparison."
         if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized:
             yield (
-                f"{name} takes the statistics of each replica's rows on TensorFlow and PyTorch. "
+                f"On TensorFlow and PyTorch, {name} computes the statistics of each replica's rows. "
                 "Pass synchronized=True."
             )
 

@@ -63,7 +63,10 @@ def check(
         if not left:
             return
         if time.monotonic() >= deadline:
-            raise AssertionError("Left behind:\n" + "\n".join(f"  {line}" for line in left))
+            raise AssertionError(
+                "The test left resources behind. Close or terminate them:\n"
+                + "\n".join(f"  {line}" for line in left)
+            )
         time.sleep(0.05)
 
 
@@ -96,7 +99,7 @@ def _differences(before: Snapshot, ignore_threads: str, ignore_variables: str) -
     for name in sorted(set(before.environment) | set(now.environment)):
         old, new = before.environment.get(name), now.environment.get(name)
         if old != new and not re.match(ignore_variables, name):
-            lines.append(f"environment variable {name}: {old!r} became {new!r}")
+            lines.append(f"environment variable {name}: changed from {old!r} to {new!r}")
     return lines
 
 

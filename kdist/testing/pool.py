@@ -143,7 +143,9 @@ class WorkerPool:
     ) -> None:
         if num_workers < 1:
             raise InvalidArgumentError(
-                "A pool has at least one worker.", received={"num_workers": num_workers}
+                "`num_workers` is less than 1.",
+                received={"num_workers": num_workers},
+                hint="Pass at least one worker, for example: num_workers=2",
             )
         check_backend(backend)
         self.num_workers = num_workers
@@ -197,7 +199,7 @@ class WorkerPool:
         """
         if self.broken:
             raise InvalidArgumentError(
-                "This pool has been closed, or has lost a worker.", hint="Make a new WorkerPool."
+                "This WorkerPool is closed, or has lost a worker.", hint="Create a new WorkerPool."
             )
         timeout = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + timeout
@@ -232,15 +234,18 @@ class WorkerPool:
             return
         self.has_failed = True
         stacks = self._stacks(silent)
-        reports = "\n".join(["", *(self._describe(index, answers[index]) for index in failed), *stacks])
+        reports = "\n".join([*(self._describe(index, answers[index]) for index in failed), *stacks])
         if silent or None in answers.values():
             self.close()
         if not failed:
             names = ", ".join(f"worker {index}" for index in silent)
             raise PoolTimeoutError(
-                f"All workers must answer within {timeout:g} s; {names} did not.", hint=reports
+                f"Some workers did not respond within {timeout:g} s: {names}.",
+                hint=f"Read their stacks, or pass a larger timeout:\n{reports}",
             )
-        error = WorkerFailure(f"worker {failed[0]} failed first.", hint=reports)
+        error = WorkerFailure(
+            f"worker {failed[0]} failed first.", hint=f"Read the tracebacks of the workers:\n{reports}"
+        )
         error.worker_index = failed[0]  # type: ignore[attr-defined]
         first = answers[failed[0]]
         raise error from (None if first is None else first.exception())
@@ -259,7 +264,7 @@ class WorkerPool:
         if silent:
             time.sleep(0.5)
         return [
-            "\n".join([f"──── worker {i} was here ────", *shipping.last_stacks(self._members[i].output())])
+            "\n".join([f"──── stack of worker {i} ────", *shipping.last_stacks(self._members[i].output())])
             for i in silent
         ]
 

@@ -70,7 +70,7 @@ def test_wrong_types_are_type_errors(cluster):
 
 @pytest.mark.parametrize("index", [-1, "x", 1.5, None, True])
 def test_wrong_indices(index):
-    with pytest.raises(ClusterConfigError, match="indices of job 'worker'"):
+    with pytest.raises(ClusterConfigError, match="index of job 'worker'"):
         ClusterSpec({"worker": {index: "a:1"}})
 
 
@@ -142,7 +142,7 @@ def test_union_of_sparse_jobs():
 def test_union_arguments():
     with pytest.raises(ValueError, match="at least one"):
         UnionResolver()
-    with pytest.raises(TypeError, match="must be a ClusterResolver"):
+    with pytest.raises(TypeError, match="is not a ClusterResolver"):
         UnionResolver(SPEC)
     with pytest.raises(ValueError, match="keywords"):
         UnionResolver(_simple({}), nosuch=1)

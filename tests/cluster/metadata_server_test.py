@@ -56,18 +56,18 @@ def test_the_metadata_server_is_asked():
 def test_another_server_is_not_believed(answer):
     with (
         metadata_server(lambda number: answer) as (environ, _),
-        pytest.raises(RuntimeError, match=r"metadata server.*TPU_WORKER_HOSTNAMES"),
+        pytest.raises(RuntimeError, match=r"(?s)metadata server.*TPU_WORKER_HOSTNAMES"),
     ):
         TPUClusterResolver(environ=environ)
 
 
 def test_no_metadata_server_and_one_that_hangs(monkeypatch):
     start = time.monotonic()
-    with pytest.raises(ValueError, match="must answer within 2 s"):
+    with pytest.raises(ValueError, match="did not respond within 2 s"):
         TPUClusterResolver(environ={"GCE_METADATA_IP": "127.0.0.1:1"})
     waiting = threading.Event()
     with metadata_server(lambda number: waiting.wait(20) and (200, "Google", "")) as (environ, asked):
-        with pytest.raises(RuntimeError, match=r"must answer within 0.2 s.*timed out"):
+        with pytest.raises(RuntimeError, match=r"(?s)did not respond within 0.2 s.*timed out"):
             fetch_metadata("x", environ, timeout=0.2)
         waiting.set()
         assert len(asked) == 1

@@ -105,7 +105,9 @@ def make_linked_secret(directory: Path) -> None:
 )
 def test_a_directory_that_others_may_have_prepared_is_refused(directory: Path, prepare) -> None:
     prepare(directory)
-    with pytest.raises(ClusterConfigError, match=r"(?s)cannot use it.*export KDIST_CLUSTER_TOKEN="):
+    with pytest.raises(
+        ClusterConfigError, match=r"(?s)Cannot use the private directory.*export KDIST_CLUSTER_TOKEN="
+    ):
         job_secret(["localhost:1"])
 
 

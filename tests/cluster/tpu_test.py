@@ -163,7 +163,7 @@ def test_devices_of_each_type(kind, hosts, devices):
 def test_a_tpu_over_the_network_is_refused():
     # Each host would train alone, or one process without any TPU.
     for tpu in ("grpc://10.240.1.2:8470,10.240.1.3", ["grpc://10.240.1.2"]):
-        with pytest.raises(ClusterConfigError, match=r"over the network.*TPUClusterResolver\(\)"):
+        with pytest.raises(ClusterConfigError, match=r"(?s)over the network.*TPUClusterResolver\(\)"):
             TPUClusterResolver(tpu, environ=GKE, fetch=unreachable)
 
 
@@ -200,7 +200,7 @@ def test_a_name_changes_nothing():
     kubernetes = TPUClusterResolver("my-pod", environ=GKE, fetch=unreachable)
     assert discover(kubernetes).worker_index == 3
     assert TPUClusterResolver("local", environ=GKE).num_accelerators() == {"TPU": 4}
-    with pytest.raises(ValueError, match="must be a TPU VM"):
+    with pytest.raises(ValueError, match="is not a TPU VM"):
         TPUClusterResolver("my-pod", environ={}, fetch=server_of({}))
 
 
@@ -240,15 +240,15 @@ def test_a_wrong_variable_is_named(change, name):
 
 def test_no_tpu():
     for attributes in ({}, {"agent-worker-number": "0"}):
-        with pytest.raises(ValueError, match="must be a TPU VM"):
+        with pytest.raises(ValueError, match="is not a TPU VM"):
             TPUClusterResolver(environ={}, fetch=server_of(attributes))
     with pytest.raises(ValueError, match="worker-network-endpoints"):
         TPUClusterResolver(environ={}, fetch=server_of({**V2_8, "worker-network-endpoints": "a:b"}))
     with pytest.raises(ValueError, match="TPU_WORKER_ID"):
         TPUClusterResolver(environ={}, fetch=server_of({**V4_32, "agent-worker-number": "4"}))
-    with pytest.raises(ValueError, match="One TPU"):
+    with pytest.raises(ValueError, match="exactly one TPU"):
         TPUClusterResolver(["a", "b"], environ={})
-    with pytest.raises(ValueError, match="must have an address"):
+    with pytest.raises(ValueError, match="without `coordinator_address`"):
         TPUClusterResolver(coordinator_name="coordinator", environ=GKE)
 
 

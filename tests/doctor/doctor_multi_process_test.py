@@ -45,10 +45,12 @@ def test_workers_that_are_well(backend, tmp_path):
     finally:
         [script.kill() for script in scripts]
     said = scripts[0].stdout()
-    assert said.startswith(f"kdist doctor: 2 workers on {backend}, from TF_CONFIG\n")
+    assert said.startswith(f"kdist doctor: 2 workers on {backend}, cluster from TF_CONFIG\n")
     assert list(checks(said)) == CHECKS.split() and "FAIL" not in said
-    assert said.endswith("next: start your script in place of the doctor\n")
-    assert "all 2 workers came within" in said and "MB/s)" in said and "renamed in one step" in said
+    assert said.endswith("next: start your script in place of kdist doctor\n")
+    assert (
+        "all 2 workers joined within" in said and "MB/s)" in said and "files are replaced atomically" in said
+    )
     assert scripts[1].stdout() == ""
     assert not list(tmp_path.glob(".kdist*"))
 
@@ -70,16 +72,16 @@ def broken(folder):
     yield (
         alone("chief", KERAS_BACKEND="torch", TF_CONFIG=tf_config([first, second], 1)),
         "FAIL  joining",
-        rf"worker 0 \({first}\).*Nothing listens at {first}",
+        rf"worker 0 \({first}\).*No process listens at {first}",
     )
-    yield alone("wrong", KERAS_BACKEND="jax", TF_CONFIG="{"), "FAIL  cluster", "the value must be JSON"
+    yield alone("wrong", KERAS_BACKEND="jax", TF_CONFIG="{"), "FAIL  cluster", "the value is not JSON"
     arguments = ["test", "--timeout", "12"]
     tested = Script(
         folder, "tested", SOURCE.format(arguments=arguments), {"KERAS_BACKEND": "jax", "TF_CONFIG": "{"}
     )
-    yield tested, "FAIL  cluster", "the value must be JSON.* jax [^ ]+ 1 FAIL not run FAIL next: "
+    yield tested, "FAIL  cluster", "the value is not JSON.* jax [^ ]+ 1 FAIL not run FAIL next: "
     unknown = alone("unknown", KERAS_BACKEND="numpy", TF_CONFIG=tf_config([first, second], 0))
-    yield unknown, "FAIL  backend", "kdist knows tensorflow, jax, torch"
+    yield unknown, "FAIL  backend", "kdist supports tensorflow, jax, torch"
 
 
 def test_workers_that_are_not(tmp_path):
@@ -87,7 +89,7 @@ def test_workers_that_are_not(tmp_path):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         told = {"KERAS_BACKEND": "jax", "TF_CONFIG": tf_config([address, *local_addresses(1)], 0)}
         busy = start(tmp_path, "busy", "--timeout", "12", **told)
-        started = [*broken(tmp_path), (busy, "FAIL  ports", "worker 0 .* must be free")]
+        started = [*broken(tmp_path), (busy, "FAIL  ports", "worker 0 .* Cannot listen on port")]
         try:
             for script, line, words in started:
                 assert script.wait() == 1, script.stdout() + script.stderr()
@@ -139,7 +141,9 @@ def test_what_does_not_end(tmp_path):
     finally:
         script.kill()
     said = " ".join(script.stdout().split())
-    assert "ok clocks" in said and "FAIL all-reduce not finished within 8 s → All found worker 0" in said
+    assert (
+        "ok clocks" in said and "FAIL all-reduce not finished within 8 s → The workers reach worker 0" in said
+    )
     assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in said
 
 
@@ -156,11 +160,11 @@ def test_kdist_test_starts_workers_itself():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("kdist doctor: 2 workers on torch, started here for this\n")
-    assert "one step    2 replicas give the numbers of one device" in done.stdout
+    assert done.stdout.startswith("kdist doctor: 2 workers on torch, started on this machine\n")
+    assert "one step    2 replicas match one device" in done.stdout
     *_, head, row, last = done.stdout.splitlines()
     assert head.split() == ["backend", "version", "checks", "one", "step", "result"]
-    assert row.startswith("torch ") and row.endswith("as one device  ok")
+    assert row.startswith("torch ") and row.endswith("matches   ok")
     assert last == "next: kdist run --num-workers 2 train.py"
 
 
@@ -179,7 +183,9 @@ def test_one_step_that_differs(monkeypatch):
     assert one_step.compare(expected, "right", exchange).status == "ok"
     wrong = one_step.compare(expected, "wrong", exchange)
     assert (
-        wrong.status == "FAIL" and "worker 1" in wrong.says and "0.5 on one device, 0.75 here" in wrong.says
+        wrong.status == "FAIL"
+        and "worker 1" in wrong.says
+        and "0.5 on one device, 0.75 with the strategy" in wrong.says
     )
     assert one_step.compare(None, "wrong", exchange) is None
 
@@ -201,7 +207,7 @@ def test_reports_of_workers_become_one():
         dead.exit_code == 1 and dead.lines[-1].says == "worker 1 was killed by SIGKILL (signal 9): last words"
     )
     silent = together([None, None], Ending([], unfinished=[ended(0), ended(1)]))
-    assert [line.says for line in silent.lines] == ["worker 0 does not end", "worker 1 does not end"]
+    assert [line.says for line in silent.lines] == ["worker 0 did not exit", "worker 1 did not exit"]
 
 
 def test_gpus_are_hidden_where_there_are_too_few():
@@ -213,15 +219,15 @@ def test_the_table():
     step = Line("ok", "one step", "well")
     shown = [("jax", Report("", [WELL, step])), ("torch", Report("", [WELL, ILL]))]
     head, first, second = command._table(shown).splitlines()
-    assert first.startswith("jax ") and first.split()[2:] == ["2", "ok", "as", "one", "device", "ok"]
-    assert second.endswith("1 ok, 1 FAIL  not run        FAIL")
+    assert first.startswith("jax ") and first.split()[2:] == ["2", "ok", "matches", "ok"]
+    assert second.endswith("1 ok, 1 FAIL  not run   FAIL")
     assert head.index("result") == first.rindex("ok")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["doctor", "--timeout", "0"], "--timeout must be at least 1 second"),
+        (["doctor", "--timeout", "0"], "--timeout is not between 1 and"),
         (["doctor", "--num-workers", "many"], "--num-workers must be a whole number, at least 1"),
         (["test", "--num-workers", "1"], "--num-workers must be a whole number, at least 2"),
         (["doctor", "--backend", "numpy"], "The backend must be one of"),
@@ -235,7 +241,7 @@ def test_wrong_calls(arguments, message, capsys):
 def test_a_number_of_workers_beside_a_cluster(capsys):
     with environment.patched(TF_CONFIG=tf_config(["a:1", "b:1"], 0)):
         assert main(["doctor", "-n", "2"]) == 2
-    assert "here something does" in capsys.readouterr().err
+    assert "a cluster is configured here" in capsys.readouterr().err
 
 
 def test_json(monkeypatch, capsys):
@@ -245,7 +251,7 @@ def test_json(monkeypatch, capsys):
     assert (said["ok"], said["title"], said["next"]) == (
         False,
         "two",
-        "mend what has failed, then: kdist doctor",
+        "fix the failed checks, then: kdist doctor",
     )
     assert said["lines"][1] == {
         "status": "FAIL",

@@ -51,13 +51,13 @@ def test_the_secret_is_not_told():
 def test_ports():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert port_problem(f"127.0.0.1:{port}").startswith(f"Port {port} must be free")
+        assert port_problem(f"127.0.0.1:{port}").startswith(f"Cannot listen on port {port}: ")
         # torchrun's agent listens there itself.
         environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         taken = environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         assert gather(discover(environ=environ), environ).port
         assert not gather(discover(environ=taken), taken).port
-    assert "its own machine" in port_problem("192.0.2.1:2222")
+    assert "not an address of this machine" in port_problem("192.0.2.1:2222")
     assert port_problem("no-such-host.invalid:2222") == "" == port_problem("")
 
 
@@ -76,7 +76,7 @@ def test_a_name_server_that_does_not_answer():
     assert time.monotonic() - start < 5
     stop.set()
     assert found == {"quick": "10.0.0.1"}
-    assert failed == {"slow": "no answer within 0.3 s", "wrong": "Name or service not known"}
+    assert failed == {"slow": "no response within 0.3 s", "wrong": "Name or service not known"}
 
 
 def test_facts_travel():
@@ -126,7 +126,7 @@ def test_folders_that_are_not(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     a, b = check_shared([tmp_path / "a", tmp_path / "b"])
-    assert a == b == ["does not show the files of worker 1", "does not show the files of worker 0"]
+    assert a == b == ["the files of worker 1 are not visible", "the files of worker 0 are not visible"]
     assert not list(tmp_path.rglob(".kdist*"))
 
 
@@ -145,7 +145,7 @@ def test_files_that_are_replaced_piece_by_piece(tmp_path, monkeypatch):
 
     monkeypatch.setattr(probes, "_replace", in_pieces)
     monkeypatch.setattr(probes, "_REPLACEMENTS", 2000)
-    assert check_shared([tmp_path] * 2) == [["", "a file that is being replaced is half there"]] * 2
+    assert check_shared([tmp_path] * 2) == [["", "a file is incomplete while it is replaced"]] * 2
 
 
 def test_threads_are_those_that_are_told():
@@ -161,6 +161,6 @@ def test_a_folder_that_is_a_file(tmp_path):
 def test_what_comes_of_a_connection():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert reach(address) == f"{address} can be reached."
-    assert reach(address) == f"Nothing listens at {address}."
-    assert "cannot be reached" in reach("no-such-host.invalid:2222") and reach(None) == ""
+        assert reach(address) == f"{address} is reachable."
+    assert reach(address) == f"No process listens at {address}."
+    assert "Cannot connect to" in reach("no-such-host.invalid:2222") and reach(None) == ""

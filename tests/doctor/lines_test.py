@@ -42,7 +42,7 @@ OTHER = dataclasses.replace(
     address="host1:2222",
     sources=[("TF_CONFIG", "worker 1 (host1:2222) of 2", True)],
 )
-BUSY = "Port 2222 must be free for this worker, but it cannot be used (Address already in use)."
+BUSY = "Cannot listen on port 2222: Address already in use."
 
 
 def lines(one=None, two=None):
@@ -64,8 +64,8 @@ def test_where_all_is_well():
         "cluster": ["described by TF_CONFIG on all workers"],
         "names": ["2 hosts can be resolved"],
         "ports": ["free on all workers"],
-        "threads": ["4 of 4 cores of host0, 4 of 4 cores of host1"],
-        "limits": ["open files and /dev/shm suffice"],
+        "threads": ["4 threads on 4 cores of host0, 4 threads on 4 cores of host1"],
+        "limits": ["open files and /dev/shm are sufficient"],
     }
     assert {line.status for said in lines().values() for line in said} == {"ok"}
 
@@ -104,10 +104,10 @@ PROVOKED = {
     ),
     "other backend": (
         {},
-        {"backend": ("jax", "it says so")},
+        {"backend": ("jax", "set in keras.json")},
         "FAIL",
         "backend",
-        "jax (it says so) on worker 1",
+        "jax (set in keras.json) on worker 1",
         "export KERAS_BACKEND=torch",
     ),
     "unknown backend": (
@@ -115,7 +115,7 @@ PROVOKED = {
         {},
         "FAIL",
         "backend",
-        "kdist knows tensorflow, jax, torch",
+        "kdist supports tensorflow, jax, torch",
         "export KERAS_BACKEND=jax",
     ),
     "broken": (
@@ -155,7 +155,7 @@ PROVOKED = {
         {"token": ""},
         "warn",
         "token",
-        "none; the workers cannot check who connects",
+        "not set; the workers cannot verify connections",
         "export KDIST_CLUSTER_TOKEN=$(openssl rand -hex 16)",
     ),
     "token": (
@@ -171,15 +171,15 @@ PROVOKED = {
         {},
         "warn",
         "cluster",
-        "TF_CONFIG on all workers describes the cluster, but Slurm says otherwise on worker 0: worker 0 of 4",
+        "TF_CONFIG on all workers describes the cluster, but Slurm contradicts it on worker 0: worker 0 of 4",
         "kdist info",
     ),
     "wrong source": (
-        {"sources": [("TF_CONFIG", "wrong: no JSON", True)]},
+        {"sources": [("TF_CONFIG", "invalid: no JSON", True)]},
         {},
         "FAIL",
         "cluster",
-        "TF_CONFIG on worker 0 is wrong: no JSON",
+        "TF_CONFIG on worker 0 is invalid: no JSON",
         "kdist info",
     ),
     "name": (
@@ -195,7 +195,7 @@ PROVOKED = {
         {"resolved": {"host0": "127.0.1.1", "host1": "10.0.0.2"}},
         "FAIL",
         "names",
-        "worker 1 takes 'host0' for 127.0.1.1",
+        "worker 1 resolves 'host0' to 127.0.1.1",
         "getent hosts host0",
     ),
     "own loopback": (
@@ -203,7 +203,7 @@ PROVOKED = {
         {},
         "warn",
         "names",
-        "worker 0 takes 'host0' for 127.0.1.1",
+        "worker 0 resolves 'host0' to 127.0.1.1",
         "getent hosts host0",
     ),
     "port": (
@@ -211,7 +211,7 @@ PROVOKED = {
         {},
         "FAIL",
         "ports",
-        "worker 0 (host0:2222): Port 2222 must be free",
+        "worker 0 (host0:2222): Cannot listen on port 2222",
         "ss -ltnp 'sport = :2222'",
     ),
     "unused port": (
@@ -219,7 +219,7 @@ PROVOKED = {
         {"port": BUSY},
         "warn",
         "ports",
-        "worker 1 (host1:2222): Port 2222 must be free",
+        "worker 1 (host1:2222): Cannot listen on port 2222",
         "ss -ltnp 'sport = :2222'",
     ),
     "threads": (
@@ -227,7 +227,7 @@ PROVOKED = {
         {"host": "host0"},
         "warn",
         "threads",
-        "the workers of host0 compute on 8 threads, and have 4 cores",
+        "the workers on host0 use 8 threads, but have 4 cores",
         "export OMP_NUM_THREADS=2 TF_NUM_INTRAOP_THREADS=2",
     ),
     "cores": (
@@ -263,7 +263,7 @@ def test_what_is_wrong(name):
 def test_workers_of_one_machine_need_no_token():
     here = {"token": "", "resolved": {"127.0.0.1": "127.0.0.1"}}
     (said,) = lines(here, here)["token"]
-    assert (said.status, said.command) == ("ok", "") and "of their user" in said.says
+    assert (said.status, said.command) == ("ok", "") and "of the user" in said.says
 
 
 def test_every_check_is_provoked():
@@ -273,13 +273,13 @@ def test_every_check_is_provoked():
 def test_workers_that_have_cores_of_their_own_do_not_share_them():
     one, two = ({"host": "host0", "cores": [core], "threads": 1} for core in (0, 1))
     (line,) = lines(one, two)["threads"]
-    assert (line.status, line.says) == ("ok", "2 of 2 cores of host0")
+    assert (line.status, line.says) == ("ok", "2 threads on 2 cores of host0")
 
 
 def test_sources_that_say_the_same_do_not_conflict():
-    also = [("torchrun", "worker 0 of 2", False), ("Slurm", "nothing that describes a cluster", False)]
+    also = [("torchrun", "worker 0 of 2", False), ("Slurm", "does not describe a cluster", False)]
     assert [line.status for line in lines({"sources": [*WELL.sources, *also]})["cluster"]] == ["ok"]
-    assert "no variable describes" in lines({"sources": []}, {"sources": []})["cluster"][0].says
+    assert "no cluster is configured" in lines({"sources": []}, {"sources": []})["cluster"][0].says
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_what_lies_between_workers_is_named_where_nothing_else_says_what_to_do()
         (stage, type(error).__name__)
         for stage in ("joining", "all-reduce", "one step")
         for error in (ConnectionError("x"), WorkerLostError("x"), ClusterConfigError("x", hint="y"))
-        if "open all ports" in failed_line(stage, error).text()
+        if "Open all ports" in failed_line(stage, error).text()
     ]
     assert advised == [
         (s, e) for s in ("joining", "all-reduce") for e in ("ConnectionError", "WorkerLostError")

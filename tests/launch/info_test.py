@@ -37,7 +37,7 @@ def test_devices_are_asked_in_another_process(monkeypatch):
 
 def test_cluster_lines():
     lines = "\n".join(info.cluster_lines({"TF_CONFIG": "{", "RANK": "0", "WORLD_SIZE": "1"}))
-    assert "TF_CONFIG: wrong: `TF_CONFIG`: the value must be JSON" in lines
+    assert "TF_CONFIG: invalid: `TF_CONFIG`: the value is not JSON" in lines
     assert "torchrun: worker 0 of 1; not used: TF_CONFIG comes first" in lines
     assert info.cluster_lines({}) == ["  default: a single worker; won: no variable describes a cluster"]
 

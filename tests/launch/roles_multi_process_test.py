@@ -258,7 +258,7 @@ def test_the_secret_is_new_and_never_printed(start, tmp_path):
             ("--num-ps", "1", "--hosts", "a:1,b:1", "--host-index", "0"),
             "start each task with its TF_CONFIG and the same KDIST_CLUSTER_TOKEN",
         ),
-        (("--evaluator", "--evaluator-timeout", "0"), "A timeout must be a number of seconds"),
+        (("--evaluator", "--evaluator-timeout", "0"), "`--evaluator-timeout` is not a number of seconds"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(start, options, message):
