@@ -217,8 +217,8 @@ class ReplicaContext:
         is_default = type(self) is ReplicaContext and not has_strategy()
         if _state.replica is not self and not is_default:
             raise StrategyScopeError(
-                f"`{method}` must be called on the context of the replica that runs.",
-                hint="Call kdist.get_replica_context() inside the function that `strategy.run` runs.",
+                f"Cannot call `{method}` on this replica context: its replica is not running in this thread.",
+                hint="Call kdist.get_replica_context() inside the function that you pass to `strategy.run`.",
             )
 
     def _map(self, method: str, function: Callable[[Any], Any], value: Any) -> Any:
@@ -258,13 +258,13 @@ class Scope(Generic[S]):
     def __enter__(self) -> S:
         if _state.replica is not None:
             raise StrategyScopeError(
-                "A strategy's scope can only be entered in cross-replica context, not inside a replica.",
+                "Cannot enter a strategy's scope inside a replica.",
                 received={"replica_id_in_sync_group": _state.replica.replica_id_in_sync_group},
                 hint="Enter `strategy.scope()` before `strategy.run` or `model.fit`.",
             )
         if _state.scopes and _state.scopes[-1].strategy is not self._strategy:
             raise StrategyScopeError(
-                "Strategies cannot be mixed: inside the scope of one, no other may be entered.",
+                "Cannot enter the scope of this strategy inside the scope of another strategy.",
                 received={"current": _state.scopes[-1].strategy, "entered": self._strategy},
                 hint="Leave the current scope first, or create one strategy and use it everywhere.",
             )
@@ -279,7 +279,7 @@ class Scope(Generic[S]):
     ) -> None:
         if not _state.scopes or _state.scopes[-1] is not self:
             raise StrategyScopeError(
-                "Strategy scopes must be left in the reverse order of entering, by the thread that entered them.",
+                "Cannot leave this scope: it is not the innermost scope of this thread.",
                 received={"left": self._strategy},
                 hint="Use `with strategy.scope():` instead of calling __enter__ and __exit__.",
             )
@@ -292,9 +292,11 @@ def checked_axis(axis: int, rank: int) -> int:
     if isinstance(axis, int) and -rank <= axis < rank:
         return axis % rank
     raise InvalidArgumentError(
-        "axis must be an axis of the value; a scalar has none.",
+        f"The value has no axis {axis!r}.",
         received={"axis": axis, "rank": rank},
-        hint="Give the value an axis: keras.ops.expand_dims(value, 0)",
+        hint=f"Choose an axis from {-rank} to {rank - 1}."
+        if rank
+        else "Add an axis to the scalar: keras.ops.expand_dims(value, 0)",
     )
 
 
@@ -375,7 +377,7 @@ def experimental_set_strategy(strategy: StrategyLike | None) -> None:
         _state.global_scope = None
     if has_strategy():
         raise StrategyScopeError(
-            "experimental_set_strategy must not be called inside a strategy's scope.",
+            "Cannot call experimental_set_strategy inside a strategy's scope.",
             received={"current": current_strategy()},
             hint="Leave the `with strategy.scope():` block first.",
         )

@@ -44,7 +44,11 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     if fn is None:
         return lambda decorated: function(decorated, **options)
     if not callable(fn):
-        raise InvalidArgumentError("kdist.function takes a function.", received={"fn": fn})
+        raise InvalidArgumentError(
+            "kdist.function received an object that is not callable.",
+            received={"fn": fn},
+            hint="Pass a function: kdist.function(step)",
+        )
     from kdist.backends import get_backend
 
     compiled = get_backend().function(fn, **options)
@@ -96,8 +100,8 @@ def value_and_grad(
     for variable in variables:
         if not isinstance(variable, keras.Variable):
             raise InvalidArgumentError(
-                "value_and_grad differentiates with respect to Keras variables.",
+                "Cannot compute gradients: one of the variables is not a Keras variable.",
                 received={"variable": type(variable).__name__},
-                hint="For example: kdist.value_and_grad(loss_fn, model.trainable_variables)",
+                hint="Pass Keras variables: kdist.value_and_grad(loss_fn, model.trainable_variables)",
             )
     return get_backend().value_and_grad(fn, variables, has_aux)

@@ -22,9 +22,9 @@ def call_function(model: str) -> Any:
         return getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
         raise InvalidArgumentError(
-            "--model must name a function of a module.",
-            received={"model": model, "error": str(error)},
-            hint="For example: --model train:make_model",
+            f"Cannot create the model: {error}",
+            received={"model": model},
+            hint="Pass a module and a function that returns the model: --model train:make_model",
         ) from error
     finally:
         del sys.path[0]

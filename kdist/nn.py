@@ -43,9 +43,9 @@ def compute_average_loss(
     losses = ops.convert_to_tensor(per_example_loss)
     if len(losses.shape) == 0:
         raise InvalidArgumentError(
-            "per_example_loss must have a loss for each row, not one for all.",
+            "per_example_loss is a scalar, but it must contain one loss per row.",
             received={"shape": tuple(losses.shape)},
-            hint='Use a loss with reduction=None, as in keras.losses.MeanSquaredError(reduction="none").',
+            hint='Create the loss without a reduction: keras.losses.MeanSquaredError(reduction="none")',
         )
     if sample_weight is not None:
         weights = ops.cast(sample_weight, losses.dtype)
@@ -56,9 +56,9 @@ def compute_average_loss(
         global_batch_size = ops.shape(losses)[0] * num_replicas
     elif isinstance(global_batch_size, (bool, float)) or len(getattr(global_batch_size, "shape", ())):
         raise InvalidArgumentError(
-            "global_batch_size must be a whole number, the rows of all replicas.",
+            "global_batch_size is not an integer.",
             received={"global_batch_size": global_batch_size},
-            hint="For example: global_batch_size=128",
+            hint="Pass the number of rows of all replicas, for example global_batch_size=128",
         )
     return ops.sum(losses) / ops.cast(global_batch_size, losses.dtype)
 
@@ -94,7 +94,7 @@ def _num_replicas(function: str) -> int:
     replica = get_replica_context()
     if replica is None:
         raise StrategyScopeError(
-            f"kdist.nn.{function} must be called in a replica, not in cross-replica context.",
-            hint="Call it in the function that `strategy.run` runs.",
+            f"kdist.nn.{function} was called outside of a replica.",
+            hint="Call it inside the function that you pass to `strategy.run`.",
         )
     return replica.num_replicas_in_sync

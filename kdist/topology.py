@@ -59,9 +59,10 @@ class Sharded:
         shape = tuple(rest if length is None else length for length in self.axes.values())
         if left or math.prod(shape) != num_devices:
             raise InvalidArgumentError(
-                "The mesh must have one place for each device of all workers.",
+                f"The mesh does not fit the devices: all workers together have {num_devices}.",
                 received={"mesh": dict(self.axes), "devices": num_devices},
-                hint="Start as many workers and name as many devices as the product of its axes.",
+                hint=f"Choose a mesh whose axes have the product {num_devices}, or change the number of devices or "
+                "workers.",
             )
         return shape
 

@@ -34,9 +34,9 @@ class ReduceOp(enum.Enum):
         if isinstance(name, str) and name.upper() in cls.__members__:
             return cls[name.upper()]
         raise InvalidArgumentError(
-            "reduce_op must be kdist.ReduceOp.SUM or kdist.ReduceOp.MEAN, or the name of one.",
+            "reduce_op is not kdist.ReduceOp.SUM, kdist.ReduceOp.MEAN or one of their names.",
             received={"reduce_op": value},
-            hint='For example: strategy.reduce("SUM", value, axis=None)',
+            hint='Use "SUM" or "MEAN", for example strategy.reduce("SUM", value, axis=None)',
         )
 
 
@@ -120,9 +120,9 @@ def component(value: Any, index: int, map_structure: Callable[..., Any]) -> Any:
             return leaf
         if index >= len(leaf.values):
             raise InvalidArgumentError(
-                "A distributed value must have one component for each replica of this worker.",
+                f"A distributed value has no component for replica {index} of this worker.",
                 received={"components": len(leaf.values), "replica": index},
-                hint="Use values that come from this strategy.",
+                hint="Use a value that this strategy created.",
             )
         return leaf.values[index]
 

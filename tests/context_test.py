@@ -92,7 +92,7 @@ def test_one_scope_object_may_be_entered_again():
 def test_mixing_strategies_is_a_runtime_error():
     one, two = PlainStrategy("one"), PlainStrategy("two")
     with one.scope():
-        with pytest.raises(RuntimeError, match="cannot be mixed") as info:
+        with pytest.raises(RuntimeError, match="inside the scope of another strategy") as info:
             two.scope().__enter__()
         assert isinstance(info.value, StrategyScopeError) and "current=" in str(info.value)
         assert kdist.get_strategy() is one and two.log == []
@@ -105,11 +105,11 @@ def test_wrong_order_of_leaving_is_a_runtime_error():
     outer, inner = strategy.scope(), strategy.scope()
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(RuntimeError, match="reverse order"):
+    with pytest.raises(RuntimeError, match="not the innermost scope of this thread"):
         outer.__exit__(None, None, None)
     inner.__exit__(None, None, None)
     outer.__exit__(None, None, None)
-    with pytest.raises(RuntimeError, match="reverse order"):
+    with pytest.raises(RuntimeError, match="not the innermost scope of this thread"):
         outer.__exit__(None, None, None)
     assert not kdist.has_strategy()
 
@@ -157,7 +157,7 @@ def test_a_scope_counts_for_its_thread_only():
     thread = threading.Thread(target=leaves_it)
     thread.start()
     thread.join(10)
-    assert errors and "thread that entered" in str(errors[0])
+    assert errors and "of this thread" in str(errors[0])
     scope.__exit__(None, None, None)
 
 
@@ -178,7 +178,7 @@ def test_the_default_strategy():
             assert kdist.get_strategy() is inner
         with default.scope():
             assert state() == (default, False, False)
-    with PlainStrategy().scope(), pytest.raises(RuntimeError, match="cannot be mixed"):
+    with PlainStrategy().scope(), pytest.raises(RuntimeError, match="inside the scope of another strategy"):
         default.scope().__enter__()
 
 
@@ -188,7 +188,7 @@ def test_experimental_set_strategy():
     assert state() == (one, True, True)
     with one.scope():
         pass
-    with pytest.raises(RuntimeError, match="cannot be mixed"):
+    with pytest.raises(RuntimeError, match="inside the scope of another strategy"):
         two.scope().__enter__()
     kdist.experimental_set_strategy(two)
     assert kdist.get_strategy() is two and one.log[-1] == "leave"
@@ -201,7 +201,7 @@ def test_experimental_set_strategy_inside_a_scope_is_a_runtime_error():
     one, two = PlainStrategy("one"), PlainStrategy("two")
     with one.scope():
         for value in (None, one, two):
-            with pytest.raises(RuntimeError, match="must not be called inside"):
+            with pytest.raises(RuntimeError, match="Cannot call experimental_set_strategy inside"):
                 kdist.experimental_set_strategy(value)
         assert kdist.get_strategy() is one
 
@@ -210,7 +210,7 @@ def test_experimental_set_strategy_inside_a_scope_of_the_set_one():
     one = PlainStrategy("one")
     kdist.experimental_set_strategy(one)
     with one.scope():
-        with pytest.raises(RuntimeError, match="must not be called inside"):
+        with pytest.raises(RuntimeError, match="Cannot call experimental_set_strategy inside"):
             kdist.experimental_set_strategy(None)
         assert kdist.get_strategy() is one
     assert kdist.get_strategy() is one
@@ -222,7 +222,7 @@ def test_in_a_replica():
         assert state() == (strategy, True, False)
         assert kdist.get_replica_context() is replica
         assert replica.num_replicas_in_sync == 2 and replica.replica_id_in_sync_group == 1
-        with pytest.raises(RuntimeError, match="cross-replica context"):
+        with pytest.raises(RuntimeError, match="inside a replica"):
             strategy.scope().__enter__()
         with pytest.raises(RuntimeError):
             kdist.experimental_set_strategy(None)

@@ -99,8 +99,8 @@ def test_every_strategy_says_what_it_is(backend: str) -> None:
         f"<kdist.OneDeviceStrategy on {backend}: 1 device (cpu:0)>",
         f"<kdist.experimental.CentralStorageStrategy on {backend}: 2 devices (cpu:0, cpu:1), variables on cpu:1>",
         f"<Own on {backend}: 2 devices (cpu:0, cpu:1)>",
-        "<kdist.MirroredStrategy: not made yet>",
-        "<kdist.ParameterServerStrategy: not made yet>",
+        "<kdist.MirroredStrategy: not created yet>",
+        "<kdist.ParameterServerStrategy: not created yet>",
         "<default strategy of kdist: 1 replica, nothing is distributed>",
     ]
 

@@ -59,7 +59,7 @@ def _remembers_outside():
     assert np.allclose(losses[0].history["loss"], losses[1].history["loss"], rtol=1e-5)
     with kdist.OneDeviceStrategy("cpu:0").scope():
         inside.fit(*_data(), verbose=0)
-        with pytest.raises(RuntimeError, match="cannot be mixed"):
+        with pytest.raises(RuntimeError, match="inside the scope of another strategy"):
             model.fit(*_data(), verbose=0)
     assert keras_hooks.strategy_of(outside) is None
 

@@ -170,7 +170,7 @@ REFUSED = {
     "empty": ("InvalidArgumentError", "devices=[]"),
     "a word": ("InvalidArgumentError", "devices='cpu:0'"),
     "numbers": ("InvalidArgumentError", "devices=[0, 1]"),
-    "twice": ("InvalidArgumentError", "only once"),
+    "twice": ("InvalidArgumentError", "contains a device twice"),
     "None for one device": ("InvalidArgumentError", "device=None"),
     "ops of another kind": ("InvalidArgumentError", "cross_device_ops='nccl'"),
     "options of another kind": ("InvalidArgumentError", "communication_options='RING'"),

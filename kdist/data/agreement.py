@@ -201,7 +201,7 @@ class Steps:
         raise DatasetError(
             f"The dataset of worker {index} failed in step {self._step}: {said}",
             received={"worker": self._runtime.worker_index},
-            hint="" if "Received:" in said else "Look at that worker's traceback.",
+            hint="" if "Received:" in said else f"Read the traceback of worker {index}.",
         ) from mine
 
     def _counts(self, of_worker: list[list[int]], step: int) -> list[int]:
@@ -219,15 +219,15 @@ class Steps:
             differ = structure != expected
             if differ or (shapes != expected_shapes and self._runtime.needs_equal_shapes):
                 raise WorkerMismatchError(
-                    "The batches of all workers must have the same "
-                    + ("structure and dtypes" if differ else "inner shapes")
-                    + f", but in step {self._step} worker {first} and worker {index} differ.",
+                    f"In step {self._step}, the batches of worker {first} and worker {index} have different "
+                    + ("structures or dtypes." if differ else "inner shapes."),
                     received={
                         f"worker_{first}": expected if differ else expected_shapes,
                         f"worker_{index}": structure if differ else shapes,
                     },
-                    hint="Make the same kind of batches on every worker"
-                    + ("." if differ else ", padded to the same lengths."),
+                    hint="Return batches of the same structure and dtypes on every worker."
+                    if differ
+                    else "Pad the batches to the same lengths on every worker.",
                 )
 
     def _checked(self, counts: list[int]) -> list[int]:
@@ -236,11 +236,11 @@ class Steps:
         if len(set(counts)) > 1:
             differing = next(i for i, n in enumerate(counts) if n != counts[0])
             raise WorkerMismatchError(
-                f"All workers must be given the same dataset, but in step {self._step} worker 0 has a global "
-                f"batch of {counts[0]} rows and worker {differing} one of {counts[differing]}.",
+                f"The workers have different datasets: in step {self._step}, the global batch has {counts[0]} rows on "
+                f"worker 0 and {counts[differing]} rows on worker {differing}.",
                 received={"rows": counts},
-                hint="Give every worker the same global batches, in the same order: kdist takes each worker's "
-                "share.",
+                hint="Pass the same global batches on every worker, in the same order. kdist selects the rows of each "
+                "worker.",
             )
         return [stop - first for first, stop in even_split(counts[0], self._runtime.num_replicas)]
 

@@ -26,7 +26,7 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
     """Distributes a dataset of global batches by its policy. All workers must call it."""
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise InvalidArgumentError(
-            "experimental_distribute_dataset has one pipeline a worker.",
+            "experimental_distribute_dataset does not support one pipeline per replica.",
             received={"experimental_replication_mode": options.experimental_replication_mode},
             hint="Use `distribute_datasets_from_function`.",
         )
@@ -47,7 +47,7 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
     source, policy, num_batches = read_on_all(runtime, "Distributing the dataset", prepare)
     is_global = policy is AutoShardPolicy.DATA
     facts = {"kind": source.kind, "policy": policy.name}
-    check_equal(runtime, "distributed dataset", facts, "Make it in the same way on every worker.")
+    check_equal(runtime, "distributed dataset", facts, "Create the dataset in the same way on every worker.")
     if is_global:
         _share_seed(runtime, source)
     read = read_global if is_global else read_pieces
@@ -62,7 +62,7 @@ def distribute_from_function(
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     if per_replica and runtime.num_workers > 1:
         raise InvalidArgumentError(
-            "InputReplicationMode.PER_REPLICA is for strategies of one process.",
+            "InputReplicationMode.PER_REPLICA does not support several workers.",
             received={"num_workers": runtime.num_workers},
             hint="Use InputReplicationMode.PER_WORKER.",
         )

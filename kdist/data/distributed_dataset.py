@@ -58,7 +58,9 @@ class DistributedDataset:
 
     def __len__(self) -> int:
         if self.num_steps is None:
-            raise TypeError(f"The number of steps of {self.kind} is not known.")
+            raise TypeError(
+                f"The number of steps of {self.kind} is unknown. Count the steps while you iterate."
+            )
         return self.num_steps
 
     def __iter__(self) -> DistributedIterator:
@@ -135,7 +137,9 @@ class DistributedDataset:
         """
         if set(state) != {"epoch", "step"} or any(not isinstance(v, int) or v < 0 for v in state.values()):
             raise InvalidArgumentError(
-                "The state of a dataset has an epoch and a step, from 0.", received={"state": dict(state)}
+                "The state of the dataset does not consist of an epoch and a step.",
+                received={"state": dict(state)},
+                hint="Pass the result of `get_state()`.",
             )
         self._next, self._newest = self._in_epoch(state), None
         if self._peeked is not None:
@@ -209,7 +213,11 @@ class DistributedIterator:
         step = self.peek()
         if step is None:
             kind = self._dataset.kind
-            raise DatasetError("A dataset must have at least one batch.", received={"dataset": kind})
+            raise DatasetError(
+                "The dataset contains no batches.",
+                received={"dataset": kind},
+                hint="Pass a dataset with at least one batch.",
+            )
         parts = step.as_parts(self._dataset._runtime)
         if rows.is_single(parts[0]):
             return parts[0]
@@ -237,8 +245,8 @@ class DistributedIterator:
     def _traced(self) -> Any:
         if current_replica() is not None:
             raise StrategyScopeError(
-                "A distributed dataset is read outside of the replicas, whose batches it gives.",
-                hint="Pass what it gives: strategy.run(step, args=(next(iterator),))",
+                "Cannot read a distributed dataset inside a replica.",
+                hint="Read the batch outside and pass it: strategy.run(step, args=(next(iterator),))",
             )
         return self._dataset._runtime.traced(self)
 
@@ -340,5 +348,7 @@ class Optional:
             OutOfRangeError: There is none.
         """
         if not self._values:
-            raise OutOfRangeError("An empty Optional has no value.", hint="Ask `has_value()` first.")
+            raise OutOfRangeError(
+                "Cannot get the value: the Optional is empty.", hint="Call `has_value()` first."
+            )
         return self._values[0]

@@ -42,12 +42,12 @@ class InputContext:
         size, left = divmod(global_batch_size, self.num_replicas_in_sync)
         if left:
             raise InvalidArgumentError(
-                "num_replicas_in_sync must divide global_batch_size.",
+                "global_batch_size is not divisible by the number of replicas.",
                 received={
                     "global_batch_size": global_batch_size,
                     "num_replicas_in_sync": self.num_replicas_in_sync,
                 },
-                hint=f"Use global_batch_size={(size + 1) * self.num_replicas_in_sync}, or hand the global batches "
+                hint=f"Use global_batch_size={(size + 1) * self.num_replicas_in_sync}, or pass the global batches "
                 "to `experimental_distribute_dataset`, which splits any number of rows.",
             )
         return size

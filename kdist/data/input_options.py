@@ -75,9 +75,9 @@ class InputOptions:
     def __post_init__(self) -> None:
         if self.experimental_per_replica_buffer_size < 0:
             raise InvalidArgumentError(
-                "experimental_per_replica_buffer_size must not be negative.",
+                "experimental_per_replica_buffer_size is negative.",
                 received={"experimental_per_replica_buffer_size": self.experimental_per_replica_buffer_size},
-                hint="Use 0 to prepare each batch when it is asked for.",
+                hint="Use 0 to read each batch only when a step needs it.",
             )
         # TensorFlow's enumeration has the same names.
         for field, kind in (
@@ -90,15 +90,16 @@ class InputOptions:
         per_replica = self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
         if self.experimental_place_dataset_on_device and not per_replica:
             raise InvalidArgumentError(
-                "experimental_place_dataset_on_device needs one pipeline a replica.",
+                "experimental_place_dataset_on_device=True needs one pipeline per replica.",
                 received={"experimental_replication_mode": self.experimental_replication_mode},
-                hint="Set experimental_replication_mode=InputReplicationMode.PER_REPLICA, or leave it out.",
+                hint="Set experimental_replication_mode=InputReplicationMode.PER_REPLICA, or remove "
+                "experimental_place_dataset_on_device.",
             )
         if self.experimental_fetch_to_device and per_replica:
             raise InvalidArgumentError(
-                "experimental_fetch_to_device=True needs one pipeline a worker.",
+                "experimental_fetch_to_device=True needs one pipeline per worker.",
                 received={"experimental_replication_mode": self.experimental_replication_mode},
-                hint="Leave experimental_fetch_to_device out.",
+                hint="Remove experimental_fetch_to_device.",
             )
 
 
@@ -106,6 +107,6 @@ def _member(kind: type[enum.Enum], value: object) -> enum.Enum:
     name = getattr(value, "name", value)
     if name not in kind.__members__:
         raise InvalidArgumentError(
-            f"{kind.__name__} has the members {', '.join(kind.__members__)}.", received={"value": value}
+            f"{kind.__name__} has no member {value!r}.", hint=f"Use one of: {', '.join(kind.__members__)}"
         )
     return kind[str(name)]

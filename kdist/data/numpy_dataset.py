@@ -34,8 +34,9 @@ class NumpyDataset:
         lengths = {len(array) if array.ndim else None for array in keras.tree.flatten(self._arrays)}
         if len(lengths) != 1 or None in lengths:
             raise InvalidArgumentError(
-                "All arrays must have the same number of rows.",
+                "The arrays do not have the same number of rows.",
                 received={"shapes": [array.shape for array in keras.tree.flatten(self._arrays)]},
+                hint="Pass arrays whose first axes have the same length.",
             )
         (self._num_items,) = lengths
         self._items: Callable[[int], Iterator[Any]] = lambda epoch: iter(range(len(self)))
@@ -104,7 +105,11 @@ class NumpyDataset:
             drop_remainder: Whether to leave out a last batch of fewer rows.
         """
         if batch_size < 1:
-            raise InvalidArgumentError("A batch has at least one row.", received={"batch_size": batch_size})
+            raise InvalidArgumentError(
+                "batch_size is not positive.",
+                received={"batch_size": batch_size},
+                hint="Pass the number of rows per batch: dataset.batch(64)",
+            )
         outer = self._items
 
         def items(epoch: int) -> Iterator[Any]:
@@ -124,7 +129,7 @@ class NumpyDataset:
 
     def __len__(self) -> int:
         if self._num_items is None:
-            raise TypeError("The dataset has no end.")
+            raise TypeError("The dataset has no length, because it repeats forever. Use dataset.take(n).")
         return self._num_items
 
     def cardinality(self) -> int:

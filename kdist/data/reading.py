@@ -87,9 +87,9 @@ def read_global(source: Source, runtime: Runtime, epoch: int, start: int) -> Ite
 def _check_chosen(part: Any, expected: int) -> None:
     if (found := rows.num_rows(part)) != expected:
         raise DatasetError(
-            "The collate_fn of a DataLoader must give one row for each sample.",
+            "The collate_fn of the DataLoader did not return one row per sample.",
             received={"samples": expected, "rows": found},
-            hint="Use `distribute_datasets_from_function` for a loader that makes its own number of rows.",
+            hint="Distribute this loader with `distribute_datasets_from_function`.",
         )
 
 
@@ -160,8 +160,8 @@ def _of_parts(parts: Sequence[Any]) -> WorkerBatch:
     ]
     if SINGLE in counts and max(counts) > 0:
         raise DatasetError(
-            "A dataset gives batches or single elements, not both.",
+            "The dataset contains both batches and single elements.",
             received={"shapes": [[leaf.shape for leaf in rows.leaves_of(p)] for p in parts if p is not None]},
-            hint="Batch it: `dataset.batch(64)`.",
+            hint="Batch all elements: dataset.batch(64)",
         )
     return WorkerBatch(counts, parts=[p if n else None for p, n in zip(parts, counts, strict=True)])

@@ -49,9 +49,9 @@ class CentralStorageStrategy(Strategy):
     ) -> None:
         if parameter_device is not None and not (isinstance(parameter_device, str) and parameter_device):
             raise InvalidArgumentError(
-                "parameter_device must be the name of one device, or None.",
+                "parameter_device is not the name of a device.",
                 received={"parameter_device": parameter_device},
-                hint='For example: parameter_device="cpu:0"',
+                hint='Pass the name of one device, for example parameter_device="cpu:0"',
             )
         backend = get_backend()
         names = choose_devices(backend, compute_devices, "compute_devices")

@@ -57,7 +57,7 @@ class _NoScope(Scope[Any]):
     def __enter__(self) -> Any:
         if has_strategy():
             raise StrategyScopeError(
-                "Strategies cannot be mixed: inside the scope of one, the default one cannot be entered.",
+                "Cannot enter the scope of the default strategy inside the scope of another strategy.",
                 received={"current": current_strategy()},
                 hint="Leave the current scope first.",
             )

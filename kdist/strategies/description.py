@@ -40,7 +40,7 @@ def describe(strategy: Any) -> str:
     )
     runtime: Any = getattr(strategy, "_runtime", None)
     if runtime is None:
-        return f"<{name}: not made yet>"
+        return f"<{name}: not created yet>"
     parts = strategy._told.tasks or [
         *_worker(runtime),
         _devices(runtime),

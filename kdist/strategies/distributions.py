@@ -58,9 +58,9 @@ def check_current(strategy: Any) -> None:
         own = (runtime.all_devices, _lengths(runtime, storage), storage.batch_axis, storage.layout)
     if isinstance(storage, Central) or _comparable(facts_of(current)) != _comparable(own):
         raise StrategyScopeError(
-            "A keras.distribution that is set must say the same as the strategy, but they differ.",
+            "The active keras.distribution conflicts with the strategy.",
             received={"distribution": current, "its_devices": facts_of(current)[0], "strategy": strategy},
-            hint="Leave keras.distribution.set_distribution out, or take "
+            hint="Remove the call of keras.distribution.set_distribution, or use "
             "kdist.KerasDistributionStrategy(distribution).",
         )
 

@@ -144,7 +144,7 @@ class StrategyExtended:
         def first(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):
                 raise InvalidArgumentError(
-                    "`update` changes a variable for all replicas: it takes no one value for each replica.",
+                    "`update` received one value per replica, but it needs one value for all replicas.",
                     received={"value": leaf},
                     hint='Reduce it first: strategy.extended.reduce_to("SUM", value, destinations=var)',
                 )

@@ -61,9 +61,9 @@ class FullyShardedStrategy(ShardedStrategy):
     ) -> None:
         if not isinstance(min_size, int) or min_size < 0:
             raise InvalidArgumentError(
-                "`min_size` must be a number of elements.",
+                "`min_size` is not a non-negative integer.",
                 received={"min_size": min_size},
-                hint="kdist.FullyShardedStrategy(min_size=1024)",
+                hint="Pass a number of elements: kdist.FullyShardedStrategy(min_size=1024)",
             )
         layout = functools.partial(along_largest_axis, min_size=min_size)
         storage = Sharded({_AXIS: None}, _AXIS, layout)

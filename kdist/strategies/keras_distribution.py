@@ -61,9 +61,9 @@ class KerasDistributionStrategy(ShardedStrategy):
         kinds = (keras.distribution.DataParallel, keras.distribution.ModelParallel)
         if not isinstance(distribution, kinds):
             raise InvalidArgumentError(
-                "distribution must be a keras.distribution.DataParallel or ModelParallel.",
+                "`distribution` is not a keras.distribution.DataParallel or ModelParallel.",
                 received={"distribution": distribution},
-                hint="kdist.KerasDistributionStrategy(keras.distribution.DataParallel())",
+                hint="Pass a distribution: kdist.KerasDistributionStrategy(keras.distribution.DataParallel())",
             )
         names, axes, batch_axis, layout = facts_of(distribution)
         storage = Mirrored() if axes is None else Sharded(axes, batch_axis, layout)
@@ -71,7 +71,7 @@ class KerasDistributionStrategy(ShardedStrategy):
         super().__init__(storage, own or None, cluster_resolver, communication_options)
         if self.runtime.all_devices != names:
             raise InvalidArgumentError(
-                "The devices of a distribution must be those of all workers, the devices of worker 0 first.",
+                "The devices of the distribution are not the devices of all workers, in the order of the workers.",
                 received={"distribution": names, "workers": self.runtime.all_devices},
-                hint="Leave `devices` out of its mesh, or start as many workers as it needs.",
+                hint="Create its mesh without `devices`, or start the number of workers that the mesh needs.",
             )

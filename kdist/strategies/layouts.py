@@ -9,7 +9,10 @@ from typing import Any
 from kdist.errors import InvalidArgumentError
 from kdist.topology import Layout
 
-_EXAMPLE = 'kdist.ModelParallelStrategy({".*dense.*/kernel": (None, "model")}, mesh={"batch": 2, "model": 2})'
+_EXAMPLE = (
+    "Pass layouts and a mesh, for example:\n"
+    'kdist.ModelParallelStrategy({".*dense.*/kernel": (None, "model")}, mesh={"batch": 2, "model": 2})'
+)
 
 
 class LayoutRules:
@@ -43,7 +46,9 @@ class LayoutRules:
             found = [p.pattern for p in self._patterns if p.fullmatch(path)]
         if len(found) > 1:
             raise InvalidArgumentError(
-                "Only one layout may be for a path.", received={"path": path, "layouts": found}
+                f"Several layouts match the path {path!r}.",
+                received={"layouts": found},
+                hint="Change the patterns so that one of them matches, or add the path as a key.",
             )
         self.unused.difference_update(found)
         return found[0] if found else None
@@ -74,10 +79,10 @@ def _checked(
     )
     if not fits or len(set(names)) != len(names):
         raise InvalidArgumentError(
-            "A layout names for each axis of its variables another axis of the mesh, whose length divides it, "
-            "or None.",
-            received={"path": path, "shape": shape, "layout": layout, "mesh": dict(lengths)},
-            hint=f"For example: {{{pattern}: {(None,) * len(shape)}}}",
+            f"The layout does not fit the variable {path!r}.",
+            received={"shape": shape, "layout": layout, "mesh": dict(lengths)},
+            hint="Give one entry per axis: None, or a mesh axis whose length divides it. Use each mesh axis once.\n"
+            f"For example, without sharding: {{{pattern}: {(None,) * len(shape)}}}",
         )
     return layout
 
@@ -92,15 +97,17 @@ def read_layouts(
     is_function = callable(layout_map)
     if not (isinstance(layout_map, Mapping) or is_function) or not isinstance(mesh, Mapping) or not mesh:
         raise InvalidArgumentError(
-            "layout_map must be a keras.distribution.LayoutMap with its device mesh, or a mapping or a function "
-            "beside `mesh`.",
+            "`layout_map` is not a keras.distribution.LayoutMap with a device mesh, nor a mapping or function "
+            "together with a `mesh`.",
             received={"layout_map": layout_map, "mesh": mesh},
             hint=_EXAMPLE,
         )
     for name, length in mesh.items():
         if not isinstance(name, str) or not isinstance(length, int) or length < 1:
             raise InvalidArgumentError(
-                "mesh must have names and positive lengths.", received={"mesh": dict(mesh)}, hint=_EXAMPLE
+                "An axis of `mesh` has a name that is not a string, or a length that is not a positive integer.",
+                received={"mesh": dict(mesh)},
+                hint=_EXAMPLE,
             )
     if is_function:
         return dict(mesh), LayoutFunction(layout_map)
@@ -116,7 +123,7 @@ def check_axis(name: str, mesh: Mapping[str, int]) -> None:
     """Raises unless a mesh has an axis."""
     if name not in mesh:
         raise InvalidArgumentError(
-            "batch_dim_name and layouts must name axes of the mesh.",
-            received={"axis": name, "mesh": dict(mesh)},
+            f"The mesh has no axis {name!r}, but `batch_dim_name` or a layout uses it.",
+            received={"mesh": dict(mesh)},
             hint=_EXAMPLE,
         )

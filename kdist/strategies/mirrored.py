@@ -50,7 +50,7 @@ class MirroredStrategy(Strategy):
         _check_cross_device_ops(cross_device_ops)
         own, native = is_own(cross_device_ops), cross_device_ops
         if isinstance(native, NcclAllReduce) and not all(name.startswith("gpu:") for name in names):
-            hint_ignored(f"cross_device_ops={native!r}", "NCCL runs on NVIDIA GPUs only.")
+            hint_ignored(f"cross_device_ops={native!r}", "NCCL needs NVIDIA GPUs.")
             native = None
         super().__init__(backend.create_runtime(Topology(names), None, None if own else native))
         self.cross_device_ops = cross_device_ops
@@ -61,7 +61,7 @@ class MirroredStrategy(Strategy):
 def _check_cross_device_ops(ops: CrossDeviceOps | None) -> None:
     if ops is not None and not isinstance(ops, CrossDeviceOps):
         raise InvalidArgumentError(
-            "cross_device_ops must be a kdist.CrossDeviceOps or None.",
+            "`cross_device_ops` is not an instance of kdist.CrossDeviceOps.",
             received={"cross_device_ops": ops},
-            hint="For example: kdist.ReductionToOneDevice()",
+            hint="Pass an instance, for example cross_device_ops=kdist.ReductionToOneDevice()",
         )

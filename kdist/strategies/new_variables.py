@@ -69,7 +69,7 @@ class NewVariables:
         check_equal(
             self._runtime,
             "variables in the scope of the strategy",
-            {"their number": len(variables), **facts},
-            "Create the same models, optimisers and metrics on every worker, in the same order.",
+            {"the number of variables": len(variables), **facts},
+            "Create the same models, optimizers and metrics on every worker, in the same order.",
         )
         self._runtime.broadcast_variables(variables)

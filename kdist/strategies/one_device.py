@@ -31,9 +31,9 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str) -> None:
         if not isinstance(device, str) or not device:
             raise InvalidArgumentError(
-                "OneDeviceStrategy needs the name of one device.",
+                "`device` is not the name of a device.",
                 received={"device": device},
-                hint='For example: kdist.OneDeviceStrategy("cpu:0")',
+                hint='Pass the name of one device: kdist.OneDeviceStrategy("cpu:0")',
             )
         backend = get_backend()
         devices = backend.require_devices([device])

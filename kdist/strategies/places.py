@@ -17,7 +17,11 @@ def choose_devices(
     names = check_device_names(devices, argument) if devices is not None else backend.list_devices()
     names = backend.require_devices(names)
     if len(set(names)) != len(names):
-        raise InvalidArgumentError("A device may be named only once.", received={argument: devices})
+        raise InvalidArgumentError(
+            f"`{argument}` contains a device twice.",
+            received={argument: devices},
+            hint="Name each device once.",
+        )
     return names
 
 
@@ -25,9 +29,9 @@ def check_device_names(devices: Sequence[str], argument: str = "devices") -> tup
     """Returns the names as a tuple; raises unless there is at least one name."""
     if isinstance(devices, str) or not devices or not all(isinstance(name, str) for name in devices):
         raise InvalidArgumentError(
-            f"{argument} must be a list with at least one device name, or None for all devices.",
+            f"`{argument}` is not a list of device names, or the list is empty.",
             received={argument: devices},
-            hint=f'For example: {argument}=["cpu:0", "cpu:1"]',
+            hint=f'Pass at least one device, for example {argument}=["cpu:0", "cpu:1"]',
         )
     return tuple(devices)
 
@@ -37,8 +41,9 @@ def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
     if isinstance(options, CommunicationOptions | None):
         return options or CommunicationOptions()
     raise InvalidArgumentError(
-        "communication_options must be a kdist.experimental.CommunicationOptions.",
+        "`communication_options` is not an instance of kdist.experimental.CommunicationOptions.",
         received={"communication_options": options},
+        hint="Pass an instance, for example kdist.experimental.CommunicationOptions(timeout_seconds=600)",
     )
 
 

@@ -59,8 +59,9 @@ def batch_reduce(
         found = own.batch_reduce(op, [(PerReplica(p), pairs[i][1]) for i, p in parts.items()], options)
         if not isinstance(found, (list, tuple)) or len(found) != len(parts):
             raise InvalidArgumentError(
-                f"{type(own).__name__}.batch_reduce must return a list with a tensor for each value.",
+                f"{type(own).__name__}.batch_reduce did not return a list with one tensor per value.",
                 received={"values": len(parts), "result": found},
+                hint="Return one reduced tensor per pair in `value_destination_pairs`.",
             )
         results = {
             i: _checked(runtime, own, result, p) for (i, p), result in zip(parts.items(), found, strict=True)
@@ -84,15 +85,18 @@ def _checked(runtime: Runtime, own: Any, result: Any, parts: Sequence[Any]) -> A
     if isinstance(result, DistributedValues):  # one for each device, all equal
         result = result.values[0]
     shape = tuple(parts[0].shape)
-    rule = f"What {type(own).__name__} reduces to must be a tensor of the shape of a component."
+    problem = (
+        f"{type(own).__name__} reduced values of shape {shape} to something else than a tensor of this shape."
+    )
+    hint = "Return one tensor with the shape of a component."
     try:
         if result is None:
             raise TypeError("None")
         (tensor,) = runtime.to_holder([keras.ops.convert_to_tensor(result)])
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(rule, received={"result": result, "shape": shape}) from error
+        raise InvalidArgumentError(problem, received={"result": result}, hint=hint) from error
     if not _agree(tuple(tensor.shape), shape):
-        raise InvalidArgumentError(rule, received={"result": tuple(tensor.shape), "shape": shape})
+        raise InvalidArgumentError(problem, received={"shape": tuple(tensor.shape)}, hint=hint)
     return tensor
 
 
@@ -143,9 +147,10 @@ def _check_equal_shapes(parts: Sequence[Any]) -> None:
     shapes = [tuple(part.shape) for part in parts]
     if any(not _agree(shape, shapes[0]) for shape in shapes[1:]):
         raise InvalidArgumentError(
-            "reduce adds the values of all replicas, whose shapes must be equal.",
+            "Cannot reduce the values: their shapes differ between the replicas.",
             received={"shapes": shapes},
-            hint='Reduce along the rows too: strategy.reduce("MEAN", value, axis=0)',
+            hint="If only the number of rows differs, reduce also along the rows:\n"
+            'strategy.reduce("MEAN", value, axis=0)',
         )
 
 
@@ -160,9 +165,9 @@ def _reduce_equal(op: ReduceOp, value: Any, axis: int | None) -> Any:
     """Reduces what is the same on all replicas, as `tf.distribute` does: the mean, or the sum of nothing."""
     if op is ReduceOp.SUM and not (isinstance(value, (int, float)) and value == 0):
         raise InvalidArgumentError(
-            "A value that is not distributed cannot be summed over several replicas.",
+            "Cannot sum the value over the replicas: it is not distributed.",
             received={"value": value},
-            hint='Reduce what `strategy.run` returns, or take its "MEAN".',
+            hint='Pass the result of `strategy.run`, or reduce with "MEAN".',
         )
     if axis is None and not isinstance(value, keras.Variable):
         return value
@@ -190,9 +195,9 @@ def _gather_leaf(runtime: Runtime, leaf: Any, axis: int) -> Any:
     for shape in others[1:]:
         if not _agree(shape, others[0]):
             raise InvalidArgumentError(
-                "gather concatenates: the shapes of all replicas may differ along `axis` only.",
+                "Cannot gather the values: their shapes differ along an axis other than `axis`.",
                 received={"axis": axis, "shapes": shapes},
-                hint="Gather along the axis that differs, or pad the values.",
+                hint="Gather along the axis that differs, or pad the values to equal lengths.",
             )
     parts = [ops.moveaxis(part, axis, 0) for part in parts]
     local = parts[0] if len(parts) == 1 else ops.concatenate(parts)
@@ -209,9 +214,9 @@ def check_components(runtime: Runtime, leaf: Any) -> None:
     """Raises for a distributed value of other replicas than those of this worker."""
     if isinstance(leaf, DistributedValues) and len(leaf.values) != len(runtime.devices):
         raise InvalidArgumentError(
-            "A distributed value must have one component for each replica of this worker.",
+            "A distributed value does not have one component per replica of this worker.",
             received={"components": len(leaf.values), "replicas": len(runtime.devices)},
-            hint="Use values that come from this strategy.",
+            hint="Use a value that this strategy created.",
         )
 
 
@@ -221,9 +226,9 @@ def require_cross_replica(method: str) -> None:
     if replica is not None:
         inside = {"reduce": "all_reduce", "gather": "all_gather"}.get(method)
         raise StrategyScopeError(
-            f"`Strategy.{method}` must be called in cross-replica context, not inside a replica.",
+            f"Cannot call `Strategy.{method}` inside a replica.",
             received={"replica": replica},
-            hint=f"Inside a replica: kdist.get_replica_context().{inside}(…)"
+            hint=f"Call kdist.get_replica_context().{inside}(…) instead."
             if inside
-            else "Call it outside of the function that `strategy.run` runs.",
+            else "Call it outside of the function that you pass to `strategy.run`.",
         )

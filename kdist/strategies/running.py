@@ -54,23 +54,25 @@ def run(
     require_cross_replica("run")
     if not callable(fn):
         raise InvalidArgumentError(
-            "`Strategy.run` takes a function.", received={"fn": fn}, hint="strategy.run(step, args=(batch,))"
+            "`Strategy.run` received an object that is not callable.",
+            received={"fn": fn},
+            hint="Pass a function: strategy.run(step, args=(batch,))",
         )
     if not isinstance(args, (tuple, list)):
         raise InvalidArgumentError(
-            "`args` must be a tuple of the function's arguments.",
+            "`args` is not a tuple of arguments.",
             received={"args": type(args).__name__},
-            hint="With one argument, mind the comma: strategy.run(step, args=(batch,))",
+            hint="Pass a tuple, with a comma after a single argument: strategy.run(step, args=(batch,))",
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidArgumentError(
-            "`kwargs` must be a dictionary of the function's keyword arguments.",
+            "`kwargs` is not a dictionary of keyword arguments.",
             received={"kwargs": type(kwargs).__name__},
-            hint='For example: strategy.run(step, args=(batch,), kwargs={"training": True})',
+            hint='Pass a dictionary: strategy.run(step, args=(batch,), kwargs={"training": True})',
         )
     if options is not None and options != RunOptions():
         hint_ignored(
-            f"options={options}", "they are for TPUs under TensorFlow.", strategy.runtime.worker_index
+            f"options={options}", "these options are for TPUs on TensorFlow.", strategy.runtime.worker_index
         )
     runtime = strategy.runtime
     for leaf in keras.tree.flatten((args, kwargs)):
@@ -86,8 +88,8 @@ def run(
             keras.tree.assert_same_structure(results[0], other)
         except (ValueError, TypeError) as error:
             raise InvalidArgumentError(
-                "The function must return the same structure in every replica.",
+                f"The function returned different structures in replica 0 and replica {index}.",
                 received={"replica_0": results[0], f"replica_{index}": other},
-                hint="A replica that has nothing to return may return None in the same places as the others.",
+                hint="Return the same structure in every replica, with None for a missing value.",
             ) from error
     return regroup(results, keras.tree.map_structure, always_wrap=False)

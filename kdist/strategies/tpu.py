@@ -14,8 +14,8 @@ from kdist.strategies.places import find_workers
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
 
-_ONE_DEVICE = "A replica of TPUStrategy is one TPU device."
-_DIVIDE = "To divide a model over devices, use kdist.ModelParallelStrategy or kdist.FullyShardedStrategy."
+_ONE_DEVICE = "TPUStrategy cannot split a replica over several devices."
+_DIVIDE = "To shard a model over devices, use kdist.ModelParallelStrategy or kdist.FullyShardedStrategy."
 
 
 class TPUStrategy(Strategy):
@@ -63,7 +63,9 @@ class TPUStrategy(Strategy):
         gaps.require("TPUStrategy", backend.name)
         if experimental_device_assignment is not None:
             raise InvalidArgumentError(
-                _ONE_DEVICE, received={"device_assignment": experimental_device_assignment}, hint=_DIVIDE
+                "TPUStrategy does not support a device assignment: each replica has one device.",
+                received={"device_assignment": experimental_device_assignment},
+                hint="Remove the device assignment. " + _DIVIDE,
             )
         self._cluster_resolver = tpu_cluster_resolver or TPUClusterResolver()
         cluster, names = find_workers(self._cluster_resolver, devices)
@@ -71,9 +73,9 @@ class TPUStrategy(Strategy):
         super().__init__(backend.create_runtime(topology))
         if devices is None and not self.runtime.devices[0].startswith("tpu:"):
             raise DeviceError(
-                "TPUStrategy needs TPUs, and the backend sees none.",
+                "TPUStrategy found no TPU on this machine.",
                 received={"devices": self.runtime.devices},
-                hint="Install what drives them: pip install 'jax[tpu]'",
+                hint="Install the TPU version of JAX: pip install 'jax[tpu]'",
             )
 
     @property

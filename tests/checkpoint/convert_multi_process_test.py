@@ -139,7 +139,7 @@ WRONG = {
     "which": (2, "clear which model", "name=None", "['plain', 'second', 'own']", "Add --name plain"),
     "no such name": (2, "clear which model", "name='third'"),
     "cannot be made": (1, "model='own'", "--model module:function"),
-    "no such function": (2, "--model must name a function", "missing"),
-    "no such module": (2, "--model must name a function", "no_module"),
+    "no such function": (2, "Cannot create the model: ", "missing"),
+    "no such module": (2, "Cannot create the model: ", "no_module"),
     "another model": (1, "'own' must be like the one that was saved"),
 }

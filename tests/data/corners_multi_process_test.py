@@ -222,8 +222,8 @@ def leave(index, batch):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("dtype", "must have the same structure and dtypes"),
-        ("structure", "must have the same structure and dtypes"),
+        ("dtype", "have different structures or dtypes"),
+        ("structure", "have different structures or dtypes"),
         ("unsendable", "Worker 0 cannot send its rows"),
         ("exit", "worker 1 failed in step 1: SystemExit: 3"),
     ],

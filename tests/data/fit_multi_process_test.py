@@ -350,13 +350,16 @@ ERRORS = {
     "raises in the middle": ["worker 1 failed in step 1", "OSError: disk gone"],
     "raises in the middle, global": ["worker 1 failed in step 1", "OSError: disk gone"],
     "not batched": ["is not batched", "dataset.batch(64)"],
-    "one not batched": ["in step 0 worker 0 and worker 1 differ", "one element of 'float32'"],
+    "one not batched": [
+        "In step 0, the batches of worker 0 and worker 1 have different",
+        "one element of 'float32'",
+    ],
     "parts differ": ["worker 1 failed in step 0", "different numbers of rows"],
-    "returns a number": ["A dataset must be", "a generator function or an iterable"],
-    "returns an array": ["A dataset must be", "make_experimental_numpy_dataset"],
-    "no batch": ["must have at least one batch"],
-    "too few files": ["at least one file a worker", "AutoShardPolicy.DATA"],
-    "differ in length": ["must be given the same dataset", "step 1"],
+    "returns a number": ["type 'int' as a dataset", "a generator function or an iterable"],
+    "returns an array": ["type 'ndarray' as a dataset", "make_experimental_numpy_dataset"],
+    "no batch": ["contains no batches"],
+    "too few files": ["has fewer files than workers", "AutoShardPolicy.DATA"],
+    "differ in length": ["have different datasets", "step 1"],
 }
 
 

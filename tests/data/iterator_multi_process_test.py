@@ -171,7 +171,7 @@ def in_worker_cannot_go_back():
     dataset = strategy().experimental_distribute_dataset(pipeline)
     list(dataset)
     dataset.set_state({"epoch": 0, "step": 0})
-    with pytest.raises(ValueError, match="cannot take it back") as caught:
+    with pytest.raises(ValueError, match="cannot restore an earlier order") as caught:
         list(dataset)
     return str(caught.value)
 
@@ -179,7 +179,7 @@ def in_worker_cannot_go_back():
 @backend_in_turn
 def test_a_pipeline_that_cannot_go_back_says_so(backend):
     for message in run(backend, NUM_WORKERS, in_worker_cannot_go_back):
-        assert "Make the dataset anew" in message
+        assert "Create the dataset again" in message
 
 
 # Worker processes of a DataLoader --------------------------------------------------------------------------------

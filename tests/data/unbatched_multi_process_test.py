@@ -128,7 +128,7 @@ def in_worker_compiled():
     with pytest.raises(kdist.errors.OutOfRangeError):
         following(iterator)
     mixed = s.distribute_datasets_from_function(lambda context: [np.ones(4, "float32"), np.float32(1)])
-    with pytest.raises(kdist.errors.DatasetError, match="not both"):
+    with pytest.raises(kdist.errors.DatasetError, match="both batches and single elements"):
         next(iter(mixed))
     refused = []
     for layers in ([keras.layers.Dense(1)], [keras.Input((3,)), keras.layers.Dense(1)]):

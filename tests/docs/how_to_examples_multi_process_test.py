@@ -27,7 +27,7 @@ def how_to_tpu_0(example: Run) -> None:
     import kdist
 
     told = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}  # nobody asks the metadata server
-    with mock.patch.dict(os.environ, told), pytest.raises(kdist.errors.DeviceError, match="sees none"):
+    with mock.patch.dict(os.environ, told), pytest.raises(kdist.errors.DeviceError, match="found no TPU"):
         example(kdist=kdist)
 
 

@@ -165,7 +165,7 @@ def in_worker_wrong_updates(num_replicas):
     with s.scope():
         v = keras.Variable(np.zeros(2, "float32"), trainable=False)
     parts = PerReplica([np.ones(2, "float32")] * 2)
-    with pytest.raises(kdist.errors.InvalidArgumentError, match="one value for each replica"):
+    with pytest.raises(kdist.errors.InvalidArgumentError, match="one value per replica"):
         s.extended.update(v, lambda var, x: var.assign(x), args=(parts,))
     # The backend's own error, which is raised before anything has changed.
     words = {"tensorflow": "unsupported type", "jax": "'PerReplica'", "torch": "Invalid dtype: object"}
@@ -177,7 +177,7 @@ def in_worker_wrong_updates(num_replicas):
         lambda: s.extended.reduce_to("SUM", np.ones(2, "float32"), destinations=v),
         lambda: s.extended.batch_reduce_to("SUM", [(np.ones(2, "float32"), v)]),
     ):
-        with pytest.raises(kdist.errors.StrategyScopeError, match="cross-replica"):
+        with pytest.raises(kdist.errors.StrategyScopeError, match="inside a replica"):
             s.run(call)
     mirrored = kdist.DistributedValues([np.full(2, 3, "float32")] * len(s.runtime.devices))
     grouped = s.extended.update(v, lambda var, x: var.assign(x), args=(mirrored,))

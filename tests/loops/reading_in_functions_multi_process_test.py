@@ -192,7 +192,7 @@ def in_worker_corners(num_replicas):
     if not on_tensorflow:  # where a tape cannot look through a `run`
         assert [float(late(reads)) for reads in (False, True, True)] == [1, 4, 8]
     # In a replica there is no next batch of all.
-    with pytest.raises(kdist.errors.StrategyScopeError, match="outside of the replicas"):
+    with pytest.raises(kdist.errors.StrategyScopeError, match="inside a replica"):
         s.run(lambda: keras.ops.sum(s.experimental_local_results(next(iterator))[0]))
     # An iterator that has ended, first seen by a function that was compiled for another one.
     short = s.experimental_distribute_dataset([np.ones((4, 1), "float32")])

@@ -274,7 +274,7 @@ def in_worker_wrong_uses(num_replicas):
         return kdist.get_replica_context()
 
     for call, match in (
-        (lambda x: context().all_reduce("MAX", x), "reduce_op must be"),
+        (lambda x: context().all_reduce("MAX", x), "reduce_op is not"),
         (lambda x: context().all_reduce("SUM", distributed), "one replica"),
         (lambda x: context().all_gather(distributed, axis=0), "one replica"),
         (lambda x: context().all_gather(x[0], axis=0), "axis"),

@@ -238,15 +238,15 @@ def mistakes() -> dict[str, str]:
 def test_mistakes_are_named_before_anything_is_trained(pools: Pools) -> None:
     (said,) = pools.run(FOUR_DEVICES, mistakes)
     wanted = {
-        "does not divide": "/gamma', shape=(8,), layout=('model', 'batch'), mesh={'batch': 2, 'model': 2}",
-        "two axes": "names for each axis of its variables another axis of the mesh",
-        "two layouts": "Only one layout may be for a path",
-        "no such axis": "axis='modle'",
-        "no such batch axis": "axis='rows'",
+        "does not divide": "/gamma'.\nReceived: shape=(8,), layout=('model', 'batch'), mesh={'batch': 2, 'model': 2}",
+        "two axes": "Use each mesh axis once.",
+        "two layouts": "Several layouts match the path",
+        "no such axis": "The mesh has no axis 'modle'",
+        "no such batch axis": "The mesh has no axis 'rows'",
         "for no variable": "layouts=['.*/sideways']",
         "too few devices": "mesh={'batch': 2, 'model': 2}, devices=2",
         "no such device": "device='gpu:7'",
-        "no layouts": "layout_map must be",
+        "no layouts": "`layout_map` is not",
         "no mesh": "mesh=None",
     }
     for what, words in wanted.items():

@@ -53,12 +53,14 @@ def source_of(dataset: Any) -> Source:
     if callable(dataset) and not isinstance(dataset, type):
         return GeneratorFunctionSource(dataset)
     raise DatasetError(
-        "A dataset must be a tf.data.Dataset, a PyTorch DataLoader, a keras.utils.PyDataset, a Grain dataset, a "
-        "generator function or an iterable of batches.",
-        received={"type": type(dataset).__name__},
-        hint="Make arrays a dataset with `strategy.make_experimental_numpy_dataset(arrays).batch(64)`."
-        if is_array
-        else "",
+        f"kdist cannot read an object of type {type(dataset).__name__!r} as a dataset.",
+        hint="Pass a tf.data.Dataset, a PyTorch DataLoader, a keras.utils.PyDataset, a Grain dataset, a generator "
+        "function or an iterable of batches."
+        + (
+            "\nTo convert arrays: strategy.make_experimental_numpy_dataset(arrays).batch(64)"
+            if is_array
+            else ""
+        ),
     )
 
 

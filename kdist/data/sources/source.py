@@ -83,7 +83,7 @@ class Source:
     def hinted(self, num_workers: int, worker_index: int) -> Source:
         """Returns a source that reads what the dataset's own hint leaves to this worker."""
         raise DatasetError(
-            "AutoShardPolicy.HINT is for a tf.data.Dataset with shard(SHARD_HINT, SHARD_HINT).",
+            "AutoShardPolicy.HINT needs a tf.data.Dataset that calls shard(SHARD_HINT, SHARD_HINT).",
             received={"dataset": self.kind},
             hint="Use AutoShardPolicy.DATA, or `distribute_datasets_from_function`.",
         )
@@ -93,15 +93,15 @@ def with_share_of_files(dataset: Any, kind: str, num_workers: int, worker_index:
     """Returns a copy of a dataset whose attribute `files` is this worker's part."""
     if not hasattr(dataset, "files"):
         raise DatasetError(
-            "AutoShardPolicy.FILE needs a dataset that says its files.",
+            "AutoShardPolicy.FILE cannot shard the dataset: it has no attribute `files`.",
             received={"dataset": kind},
-            hint="Give the dataset an attribute `files` (a list), read in `__iter__`; or use "
-            "AutoShardPolicy.DATA, or `distribute_datasets_from_function`.",
+            hint="Add an attribute `files` (a list) that `__iter__` reads, or use AutoShardPolicy.DATA or "
+            "`distribute_datasets_from_function`.",
         )
     files = list(dataset.files)
     if len(files) < num_workers:
         raise DatasetError(
-            "AutoShardPolicy.FILE needs at least one file a worker.",
+            "AutoShardPolicy.FILE cannot shard the dataset: it has fewer files than workers.",
             received={"files": len(files), "workers": num_workers},
             hint="Write the data to more files, or use AutoShardPolicy.DATA.",
         )

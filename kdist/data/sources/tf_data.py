@@ -80,7 +80,7 @@ class TFDataSource(Source):
             if "FILE based sharding" not in str(error):
                 raise
             raise DatasetError(
-                "AutoShardPolicy.FILE needs at least one file a worker.",
+                "AutoShardPolicy.FILE cannot shard the dataset: it has fewer files than workers.",
                 received={"error": str(error).split("}} ")[-1][:120]},
                 hint="Write the data to more files, or use AutoShardPolicy.DATA.",
             ) from error
@@ -106,10 +106,10 @@ class TFDataSource(Source):
 
         if self._starts[epoch] is None:
             raise DatasetError(
-                "This tf.data pipeline shuffles anew in each epoch, and TensorFlow cannot take it back to an "
-                "earlier one.",
-                received={"epoch": epoch, "epochs_begun": len(self._starts)},
-                hint="Make the dataset anew and call `set_state` on that, or shuffle with "
+                f"Cannot return to epoch {epoch}: this tf.data pipeline shuffles in a new order in each epoch, and "
+                "TensorFlow cannot restore an earlier order.",
+                received={"epochs_begun": len(self._starts)},
+                hint="Create the dataset again and call `set_state` on the new dataset, or shuffle with "
                 "reshuffle_each_iteration=False.",
             )
         iterator = iter(self.dataset)
@@ -137,7 +137,7 @@ class TFDataSource(Source):
             return TFDataSource(self._sharded(AutoShardPolicy.FILE, num_workers, worker_index))
         except tf.errors.NotFoundError:
             raise DatasetError(
-                "AutoShardPolicy.FILE needs a pipeline that reads files.",
+                "AutoShardPolicy.FILE cannot shard the dataset: its pipeline does not read files.",
                 received={"dataset": self.dataset},
                 hint="Use AutoShardPolicy.DATA.",
             ) from None

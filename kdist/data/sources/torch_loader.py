@@ -157,7 +157,7 @@ class TorchLoaderSource(Source):
         given = self.dataset
         if given.batch_size is None or self._by_index:
             raise DatasetError(
-                "AutoShardPolicy.FILE needs a DataLoader with a batch_size, over an IterableDataset.",
+                "AutoShardPolicy.FILE cannot shard the DataLoader: it needs an IterableDataset and a batch_size.",
                 received={"dataset": type(given.dataset).__name__, "batch_size": given.batch_size},
                 hint="Use AutoShardPolicy.DATA, or `distribute_datasets_from_function`.",
             )
