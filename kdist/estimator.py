@@ -114,7 +114,7 @@ class Estimator:
             raise InvalidArgumentError(
                 "`model` is not a compiled Keras model or a function that returns a compiled model.",
                 received={"model": model},
-                hint="Pass a function that compiles the model: kdist.estimator.Estimator(make_model, config)",
+                hint="Compile the model, or pass a function that does: kdist.estimator.Estimator(make_model, config)",
             )
         self.config = config or RunConfig()
         self.model_dir = os.path.abspath(self.config.model_dir or tempfile.mkdtemp(prefix="kdist-estimator-"))

@@ -80,9 +80,7 @@ class Own:
     def reason(self) -> str:
         """Why its results differ if it couples the rows."""
         what = "neither a mean nor a sum" if self.is_added_up else "not a mean"
-        return (
-            f"because it is {what} over the rows of a batch, and each replica only has its part of the rows."
-        )
+        return f"It is {what} over the rows of a batch, and each replica only has its part of the rows."
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
