@@ -112,9 +112,9 @@ class Estimator:
 
         if not callable(model) or (isinstance(model, keras.Model) and not model.compiled):
             raise InvalidArgumentError(
-                "model must be a compiled Keras model, or a function that makes one.",
+                "`model` is not a compiled Keras model or a function that returns a compiled model.",
                 received={"model": model},
-                hint="Estimator(make_model, config), where make_model() calls model.compile(…).",
+                hint="Compile the model, or pass a function that does: kdist.estimator.Estimator(make_model, config)",
             )
         self.config = config or RunConfig()
         self.model_dir = os.path.abspath(self.config.model_dir or tempfile.mkdtemp(prefix="kdist-estimator-"))
@@ -184,9 +184,9 @@ class Estimator:
         path = checkpoint_path or latest_checkpoint(self.model_dir)
         if path is None:
             raise CheckpointNotFoundError(
-                "There must be a checkpoint to evaluate.",
+                "Cannot evaluate the model: `model_dir` contains no checkpoint.",
                 received={"model_dir": self.model_dir},
-                hint="Call train first, or pass RunConfig(model_dir=…) of a training.",
+                hint="Call `train` first, or pass the directory of an earlier run: RunConfig(model_dir=…)",
             )
         model, data = self.model(trains=False), _dataset(self.config.eval_distribute, input_fn)
         restore_weights(path, model)
@@ -283,16 +283,17 @@ def train_and_evaluate(
 def _check(config: RunConfig, cluster: Cluster) -> None:
     if (cluster.num_workers > 1 or cluster.task_type == "evaluator") and config.model_dir is None:
         raise InvalidArgumentError(
-            "The tasks of a cluster need a model_dir that all of them see.",
+            "`model_dir` is not set, but the tasks of the cluster share checkpoints.",
             received={"model_dir": None, "task_type": cluster.task_type},
-            hint='RunConfig(model_dir="/shared/checkpoints", …)',
+            hint='Pass a directory that all tasks share: RunConfig(model_dir="/shared/checkpoints", …)',
         )
     strategy = config.train_distribute
     if cluster.num_workers > 1 and (strategy is None or strategy.cluster_resolver is None):
         raise InvalidArgumentError(
-            "Several workers need a strategy that joins them, or each would train alone.",
+            "The job has several workers, but `train_distribute` does not connect them.",
             received={"num_workers": cluster.num_workers, "train_distribute": strategy},
-            hint="RunConfig(train_distribute=kdist.MultiWorkerMirroredStrategy(), …)",
+            hint="Pass a strategy for several workers: "
+            "RunConfig(train_distribute=kdist.MultiWorkerMirroredStrategy(), …)",
         )
 
 

@@ -65,9 +65,11 @@ def check_output(path: str) -> None:
     except OSError as error:
         folder = os.path.dirname(path) or "."
         raise InvalidArgumentError(
-            "The output must be a file that can be written.",
+            "Cannot write the output file.",
             received={"output": path, "error": error.strerror},
-            hint="" if os.path.isdir(folder) else f"mkdir -p {folder}",
+            hint="Choose another file."
+            if os.path.isdir(folder)
+            else f"Create the directory: mkdir -p {folder}",
         ) from error
 
 

@@ -377,8 +377,8 @@ def test_wrong_arguments_are_errors_on_all_workers(backend, num_workers):
     for said in run(backend, num_workers, wrong_calls, timeout=60):
         no_rows, unequal, of_keras, weights, uncompiled, *sizes = said
         for size, text in zip((-1, 0), sizes, strict=True):
-            assert "batch_size must be a number of rows, 1 or more" in text and f"batch_size={size}." in text
+            assert "`batch_size` is not a positive number of rows." in text and f"batch_size={size}\n" in text
         assert NO_ROWS[backend] in no_rows
         assert unequal == of_keras and "'x' sizes: 12" in unequal and "'y' sizes: 5" in unequal
-        assert "sample_weight and class_weight cannot be given at the same time" in weights
+        assert "received both `sample_weight` and `class_weight`" in weights
         assert "compile" in uncompiled

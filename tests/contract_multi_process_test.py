@@ -93,7 +93,7 @@ def _plain(name: str) -> Any:
 def _under_strategy(name: str, configuration: str, is_foreign: bool = False) -> Any:
     with warnings.catch_warnings(), foreign_backward() if is_foreign else contextlib.nullcontext():
         # What the contract holds for must not be warned of.
-        warnings.filterwarnings("error", message=".* gives other numbers with")
+        warnings.filterwarnings("error", message=".* gives different results with")
         strategy = make_strategy(configuration)
         return None if strategy is None else run_case(name, strategy)
 

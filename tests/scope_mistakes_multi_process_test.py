@@ -69,7 +69,7 @@ def trains(outside: tuple[str, ...], fits_inside: bool, under_strategy: bool) ->
     said = [
         str(warning.message)
         for warning in caught
-        if "outside of the strategy's scope" in str(warning.message)
+        if "outside the scope of the strategy" in str(warning.message)
     ]
     numbers = [*history.values(), values, *model.get_weights(), *[v.numpy() for v in optimizer.variables]]
     return said, numbers

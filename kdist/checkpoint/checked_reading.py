@@ -17,6 +17,7 @@ from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointNotF
 _CHUNK = 1 << 20  # what is summed is still in the cache
 _THREADS = 4
 _LARGEST_INDEX = 1 << 30  # 4,096 workers write about 50 MB
+_ANOTHER = "Restore another checkpoint, or a copy of this checkpoint."
 
 
 def read_index(path: str | os.PathLike[str]) -> Index:
@@ -32,12 +33,14 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         data = _read(file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(
-            "The path must be that of a complete checkpoint, a folder with an index.json.",
+            "The path is not a complete checkpoint: it contains no index.json.",
             received={"path": path},
-            hint=_instead(path),
+            hint=_instead(path)
+            or "If the path is a directory of checkpoints, restore the newest: "
+            f"checkpoint.restore(kdist.latest_checkpoint({path!r}))",
         ) from error
     except OSError as error:
-        raise CheckpointError("The checkpoint must be readable.", received={"error": str(error)}) from error
+        raise _unreadable(file, error) from error
     with _offering_another(path):
         return parse(data, file)
 
@@ -46,8 +49,9 @@ def _read(file: str) -> bytes:
     with open(layout.open_regular(file), "rb") as stream:
         if os.fstat(stream.fileno()).st_size > _LARGEST_INDEX:
             raise CheckpointCorruptError(
-                f"The index of a checkpoint must have at most {_LARGEST_INDEX:,} bytes.",
+                f"The checkpoint is corrupt: its index has more than {_LARGEST_INDEX:,} bytes.",
                 received={"file": file},
+                hint=_ANOTHER,
             )
         return stream.read()
 
@@ -113,13 +117,21 @@ def verify(path: str | os.PathLike[str]) -> Index:
     return index
 
 
+def _unreadable(file: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot read the checkpoint: {error.strerror or error}.",
+        received={"file": file},
+        hint="Check that the worker can read the file.",
+    )
+
+
 @contextlib.contextmanager
 def _offering_another(path: str) -> Iterator[None]:
     """Adds to the hint of an error the complete checkpoint before the broken one."""
     try:
         yield
     except CheckpointError as error:
-        hint = " ".join(filter(None, [error.hint, _instead(path)]))
+        hint = "\n".join(filter(None, [error.hint, _instead(path)])) or _ANOTHER
         raise type(error)(error.problem, received=error.received, hint=hint) from error
 
 
@@ -129,7 +141,7 @@ def _instead(path: str) -> str:
     own = next((item.saved_at for item in found if item.path == path), float("inf"))
     for item in reversed(found):
         if item.path != path and item.saved_at <= own and _seems_whole(item.path):
-            return f"The one before it is complete: checkpoint.restore({item.path!r})"
+            return f"Restore a complete checkpoint: checkpoint.restore({item.path!r})"
     return ""
 
 
@@ -157,18 +169,16 @@ class _Shard:
             self._fd = layout.open_regular(self._path)
         except FileNotFoundError as error:
             raise CheckpointCorruptError(
-                "A checkpoint must have all its shards, but one is missing.",
+                "The checkpoint is corrupt: a shard is missing.",
                 received={"file": self._path, "shards": num_shards},
             ) from error
         except OSError as error:
-            raise CheckpointError(
-                "The checkpoint must be readable.", received={"error": str(error)}
-            ) from error
+            raise _unreadable(self._path, error) from error
         size = os.fstat(self._fd).st_size
         if size != file.num_bytes:
             os.close(self._fd)
             raise CheckpointCorruptError(
-                "A shard must have the length that it was saved with.",
+                "The checkpoint is corrupt: the size of a shard has changed since the save.",
                 received={"file": self._path, "bytes": size, "saved": file.num_bytes},
             )
 
@@ -182,7 +192,7 @@ class _Shard:
         """Checks what comes before the tensors."""
         if crc32(os.pread(self._fd, self._file.header_bytes, 0)) != self._file.header_crc32:
             raise CheckpointCorruptError(
-                "A shard must have the bytes that it was saved with: its header is damaged.",
+                "The checkpoint is corrupt: the checksum of a shard's header does not match.",
                 received={"file": self._path},
             )
 
@@ -206,11 +216,6 @@ class _Shard:
             add(got)
         if crc != piece.crc32:
             raise CheckpointCorruptError(
-                "A shard must have the bytes that it was saved with: a tensor is damaged.",
-                received={
-                    "file": self._path,
-                    "tensor": tensor.name,
-                    "offset": piece.offset,
-                    "bytes": num_bytes,
-                },
+                f"The checkpoint is corrupt: the checksum of tensor {tensor.name!r} does not match.",
+                received={"file": self._path, "offset": piece.offset, "bytes": num_bytes},
             )

@@ -74,7 +74,7 @@ class Checkpoint:
         objects = self.__dict__.get("_objects", {})
         if name in objects:
             return objects[name]
-        raise AttributeError(f"The checkpoint has no object {name!r}; it has {sorted(objects)}.")
+        raise AttributeError(f"The checkpoint has no object {name!r}. Its objects are: {sorted(objects)}.")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -82,9 +82,10 @@ class Checkpoint:
             return
         if hasattr(type(self), name):
             raise InvalidArgumentError(
-                "An object of a checkpoint must have a name that the checkpoint does not need itself.",
+                f"A checkpoint cannot contain an object named {name!r}, because `kdist.Checkpoint` has an "
+                "attribute with this name.",
                 received={"name": name},
-                hint=f"Call it my_{name}.",
+                hint="Pass the object under another name.",
             )
         self._objects[name] = value
 
@@ -281,9 +282,9 @@ class Checkpoint:
             return restoring.RestoreStatus("None", [], list(self._objects)), self._counter
         if path is None or not all(found):
             raise WorkerMismatchError(
-                "All workers must restore the same checkpoint, or none.",
+                "Some workers restore a checkpoint, and others have none.",
                 received={f"worker_{i}": "a path" if there else None for i, there in enumerate(found)},
-                hint="Is the folder the same one on all hosts?",
+                hint="Save to a directory that all workers share, or copy the checkpoint to every worker.",
             )
         logs.logger.debug("restoring %s", path)
         return restoring.restore(
@@ -316,7 +317,10 @@ def _wait_for(runtime: Runtime | None, serials: Sequence[int]) -> None:
         del _open[serial]
     for index, theirs in enumerate(gather_from(runtime, list(problems))):
         if theirs:
-            error = CheckpointError(f"A checkpoint could not be written: worker {index}: {theirs[0]}")
+            error = CheckpointError(
+                f"Worker {index} could not write a checkpoint: {theirs[0]}",
+                hint="" if "Received:" in theirs[0] else f"Fix the cause on worker {index}, then save again.",
+            )
             raise error from next(iter(problems.values()), None)
 
 

@@ -59,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
             from kdist.checkpoint.convert import convert
 
             note = convert(path, options.output, name=options.name, model=options.model)
-            print(f"{options.output}: written. {note}".rstrip())
+            print(f"Wrote {options.output}. {note}".rstrip())
     except KdistError as error:
         print(f"kdist checkpoint {options.action}: {error}", file=sys.stderr)
         return 1 if isinstance(error, CheckpointError) else 2

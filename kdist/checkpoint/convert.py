@@ -34,9 +34,9 @@ def convert(path: str, output: str, name: str | None = None, model: str | None =
     """
     if not output.endswith(_SUFFIXES):
         raise InvalidArgumentError(
-            "The file must end in .weights.h5 or .keras.",
+            "The name of the output file does not end in .weights.h5 or .keras.",
             received={"output": output},
-            hint="model.weights.h5",
+            hint="Use a name such as model.weights.h5 or model.keras.",
         )
     index = read_index(path)
     name = _name(index, name)
@@ -45,7 +45,7 @@ def convert(path: str, output: str, name: str | None = None, model: str | None =
     if output.endswith(".keras"):
         made.save(output)
         lost = [part for part in status.unused if part == f"{name}.optimizer"]
-        note = note or ("The optimiser is not in it." if lost else "")
+        note = note or ("The file does not contain the optimizer." if lost else "")
     else:
         made.save_weights(output)
     return note
@@ -57,10 +57,15 @@ def _name(index: Index, wanted: str | None) -> str:
         return str(wanted)
     if wanted is None and len(models) == 1:
         return models[0]
+    found = "several models" if models else "no model"
     raise InvalidArgumentError(
-        "It must be clear which model of the checkpoint is converted.",
+        f"The checkpoint contains {found}."
+        if wanted is None
+        else f"The checkpoint contains no model {wanted!r}.",
         received={"name": wanted, "models": models},
-        hint=f"Add --name {models[0]}" if models else "",
+        hint=f"Choose a model: --name {models[0]}"
+        if models
+        else "Save the model with: kdist.Checkpoint(model=model)",
     )
 
 
@@ -68,14 +73,14 @@ def _make(path: str, index: Index, name: str) -> tuple[Any, str]:
     config = index.configs.get(name)
     if config is None:
         raise CheckpointError(
-            "A model without a configuration must be made by its own code.",
+            "Keras cannot build the model, because the checkpoint does not contain its configuration.",
             received={"checkpoint": path, "model": name},
-            hint="Name a function that makes it: --model module:function",
+            hint="Name a function that builds the model: --model module:function",
         )
     # A loss or a metric of the user's own is not needed for the weights.
     bare = {key: value for key, value in config.items() if key != "compile_config"}
     errors: list[Exception] = []
-    for given, note in ((config, ""), (bare, "It is not compiled: loss or metrics are unknown.")):
+    for given, note in ((config, ""), (bare, "It is not compiled: Keras cannot load its loss or metrics.")):
         try:
             with safe_mode():  # whatever the user has allowed for files of their own
                 model = keras.saving.deserialize_keras_object(given)
@@ -85,7 +90,7 @@ def _make(path: str, index: Index, name: str) -> tuple[Any, str]:
         except Exception as error:  # of the user's classes, or of Keras
             errors.append(error)
     raise CheckpointError(
-        f"Keras cannot make the model from its configuration: {errors[0]}",
+        f"Keras cannot build the model from its configuration: {errors[0]}",
         received={"checkpoint": path, "model": name},
-        hint="Name a function that makes it: --model module:function",
+        hint="Name a function that builds the model: --model module:function",
     ) from errors[0]

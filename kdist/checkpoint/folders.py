@@ -120,16 +120,16 @@ def _check(everyone: Sequence[dict[str, Any]], directory: str) -> None:
         if said["problem"] is not None:
             explained = "Received:" in said["problem"]
             raise CheckpointError(
-                f"A checkpoint cannot be saved: worker {index}: {said['problem']}",
+                f"Worker {index} cannot save the checkpoint: {said['problem']}",
                 received={"directory": directory},
-                hint="" if explained else "Free or choose another directory, and save again.",
+                hint="" if explained else f"Fix the cause on worker {index}, or choose another directory.",
             )
     for index, said in enumerate(everyone):
         if said["facts"] != everyone[0]["facts"]:
             raise CheckpointError(
-                f"All workers must save the same objects, but worker 0 and worker {index} have different ones.",
+                f"Cannot save the checkpoint: the objects of worker 0 and worker {index} differ.",
                 received={"worker_0": everyone[0]["facts"], f"worker_{index}": said["facts"]},
-                hint="Create the same Checkpoint on every worker, and save it at the same step.",
+                hint="Create the same kdist.Checkpoint on every worker, and save it at the same step.",
             )
 
 

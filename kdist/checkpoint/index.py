@@ -158,25 +158,26 @@ def parse(data: bytes, path: str) -> Index:
     match = _FIRST_LINE.match(data)
     if match is None:
         raise CheckpointCorruptError(
-            "The index of a checkpoint must begin with its format, its version and its checksum.",
+            "The checkpoint is corrupt: its index does not begin with format, version and checksum.",
             received={"file": path, "begins": data[:60]},
         )
     version = int(match[1])
     body = data[match.end() :]
     if checksum_of(version, body) != int(match[2], 16):
         raise CheckpointCorruptError(
-            "The index of a checkpoint must have the checksum that it was saved with: it is damaged.",
+            "The checkpoint is corrupt: the checksum of its index does not match.",
             received={"file": path, "bytes": len(data)},
         )
     if version != VERSION:
         raise CheckpointError(
-            f"This kdist reads checkpoints of version {VERSION}.",
+            f"Cannot read the checkpoint: this version of kdist only reads format version {VERSION}.",
             received={"file": path, "version": version},
-            hint="Read it with the kdist that wrote it, or a newer one: pip install --upgrade kdist",
+            hint="Use a newer version of kdist. In your checkout of kdist, run: git pull && pip install .",
         )
     with malformed_as(
         lambda error: CheckpointCorruptError(
-            "The index of a checkpoint must have all its fields.", received={"file": path, "error": error}
+            "The checkpoint is corrupt: fields of its index are missing or invalid.",
+            received={"file": path, "error": error},
         )
     ):
         return _from_json(json.loads(data))
@@ -195,7 +196,7 @@ def _from_json(fields: dict[str, Any]) -> Index:
     _need(len({tensor.name for tensor in tensors}) == len(tensors), "names of tensors")
     places = sorted((p.file, p.offset, p.offset + t.num_bytes_of(p)) for t in tensors for p in t.pieces)
     for (file_before, _, end), (file_after, begin, _) in itertools.pairwise(places):
-        _need(file_before != file_after or end <= begin, "pieces that overlap")
+        _need(file_before != file_after or end <= begin, "pieces: two of them overlap")
     index = Index(tensors=tensors, files=files, **fields)
     _check_facts(index)
     return index
@@ -215,7 +216,7 @@ def _check_facts(index: Index) -> None:
 
 def _need(condition: bool, what: str) -> None:
     if not condition:
-        raise ValueError(what)
+        raise ValueError(f"invalid {what}")
 
 
 def _is_count(value: Any) -> bool:
@@ -224,7 +225,7 @@ def _is_count(value: Any) -> bool:
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError(f"{type(value).__name__} in place of a list")
+        raise TypeError(f"a list was expected, not {type(value).__name__}")
     return value
 
 

@@ -103,9 +103,9 @@ def open_regular(path: str) -> int:
             return fd
         os.close(fd)
     raise CheckpointCorruptError(
-        "Each file of a checkpoint must be a regular file, not a link, a pipe or a directory.",
+        "The checkpoint is corrupt: a file is not a regular file, but a link, a pipe or a directory.",
         received={"file": path},
-        hint="Copy the checkpoint with the files themselves: cp -rL",
+        hint="If it is a link, copy the checkpoint again with: cp -rL SOURCE DESTINATION",
     )
 
 

@@ -69,19 +69,21 @@ class CheckpointManager:
     ) -> None:
         if max_to_keep is not None and (not isinstance(max_to_keep, int) or max_to_keep < 1):
             raise InvalidArgumentError(
-                "max_to_keep must be a positive number, or None to keep all.",
+                "`max_to_keep` is not a positive integer or None.",
                 received={"max_to_keep": max_to_keep},
+                hint="Pass max_to_keep=3, or max_to_keep=None to keep all checkpoints.",
             )
         if checkpoint_interval is not None and step_counter is None:
             raise InvalidArgumentError(
-                "checkpoint_interval needs a step_counter, which says when so many steps have passed.",
+                "`checkpoint_interval` is set, but `step_counter` is not.",
                 received={"checkpoint_interval": checkpoint_interval, "step_counter": None},
-                hint='For example: step_counter="step", with kdist.Checkpoint(model=model, step=0)',
+                hint='Count steps in kdist.Checkpoint(model=model, step=0), and pass step_counter="step".',
             )
         if not checkpoint_name or "/" in checkpoint_name or checkpoint_name.startswith("."):
             raise InvalidArgumentError(
-                "checkpoint_name must be the beginning of a folder's name.",
+                "`checkpoint_name` is empty, contains a slash or starts with a dot.",
                 received={"checkpoint_name": checkpoint_name},
+                hint='Pass a plain name: checkpoint_name="ckpt"',
             )
         self._checkpoint = checkpoint
         self._directory = os.path.abspath(directory)
@@ -167,9 +169,9 @@ class CheckpointManager:
         for index, name in enumerate(names):
             if name != names[0]:
                 raise CheckpointMismatchError(
-                    "All workers must have the same newest checkpoint.",
+                    f"Worker 0 and worker {index} have different newest checkpoints.",
                     received={"worker_0": names[0], f"worker_{index}": name, "directory": self._directory},
-                    hint="Where folders are not shared, copy the newest checkpoint to every worker.",
+                    hint="Use a directory that all workers share, or copy the newest checkpoint to every worker.",
                 )
         if path is not None:
             self._checkpoint.restore(path)

@@ -43,10 +43,10 @@ def encode(name: str, value: Any, store: Callable[[str, Any], None] | None = Non
         if isinstance(item, np.ndarray) and item.dtype.name in DTYPES:
             return _array(at, item, store)
         raise InvalidArgumentError(
-            "A checkpoint holds Keras objects, objects with get_state and set_state, and numbers, strings, arrays, "
-            "lists and dictionaries of these.",
+            f"Cannot save {at!r}: a checkpoint cannot contain an object of this type.",
             received={"name": at, "type": type(item).__name__},
-            hint="Pass what it consists of, or give its class get_state() and set_state(state).",
+            hint="Add get_state() and set_state(state) to its class, or pass Keras objects, numbers, strings, arrays, "
+            "lists or dictionaries.",
         )
 
     return visit(name, value)

@@ -55,9 +55,9 @@ class RestoreStatus:
         self.assert_existing_objects_matched()
         if self.unused:
             raise CheckpointMismatchError(
-                "Everything in the checkpoint must be restored into some object.",
+                "Some objects in the checkpoint were not restored.",
                 received={"checkpoint": self.path, "unused": self.unused},
-                hint="Pass these objects to kdist.Checkpoint, or call expect_partial().",
+                hint="Pass these objects to kdist.Checkpoint, or call expect_partial() instead of assert_consumed().",
             )
         return self
 
@@ -69,9 +69,9 @@ class RestoreStatus:
         """
         if self.unmatched:
             raise CheckpointMismatchError(
-                "All objects must be in the checkpoint.",
+                "The checkpoint does not contain all objects to restore.",
                 received={"checkpoint": self.path, "missing": self.unmatched},
-                hint="Save them too, or leave them out of kdist.Checkpoint.",
+                hint="Restore a checkpoint that contains them, or remove them from kdist.Checkpoint.",
             )
         return self
 
@@ -157,8 +157,9 @@ def restore(
 def _named_damage(path: str, *also: type[Exception]) -> contextlib.AbstractContextManager[None]:
     return malformed_as(
         lambda error: CheckpointCorruptError(
-            "The values of a checkpoint must have the form in which kdist saves them.",
+            "The checkpoint is corrupt: a saved value has an invalid format.",
             received={"path": path, "error": error},
+            hint="Restore another checkpoint, or a copy of this checkpoint.",
         ),
         *also,
     )
@@ -180,9 +181,9 @@ def restore_weights(path: str, model: keras.Model) -> None:
     names = [name for name, part in index.parts.items() if part["kind"] == "model"]
     if "model" not in names and len(names) != 1:
         raise CheckpointMismatchError(
-            'A checkpoint must hold one model, or one by the name "model", for its weights to be restored alone.',
+            'Cannot choose a model to restore: the checkpoint contains no model, or several and none named "model".',
             received={"checkpoint": path, "models": names, "objects": sorted(index.parts)},
-            hint="Save it as kdist.Checkpoint(model=model).",
+            hint="Save the model with: kdist.Checkpoint(model=model)",
         )
     name = "model" if "model" in names else names[0]
     with _named_damage(path):
@@ -214,8 +215,9 @@ def _on_all(runtime: Runtime | None, path: str, function: Callable[[], Any]) -> 
 
     def failed(index: int, text: str, kind: type[CheckpointError] = CheckpointError) -> Exception:
         return kind(
-            f"Every worker must restore the checkpoint, but worker {index} cannot: {text}",
+            f"Worker {index} cannot restore the checkpoint: {text}",
             received={} if "Received:" in text else {"path": path},
+            hint="" if "Received:" in text else f"Read the traceback in the log of worker {index}.",
         )
 
     result, damages = call_on_all(runtime, read, failed, lambda: str(damage[0]) if damage else None)
@@ -232,10 +234,9 @@ def _check_same(runtime: Runtime | None, path: str, index: Index) -> None:
     for worker, (other, save_id) in enumerate(everyone):
         if save_id != everyone[0][1]:
             raise CheckpointMismatchError(
-                f"All workers must restore the same checkpoint, but worker 0 and worker {worker} have different "
-                "ones.",
+                f"Worker 0 and worker {worker} restore different checkpoints.",
                 received={"worker_0": everyone[0][0], f"worker_{worker}": other},
-                hint="Where folders are not shared, copy the newest checkpoint to every worker.",
+                hint="Use a directory that all workers share, or copy the checkpoint to every worker.",
             )
 
 
@@ -259,8 +260,9 @@ def match(path: str, index: Index, parts: Sequence[state.Part], worker: int, num
         kind = index.parts[name]["kind"]
         if kind != part.kind:
             raise CheckpointMismatchError(
-                f"{part.name!r} must be of the kind that was saved.",
+                f"{part.name!r} is not the same kind of object as in the checkpoint.",
                 received={"checkpoint": path, "saved": kind, "object": part.kind},
+                hint="Pass an object of the saved kind, or choose another name for this object.",
             )
         used.add(name)
         if part.kind == "state":
@@ -290,10 +292,10 @@ def _pairs(path: str, part: state.Part, tensors: Sequence[Tensor]) -> list[tuple
         return None
     ours, theirs = different
     raise CheckpointMismatchError(
-        f"The {part.kind} {part.name!r} must be like the one that was saved, but they differ, first in "
+        f"The {part.kind} {part.name!r} does not match the checkpoint. The first difference is in "
         f"{_words(theirs or ours)}.",
         received={"checkpoint": path, "saved": _facts(theirs, len(saved)), "object": _facts(ours, len(mine))},
-        hint="Create it by the code that it was saved with, or restore another checkpoint.",
+        hint=f"Create the {part.kind} with the code that saved it, or restore another checkpoint.",
     )
 
 
@@ -309,8 +311,9 @@ def _converted(path: str, tensor: Tensor, array: Any, variable: Any) -> Any:
     converted = array.astype(wanted)
     if (converted != array).any():
         raise CheckpointMismatchError(
-            "The integers of a checkpoint must fit into the variables.",
+            f"The saved integers of {tensor.name!r} do not fit into the dtype of the variable.",
             received={"checkpoint": path, "name": tensor.name, "saved": tensor.dtype, "object": wanted},
+            hint=f"Create the variable with dtype={tensor.dtype!r}.",
         )
     return converted
 
@@ -329,9 +332,9 @@ def _state(path: str, index: Index, name: str, worker: int, num_workers: int) ->
     states = index.states[name]
     if len(states) > 1 and num_workers != len(states):
         raise CheckpointMismatchError(
-            f"Every worker has saved a state of {name!r} of its own: as many must restore it.",
+            f"Cannot restore {name!r}: it has one saved state per worker, and the number of workers has changed.",
             received={"checkpoint": path, "saved_by": len(states), "num_workers": num_workers},
-            hint=f"Start {len(states)} workers, or leave {name!r} out of kdist.Checkpoint.",
+            hint=f"Start {len(states)} workers, or remove {name!r} from kdist.Checkpoint.",
         )
     return states[0] if len(states) == 1 else states[_of_worker(index, name, worker)]
 

@@ -73,7 +73,9 @@ def _dtype(name: str, source: Any) -> str:
     dtype = state.dtype_name(source)
     if dtype not in DTYPES:
         raise CheckpointError(
-            "A variable must have a dtype that checkpoints know.", received={"name": name, "dtype": dtype}
+            f"Cannot save variable {name!r}: checkpoints do not support its dtype.",
+            received={"name": name, "dtype": dtype},
+            hint="Create the variable with another dtype, such as float32.",
         )
     return dtype
 

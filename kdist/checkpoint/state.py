@@ -119,7 +119,11 @@ def _flatten(objects: Any, prefix: str = "") -> Iterator[tuple[str, Any, Callabl
     for key, value in list(objects.items() if isinstance(objects, Mapping) else enumerate(objects)):
         name = f"{prefix}{key}"
         if "/" in name:
-            raise InvalidArgumentError("Names of objects must have no slash.", received={"name": name})
+            raise InvalidArgumentError(
+                "The name of an object in the checkpoint contains a slash.",
+                received={"name": name},
+                hint="Choose a name without a slash.",
+            )
         if isinstance(value, (dict, list, tuple)) and _holds_objects(value):
             yield from _flatten(value, f"{name}.")
         else:
@@ -161,9 +165,9 @@ def _build(optimizer: Any, models: list[Any]) -> None:
 def _named(kind: str, value: Any, name: str) -> dict[str, Any]:
     if kind in ("model", "layer") and not value.built:
         raise CheckpointError(
-            "A model must have its variables before it is saved or restored.",
+            f"Cannot save or restore the {kind} {name!r}: it has no variables yet.",
             received={"name": name, kind: value.name},
-            hint="Give it an Input layer, or call it on a batch first: model(x)",
+            hint="Add an Input layer, or call it on a batch first: model(x)",
         )
     if kind in ("model", "layer", "metric"):
         return _by_position(name, value.variables)

@@ -109,7 +109,7 @@ class Save:
         if self.error is None:
             return None
         kind = "" if isinstance(self.error, CheckpointError) else f"{type(self.error).__name__}: "
-        return f"the save of {self._folder.final} failed: {kind}{self.error}"
+        return f"saving {self._folder.final} failed: {kind}{self.error}"
 
     def _write_behind(self, share: Share) -> None:
         if sys.platform == "linux":  # where a thread has a priority of its own: steps go first
@@ -220,9 +220,9 @@ def publish(folder: Folder) -> None:
     if os.path.lexists(folder.final):
         if not layout.is_checkpoint(folder.final):
             raise CheckpointError(
-                "A checkpoint may replace only another checkpoint, and something else has this name.",
+                "Cannot save the checkpoint: its path exists and is not a checkpoint.",
                 received={"path": folder.final},
-                hint="Choose another path, or move what is there.",
+                hint="Choose another path, or move the existing file or directory.",
             )
         # A folder cannot be renamed over another one. Until this one has its name, `layout.find` takes the other.
         aside = os.path.join(parent, layout.replaced(name, folder.token))
@@ -287,15 +287,16 @@ def wait_for(folder: Folder, rank: int) -> Any:
             with contextlib.suppress(FileNotFoundError):
                 with open(os.path.join(folder.temporary, layout.failure(other)), encoding="utf-8") as file:
                     raise CheckpointError(
-                        f"Every worker must write its shard, but worker {folder.members[other]} could not: "
-                        f"{file.read() or 'see its own message'}",
+                        f"Worker {folder.members[other]} could not write its shard: "
+                        f"{file.read() or 'its log shows the reason.'}",
                         received={"checkpoint": folder.final},
+                        hint=f"Fix the cause on worker {folder.members[other]}, then save again.",
                     )
         if is_over:
             raise CheckpointError(
-                f"Every worker must write its shard, but that of worker {worker} did not come.",
+                f"Worker {worker} did not write its shard.",
                 received={"checkpoint": folder.final, "seconds": round(now - since, 1)},
-                hint="Look at that worker's output: has it ended?",
+                hint=f"Read the log of worker {worker}. It failed or hangs.",
             )
         time.sleep(_POLL)
 

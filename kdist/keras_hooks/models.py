@@ -30,8 +30,8 @@ def hook_models() -> None:
         if strategy_of(self) is None and context.in_cross_replica_context():
             name = getattr(self, "name", type(self).__name__)
             warnings.warn(
-                f"Model {name} was created outside of the strategy's scope: `fit` trains it on one device. "
-                "Create it inside `with strategy.scope():`, too.",
+                f"Model {name} was created outside the scope of the strategy, so `fit` trains it on one device. "
+                "Create it inside `with strategy.scope():`.",
                 stacklevel=3,
             )
         original(self, *args, **kwargs)

@@ -21,7 +21,7 @@ def _bound(function: Callable[..., Any], replica: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not replica.is_entered:
             raise StrategyScopeError(
-                "A replica must compute the gradients of `keras.remat` and `custom_gradient` before its step ends.",
+                "The gradients of `keras.remat` or `custom_gradient` were computed after the step of the replica.",
                 received={"replica_id_in_sync_group": replica.replica_id_in_sync_group},
                 hint="Call `backward` inside the function that `strategy.run` runs.",
             )

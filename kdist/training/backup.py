@@ -67,16 +67,22 @@ class BackupAndRestore(keras.callbacks.Callback):
         none = save_freq in (None, False) and (every_seconds or save_before_preemption)
         if not (is_number or save_freq == "epoch" or none):
             raise InvalidArgumentError(
-                'save_freq must be "epoch" or a number of steps, from 1.',
+                '`save_freq` is not "epoch" or a positive number of steps.',
                 received={"save_freq": save_freq, "every_seconds": every_seconds},
-                hint="BackupAndRestore(folder, save_freq=100), or save_freq=None with every_seconds=60.",
+                hint='Pass save_freq="epoch", save_freq=100, or save_freq=None with every_seconds=60.',
             )
         if every_seconds is not None and every_seconds <= 0:
             raise InvalidArgumentError(
-                "every_seconds must be positive.", received={"every_seconds": every_seconds}
+                "`every_seconds` is not positive.",
+                received={"every_seconds": every_seconds},
+                hint="Pass a positive number of seconds: every_seconds=60",
             )
         if not os.fspath(backup_dir):
-            raise InvalidArgumentError("backup_dir must name a folder.", received={"backup_dir": backup_dir})
+            raise InvalidArgumentError(
+                "`backup_dir` is empty.",
+                received={"backup_dir": backup_dir},
+                hint='Pass a directory: kdist.callbacks.BackupAndRestore("backup")',
+            )
         self.backup_dir = os.fspath(backup_dir)
         self.save_freq = save_freq or None
         self.every_seconds = every_seconds
@@ -159,4 +165,9 @@ def _restore_newest(manager: CheckpointManager) -> None:
             manager.checkpoint.restore(path)
             return
         except CheckpointCorruptError as error:
-            logs.logger.warning("%s kdist goes on with the backup before it.", error)
+            logs.logger.warning(
+                "cannot restore the backup %s. kdist tries the previous backup. "
+                "Check the storage of the directory.\n%s",
+                path,
+                error,
+            )

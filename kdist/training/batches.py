@@ -48,9 +48,9 @@ class GlobalBatches:
             endless = self._distributed.is_infinite if self._distributed is not None else is_infinite(x)
         if endless and not arguments.get("steps_per_epoch"):
             raise InvalidArgumentError(
-                "A dataset without end needs steps_per_epoch in `fit`, and steps in `evaluate` and `predict`.",
+                "The dataset is infinite, and the number of steps is not set.",
                 received={"dataset": x},
-                hint="Pass steps_per_epoch=100, or leave out `.repeat()`.",
+                hint="Pass steps_per_epoch=100 to `fit`, or steps=100 to `evaluate` and `predict`.",
             )
         if self._distributed is not None:
             x = self._adapter(self._distributed, model, arguments)
@@ -67,16 +67,16 @@ class GlobalBatches:
     def _adapter(self, dataset: DistributedDataset, model: str, arguments: dict[str, Any]) -> Any:
         if dataset._runtime is not self.runtime:
             raise StrategyScopeError(
-                "A distributed dataset and the model must belong to the same strategy.",
+                "The distributed dataset and the model belong to different strategies.",
                 received={"dataset": dataset, "model": model},
                 hint="Create both with the same strategy object.",
             )
         for name in ("y", "sample_weight", "class_weight"):
             if arguments.get(name) is not None:
                 raise InvalidArgumentError(
-                    f"{name} must not be passed beside a distributed dataset.",
+                    f"`{name}` cannot be combined with a distributed dataset.",
                     received={name: type(arguments[name]).__name__},
-                    hint="Let the dataset yield (x, y, sample_weight).",
+                    hint=f"Remove `{name}`, and let the dataset yield (x, y, sample_weight).",
                 )
         arguments["shuffle"] = False
         return keras_hooks.data_adapter(dataset.num_steps, _Epochs(dataset))
@@ -232,7 +232,7 @@ def refuse_distributed(model: Any, method: str, *data: Any) -> None:
     """Raises for a strategy's dataset, which is of no use to a model that has no strategy."""
     if any(isinstance(x, DistributedDataset) for x in data):
         raise StrategyScopeError(
-            f"`{method}` on a distributed dataset needs a model that was created under the strategy.",
+            f"`{method}` received a distributed dataset, but the model was created outside the scope of a strategy.",
             received={"model": model.name, "dataset": data[0]},
             hint="Create and compile the model inside `with strategy.scope():`.",
         )

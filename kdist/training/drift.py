@@ -34,7 +34,11 @@ class DriftWatch(keras.callbacks.Callback):
     def __init__(self, every: int = 1000) -> None:
         super().__init__()
         if not isinstance(every, int) or every < 1:
-            raise InvalidArgumentError("every must be a number of steps, from 1.", received={"every": every})
+            raise InvalidArgumentError(
+                "`every` is not a positive number of steps.",
+                received={"every": every},
+                hint="Pass a positive integer: kdist.callbacks.DriftWatch(every=500)",
+            )
         self.every = every
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -83,7 +83,7 @@ def fit(
             "epochs": epochs,
             "initial_epoch": initial_epoch,
             "steps_per_execution": model.steps_per_execution,
-            "callbacks that all need": keras_callbacks.speaking(callbacks),
+            "callbacks that all workers need": keras_callbacks.speaking(callbacks),
         }
         facts |= batches.facts() | validation.facts()
         with session.agree("arguments of fit", facts, callbacks) as callbacks:
@@ -298,7 +298,9 @@ def _predict(session: Session, batches: GlobalBatches, callbacks: Any) -> Any:
                 break
         callbacks.on_predict_end()
     if not parts:
-        raise InvalidArgumentError("predict needs at least one batch of data.", received={"batches": 0})
+        raise InvalidArgumentError(
+            "`predict` received no data.", received={"batches": 0}, hint="Pass at least one batch of data."
+        )
     return get_backend().join_predictions(parts)
 
 
@@ -316,8 +318,9 @@ def train_on_batch(
     if class_weight is not None:
         if sample_weight is not None:
             raise InvalidArgumentError(
-                "sample_weight and class_weight cannot be given at the same time.",
+                "`train_on_batch` received both `sample_weight` and `class_weight`.",
                 received={"class_weight": class_weight},
+                hint="Pass only one of them.",
             )
         sample_weight = keras_hooks.class_weight_to_sample_weights(y, class_weight)
     logs = _on_batch(strategy, model, "train", (x, y, sample_weight))

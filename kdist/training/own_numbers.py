@@ -15,11 +15,11 @@ from kdist.backends.aggregation import aggregation_of
 from kdist.context import current_replica
 from kdist.training.verdicts import COUPLES, SUM, Call, Sample, Unwritten, Verdict, agreed
 
-_MAY_RETURN = "return one value a row, or their mean or sum."
-_OF_A_LOSS = f"Let it {_MAY_RETURN}"
-_OF_A_LAYER = "Let it add a mean or a sum over the rows."
-_OF_A_METRIC = f"Let each of its variables be a sum over the rows; or let it {_MAY_RETURN}"
-_OF_A_TOTAL = "Let it return a mean over the rows."
+_MAY_RETURN = "return one value per row, or the mean or the sum of these values."
+_OF_A_LOSS = f"Let the loss {_MAY_RETURN}"
+_OF_A_LAYER = "Add a mean or a sum over the rows."
+_OF_A_METRIC = f"Make each variable of the metric a sum over the rows, or let the metric {_MAY_RETURN}"
+_OF_A_TOTAL = "Return a mean over the rows."
 
 
 def owns_of(model: Any) -> list[Own]:
@@ -77,10 +77,10 @@ class Own:
     calls: list[Call] = field(default_factory=list)
 
     @property
-    def rule(self) -> str:
-        """What it breaks where it couples the rows."""
-        what = "neither a mean nor a sum" if self.is_added_up else "no mean"
-        return f"it is {what} over the rows of a batch, and a replica sees only its own."
+    def reason(self) -> str:
+        """Why its results differ if it couples the rows."""
+        what = "neither a mean nor a sum" if self.is_added_up else "not a mean"
+        return f"It is {what} over the rows of a batch, and each replica only has its part of the rows."
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:

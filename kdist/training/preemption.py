@@ -70,7 +70,10 @@ class TerminationWatch:
         elif threading.current_thread() is threading.main_thread():
             self._earlier = signal.signal(signal.SIGTERM, self._on_signal)
         else:
-            logs.logger.warning("SIGTERM cannot be watched from a thread; pass a termination_watcher_fn.")
+            logs.logger.warning(
+                "cannot watch for SIGTERM, because this is not the main thread. "
+                "Pass a termination_watcher_fn to kdist.experimental.TerminationConfig."
+            )
 
     def must_leave(self, num_steps: int) -> bool:
         """Says whether all workers save and leave after so many steps; the same on all of them."""
@@ -82,7 +85,7 @@ class TerminationWatch:
 
     def leave(self, save: Callable[[], Any]) -> None:
         """Calls what saves and waits until everything is on disk, and ends the process."""
-        logs.logger.warning("A worker is to be terminated: all workers save and leave.")
+        logs.logger.warning("a worker will be terminated: all workers save a checkpoint and exit.")
         (self._config.save_fn or save)()
         self.close()
         if self._config.exit_fn is not None:
@@ -151,17 +154,19 @@ class PreemptionCheckpointHandler:
         if isinstance(given, CheckpointManager):
             if checkpoint_dir is not None:
                 raise InvalidArgumentError(
-                    "checkpoint_dir must not be passed beside a CheckpointManager.",
+                    "`checkpoint_dir` cannot be combined with a CheckpointManager, which has its own directory.",
                     received={"checkpoint_dir": os.fspath(checkpoint_dir)},
+                    hint="Remove `checkpoint_dir`.",
                 )
             self._manager = given
         elif isinstance(given, Checkpoint) and checkpoint_dir is not None:
             self._manager = CheckpointManager(given, checkpoint_dir, max_to_keep=1)
         else:
             raise InvalidArgumentError(
-                "A PreemptionCheckpointHandler needs a kdist.CheckpointManager, or a kdist.Checkpoint and a folder.",
+                "PreemptionCheckpointHandler received neither a CheckpointManager nor a Checkpoint with a directory.",
                 received={"checkpoint": type(given).__name__, "checkpoint_dir": checkpoint_dir},
-                hint='PreemptionCheckpointHandler(None, checkpoint, "preempted")',
+                hint="Pass a checkpoint and a directory: "
+                'kdist.experimental.PreemptionCheckpointHandler(None, checkpoint, "preempted")',
             )
         self._manager.restore_or_initialize()
         self._config = termination_config or TerminationConfig()

@@ -99,8 +99,8 @@ def _probe(
         ):
             _said[model].add(own.label)
             warnings.warn(
-                f"{own.label} gives other numbers with {runtime.num_replicas} replicas than on one device: "
-                f"{own.rule} {own.hint} With one replica, and with KERAS_BACKEND=jax, all rows are seen. "
-                "KDIST_PROBE=0 leaves out this check.",
+                f"{own.label} gives different results with {runtime.num_replicas} replicas than on one device. "
+                f"{own.reason} {own.hint} With one replica, or with KERAS_BACKEND=jax, it computes over all rows. "
+                "Set KDIST_PROBE=0 to skip this check.",
                 stacklevel=2,
             )

@@ -47,12 +47,16 @@ class RunLog(keras.callbacks.Callback):
     def __init__(self, directory: str | os.PathLike[str], every: int = 10) -> None:
         super().__init__()
         if not isinstance(every, int) or every < 1:
-            raise InvalidArgumentError("every must be a number of steps, from 1.", received={"every": every})
+            raise InvalidArgumentError(
+                "`every` is not a positive number of steps.",
+                received={"every": every},
+                hint='Pass a positive integer: kdist.callbacks.RunLog("runs/first", every=10)',
+            )
         if not os.fspath(directory) or is_remote(os.fspath(directory)):
             raise InvalidArgumentError(
-                "directory must name a folder; an object store takes no records line by line.",
+                "`directory` is empty or in an object store, which cannot append records to a file.",
                 received={"directory": directory},
-                hint='kdist.callbacks.RunLog("runs/first")',
+                hint='Pass a directory of a file system: kdist.callbacks.RunLog("runs/first")',
             )
         self.directory = os.fspath(directory)
         self.every = every
@@ -67,8 +71,9 @@ class RunLog(keras.callbacks.Callback):
             self._file = _open(os.path.join(self.directory, f"worker-{runtime.worker_index}.jsonl"))
         except OSError as error:
             raise InvalidArgumentError(
-                "directory must name a folder that can be written to.",
+                "RunLog cannot write to its directory.",
                 received={"directory": self.directory, "error": str(error)},
+                hint="Pass a directory that the worker can write to.",
             ) from error
         self._progress.at_end.callback(self._close)
         self._write(
@@ -120,7 +125,10 @@ class RunLog(keras.callbacks.Callback):
             self._file.flush()
         except OSError as error:  # a full disk ends no training
             self._file = None
-            warnings.warn(f"kdist.callbacks.RunLog: no more is written to {self.directory}: {error}")
+            warnings.warn(
+                f"kdist.callbacks.RunLog stopped writing to {self.directory}: {error}. Training continues without "
+                "further records. Check the disk space and the permissions of the directory."
+            )
 
 
 def _open(path: str) -> IO[str]:

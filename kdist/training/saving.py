@@ -185,7 +185,8 @@ class _Log:
                 return found
             except Exception as error:  # whatever the engine raises when the chief has gone
                 logs.logger.warning(
-                    "worker %d writes %s itself, since the chief (worker 0) does not answer: %s",
+                    "worker %d writes its own copy of %s, because the chief (worker 0) does not respond. Read the log "
+                    "of worker 0. The connection reports: %s",
                     runtime.worker_index,
                     wanted[0],
                     str(error)[:200],
@@ -247,7 +248,8 @@ class _Log:
 
     def _warn_of_waiting(self, runtime: Runtime, path: str) -> None:
         logs.logger.warning(
-            "worker %d writes %s itself, since the chief (worker 0) has not saved the same.",
+            "worker %d writes its own copy of %s, because the chief (worker 0) has not saved the same model there. "
+            "Call `save` on all workers at the same step, with the same path.",
             runtime.worker_index,
             path,
         )
@@ -270,7 +272,11 @@ def _post(runtime: Runtime, key: str, value: Any) -> None:
     try:
         runtime.group.post(key, json.dumps(value))
     except Exception as error:  # a file can be saved when nobody is left to be told
-        logs.logger.warning("the other workers cannot be told of a save: %s", str(error)[:200])
+        logs.logger.warning(
+            "cannot announce this save to the other workers, so they write their own copies. Read their logs. "
+            "The connection reports: %s",
+            str(error)[:200],
+        )
 
 
 def _stat(path: str) -> list[int] | None:

@@ -19,7 +19,7 @@ from kdist.training import keras_callbacks, probe
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
 
-_SAME_CALL = "Call it with the same arguments on every worker; kdist shards the data."
+_SAME_CALL = "Pass the same arguments on every worker. kdist shards the data."
 
 
 class Session:
@@ -97,9 +97,9 @@ class Session:
         batch_size = arguments.get("batch_size")
         if batch_size is not None and batch_size < 1:
             raise InvalidArgumentError(
-                "batch_size must be a number of rows, 1 or more, over all replicas.",
+                "`batch_size` is not a positive number of rows.",
                 received={"batch_size": batch_size},
-                hint="model.fit(x, y, batch_size=32)",
+                hint="Pass the number of rows over all replicas, for example: batch_size=32",
             )
         defaults = {"shuffle": False, "steps_per_execution": self.model.steps_per_execution}
         return GlobalBatches(self.runtime, self.model.name, **defaults | arguments)
@@ -136,7 +136,8 @@ class Session:
             self.runtime,
             function,
             lambda index, text: WorkerFailedError(
-                f"Worker {index} failed in a callback: {text}", hint="Look at that worker's traceback."
+                f"Worker {index} failed in a callback: {text}",
+                hint=f"Read the traceback in the log of worker {index}.",
             ),
             lambda: {
                 "stop": bool(model.stop_training),
@@ -172,9 +173,9 @@ class Session:
         unused = [rule for rule in unused if not any(re.fullmatch(rule, path) for path in outputs)]
         if unused:
             raise InvalidArgumentError(
-                "Every layout must be for a variable, but some match the path of none.",
+                "Some layout patterns match no variable.",
                 received={"layouts": unused, "paths": [variable.path for variable in variables][:20]},
-                hint='Patterns match whole paths: ".*dense/kernel".',
+                hint='Write patterns that match whole paths, such as ".*dense/kernel".',
             )
 
     def _share(self, variables: list[Any]) -> None:
@@ -218,14 +219,16 @@ def progress_of(model: Any) -> Progress:
     strategy = keras_hooks.strategy_of(model)
     if strategy is None:
         raise StrategyScopeError(
-            "This callback needs a model that was created in a strategy's scope.",
+            "This callback cannot be used, because the model was created outside the scope of a strategy.",
             received={"model": model.name},
-            hint="Create it in `with kdist.MultiWorkerMirroredStrategy().scope():`; one worker will do.",
+            hint="Create the model, also for one worker, in: with kdist.MultiWorkerMirroredStrategy().scope():",
         )
     progress = session_of(strategy, model).progress
     if progress is None:
         raise StrategyScopeError(
-            "This callback can be used while `fit` runs only.", received={"model": model.name}
+            "This callback was used outside `fit`.",
+            received={"model": model.name},
+            hint="Pass it to `fit`: model.fit(x, y, callbacks=[callback])",
         )
     progress.record()
     return progress

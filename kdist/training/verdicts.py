@@ -72,7 +72,7 @@ class Sample:
         if not keras.ops.is_tensor(leaf) or not leaf.shape or leaf.shape[0] == 1:
             return leaf
         if leaf.shape[0] != self.num_rows:
-            raise ValueError("It has other rows than the batch, and cannot be divided with them.")
+            raise ValueError("An argument has a different number of rows than the batch.")
         return keras.ops.copy(leaf[rows])  # Keras multiplies weights in place on PyTorch
 
     def _verdict(
@@ -105,8 +105,6 @@ class _Part(Replica):
         self.scope = scope
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            "It asks for the other replicas' rows itself, or Keras does, and kdist answers."
-        )
+        raise NotImplementedError("The function, or Keras, requests the rows of other replicas itself.")
 
     all_reduce_sum = all_reduce_with_gradient = gather_tensor = merge_call = _refuse

@@ -125,7 +125,7 @@ def test_which_model_and_who_makes_it(tmp_path):
         np.testing.assert_array_equal(found[name], expected[model], err_msg=name)
     assert steps == [2, 2], "the optimiser is in the file"
     assert files == ["one.keras", "own.weights.h5", "plain.keras", "plain.weights.h5", "second.keras"]
-    assert said["the only one"] == (0, "one.keras: written.\n")
+    assert said["the only one"] == (0, "Wrote one.keras.\n")
     for label, words in WRONG.items():
         code, text = said[label]
         assert code == words[0], f"{label}: {text}"
@@ -136,10 +136,10 @@ def test_which_model_and_who_makes_it(tmp_path):
 
 WRONG = {
     "unsafe": (1, "lambda", "--model module:function"),
-    "which": (2, "clear which model", "name=None", "['plain', 'second', 'own']", "Add --name plain"),
-    "no such name": (2, "clear which model", "name='third'"),
+    "which": (2, "several models", "name=None", "['plain', 'second', 'own']", "--name plain"),
+    "no such name": (2, "no model 'third'", "name='third'"),
     "cannot be made": (1, "model='own'", "--model module:function"),
     "no such function": (2, "Cannot create the model: ", "missing"),
     "no such module": (2, "Cannot create the model: ", "no_module"),
-    "another model": (1, "'own' must be like the one that was saved"),
+    "another model": (1, "'own' does not match the checkpoint"),
 }

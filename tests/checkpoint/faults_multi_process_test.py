@@ -101,10 +101,14 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(backend, 
         (
             content[:-1],
             "CheckpointCorruptError",
-            ("length", f"bytes={len(content) - 1}", f"saved={len(content)}"),
+            ("size of a shard", f"bytes={len(content) - 1}", f"saved={len(content)}"),
         ),
-        (content[:-1] + b"\xff", "CheckpointCorruptError", ("a tensor is damaged", "tensor='model.metrics/")),
-        (None, "CheckpointCorruptError", ("one is missing", os.path.basename(shard))),
+        (
+            content[:-1] + b"\xff",
+            "CheckpointCorruptError",
+            ("the checksum of tensor 'model.metrics/", "bytes="),
+        ),
+        (None, "CheckpointCorruptError", ("a shard is missing", os.path.basename(shard))),
     ):
         os.unlink(shard)
         if spoil is not None:
@@ -146,7 +150,10 @@ def test_values_of_another_form_are_refused_before_anything_is_assigned(tmp_path
         with open(index, "wb") as stream:
             stream.write(dump(dataclasses.replace(good, **changes)))
         kind, text = error_of("torch", path)
-        assert kind == "CheckpointCorruptError" and "must have the form" in text, (changes, text)
+        assert kind == "CheckpointCorruptError" and "a saved value has an invalid format" in text, (
+            changes,
+            text,
+        )
 
 
 @backend_in_turn
@@ -181,7 +188,7 @@ def in_worker_status(path):
         kdist.Checkpoint(model=unbuilt).restore(path)
     with pytest.raises(kdist.errors.InvalidArgumentError, match="get_state"):
         kdist.Checkpoint(thing=object()).save("never")
-    with pytest.raises(kdist.errors.InvalidArgumentError, match="my_save"):
+    with pytest.raises(kdist.errors.InvalidArgumentError, match="named 'save'"):
         kdist.Checkpoint(save=1)
 
 
@@ -285,10 +292,10 @@ def in_worker_failing(folder):
     last = checkpoint.save(folder, asynchronous=False)
     assert kdist.latest_checkpoint(folder) == last
     kdist.barrier()
-    with pytest.raises(kdist.errors.CheckpointError, match="same objects"):
+    with pytest.raises(kdist.errors.CheckpointError, match="the objects of worker 0 and worker 1 differ"):
         kdist.Checkpoint(values=np.zeros(2 + index)).save(folder)
     kdist.barrier()
-    with pytest.raises(kdist.errors.CheckpointMismatchError, match="same checkpoint"):
+    with pytest.raises(kdist.errors.CheckpointMismatchError, match="restore different checkpoints"):
         checkpoint.restore((first, last)[index])
     own = os.path.join(folder, "own", str(index))
     path = checkpoint.save(own, asynchronous=False)  # folders that are not shared
@@ -308,7 +315,9 @@ def in_worker_failing(folder):
     finally:
         snapshot.copy = original
     checkpoint.restore(last)  # it waits on all workers for what only some of them write
-    with pytest.raises(kdist.errors.CheckpointError, match="worker 1 could not: MemoryError: no memory"):
+    with pytest.raises(
+        kdist.errors.CheckpointError, match="Worker 1 could not write its shard: MemoryError: no memory"
+    ):
         checkpoint.wait()
     return heard
 
@@ -317,7 +326,7 @@ def in_worker_failing(folder):
 def test_a_failed_write_is_told_on_all_workers_and_harms_nothing(backend, tmp_path):
     for heard in run(backend, 2, in_worker_failing, str(tmp_path)):
         for text in heard:
-            assert "worker 1" in text and "No space left on device" in text
+            assert "worker 1" in text.lower() and "No space left on device" in text
 
 
 DISKS = """
@@ -347,7 +356,7 @@ DISKS = """
             checkpoint.wait()
             print("no error")
         except kdist.errors.CheckpointError as error:
-            print("full:", error)
+            print("full:", repr(error))
         os.unlink(folder + "/filler")
         assert sorted(os.listdir(folder)) == ["ckpt-1"], os.listdir(folder)
         restore(first)
@@ -357,7 +366,7 @@ DISKS = """
         checkpoint.save(folder)
         print("no error")
     except kdist.errors.CheckpointError as error:
-        print("read-only:", error)
+        print("read-only:", repr(error))
     restore(kdist.latest_checkpoint(folder))
     assert os.system(f"mount -o remount,rw {folder}") == 0
     checkpoint.save(folder)  # nobody waits for it: the end of the process does

@@ -73,9 +73,9 @@ def test_another_number_of_workers_cannot_share_out_states(backend, num_workers,
     for found, error in run(backend, num_workers, in_worker_restore, path):
         # All or nothing; without the object of which each worker had its own, all is well.
         assert found == [(0, "nobody's", "nobody's"), (5, "nobody's", "all")]
-        assert "own: as many must restore it" in error
+        assert "one saved state per worker" in error
         assert f"saved_by=2, num_workers={num_workers}" in error
-        assert "Start 2 workers, or leave 'notes' out of kdist.Checkpoint." in error
+        assert "Start 2 workers, or remove 'notes' from kdist.Checkpoint." in error
 
 
 def in_worker_written_after_the_next_step(folder):

@@ -244,5 +244,5 @@ def play_estimator(folder):
 def test_train_and_evaluate_alone(backend, tmp_path):
     results, errors = run(backend, 1, play_estimator, str(tmp_path))[0]
     assert results == [[2, 3], [2, 3]]
-    for (kind, text), part in zip(errors, ("compile", "model_dir", "joins them"), strict=True):
+    for (kind, text), part in zip(errors, ("compile", "model_dir", "does not connect them"), strict=True):
         assert kind == "InvalidArgumentError" and part in text, text

@@ -139,7 +139,7 @@ def test_a_picture_is_one(folder: Path) -> None:
         (["plot", "{folder}/none"], "DIR must be the directory of a run"),
         (["plot", "{folder}"], "must have the records of kdist.callbacks.RunLog"),
         (["plot", "{folder}", "--output", "run.pdf"], "ends in .html or .png"),
-        (["plot", "{folder}", "--output", "{folder}/none/run.png"], "must be a file that can be written."),
+        (["plot", "{folder}", "--output", "{folder}/none/run.png"], "Cannot write the output file."),
         (["plot", "{folder}", "--output", "{folder}/" + 300 * "x" + ".png"], "error='File name too long'"),
         (["bench", "--num-workers", "1,two"], "--num-workers must be a whole number"),
         (["bench", "--steps", "0"], "--steps must be a whole number, at least 1"),

@@ -166,7 +166,7 @@ def in_worker_damaged(folder: str, how: str) -> Any:
         found.append(fit(f"{folder}/lost", save_freq=100))
     finally:
         logging.getLogger("kdist").removeHandler(handler)
-    return first, found, [text for text in warnings if "backup before it" in text]
+    return first, found, [text for text in warnings if "previous backup" in text]
 
 
 PAIRS = [("byte", "torch"), ("cut", "jax"), ("gone", "torch"), ("index", "torch")]

@@ -134,7 +134,7 @@ def in_worker_one_sided() -> str:
 @pytest.mark.parametrize("backend", BACKENDS[-1:])
 def test_a_worker_that_lacks_the_callback_hangs_nobody(backend: str) -> None:
     for said in run(backend, 2, in_worker_one_sided):
-        assert "they differ in callbacks that all need" in said
+        assert "they differ in callbacks that all workers need" in said
 
 
 KILLED = """
@@ -199,7 +199,7 @@ def in_worker_resumed(folder: str) -> None:
     from kdist.errors import InvalidArgumentError
     from kdist.tracing import spans
 
-    with pytest.raises(InvalidArgumentError, match="an object store takes no records"):
+    with pytest.raises(InvalidArgumentError, match="in an object store"):
         kdist.callbacks.RunLog("gs://bucket/run")
 
     class Tell(keras.callbacks.Callback):

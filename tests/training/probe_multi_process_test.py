@@ -14,7 +14,7 @@ from kdist.cluster import environment
 from tests.processes import BACKENDS, full_unless, run, run_plain, scope
 
 ROWS = 13  # of batches of 4: the last one has fewer rows than there are replicas
-SAYS = "gives other numbers with 2 replicas"
+SAYS = "gives different results with 2 replicas"
 
 # Two replicas of one worker, and two workers; JAX sees all rows, and probes nothing.
 each_cell = pytest.mark.parametrize(
