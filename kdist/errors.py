@@ -31,7 +31,9 @@ class KdistError(Exception):
         self.hint = hint
         lines = [problem.rstrip()]
         if self.received:
-            lines.append("Received: " + ", ".join(f"{name}={value!r}" for name, value in self.received.items()))
+            lines.append(
+                "Received: " + ", ".join(f"{name}={value!r}" for name, value in self.received.items())
+            )
         if hint:
             lines.append(hint)
         super().__init__("\n".join(lines))

@@ -360,7 +360,9 @@ def python_errors() -> Iterator[None]:
     except tf.errors.OpError as error:
         known = _raised[0] if _raised else None
         if isinstance(known, OutOfRangeError) and isinstance(error, tf.errors.OutOfRangeError):
-            raise _TensorFlowOutOfRangeError(known.problem, received=known.received, hint=known.hint) from None
+            raise _TensorFlowOutOfRangeError(
+                known.problem, received=known.received, hint=known.hint
+            ) from None
         if known is not None and str(known) in str(error):
             raise known from None
         raise
