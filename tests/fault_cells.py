@@ -212,7 +212,7 @@ class Cell:
             lost = rf"Every worker must write its shard, but (that of )?worker {self.victim} (could|did) not"
             told = rf"A checkpoint (could not be written|cannot be saved): worker {self.victim}: "
             assert re.search(f"CheckpointError: .*({lost}|{told})", text), "does not say whose save failed"
-            assert self.kind == "hang" or "Injected by --inject" in text, "does not say why it failed"
+            assert self.kind == "hang" or "injected by --inject" in text, "does not say why it failed"
             return
         named = f"The job cannot go on without worker {self.victim} ({self.addresses[self.victim]}), which"
         assert named in text, "does not name the worker"

@@ -167,7 +167,7 @@ def check_backend_name(name: str | None) -> None:
         raise BackendError(
             f"The backend {name!r} is unknown.",
             received={"backend": name},
-            hint=f"Choose one of these backends: {', '.join(BACKENDS)}",
+            hint=f"Choose one of {', '.join(BACKENDS)}.",
         )
 
 
