@@ -277,5 +277,5 @@ def _check(data: Any, checkpoint_dir: Any, max_evaluations: Any, poll_seconds: f
         raise InvalidArgumentError(
             "`poll_seconds` is not positive.",
             received={"poll_seconds": poll_seconds},
-            hint="Pass the seconds between two looks at the directory, for example poll_seconds=1.0.",
+            hint="Pass the seconds between two checks of the directory, for example poll_seconds=1.0.",
         )
