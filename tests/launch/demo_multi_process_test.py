@@ -33,7 +33,7 @@ def test_two_workers_train_what_one_device_trains(tmp_path: Path) -> None:
     assert two == pytest.approx(one, rel=1e-3)
     assert float(rows["largest weight difference"]) < 1e-3
     assert all(float(percent.rstrip("%")) > 95 for percent in rows["test accuracy"].split())
-    assert out.endswith("The runs agree: 2 workers trained the network that one device trains.\n")
+    assert out.endswith("The runs agree: 2 workers trained the same network as one device.\n")
     assert "[worker 0]" in out, "in two processes"
     assert "[worker 1]" not in out, "of which the chief prints"
 

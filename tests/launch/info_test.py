@@ -91,7 +91,7 @@ def test_info():
     assert lines["os"].endswith("memory") and f"{count_cores()} cores" in lines["os"]
     assert lines["backend"] == "jax (KERAS_BACKEND is set)"
     assert lines["devices"].split(", ")[0] in ("cpu:0", "cuda:0")
-    assert lines["  torchrun"].startswith("worker 1 of 2; won")
+    assert lines["  torchrun"].startswith("worker 1 of 2; used")
 
 
 @pytest.mark.parametrize(("accuracy", "code"), [(0.96, 0), (0.5, 1)])
