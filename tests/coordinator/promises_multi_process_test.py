@@ -314,8 +314,8 @@ ERRORS = {
     "a dataset that raises": r"ValueError: an error of its own",
     "what cannot be pickled": r"InvalidArgumentError: .*pickled.*lock",
     "variables from outside": r"Unknown variable.*path=outside",
-    "no shards": r"InvalidArgumentError: The partitioner did not return[\s\S]*\nReceived: .*returned=\[0, 1\]",
-    "no list": r"InvalidArgumentError: The partitioner did not return[\s\S]*\nReceived: .*returned=2",
+    "no shards": r"InvalidArgumentError: \w+ partitioner (did not|must) return[\s\S]*\nReceived: .*returned=\[0, 1\]",
+    "no list": r"InvalidArgumentError: \w+ partitioner (did not|must) return[\s\S]*\nReceived: .*returned=2",
     "what is gone": r"CallFailed: ps \d .*KeyError",
     "the first of two coordinators": r"StrategyScopeError.*one coordinator at a time",
 }

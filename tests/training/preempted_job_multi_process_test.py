@@ -74,6 +74,6 @@ def check_slow_steps(out: str, err: str) -> None:
         numbers, times = zip(*steps_of(out, start, 0), strict=True)
         assert np.diff(times).min() >= SLOW, f"start {start}"
         said = re.findall(
-            r"worker 0\] kdist: --inject slow:worker=0,seconds=0\.05,always=1, at step (\d)", err
+            r"worker 0\] kdist: --inject slow:worker=0,seconds=0\.05,always=1 takes effect at step (\d)", err
         )
         assert len(said) == EPOCHS * by_hand.STEPS, numbers
