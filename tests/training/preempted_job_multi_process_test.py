@@ -60,7 +60,7 @@ def test_a_worker_is_taken_away_and_nothing_is_lost(tmp_path: Path) -> None:
     for found in (weights := by_hand.shown(out)):
         np.testing.assert_allclose(found, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
     assert len(weights) == 2, "the first start has not come to its end"
-    assert re.search(r"restart 1, which does not count, because worker [01] was preempted .*75", err), err
+    assert re.search(r"restart 1 \(not counted\) because worker [01] was preempted .*75", err), err
     assert not (tmp_path / "backup").exists(), "it is deleted once it is not needed any more"
     check_slow_steps(out, err)
 
