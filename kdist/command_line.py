@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from kdist.checkpoint import command as checkpoint_command
 from kdist.cluster import environment, liveness, logs
@@ -51,11 +53,54 @@ exit codes:
 """
 
 
+_INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+# What other launchers call an option.
+_OTHER_NAMES = {"--nnodes": "--hosts", "--node-rank": "--host-index", "--node_rank": "--host-index"}
+
+
 class _Parser(argparse.ArgumentParser):
-    """Parses commands and subcommands. It keeps the line breaks of examples, and rejects abbreviated options."""
+    """Parses commands and subcommands. It keeps the line breaks of examples, and rejects abbreviated options.
+
+    Each subcommand reports its errors itself, with its usage and the nearest option or choice.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        self._words: list[str] = []
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses arguments; an unknown argument is an error of this parser, not of its parent."""
+        self._words = [word.partition("=")[0] for word in (sys.argv[1:] if args is None else args)]
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
+            if option is None:
+                self._fail(f"unexpected argument: {unknown[0]}")
+            self._fail(f"unknown option: {option}", self._nearest_option(option))
+        return found, []
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage and the message, suggests the nearest option or choice, and exits with code 2."""
+        if choice := _INVALID_CHOICE.search(message):
+            self._fail(message, *difflib.get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]), 1))
+        for word in self._words:  # a required option may be missing because it is misspelled
+            nearest = self._nearest_option(word) if word.startswith("--") else ""
+            if nearest and nearest != word and re.search(rf"required:.*{nearest}\b", message):
+                self._fail(message, f"{nearest} instead of {word}")
+        self._fail(message)
+
+    def _fail(self, message: str, nearest: str = "") -> NoReturn:
+        self.print_usage(sys.stderr)
+        hint = f"Did you mean {nearest}?" if nearest else f"For help, run: {self.prog} --help"
+        self.exit(2, f"{self.prog}: error: {message}\n{hint}\n")
+
+    def _nearest_option(self, option: str) -> str:
+        """Returns the option that the user may have meant, or an empty string."""
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        known = [name for action in shown for name in action.option_strings if name.startswith("--")]
+        renamed = [name for name in known if name == _OTHER_NAMES.get(option)]
+        longer = [name for name in known if len(option) > 3 and name.startswith(option)]
+        return next(iter([*renamed, *longer, *difflib.get_close_matches(option, known, 1)]), "")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -148,13 +193,15 @@ def _run(options: argparse.Namespace) -> int:
     hosts = parse_hosts(options.hosts)
     if hosts and len(hosts) > 1 and options.host_index is None:
         raise InvalidArgumentError(
-            "--hosts needs --host-index, which says which of them this machine is.",
+            "--host-index is missing, because --hosts lists several machines.",
             received={"hosts": hosts, "host_index": None},
-            hint="On the first machine: --host-index 0",
+            hint="Pass the position of this machine in --hosts. On the first machine: --host-index 0",
         )
     if not options.grace_period >= 0:
         raise InvalidArgumentError(
-            "--grace-period must not be negative.", received={"grace_period": options.grace_period}
+            "--grace-period is not a number of at least 0.",
+            received={"grace_period": options.grace_period},
+            hint="For example: --grace-period 30",
         )
     count = resolve_num_workers(options.num_workers)
     num_ps = whole_number("--num-ps", options.num_ps, 0)
@@ -183,9 +230,9 @@ def _worker_command(options: argparse.Namespace) -> list[str]:
         return [sys.executable, "-m", *target]
     if not os.path.isfile(target[0]):
         raise InvalidArgumentError(
-            "The script must be a file that exists.",
-            received={"script": target[0], "directory": os.getcwd()},
-            hint="To run a module: kdist run -m package.module",
+            f"The script {target[0]!r} {'is not a file' if os.path.exists(target[0]) else 'does not exist'}.",
+            received={"directory": os.getcwd()},
+            hint="Check the path. To run a module: kdist run -m package.module",
         )
     return [sys.executable, *target]
 
@@ -200,9 +247,9 @@ def _check_module(name: str) -> None:
         del sys.path[0]
     if not found:
         raise InvalidArgumentError(
-            "The module must exist.",
-            received={"module": name},
-            hint=f"Check with: {sys.executable} -m {name}",
+            f"The module {name!r} was not found.",
+            received={"directory": os.getcwd()},
+            hint="Run the command in the directory that contains the module, or install its package.",
         )
 
 
@@ -213,7 +260,8 @@ def _make_log_dir(path: str | None) -> str | None:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise ClusterConfigError(
-            "The log directory must be one that can be written.",
-            received={"log_dir": path, "error": str(error)},
+            f"Cannot create the log directory {path!r}.",
+            received={"error": str(error)},
+            hint="Choose another directory with --log-dir.",
         ) from error
     return path

@@ -81,13 +81,13 @@ def _worker_index() -> int:
 
 
 def _fail(fault: Fault) -> None:
-    logs.logger.warning("--inject %s, at %s", fault, whereabouts.describe())
+    logs.logger.warning("--inject %s takes effect at %s", fault, whereabouts.describe())
     if fault.kind in _SIGNALS:
         os.kill(os.getpid(), getattr(signal, _SIGNALS[fault.kind]))
     elif fault.kind == "exit":
         sys.exit(1)
     elif fault.kind == "exception":
-        raise RuntimeError(f"Injected by --inject {fault}.")
+        raise RuntimeError(f"This error was injected by --inject {fault}.")
     elif fault.kind == "slow":
         until = time.monotonic() + fault.seconds
         while time.monotonic() < until:

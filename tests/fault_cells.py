@@ -212,7 +212,7 @@ class Cell:
             lost = rf"Worker {self.victim} (could|did) not write its shard"
             told = rf"Worker {self.victim} (could not write a|cannot save the) checkpoint: "
             assert re.search(f"CheckpointError: .*({lost}|{told})", text), "does not say whose save failed"
-            assert self.kind == "hang" or "Injected by --inject" in text, "does not say why it failed"
+            assert self.kind == "hang" or "injected by --inject" in text, "does not say why it failed"
             return
         named = f"The job lost worker {self.victim} ({self.addresses[self.victim]}): it"
         assert named in text, "does not name the worker"

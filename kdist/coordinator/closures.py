@@ -169,7 +169,12 @@ class Closures:
     def cancel(self) -> None:
         """Drops those that wait, and waits for those that run."""
         with self._changed:
-            self._drop(Cancelled("The training that had scheduled this function has ended."))
+            self._drop(
+                Cancelled(
+                    "The function was canceled, because the training that scheduled it has ended.",
+                    hint="Wait for the function before training ends: coordinator.join()",
+                )
+            )
             self._changed.wait_for(lambda: not self._running or self._lasting is not None)
             self._error = self._lasting
 
@@ -177,7 +182,12 @@ class Closures:
         """Lets the threads end that wait for closures."""
         with self._changed:
             self._closed = True
-            self._drop(Cancelled("The coordinator has ended."))
+            self._drop(
+                Cancelled(
+                    "The function was canceled, because the coordinator has shut down.",
+                    hint="Wait for the function before the program ends: coordinator.join()",
+                )
+            )
             self._changed.notify_all()
 
     def _left(self) -> int:
@@ -205,5 +215,6 @@ class Closures:
 
 def _cancelled(error: BaseException) -> Cancelled:
     return Cancelled(
-        f"The function was not run, since another one has failed: {type(error).__name__}: {error}"
+        f"The function was canceled, because another function failed: {type(error).__name__}: {error}",
+        hint="Fix that error, and schedule the function again.",
     )

@@ -36,15 +36,15 @@ class ClusterCoordinator:
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         if not isinstance(strategy, ParameterServerStrategy):
             raise InvalidArgumentError(
-                "A ClusterCoordinator needs a ParameterServerStrategy.",
+                "`strategy` is not a ParameterServerStrategy.",
                 received={"strategy": strategy},
-                hint="kdist.coordinator.ClusterCoordinator(kdist.ParameterServerStrategy(cluster_resolver))",
+                hint="Create the strategy: kdist.ParameterServerStrategy(cluster_resolver)",
             )
         if strategy.is_synchronous:
             raise InvalidArgumentError(
-                "Functions are scheduled on workers that are independent of each other.",
+                "ClusterCoordinator does not support synchronous=True, because it runs functions on single workers.",
                 received={"strategy": "ParameterServerStrategy(synchronous=True)"},
-                hint="Train with `fit`, or leave out synchronous=True.",
+                hint="Train with `fit`, or create the strategy without synchronous=True.",
             )
         assert strategy.coordination is not None
         self._strategy = strategy
@@ -76,9 +76,9 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise InvalidArgumentError(
-                "`schedule` takes a function.",
+                "`fn` is not a function.",
                 received={"fn": fn},
-                hint="coordinator.schedule(step, args=(iterator,))",
+                hint="Pass a function: coordinator.schedule(step, args=(iterator,))",
             )
         return self._coordination.schedule(fn, tuple(args or ()), dict(kwargs or {}))
 

@@ -188,7 +188,7 @@ class SidecarEvaluator:
         try:
             load(found, model)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-            logger.warning("the evaluator passes over a checkpoint: %s", error)
+            logger.warning("the evaluator skips a checkpoint: %s", error)
             self._folder.pass_over(found)
             return False
         for callback in self._callbacks:
@@ -239,34 +239,43 @@ class SidecarEvaluator:
         }
         if self._evaluations:
             raise WorkerTimeoutError(
-                "Training must save another checkpoint within `timeout`, or end.",
+                f"No new checkpoint appeared within {limit:g} s, and the training did not announce its end.",
                 received=received | {"last": self._evaluations[-1].path},
-                hint="Has a worker died? If training only takes longer, pass timeout=…; a loop of your own says "
-                "its end by kdist.SidecarEvaluator.announce_end(checkpoint_dir).",
+                hint="Check that the training is still running. If it needs longer, pass a larger `timeout`. At the "
+                "end of a custom training loop, call kdist.SidecarEvaluator.announce_end(checkpoint_dir).",
             )
         raise WorkerTimeoutError(
-            "Training must save a first checkpoint within `first_timeout`.",
+            f"No checkpoint appeared within {limit:g} s.",
             received=received,
-            hint="Does it save to this folder, with kdist.CheckpointManager or keras.callbacks.ModelCheckpoint, and do "
-            "both see the same one? If training only takes longer, pass first_timeout=….",
+            hint="Check that the training saves to this directory, with kdist.CheckpointManager or "
+            "keras.callbacks.ModelCheckpoint, and that both machines share the directory. If the training needs "
+            "longer, pass a larger `first_timeout`.",
         )
 
 
 def _check(data: Any, checkpoint_dir: Any, max_evaluations: Any, poll_seconds: float) -> None:
     if isinstance(data, types.GeneratorType):
         raise InvalidArgumentError(
-            "data must be readable once for each checkpoint, and a generator is not.",
+            "`data` is a generator, which the evaluator can read only once.",
             received={"data": data},
-            hint="Pass the function that makes it; it is called for each evaluation.",
+            hint="Pass the function that creates the generator. The evaluator calls it for each evaluation.",
         )
     directory = os.fspath(checkpoint_dir)
     if not directory or is_remote(directory) or os.path.isfile(directory):
         raise InvalidArgumentError(
-            "checkpoint_dir must be a folder of a file system.", received={"checkpoint_dir": checkpoint_dir}
+            "`checkpoint_dir` is not a directory of a mounted file system.",
+            received={"checkpoint_dir": checkpoint_dir},
+            hint="Pass the directory to which the training saves, by its path on this machine.",
         )
     if max_evaluations is not None and max_evaluations < 1:
         raise InvalidArgumentError(
-            "max_evaluations must be 1 or more.", received={"max_evaluations": max_evaluations}
+            "`max_evaluations` is less than 1.",
+            received={"max_evaluations": max_evaluations},
+            hint="Pass a positive integer, or None for no limit.",
         )
     if poll_seconds <= 0:
-        raise InvalidArgumentError("poll_seconds must be positive.", received={"poll_seconds": poll_seconds})
+        raise InvalidArgumentError(
+            "`poll_seconds` is not positive.",
+            received={"poll_seconds": poll_seconds},
+            hint="Pass the seconds between two checks of the directory, for example poll_seconds=1.0.",
+        )

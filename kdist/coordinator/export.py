@@ -51,8 +51,9 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):
         logs = logs or {}
         if self.save_best_only and self.monitor not in logs:
             raise InvalidArgumentError(
-                "monitor must be the loss or a metric that the model was compiled with.",
+                "`monitor` is neither the loss nor a metric of the evaluated model.",
                 received={"monitor": self.monitor, "evaluated": sorted(logs)},
+                hint="Set `monitor` to an evaluated name, or add the metric: model.compile(..., metrics=[...])",
             )
         self._count += 1
         number = self._count if self.checkpoint_number is None else self.checkpoint_number

@@ -30,7 +30,8 @@ from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from kdist.training.session import session_of
 
 _HINT = (
-    "The workers wait for each other in the synchronous mode: start the job again; it goes on from a backup."
+    "Restart the job, because synchronous training needs all workers. With kdist.callbacks.BackupAndRestore in "
+    "`fit`, it resumes from the last backup."
 )
 
 

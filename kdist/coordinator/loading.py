@@ -35,16 +35,20 @@ def load(item: Watched, model: keras.Model) -> None:
         iterations = _load_file(item.path, model)
     except ValueError as error:
         raise CheckpointMismatchError(
-            "The model must be like the one that was saved.",
-            received={"path": item.path, "model": model.name, "error": str(error)},
-            hint="Create it by the code that it was trained with.",
+            f"The checkpoint does not match the model {model.name!r}.",
+            received={"path": item.path, "error": str(error)},
+            hint="Create the model with the code that trained it.",
         ) from error
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError("The file has gone.", received={"path": item.path}) from error
+        raise CheckpointNotFoundError(
+            "The checkpoint was deleted before the evaluator could read it.",
+            received={"path": item.path},
+            hint="Keep each checkpoint until the evaluator has read it.",
+        ) from error
     except (OSError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise _damaged(item, error) from error
     if item.has_changed:
-        raise _damaged(item, "it was written to meanwhile")
+        raise _damaged(item, "it was modified while the evaluator read it")
     optimizer = getattr(model, "optimizer", None)
     if iterations is not None and optimizer is not None:
         optimizer.iterations.assign(iterations)
@@ -58,7 +62,7 @@ def _load_file(path: str, model: keras.Model) -> Any:
             archive = stack.enter_context(zipfile.ZipFile(path))
             broken = archive.testzip()
             if broken is not None:
-                raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
+                raise zipfile.BadZipFile(f"the checksum of {broken} does not match")
             source = stack.enter_context(archive.open("model.weights.h5"))
         file = stack.enter_context(h5py.File(source, "r"))
         saved = file.get("optimizer/vars/0")
@@ -72,5 +76,7 @@ def _load_file(path: str, model: keras.Model) -> Any:
 
 def _damaged(item: Watched, why: Any) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        "A checkpoint must be complete and whole.", received={"path": item.path, "error": str(why)}
+        "The checkpoint is corrupt or incomplete.",
+        received={"path": item.path, "error": str(why)},
+        hint="Wait for the next checkpoint, or save this checkpoint again.",
     )

@@ -116,15 +116,16 @@ def _home(variable: Any) -> Home:
 def _check(optimizer: Any) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise UnsupportedError(
-            "A LossScaleOptimizer looks at all gradients at once, which no server has.",
+            "LossScaleOptimizer is not supported, because it needs all gradients, and no server has all of them.",
             received={"optimizer": optimizer.name},
-            hint='Use the policy "mixed_bfloat16", which needs none, or ParameterServerStrategy(synchronous=True).',
+            hint='Use the policy "mixed_bfloat16", or ParameterServerStrategy(synchronous=True).',
         )
     if optimizer.gradient_accumulation_steps and optimizer.global_clipnorm:
         raise UnsupportedError(
-            "The norm of all accumulated gradients is known to no server.",
+            "global_clipnorm cannot be combined with gradient_accumulation_steps, because no server has all "
+            "accumulated gradients.",
             received={"global_clipnorm": optimizer.global_clipnorm},
-            hint="Use clipvalue, or no gradient_accumulation_steps, or ParameterServerStrategy(synchronous=True).",
+            hint="Use clipvalue, remove gradient_accumulation_steps, or use ParameterServerStrategy(synchronous=True).",
         )
 
 
@@ -133,9 +134,9 @@ def _check_divided(optimizer: Any, variable: Any) -> None:
     if keras_hooks.is_elementwise(optimizer) and not looks_at_norm:
         return
     raise UnsupportedError(
-        "Variables can be divided only for optimisers that look at each element by itself.",
+        "The optimizer does not support partitioned variables, because it does not update each element separately.",
         received={"optimizer": type(optimizer).__name__, "variable": variable.path},
-        hint="Leave out the variable_partitioner: variables are then whole, each on one server.",
+        hint="Remove variable_partitioner, so that each variable stays on one server.",
     )
 
 

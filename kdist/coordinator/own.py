@@ -358,6 +358,6 @@ def _require(peers: Sequence[Peer], timeout: float) -> None:
         for peer in peers:
             peer.close()
         raise WorkerTimeoutError(
-            f"All workers and servers must come within {timeout:g} s; {', '.join(map(str, missing))} did not.",
-            hint="Run the script there, too: on these tasks it calls `kdist.Server(...).join()`.",
+            f"These workers or servers did not join within {timeout:g} s: {', '.join(map(str, missing))}.",
+            hint="Start the script for these tasks as well. There, it must call `kdist.Server(...).join()`.",
         )

@@ -67,8 +67,8 @@ class OwnServer:
             with self._lock:
                 if header.get("session") != self._session:
                     raise StrategyScopeError(
-                        "A task serves one coordinator at a time: the one that came last.",
-                        hint="Let one coordinator at a time use a cluster, or start the cluster anew.",
+                        "This task now serves another coordinator, which connected later.",
+                        hint="Use one coordinator at a time per cluster, or restart the cluster.",
                     )
                 handler = self._handlers[name]
             return handler(header, arrays)

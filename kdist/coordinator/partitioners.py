@@ -158,11 +158,15 @@ def _sizes(shape: Any, axis: int) -> tuple[int, ...]:
         sizes = (-1,)
     if min(sizes, default=0) < 0:
         raise InvalidArgumentError(
-            "A variable's shape must be known, for it to be divided.", received={"shape": shape}
+            "`shape` has unknown dimensions, so kdist cannot partition the variable.",
+            received={"shape": shape},
+            hint="Pass the size of each dimension, for example (10, 3).",
         )
     if not -len(sizes) <= axis < len(sizes):
         raise InvalidArgumentError(
-            "A variable is divided along one of its axes.", received={"shape": sizes, "axis": axis}
+            "`axis` is out of range for the shape of the variable.",
+            received={"shape": sizes, "axis": axis},
+            hint=f"Choose an axis from 0 to {len(sizes) - 1}." if sizes else "Do not partition scalars.",
         )
     return sizes
 
@@ -176,9 +180,9 @@ def _bytes_of(dtype: Any, bytes_per_string: int) -> int:
     bits = re.search(r"\d+", name)
     if name not in _SIZES and bits is None:
         raise InvalidArgumentError(
-            "A dtype must have a size, for a variable to be divided by its bytes.",
+            "The size of `dtype` is unknown, so kdist cannot partition the variable by bytes.",
             received={"dtype": dtype},
-            hint='For example: "float32"',
+            hint='Pass a numeric dtype, for example "float32".',
         )
     return _SIZES[name] if bits is None else max(1, int(bits[0]) // 8)  # a byte for int4 as well
 
@@ -191,7 +195,9 @@ def _count(name: str, value: Any) -> int:
         number = 0
     if number < 1 or type(value).__name__.startswith("bool"):  # NumPy's, too
         raise InvalidArgumentError(
-            f"`{name}` must be a positive integer.", received={name: value}, hint=f"For example: {name}=2"
+            f"`{name}` is not a positive integer.",
+            received={name: value},
+            hint=f"Pass a positive integer, for example {name}=2.",
         )
     return number
 
@@ -202,5 +208,9 @@ def _positive(name: str, value: Any) -> Any:
     except TypeError:
         right = False
     if not right:
-        raise InvalidArgumentError(f"`{name}` must be positive.", received={name: value})
+        raise InvalidArgumentError(
+            f"`{name}` is not positive.",
+            received={name: value},
+            hint=f"Pass a number of bytes, for example {name}=1024.",
+        )
     return value

@@ -63,7 +63,7 @@ class Placement:
         Raises:
             InvalidArgumentError: If it has another shape.
         """
-        self._check(array.shape, self.shape, "The array must have the variable's shape.")
+        self._check(array.shape, self.shape, "The shape of the array differs from the shape of the variable.")
         return [array] if self.num_shards == 1 else [array[start:stop] for start, stop in self.spans]
 
     def join(self, shards: Sequence[np.ndarray]) -> np.ndarray:
@@ -72,7 +72,11 @@ class Placement:
         Raises:
             InvalidArgumentError: If there are others, or they have other shapes.
         """
-        self._check([part.shape for part in shards], self.shard_shapes, "The parts must have their shapes.")
+        self._check(
+            [part.shape for part in shards],
+            self.shard_shapes,
+            "The shapes of the parts differ from the shapes of the variable's shards.",
+        )
         if self.num_shards == 1:
             return shards[0]
         return np.concatenate(shards, out=aligned_empty(self.shape, shards[0].dtype))
@@ -98,14 +102,17 @@ class Placement:
         ids = ids.astype(np.int64) if ids.size == 0 else ids
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not self.shape:
             raise InvalidArgumentError(
-                "Rows are named by a list of integers, and a scalar has none.",
+                "The row numbers are not a one-dimensional array of integers."
+                if self.shape
+                else "A scalar variable has no rows.",
                 received={"shape of ids": ids.shape, "dtype": str(ids.dtype), "variable": self.shape},
+                hint="Pass integers such as [0, 3, 7], and a variable with at least one dimension.",
             )
         if ids.size and (ids.min() < 0 or ids.max() >= self.shape[0]):
             raise InvalidArgumentError(
-                "A variable has the rows from 0 to the last alone.",
+                f"Row numbers are out of range: the variable has {self.shape[0]} rows, and row numbers start at 0.",
                 received={"lowest": int(ids.min()), "highest": int(ids.max()), "rows": self.shape[0]},
-                hint="Check the input_dim of the embedding, and the numbers in the data.",
+                hint="Check the input_dim of the embedding layer, and the IDs in your data.",
             )
         starts = np.array([start for start, _ in self.spans])
         shards = np.searchsorted(starts, ids, side="right") - 1
@@ -133,7 +140,11 @@ class Placement:
 
     def _check(self, received: Any, expected: Any, problem: str) -> None:
         if received != expected:
-            raise InvalidArgumentError(problem, received={"shape": received, "expected": expected})
+            raise InvalidArgumentError(
+                problem,
+                received={"shape": received, "expected": expected},
+                hint="Pass arrays of the expected shape.",
+            )
 
 
 def place(
@@ -171,7 +182,9 @@ def place(
     """
     if num_servers < 1:
         raise InvalidArgumentError(
-            "There must be a server for variables to be on.", received={"num_servers": num_servers}
+            "The cluster has no parameter servers, so no task can store variables.",
+            received={"num_servers": num_servers},
+            hint="Start at least one server, for example: kdist run --num-ps 1 train.py",
         )
     shape = tuple(int(size) for size in shape)
     parts = 1
@@ -199,9 +212,8 @@ def _ask(partitioner: Callable[..., Any], shape: tuple[int, ...], dtype: Any) ->
         partitions = []
     if not partitions or partitions[0] < 1 or math.prod(partitions[1:]) != 1 or min(partitions) < 1:
         raise InvalidArgumentError(
-            "A partitioner must return a list of integers: the number of parts along the first axis, at least 1, and "
-            "1 for each other axis.",
+            "The partitioner did not return a valid number of parts per axis.",
             received={"partitioner": partitioner, "shape": shape, "returned": answer},
-            hint="For example: kdist.experimental.partitioners.FixedShardsPartitioner(num_shards=2)",
+            hint="Return one integer per axis: at least 1 for the first axis, and 1 for each other axis.",
         )
     return partitions[0]

@@ -195,7 +195,7 @@ class Peer:
 
     def lost(self) -> PeerLost:
         """Returns the error for when the task has ended."""
-        return PeerLost(f"{self.name} has ended, or cannot be reached.", hint=self.if_lost())
+        return PeerLost(f"{self.name} has exited or is unreachable.", hint=self.if_lost())
 
     def close(self) -> None:
         """Ends the connection."""
@@ -205,13 +205,17 @@ class Peer:
         code = grpc().StatusCode
         if "SSL_ERROR_SSL" in (error.details() or ""):  # what gRPC says of a handshake that has failed
             return ClusterConfigError(
-                f"{self.name} did not prove that it knows the secret of this job. Nothing was sent to it.",
-                hint="Set KDIST_CLUSTER_TOKEN to the same value for all tasks, as `kdist run` does. If it is the same, "
-                f"another process listens there: see `ss -ltnp 'sport = :{split_address(self.address)[1]}'`.",
+                f"{self.name} failed to authenticate with the secret of this job. Nothing was sent to it.",
+                hint="Set KDIST_CLUSTER_TOKEN to the same value for all tasks, as `kdist run` does. If the values are "
+                "equal, find out which process uses the port:\n"
+                f"ss -ltnp 'sport = :{split_address(self.address)[1]}'",
             )
         if error.code() in (code.UNAVAILABLE, code.CANCELLED, code.DEADLINE_EXCEEDED):
             return self.lost()
-        return CallFailed(f"{self.name} could not be asked for {method!r}: {error.details()}")
+        return CallFailed(
+            f"Calling {method!r} on {self.name} failed: {error.details()}",
+            hint="Read the log of that task, and restart the job.",
+        )
 
 
 class Service:
@@ -307,10 +311,10 @@ def _read(messages: Iterable[bytes]) -> tuple[dict[str, Any], list[np.ndarray]]:
         header = json.loads(first[_LENGTH.size : end])
         kinds = [(_shape(shape), _dtype(name)) for name, shape in header.pop("arrays")]
     except (struct.error, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise _malformed(f"its header: {type(error).__name__}") from None
+        raise _malformed(f"its header is invalid, {type(error).__name__}") from None
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
     if sum(sizes) > _most_bytes():
-        raise _malformed(f"its arrays have {sum(sizes)} bytes, more than this machine's memory")
+        raise _malformed(f"its arrays have {sum(sizes)} bytes, more than the memory of this machine")
     rest = filter(None, itertools.chain([first[end:]], stream))
     pending = memoryview(b"")
     arrays = []
@@ -319,7 +323,7 @@ def _read(messages: Iterable[bytes]) -> tuple[dict[str, Any], list[np.ndarray]]:
         array = aligned_empty(shape, dtype) if size == 0 else None
         while filled < size:
             if not len(pending) and not len(pending := memoryview(next(rest, b""))):
-                raise _malformed("it ends before its arrays do")
+                raise _malformed("its arrays are incomplete")
             if array is None:
                 array = aligned_empty(shape, dtype)
                 target = array.reshape(-1).view(np.uint8).data
@@ -328,12 +332,15 @@ def _read(messages: Iterable[bytes]) -> tuple[dict[str, Any], list[np.ndarray]]:
             filled, pending = filled + taken, pending[taken:]
         arrays.append(array)
     if len(pending) or next(rest, b""):  # else that was the end of the stream, with its status
-        raise _malformed("it goes on after its arrays")
+        raise _malformed("it contains extra bytes after its arrays")
     return header, arrays  # type: ignore[return-value]
 
 
 def _malformed(reason: str) -> CallFailed:
-    return CallFailed(f"A message from another task cannot be read ({reason}).")
+    return CallFailed(
+        f"Received a malformed message from another task ({reason}).",
+        hint="Install the same version of kdist for all tasks.",
+    )
 
 
 def _most_bytes() -> int:

@@ -56,7 +56,9 @@ class Server:
         job_name, task_index = _task(spec, job_name, task_index)
         if protocol not in (None, "grpc"):
             raise InvalidArgumentError(
-                "Servers talk over gRPC.", received={"protocol": protocol}, hint='protocol="grpc"'
+                "`protocol` is not supported, because servers use only gRPC.",
+                received={"protocol": protocol},
+                hint='Remove the argument, or pass protocol="grpc".',
             )
         self._address = spec.task_address(job_name, task_index)
         self._job_name, self._task_index = job_name, task_index
@@ -112,15 +114,16 @@ def _task(spec: ClusterSpec, job_name: str | None, task_index: int | None) -> tu
         job_name = spec.jobs[0]
     if job_name not in jobs:
         raise InvalidArgumentError(
-            'A server is a task of type "worker" or "ps" of its cluster.',
+            '`job_name` is not a job of this cluster that can run servers, which are "worker" and "ps".',
             received={"job_name": job_name, "jobs": spec.jobs},
-            hint='kdist.Server(cluster_spec, job_name="worker", task_index=0)',
+            hint='For example: kdist.Server(cluster_spec, job_name="worker", task_index=0)',
         )
     if task_index is None and spec.num_tasks(job_name) == 1:
         task_index = 0
     if task_index not in spec.task_indices(job_name):
         raise InvalidArgumentError(
-            "task_index must be that of a task of the job.",
+            f"`task_index` is not the index of a task of the job {job_name!r}.",
             received={"task_index": task_index, "job_name": job_name, "tasks": spec.num_tasks(job_name)},
+            hint="Choose one of these indices: " + ", ".join(map(str, spec.task_indices(job_name))),
         )
     return job_name, task_index

@@ -108,9 +108,9 @@ def dumps(value: Any, strategy: Any, reduce: Callable[[Any], Any] = lambda obj: 
         raise
     except Exception as error:
         raise InvalidArgumentError(
-            "What a worker is to run must be something that can be pickled, with all that it refers to.",
+            "The function or an object that it uses cannot be pickled, so kdist cannot send it to a worker.",
             received={"value": value, "error": f"{type(error).__name__}: {error}"},
-            hint="Make files, locks and iterators inside of the function; datasets by create_per_worker_dataset.",
+            hint="Create files, locks and iterators inside the function, and datasets with create_per_worker_dataset.",
         ) from error
 
 

@@ -120,12 +120,13 @@ class ParameterServerStrategy(Strategy):
 def _check(variable_partitioner: Any, max_staleness: Any) -> None:
     if variable_partitioner is not None and not callable(variable_partitioner):
         raise InvalidArgumentError(
-            "variable_partitioner must be a function of a shape and a dtype.",
+            "`variable_partitioner` is not a function of a shape and a dtype.",
             received={"variable_partitioner": variable_partitioner},
-            hint="kdist.experimental.partitioners.MinSizePartitioner(max_shards=2)",
+            hint="For example: kdist.experimental.partitioners.MinSizePartitioner(max_shards=2)",
         )
     if max_staleness is not None and (not isinstance(max_staleness, int) or max_staleness < 0):
         raise InvalidArgumentError(
-            "max_staleness must be a number of updates, 0 or more, or None for no bound.",
+            "`max_staleness` is neither None nor an integer of at least 0.",
             received={"max_staleness": max_staleness},
+            hint="Pass a number of updates, or None for no limit.",
         )

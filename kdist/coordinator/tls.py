@@ -25,9 +25,8 @@ def required(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise InvalidArgumentError(
-            "Parameter servers on JAX and PyTorch need the packages grpcio and cryptography, "
-            f"but {name} cannot be imported: {error}.",
-            hint="pip install 'kdist[servers]'",
+            f"Cannot import {name}, which parameter servers on JAX and PyTorch need: {error}.",
+            hint="In your checkout of kdist, run: pip install '.[servers]'",
         ) from error
 
 

@@ -74,9 +74,9 @@ def _described(engine: Engine, optimizer: Any, gradients: list[Any], variables: 
     for variable in variables:
         if (record := keras_hooks.record_of(variable)) is None:
             raise StrategyScopeError(
-                "An optimiser must train variables that were created in the strategy's scope.",
+                "The optimizer trains a variable that was not created in the scope of the strategy.",
                 received={"variable": variable.path},
-                hint="Create the model inside of `with strategy.scope():`.",
+                hint="Create the model inside `with strategy.scope():`.",
             )
         numbers.append(record.home.number)
     if not optimizer.built:

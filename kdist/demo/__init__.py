@@ -28,12 +28,16 @@ def main(num_workers: int, backend: str | None, epochs: int) -> int:
         0 if the runs agree and more than 95 % of the test digits are recognised, else 1; 2 without the digits.
     """
     if importlib.util.find_spec("sklearn") is None:
-        print("kdist demo needs scikit-learn for its data: pip install 'kdist[demo]'", file=sys.stderr)
+        print(
+            "kdist demo: The package scikit-learn, which contains the data, is not installed.\n"
+            "In your checkout of kdist, run: pip install '.[demo]'",
+            file=sys.stderr,
+        )
         return 2
     with tempfile.TemporaryDirectory(prefix="kdist-demo-") as folder:
-        print("One device, plain Keras …", flush=True)
+        print("Training on one device, with Keras only …", flush=True)
         one = _run(backend, epochs, 1, Path(folder) / "one.json", "--plain")
-        print(f"\n{num_workers} workers, kdist …", flush=True)
+        print(f"\nTraining on {num_workers} workers, with kdist …", flush=True)
         many = _run(backend, epochs, num_workers, Path(folder) / "many.json")
     print(_report(one, many, num_workers))
     return 0 if _agree(one, many) and many["accuracy"] > 0.95 else 1
@@ -63,7 +67,7 @@ def _report(one: dict[str, Any], many: dict[str, Any], num_workers: int) -> str:
     ]
     lines = [f"  {name:27}{a:>14}{b:>14}" for name, a, b in rows]
     if _agree(one, many):
-        verdict = f"The runs agree: {workers} trained the network that one device trains."
+        verdict = f"The runs agree: {workers} trained the same network as one device."
     else:
-        verdict = f"The runs DISAGREE by more than {_TOLERANCE:g}. Please report this, with `kdist info`."
+        verdict = f"The runs DIFFER by more than {_TOLERANCE:g}. Please report this with the output of `kdist info`."
     return "\n".join(["", *lines, "", verdict])

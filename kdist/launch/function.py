@@ -82,23 +82,33 @@ def launch(
     logs.set_up()
     if not callable(fn):
         raise InvalidArgumentError(
-            "`fn` must be a function.",
+            "`fn` is not a function.",
             received={"fn": fn},
-            hint="For example: kdist.launch(train, num_workers=2)",
+            hint="Pass a function: kdist.launch(train, num_workers=2)",
         )
     if timeout is not None and not timeout > 0:
-        raise InvalidArgumentError("`timeout` must be positive.", received={"timeout": timeout})
+        raise InvalidArgumentError(
+            "`timeout` is not positive.",
+            received={"timeout": timeout},
+            hint="Pass a number of seconds, or None for no limit.",
+        )
     if on not in _PLACES:
         raise InvalidArgumentError(
-            f"`on` must be one of {', '.join(map(repr, _PLACES))}.",
+            f"`on` is neither {' nor '.join(map(repr, _PLACES))}.",
             received={"on": on},
-            hint='For example: kdist.launch(train, num_workers=2, on="ray")',
+            hint='For a Ray cluster: kdist.launch(train, num_workers=2, on="ray")',
         )
-    if not isinstance(num_ps, int) or num_ps < 0 or (num_ps and on != "processes"):
+    if not isinstance(num_ps, int) or num_ps < 0:
         raise InvalidArgumentError(
-            "`num_ps` must be a number of parameter servers, which are processes of this machine.",
+            "`num_ps` is not an integer of at least 0.",
+            received={"num_ps": num_ps},
+            hint="Pass a number of parameter servers: kdist.launch(train, num_workers=2, num_ps=1)",
+        )
+    if num_ps and on != "processes":
+        raise InvalidArgumentError(
+            "kdist.launch cannot start parameter servers on a Ray cluster.",
             received={"num_ps": num_ps, "on": on},
-            hint="For example: kdist.launch(train, num_workers=2, num_ps=1)",
+            hint="Start them on this machine: kdist.launch(train, num_workers=2, num_ps=1)",
         )
     ending = _PLACES[on](
         Call(
@@ -128,11 +138,11 @@ def _quiet() -> dict[str, str]:
 def _timeout_error(unfinished: Sequence[Ended], timeout: float) -> WorkerTimeoutError:
     names = ", ".join(worker.name for worker in unfinished)
     stacks = "\n".join(
-        f"{worker.name} was here:\n" + "\n".join(shipping.last_stacks(worker.lines)) for worker in unfinished
+        f"Stack of {worker.name}:\n" + "\n".join(shipping.last_stacks(worker.lines)) for worker in unfinished
     )
     return WorkerTimeoutError(
-        f"All workers must end within {timeout:g} s; {names} did not.",
-        hint=f"Find out what they wait for, or pass a larger `timeout`.\n{stacks}",
+        f"These workers did not finish within {timeout:g} s: {names}.",
+        hint=f"Check in the stacks below why they wait, or pass a larger `timeout`.\n{stacks}",
     )
 
 
@@ -151,15 +161,15 @@ def _raise_failure(failed: Ended) -> None:
 def _value(worker: Ended) -> Any:
     if worker.result is None:
         raise LaunchError(
-            f"{worker.name} ended without a result.",
+            f"{worker.name} exited without returning a result.",
             received={"exit code": worker.exit_code},
-            hint="The function must return; it must not call sys.exit() or os._exit().",
+            hint="Return from the function, and do not call sys.exit() or os._exit().",
         )
     try:
         return worker.result.value()
     except (pickle.PickleError, ImportError, AttributeError, TypeError, ValueError) as error:
         raise LaunchError(
-            f"{worker.name}'s result must be one that this process can read.",
+            f"This process cannot unpickle the result of {worker.name}.",
             received={"error": f"{type(error).__name__}: {error}"},
             hint="Return plain Python values or NumPy arrays.",
         ) from error

@@ -52,7 +52,7 @@ def version_of(package: str) -> str:
 def devices_of(backend: str, environ: Mapping[str, str] | None = None, timeout: float = 60.0) -> str:
     """Asks a backend which devices it sees, in a process of its own; returns them, or why it could not tell."""
     if backend not in _DEVICES:
-        return f"unknown backend; kdist knows {', '.join(BACKENDS)}"
+        return f"unknown backend; kdist supports {', '.join(BACKENDS)}"
     quiet = {**(os.environ if environ is None else environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
     try:
         done = subprocess.run(
@@ -60,10 +60,10 @@ def devices_of(backend: str, environ: Mapping[str, str] | None = None, timeout: 
             env=quiet, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"no answer within {timeout:g} s"
+        return f"no response within {timeout:g} s"
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return f"could not be asked: {lines[-1] if lines else f'exit code {done.returncode}'}"
+        return f"cannot list devices: {lines[-1] if lines else f'exit code {done.returncode}'}"
     lines = done.stdout.splitlines()
     return lines[-1] if lines else "none"
 
@@ -81,11 +81,13 @@ def cluster_lines(environ: Mapping[str, str] | None = None) -> list[str]:
     reports = survey(environ)
     lines = []
     for report in reports:
-        lines.append(f"  {report.source}: {report.says}; {'won' if report.won else 'not used'}: {report.why}")
+        lines.append(
+            f"  {report.source}: {report.says}; {'used' if report.won else 'not used'}: {report.why}"
+        )
         for name, value in report.variables.items():
             lines.append(f"    {name}={value if len(value) <= _WIDEST else value[:_WIDEST] + '…'}")
     if not any(report.won for report in reports):
-        lines.append("  default: a single worker; won: no variable describes a cluster")
+        lines.append("  default: one worker; used: no variable describes a cluster")
     with contextlib.suppress(ClusterConfigError):  # its line says what is wrong
         if warning := alone_by_mistake(os.environ if environ is None else environ):
             lines.append(f"  warning: {warning}")
@@ -102,6 +104,6 @@ def print_info() -> int:
     print(f"backend: {backend} ({why})")
     print("devices: ", end="", flush=True)  # to ask takes seconds
     print(devices_of(backend), flush=True)
-    print("cluster sources, in the order in which they are asked:")
+    print("cluster sources, in order of priority:")
     print("\n".join(cluster_lines()))
     return 0

@@ -33,9 +33,9 @@ def run(call: Call) -> Ending:
     check_backend(call.backend)
     if call.resources is not None:
         raise InvalidArgumentError(
-            "`resources` are those of a Ray cluster; workers of this machine share what it has.",
+            "`resources` applies only to a Ray cluster; workers of this machine share all its resources.",
             received={"resources": call.resources},
-            hint='For example: kdist.launch(train, num_workers=2, on="ray", resources={"CPU": 4, "GPU": 1})',
+            hint='Remove the argument, or pass on="ray".',
         )
     count = resolve_num_workers(call.num_workers)
     payload = shipping.pack_call(call.fn, call.args, call.kwargs, sys.path)

@@ -25,5 +25,9 @@ def run_module(
     command += ["-m", module, "--result", str(result), *arguments]
     code = subprocess.run(command, check=False).returncode
     if code != 0:
-        raise LaunchError("The training failed.", received={"exit_code": code}, hint="See above.")
+        raise LaunchError(
+            "The training run failed.",
+            received={"exit_code": code},
+            hint="Read the error of the worker above.",
+        )
     return json.loads(result.read_text())

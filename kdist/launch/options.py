@@ -29,7 +29,9 @@ def whole_number(name: str, text: str, least: int) -> int:
     """
     if not (text.isascii() and text.isdigit() and least <= int(text[:9])):
         raise InvalidArgumentError(
-            f"{name} must be a whole number, at least {least}.", received={name.lstrip("-"): text}
+            f"{name} is not a whole number of at least {least}.",
+            received={name.lstrip("-"): text},
+            hint=f"For example: {name} {max(least, 2)}",
         )
     return int(text[:9])
 
@@ -51,7 +53,7 @@ def environment_variables(entries: Sequence[str]) -> dict[str, str]:
         name, equals, value = entry.partition("=")
         if not equals or not _VARIABLE.fullmatch(name) or "\0" in value:
             raise InvalidArgumentError(
-                "--env must have the form NAME=VALUE.",
+                "The value of --env does not have the form NAME=VALUE.",
                 received={"env": entry},
                 hint="For example: --env OMP_NUM_THREADS=8",
             )
@@ -70,8 +72,8 @@ def target(options: argparse.Namespace, example: str) -> list[str]:
         del rest[0]
     if not rest or rest[0].startswith("-"):
         raise InvalidArgumentError(
-            "There must be a script to run, after kdist's own options.",
+            "The script to run is missing.",
             received={"script": rest[0] if rest else None},
-            hint=f"For example: {example}",
+            hint=f"Pass a script after the options of kdist, for example: {example}",
         )
     return rest

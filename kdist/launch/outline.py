@@ -36,7 +36,7 @@ def line(plan: JobPlan, num_workers: str | int, num_hosts: int = 1) -> str:
     backend, _ = keras_backend_choice(plan.workers[0].environ)
     gpus = len(visible_gpus())
     found = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "no GPU"
-    origin = f"auto: {found} here" if is_auto(num_workers) else "--num-workers"
+    origin = f"auto: {found}" if is_auto(num_workers) else "--num-workers"
     return f"{', '.join(said)} on {backend}, from {origin}"
 
 
@@ -61,9 +61,14 @@ def left_idle(plan: JobPlan, environ: Mapping[str, str] | None = None) -> str:
         return ""
     said = f"GPU {idle[0]} stays idle" if len(idle) == 1 else f"GPUs {listed(idle)} stay idle"
     if any(task.role == "ps" for task in plan.workers):
-        return f"{said}: with --num-ps, each worker takes one."
+        return (
+            f"{said}, because with --num-ps each worker uses one GPU. To use more GPUs, raise --num-workers."
+        )
     total = len(visible_gpus(environ))
-    return f"{said}, so that all workers have as many. A --num-workers that divides {total} uses all."
+    return (
+        f"{said}, because all workers get the same number of GPUs. "
+        f"To use all, choose a --num-workers that divides {total}."
+    )
 
 
 def details(plan: JobPlan, command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
@@ -79,6 +84,6 @@ def details(plan: JobPlan, command: Sequence[str], environ: Mapping[str, str] | 
         lines.append(f"{task.full_name}: {_devices(task)}, {share}")
         told = {name: value for name, value in task.environ.items() if inherited.get(name) != value and value}
         if TOKEN_VARIABLE in told:
-            told[TOKEN_VARIABLE] = "(made anew for each job)"
+            told[TOKEN_VARIABLE] = "(generated for each job)"
         lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(told.items())]
     return "\n".join(lines)

@@ -123,9 +123,9 @@ def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | Non
         or not 1 <= int(number[:9]) <= 10_000
     ):
         raise InvalidArgumentError(
-            "The number of workers must be a positive integer or auto.",
+            'The number of workers is neither a positive integer nor "auto".',
             received={"num_workers": text},
-            hint="For example: kdist run --num-workers 2 train.py",
+            hint='Pass a number from 1 to 10000, or "auto".',
         )
     return int(number)
 
@@ -150,9 +150,9 @@ def parse_hosts(text: str | None) -> list[str]:
         split_address(entry, f"--hosts[{position}]")
     if len(set(entries)) != len(entries):
         raise InvalidArgumentError(
-            "Each host may be there only once.",
+            "--hosts contains the same address twice.",
             received={"hosts": entries},
-            hint="--hosts host0:5000,host1:5000",
+            hint="List each machine once, for example: --hosts host0:5000,host1:5000",
         )
     return entries
 
@@ -165,9 +165,9 @@ def check_backend_name(name: str | None) -> None:
     """
     if name is not None and name.lower() not in BACKENDS:
         raise BackendError(
-            f"The backend must be one of {', '.join(BACKENDS)}.",
+            f"The backend {name!r} is unknown.",
             received={"backend": name},
-            hint="For example: kdist run --backend jax train.py",
+            hint=f"Choose one of {', '.join(BACKENDS)}.",
         )
 
 
@@ -183,9 +183,9 @@ def check_backend(name: str | None) -> None:
     for package in (name.lower(), "keras"):
         if importlib.util.find_spec(package) is None:
             raise BackendError(
-                f"The backend {name.lower()!r} needs the package {package}, which is not installed.",
+                f"The package {package}, which the backend {name.lower()!r} needs, is not installed.",
                 received={"backend": name},
-                hint=f"pip install {package}",
+                hint=f"Install it: pip install {package}",
             )
 
 
@@ -281,22 +281,22 @@ def environ_of(
 def _addresses_of_hosts(hosts: Sequence[str], host_index: int, local_workers: int) -> list[str]:
     if not 0 <= host_index < len(hosts):
         raise InvalidArgumentError(
-            f"--host-index must be between 0 and {len(hosts) - 1}: it says which of --hosts this machine is.",
+            f"--host-index is out of range: the entries of --hosts have the indices 0 to {len(hosts) - 1}.",
             received={"host_index": host_index, "hosts": list(hosts)},
-            hint="On the first machine: --host-index 0",
+            hint="Pass the position of this machine in --hosts. On the first machine: --host-index 0",
         )
     addresses = []
     for position, entry in enumerate(hosts):
         host, port = split_address(entry)
         for local_index in range(local_workers):
             address = join_address(host, port + local_index)
-            split_address(address, f"--hosts[{position}] plus the worker's number")
+            split_address(address, f"--hosts[{position}] plus the index of the worker")
             addresses.append(address)
     if len(set(addresses)) != len(addresses):
         raise InvalidArgumentError(
-            "The ports of two machines must not overlap: each worker takes the next port.",
+            "The ports of two entries in --hosts overlap, because each worker of a machine uses the next port.",
             received={"addresses": addresses},
-            hint="Leave as many ports between two entries of one host as there are workers.",
+            hint=f"For entries with the same host, choose ports that are at least {local_workers} apart.",
         )
     for local_index in range(local_workers):
         check_port_free(addresses[host_index * local_workers + local_index])

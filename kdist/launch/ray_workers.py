@@ -50,9 +50,9 @@ def _import_ray() -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise InvalidArgumentError(
-            'kdist.launch(…, on="ray") needs the package ray, which is not installed.',
+            'The package ray, which kdist.launch(…, on="ray") needs, is not installed.',
             received={"on": "ray"},
-            hint="pip install 'kdist[ray]'",
+            hint="In your checkout of kdist, run: pip install '.[ray]'",
         ) from error
 
 
@@ -82,7 +82,7 @@ def _needs(ray: Any, resources: Mapping[str, float] | None) -> dict[str, float]:
     needs = {name: amount for name, amount in resources.items() if amount}
     if not needs or not all(isinstance(amount, (int, float)) and amount > 0 for amount in needs.values()):
         raise InvalidArgumentError(
-            "`resources` must say how much of what each worker gets.",
+            "`resources` does not map names of resources to positive amounts.",
             received={"resources": resources},
             hint='For example: resources={"CPU": 4, "GPU": 1}',
         )
@@ -102,9 +102,9 @@ def _check_room(ray: Any, count: int, needs: Mapping[str, float]) -> None:
     room = _room(ray, needs)
     if not count or count > room:
         raise InvalidArgumentError(
-            "The Ray cluster must have room for all workers.",
+            "The Ray cluster is too small for all workers.",
             received={"num_workers": count, "resources": dict(needs), "room_for": room},
-            hint="Start fewer workers, let each have less (`resources=`), or add machines: ray start --address=…",
+            hint="Start fewer workers, request less per worker (`resources=`), or add machines: ray start --address=…",
         )
 
 
@@ -116,9 +116,9 @@ def _reserved(ray: Any, count: int, needs: Mapping[str, float], deadline: float)
         patience = min(liveness.join_timeout(), max(0.0, deadline - time.monotonic()))
         if not group.wait(patience):
             raise WorkerTimeoutError(
-                f"The Ray cluster must have room for all workers within {patience:.0f} s.",
+                f"The Ray cluster had no room for all workers within {patience:.0f} s.",
                 received={"num_workers": count, "resources": dict(needs), "free": ray.available_resources()},
-                hint=f"End what else runs there, or wait longer: export {liveness.JOIN_VARIABLE}=3600",
+                hint=f"Stop other jobs on the cluster, or wait longer: export {liveness.JOIN_VARIABLE}=3600",
             )
         yield group
     finally:
@@ -189,8 +189,8 @@ def _ports(ray: Any, asked: Sequence[Any]) -> list[int]:
         return ray.get(list(asked), timeout=liveness.join_timeout())
     except ray.exceptions.RayError as error:
         raise LaunchError(
-            "A worker could not be started on the Ray cluster.",
-            hint=f"kdist must be installed on all of its machines: pip install kdist\n{error}",
+            "A worker could not start on the Ray cluster.",
+            hint=f"Install kdist on all machines of the cluster. In a checkout of kdist, run: pip install .\n{error}",
         ) from error
 
 

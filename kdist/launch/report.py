@@ -32,9 +32,9 @@ def describe_exit(exit_code: int, frozen: bool = False) -> str:
     `frozen` says that a signal such as SIGSTOP had stopped it before it was ended.
     """
     if frozen:
-        return "did not run any more: a signal such as SIGSTOP had stopped it"
+        return "was stopped by a signal such as SIGSTOP"
     if exit_code == liveness.PREEMPTED:
-        return f"was preempted and wants to be started again (exit code {exit_code})"
+        return f"was preempted and can resume after a restart (exit code {exit_code})"
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     return f"was killed by {signal_name(-exit_code)} (signal {-exit_code})"
@@ -96,10 +96,12 @@ def failure_block(
     head = f"──── kdist: {name} failed {when}: it {describe_exit(exit_code, frozen)} ────"
     foot = []
     if exit_code == -9 and not frozen:
-        foot.append("SIGKILL that nobody sent on purpose usually comes from the kernel when memory is short.")
+        foot.append(
+            "If you did not send SIGKILL, the machine probably ran out of memory. Check: dmesg -T | grep -i oom"
+        )
     if others:
-        foot.append(f"kdist has ended the other {kind}: {listed(others)}.")
+        foot.append(f"kdist terminated the other {kind}: {listed(others)}.")
     if log_file:
-        foot.append(f"All of its output: {log_file}")
+        foot.append(f"Full output: {log_file}")
     body = last_traceback(stderr_lines, MOST_LINES - 1 - len(foot))
     return "\n".join([head, *body, *foot])

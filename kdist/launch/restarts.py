@@ -59,26 +59,34 @@ def read_options(
     total = local_workers * max(1, len(hosts))
     if num_ps and (hosts or options.min_workers is not None):
         raise InvalidArgumentError(
-            "--num-ps needs a job of one machine, and no --min-workers: each worker is started again by itself.",
+            "--num-ps cannot be combined with --hosts or --min-workers, because each worker restarts individually.",
             received={"num_ps": num_ps, "hosts": list(hosts), "min_workers": options.min_workers},
-            hint="On several machines, start each task with its TF_CONFIG and the same KDIST_CLUSTER_TOKEN.",
+            hint="On several machines, start each task with its TF_CONFIG and the same KDIST_CLUSTER_TOKEN."
+            if hosts
+            else "Remove --min-workers.",
         )
     fewest = None
     if options.min_workers is not None:
         fewest = whole_number("--min-workers", options.min_workers, 1)
-        if fewest > local_workers or len(hosts) > 1:
+        if len(hosts) > 1:
             raise InvalidArgumentError(
-                "--min-workers must not be more than there are workers, and needs a job of one machine: on several, "
-                "the launchers do not know of each other's losses.",
-                received={"min_workers": fewest, "num_workers": local_workers, "hosts": list(hosts)},
+                "--min-workers works only on one machine, because launchers do not detect losses on other machines.",
+                received={"min_workers": fewest, "hosts": list(hosts)},
+                hint="Remove --min-workers. To restart with all workers: --max-restarts 3",
+            )
+        if fewest > local_workers:
+            raise InvalidArgumentError(
+                "--min-workers is larger than --num-workers.",
+                received={"min_workers": fewest, "num_workers": local_workers},
                 hint="For example: kdist run --num-workers 4 --min-workers 2 train.py",
             )
     faults = [injection.parse(text) for text in options.inject]
     for fault in faults:
         if fault.worker is not None and fault.worker >= total:
             raise InvalidArgumentError(
-                f"A fault must be of a worker of this job, from 0 to {total - 1}.",
+                f"--inject names worker {fault.worker}, but the last worker of this job is worker {total - 1}.",
                 received={"inject": str(fault)},
+                hint=f"Choose a worker of this job, for example: --inject {fault.kind}:worker={total - 1}",
             )
     restarts = None
     if options.max_restarts is not None:
@@ -165,7 +173,7 @@ class Job:
             f"plan: {self._line(plan)}",
             outline.left_idle(plan),
             outline.details(plan, self.command),
-            "Nothing was started." + (" A start takes other ports that are free." if not self.hosts else ""),
+            "Nothing was started." + (" Each start chooses new free ports." if not self.hosts else ""),
         )
         print("\n".join(filter(None, said)))
         return 0
@@ -254,9 +262,9 @@ class Job:
         if failed.exit_code == liveness.PREEMPTED:
             if policy.max_restarts == 0:
                 return None
-            which = f"restart {self._starts + 1}, which does not count,"
+            which = f"restart {self._starts + 1} (not counted)"
         elif fewer < self.local_workers:
-            which = f"restart {self._starts + 1}, with fewer workers,"
+            which = f"restart {self._starts + 1} with fewer workers"
             self.local_workers = fewer
         elif self._counted < policy.max_restarts:
             self._counted += 1
@@ -275,7 +283,7 @@ class Job:
 
 def _end_interrupted(workers: Sequence[WorkerProcess], signum: int) -> int:
     name = "Ctrl-C" if signum == signal.SIGINT else linux.signal_name(signum)
-    print(f"kdist: {name}; all workers have ended.", file=sys.stderr)
+    print(f"kdist: received {name}; all workers have exited.", file=sys.stderr)
     codes = {worker.exit_code for worker in workers if not worker.plan.helps}
     # Workers that took the signal as a wish (saved a checkpoint, ended in peace) make a job that ended well.
     if codes == {0}:

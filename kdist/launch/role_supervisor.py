@@ -114,8 +114,8 @@ class RoleSupervisor(Supervisor):
             return
         elif worker.plan.role == "ps":
             self._say(
-                f"{_what(worker)}: the variables on it are lost, and the job ends. "
-                f"The chief has {_LAST_WORDS:g} s to end by itself."
+                f"{_what(worker)}; its variables are lost, so the job ends. "
+                f"The chief has {_LAST_WORDS:g} s to exit."
             )
             self._outcome.lost_server = self._outcome.lost_server or worker
             self._later(_LAST_WORDS, self._end_because_of, worker)
@@ -131,7 +131,7 @@ class RoleSupervisor(Supervisor):
 
     def _start_again(self, worker: WorkerProcess) -> None:
         if worker.exit_code == liveness.PREEMPTED and self._most_restarts:
-            which = "which does not count"
+            which = "restart not counted"
         elif self._counted[worker.name] < self._most_restarts:
             self._counted[worker.name] += 1
             which = f"restart {self._counted[worker.name]} of {self._most_restarts}"
@@ -139,7 +139,7 @@ class RoleSupervisor(Supervisor):
             self._go_on_without(worker)
             return
         self._starting.add(worker.name)
-        text = f"{_what(worker)}; starting it again, {which}, while the job goes on."
+        text = f"{_what(worker)}; restarting it ({which}) while the job continues."
         self._later(_PAUSE, functools.partial(self._restart, text), worker)
 
     def _restart(self, text: str, worker: WorkerProcess) -> None:
@@ -161,7 +161,7 @@ class RoleSupervisor(Supervisor):
             self._end_because_of(worker)
             return
         restarts = f"{self._most_restarts} {'restart' if self._most_restarts == 1 else 'restarts'}"
-        self._say(f"{_what(worker)}, after {restarts}; the job goes on without it.")
+        self._say(f"{_what(worker)} after {restarts}; the job continues without it.")
 
     # The end of the job.
 
@@ -170,15 +170,13 @@ class RoleSupervisor(Supervisor):
         self._dismiss_servers()
         for evaluator in self._helpers:
             if evaluator.plan.role == "evaluator" and self._is_here(evaluator):
-                self._say(
-                    f"training has ended; the evaluator has {self._evaluator_timeout:g} s to end by itself."
-                )
+                self._say(f"training has ended; the evaluator has {self._evaluator_timeout:g} s to finish.")
                 self._later(self._evaluator_timeout, self._end_evaluator, evaluator)
 
     def _end_evaluator(self, evaluator: WorkerProcess) -> None:
         if self._is_here(evaluator) and not self._ending:
             self._say(
-                f"the evaluator did not end within {self._evaluator_timeout:g} s after training, and is ended. "
+                f"terminating the evaluator, which did not finish within {self._evaluator_timeout:g} s after training. "
                 "To wait longer: --evaluator-timeout 3600"
             )
             self._dismiss(evaluator)
@@ -215,7 +213,9 @@ class RoleSupervisor(Supervisor):
 def _what(worker: WorkerProcess) -> str:
     what = f"{worker.plan.full_name} {report.describe_exit(worker.exit_code or 0)}"
     return (
-        what if worker.exit_code else f"{what} while the job needs it: kdist.Server(…).join() does not return"
+        what
+        if worker.exit_code
+        else f"{what} while the job needs it (call kdist.Server(…).join(), which does not return)"
     )
 
 

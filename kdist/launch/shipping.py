@@ -29,8 +29,8 @@ def cloudpickle() -> Any:
         return importlib.import_module("cloudpickle")
     except ImportError as error:
         raise InvalidArgumentError(
-            "Functions are shipped to workers with the package cloudpickle, which is not installed.",
-            hint="pip install cloudpickle",
+            "The package cloudpickle, which sends functions to workers, is not installed.",
+            hint="Install it: pip install cloudpickle",
         ) from error
 
 
@@ -67,9 +67,9 @@ def pack_call(
         call = pickler.dumps((fn, tuple(args), dict(kwargs)))
     except Exception as error:
         raise InvalidArgumentError(
-            "The function and its arguments must be ones that can be pickled.",
+            "The function or its arguments cannot be pickled, so kdist cannot send them to workers.",
             received={"fn": fn, "error": f"{type(error).__name__}: {error}"},
-            hint="Open files, locks, models and devices inside the function, not around it.",
+            hint="Create files, locks, models and devices inside the function.",
         ) from error
     finally:
         if by_value:

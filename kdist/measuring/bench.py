@@ -143,19 +143,18 @@ def notes(plan: Plan, everyone: Sequence[Measured]) -> list[str]:
     """Returns what is to be known of the table, a sentence or two each."""
     steps, rows = everyone[0].steps, everyone[0].rounds[0][0].rows
     said = [
-        f"{plan.model or 'A small convolutional network'} on {everyone[0].about['backend']}, global batches of "
-        f"{min(plan.batch_size, rows)} rows, medians of {len(everyone[0].rounds)} rounds of {steps} steps."
+        f"{plan.model or 'A small convolutional network'} on {everyone[0].about['backend']}: global batch size "
+        f"{min(plan.batch_size, rows)}, median of {len(everyone[0].rounds)} rounds with {steps} steps each."
     ]
     if rows < plan.batch_size * plan.steps:
         said.append(
-            f"There are {rows:,} rows, fewer than the {plan.steps} steps that were asked for would take."
+            f"The data has only {rows:,} rows, fewer than {plan.steps} steps of {plan.batch_size} rows need."
         )
     if any(measured.is_fused for measured in everyone):
-        said.append("-: the exchange is inside of the compiled step, and cannot be told from computing.")
+        said.append("-: not measured, because the compiled step includes the exchange.")
     if len(everyone) > 1 and everyone[0].about["device"].startswith("cpu"):
         said.append(
-            f"All workers share the {count_cores()} cores of this machine, of which the first row's had as many as "
-            "they could use."
+            f"All workers share the {count_cores()} cores of this machine, so more workers do not add computing power."
         )
     return said
 
@@ -188,9 +187,9 @@ def report(plan: Plan, everyone: Sequence[Measured]) -> Report:
         numbers = [measured.num_workers for measured in everyone]
         rows = [measured.rows_per_second for measured in everyone]
         ideal = [_promised(measured, everyone[0]) for measured in everyone]
-        axes.plot(numbers, ideal, color=GREY, linestyle="--", label="as fast as there are replicas")
+        axes.plot(numbers, ideal, color=GREY, linestyle="--", label="ideal")
         axes.plot(numbers, rows, color=COLORS[0], marker="o", label="measured")
-        axes.set(xlabel="workers", ylabel="rows a second", xticks=numbers)
+        axes.set(xlabel="workers", ylabel="rows/s", xticks=numbers)
         axes.set_ylim(bottom=0)
         axes.legend()
 
@@ -198,7 +197,7 @@ def report(plan: Plan, everyone: Sequence[Measured]) -> Report:
         draw_shares(axes, [(f"{one.num_workers} worker(s)", one.shares()) for one in everyone])
 
     charts = [
-        Chart("Speed", "Rows of global batches, by the number of workers.", speeds),
-        Chart("Where the time goes", "A mean over the workers.", shares),
+        Chart("Speed", "Rows of global batches per second, by number of workers.", speeds),
+        Chart("Where the time goes", "Mean over all workers.", shares),
     ]
     return Report("kdist bench", " ".join(notes(plan, everyone)), table(everyone), charts)

@@ -41,9 +41,9 @@ def made_up(model: Any, rows: int) -> tuple[Any, Any]:
     """
     if not (getattr(model, "inputs", None) and getattr(model, "outputs", None)):
         raise InvalidArgumentError(
-            "To make up data, the model must say which inputs it takes.",
+            "The model does not define its inputs, so kdist cannot create data for it.",
             received={"model": type(model).__name__},
-            hint="Begin it with keras.Input(shape), or let the function return (model, x, y).",
+            hint="Start the model with keras.Input(shape), or return (model, x, y) from the function.",
         )
     random = np.random.RandomState(0)
 
@@ -94,14 +94,16 @@ def measure(strategy: Any, function: str | None, batch_size: int, steps: int, ro
     rows = steps * batch_size
     if isinstance(made, tuple) and len(made) != 3:
         raise InvalidArgumentError(
-            "--model must name a function that returns a compiled model, or (model, x, y).",
+            "The function of --model returned neither a compiled model nor (model, x, y).",
             received={"model": function, "returned": tuple(type(part).__name__ for part in made)},
-            hint="return model, x, y",
+            hint="End the function with: return model, x, y",
         )
     model, x, y = made if isinstance(made, tuple) else (made, *made_up(made, rows))
     if not getattr(model, "compiled", False):
         raise InvalidArgumentError(
-            "The model must be compiled.", received={"model": function}, hint='model.compile("adam", "mse")'
+            "The function of --model returned a model that is not compiled.",
+            received={"model": function},
+            hint='Compile it in the function, for example: model.compile("adam", "mse")',
         )
     x, y = keras.tree.map_structure(lambda array: array[:rows], (x, y))
     with Meter() as meter:

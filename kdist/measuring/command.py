@@ -71,9 +71,8 @@ def _plot(options: argparse.Namespace) -> int:
 
     if not os.path.isdir(options.folder):
         raise InvalidArgumentError(
-            "DIR must be the directory of a run.",
-            received={"folder": options.folder},
-            hint='Write one: model.fit(…, callbacks=[kdist.callbacks.RunLog("runs/first")])',
+            f"No run found: {options.folder!r} is not a directory.",
+            hint='Record a run: model.fit(…, callbacks=[kdist.callbacks.RunLog("runs/first")])',
         )
     output = options.output or os.path.join(options.folder, "report.html")
     drawing.check_output(output)

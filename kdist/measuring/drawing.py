@@ -115,16 +115,17 @@ def check_output(path: str) -> None:
     """
     if not path.endswith(ENDINGS):
         raise InvalidArgumentError(
-            "A report must be a file that ends in .html or .png.",
+            "The name of the output file does not end in .html or .png.",
             received={"output": path},
-            hint="For example: --output report.html",
+            hint="Choose a name such as report.html.",
         )
     whole_files.check_output(path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise InvalidArgumentError(
-            "Charts are drawn by matplotlib, which is not installed.", hint="pip install 'kdist[plot]'"
+            "The package matplotlib, which draws the charts, is not installed.",
+            hint="In your checkout of kdist, run: pip install '.[plot]'",
         ) from error
 
 

@@ -118,9 +118,8 @@ def read_run(folder: str) -> Run:
     logs = [log for log in logs if log.starts and log.records]
     if not logs:
         raise InvalidArgumentError(
-            "A run's folder must have the records of kdist.callbacks.RunLog.",
-            received={"folder": folder},
-            hint='model.fit(…, callbacks=[kdist.callbacks.RunLog("runs/first")]), then: kdist plot runs/first',
+            f"No run found in {folder!r}: the directory has no records of kdist.callbacks.RunLog.",
+            hint='Record a run: model.fit(…, callbacks=[kdist.callbacks.RunLog("runs/first")])',
         )
     return Run(folder, logs)
 

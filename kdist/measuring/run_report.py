@@ -29,9 +29,9 @@ def read_report(folder: str) -> Report:
     """
     with malformed_as(
         lambda error: InvalidArgumentError(
-            "The records and traces of a run must have the form in which kdist writes them.",
-            received={"folder": folder, "error": error},
-            hint="Remove the damaged files: each worker has its own.",
+            f"The records or traces in {folder!r} are corrupt.",
+            received={"error": error},
+            hint="Delete the corrupt files. Each worker has its own file.",
         )
     ):
         return _read_report(folder)
@@ -44,9 +44,7 @@ def _read_report(folder: str) -> Report:
             merging.merge(path)
     charts = [chart for path in traces if (chart := timeline.chart_of(path)) is not None]
     if not records.has_records(folder) and charts:
-        return Report(
-            folder, "The trace of the run; it has no records of kdist.callbacks.RunLog.", (), charts
-        )
+        return Report(folder, "This run has a trace, but no records of kdist.callbacks.RunLog.", (), charts)
     run = records.read_run(folder)
     return Report(folder, _lead(run), _table(run), [*_charts(run), *charts])
 
@@ -61,7 +59,7 @@ def _lead(run: Run) -> str:
     pace = pace_of(totals, run.exchanges_in_programs)
     missing = about["num_workers"] - len(run.workers)
     words = [f"{about['num_workers']} worker(s) on {about['backend']}, {totals[0].steps:,} steps measured"]
-    words += [f"{pace.rows_per_second:,.0f} rows a second"] if totals[0].rows else []
+    words += [f"{pace.rows_per_second:,.0f} rows/s"] if totals[0].rows else []
     words += [f"{pace.waiting_for_input:.0%} of the time spent waiting for input"]
     if len(totals) > 1:
         words += [
@@ -70,13 +68,13 @@ def _lead(run: Run) -> str:
         ]
     text = ", ".join(words) + "."
     if missing > 0:  # a job that went on with fewer has more files than workers
-        text += f" The files of {missing} worker(s) are not in this folder."
+        text += f" The files of {missing} worker(s) are missing from this directory."
     return text
 
 
 def _table(run: Run) -> list[list[str]]:
     rows = [
-        ["worker", "host", "ms a step", "busy by itself", *shares_of(run.workers[0].totals, run.is_fused)]
+        ["worker", "host", "ms per step", "busy ms per step", *shares_of(run.workers[0].totals, run.is_fused)]
     ]
     for log in run.workers:
         totals = log.totals
@@ -96,25 +94,25 @@ def _table(run: Run) -> list[list[str]]:
 
 def _charts(run: Run) -> list[Chart]:
     inside = (
-        " Here the exchange is inside of the compiled step, so what a worker computes there is not seen."
+        " The compiled step includes the exchange here, so the charts do not show the work inside the step."
         if run.is_fused
         else ""
     )
     return [
         Chart(
             "Loss",
-            "All workers' losses are those of the global batches: they lie on each other.",
+            "All workers report the loss of the global batch, so their lines overlap.",
             functools.partial(_draw_losses, run),
         ),
         Chart(
-            "A step, and how long each worker is busy by itself",
-            "Grey is the whole step, which takes all workers equally long. A worker whose line is above the others' "
-            "is waited for." + inside,
+            "Time per step, and time that each worker is busy",
+            "Gray is the whole step, which takes equally long on all workers. The others wait for the worker with the "
+            "highest line." + inside,
             functools.partial(_draw_steps, run),
         ),
         Chart(
             "Where the time goes",
-            "Python is what is left: callbacks and the loop itself. The steps that compile are left out."
+            "Python is the remaining time: callbacks and the training loop. Steps that compile are excluded."
             + inside,
             functools.partial(_draw_shares, run),
         ),

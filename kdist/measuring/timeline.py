@@ -47,8 +47,8 @@ def chart_of(folder: str) -> Chart | None:
     fused = "exchange inside" in middle[0]["name"]
     return Chart(
         f"{len(middle)} steps of the trace",
-        "Below each worker is what its other threads did meanwhile. All of it, to zoom into: open trace.json at "
-        "ui.perfetto.dev, or in chrome://tracing.",
+        "Thin bars show the other threads of a worker. To zoom into the whole trace, open trace.json at "
+        "ui.perfetto.dev or in chrome://tracing.",
         functools.partial(_draw, seen, names, begin - margin, end + margin, fused),
     )
 

@@ -79,7 +79,9 @@ class TraceFile:
             self._append(event)
             self._number += 1
             if self._number >= _MOST_EVENTS:
-                self._append(event | {"name": "The trace is full: it ends here.", "ph": "i", "args": {}})
+                self._append(
+                    event | {"name": "Trace limit reached: later events are missing.", "ph": "i", "args": {}}
+                )
                 self.close()
             elif len(self._lines) >= _MOST_LINES or time.monotonic() - self._written > _SECONDS:
                 self.flush()
@@ -94,7 +96,10 @@ class TraceFile:
                     data = data[os.write(self._file, data) :]
             except OSError as error:  # a full disk ends no training
                 spans.remove_sink(self)
-                warnings.warn(f"{VARIABLE}: no more is written to {self.folder}: {error}")
+                warnings.warn(
+                    f"{VARIABLE}: stopped writing the trace to {self.folder}: {error}. "
+                    "Choose a directory with free space."
+                )
 
     def close(self) -> None:
         """Writes the end."""
@@ -154,7 +159,7 @@ def begin(worker: int) -> None:
         job, index = roles.own_role() or ("worker", worker)
         _file = TraceFile(folder, index, job)
     except OSError as error:
-        warnings.warn(f"{VARIABLE}: nothing can be written to {folder}: {error}")
+        warnings.warn(f"{VARIABLE}: cannot write the trace to {folder}: {error}. Choose another directory.")
         return
     spans.add_sink(_file)
     atexit.register(_end)

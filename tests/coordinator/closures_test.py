@@ -69,7 +69,7 @@ def test_an_error_is_told_once_and_drops_what_waits() -> None:
     closures.end(running[0], error=ValueError("its own"))
     with pytest.raises(ValueError, match="its own"):
         results[0].fetch()
-    with pytest.raises(Cancelled, match="another one has failed: ValueError: its own"):
+    with pytest.raises(Cancelled, match="because another function failed: ValueError: its own"):
         results[2].fetch()
     closures.end(running[1], "what ran beside it counts")
     assert results[1].fetch() == told[0] == "what ran beside it counts"
@@ -147,7 +147,7 @@ def test_who_waits_for_a_closure_sees_the_end() -> None:
     closures.close()
     assert closures.is_closed
     assert closures.take(60) is None
-    with pytest.raises(Cancelled, match="coordinator has ended"):
+    with pytest.raises(Cancelled, match="coordinator has shut down"):
         results[0].fetch()
 
 

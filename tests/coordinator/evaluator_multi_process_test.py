@@ -131,17 +131,17 @@ def play(folder):
 @backend_in_turn
 def test_what_is_passed_over_and_what_is_an_error(backend, tmp_path):
     found = run(backend, 1, play, str(tmp_path))[0]
-    assert "passes over" in found["damaged"] and "ckpt-3" in found["damaged"]
+    assert "skips a checkpoint" in found["damaged"] and "ckpt-3" in found["damaged"]
     for kind in ("keras", "weights.h5"):
         assert "model-9" in found[f"half of {kind}"]
     for name, kind, part in (
-        ("never", "WorkerTimeoutError", "first_timeout=…"),
+        ("never", "WorkerTimeoutError", "`first_timeout`"),
         ("no more", "WorkerTimeoutError", "announce_end"),
         ("monitor", "InvalidArgumentError", "evaluated=['loss', 'mae']"),
         ("other model", "CheckpointMismatchError", "kernel float32[3, 4]"),
         ("other file", "CheckpointMismatchError", "model-2.weights.h5"),
-        ("generator", "InvalidArgumentError", "once for each checkpoint"),
-        ("file", "InvalidArgumentError", "must be a folder"),
+        ("generator", "InvalidArgumentError", "read only once"),
+        ("file", "InvalidArgumentError", "not a directory"),
         ("not compiled", "ValueError", "compile"),
         ("server", "ClusterConfigError", "parameter server"),
     ):

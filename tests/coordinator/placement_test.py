@@ -60,7 +60,7 @@ def test_a_partitioner_is_not_asked_about_what_cannot_be_divided():
     "answer", [[0, 1], [-2, 1], [], [2, 2], [1, 2], [2, 0], [2, -1, -1], [1.5, 1], None, 3, "21"]
 )
 def test_an_answer_that_cannot_be_is_shown(answer):
-    with pytest.raises(InvalidArgumentError, match="partitioner must return a list of integers") as error:
+    with pytest.raises(InvalidArgumentError, match="did not return a valid number of parts") as error:
         place((4, 3), "float32", lambda shape, dtype: answer, 2)
     assert f"returned={answer!r}" in str(error.value) and "shape=(4, 3)" in str(error.value)
 

@@ -107,7 +107,9 @@ def test_what_a_handler_raises_is_raised_here(peer: Peer, method: str) -> None:
 def test_a_task_with_another_secret_is_refused(service: tuple[Service, str], secret: str, first: str) -> None:
     stranger = Peer("ps 0 (here)", service[1], secret)
     began = time.monotonic()
-    with pytest.raises(ClusterConfigError, match=r"ps 0 \(here\) did not prove.*KDIST_CLUSTER_TOKEN"):
+    with pytest.raises(
+        ClusterConfigError, match=r"(?s)ps 0 \(here\) failed to authenticate.*KDIST_CLUSTER_TOKEN"
+    ):
         stranger.is_there(60) if first == "is_there" else stranger.call("echo")
     assert time.monotonic() - began < 10
     stranger.close()
@@ -266,7 +268,7 @@ def test_malformed_messages_are_errors(kind: str, monkeypatch: pytest.MonkeyPatc
         return made[-1]
 
     monkeypatch.setattr(rpc, "aligned_empty", aligned_empty)
-    with pytest.raises(CallFailed, match="cannot be read"):
+    with pytest.raises(CallFailed, match="malformed message"):
         rpc._read(iter(MALFORMED[kind]))
     assert sum(one.nbytes for one in made) <= sum(map(len, MALFORMED[kind])) or kind == "too few data"
     if kind in ("huge", "huge together", "no data"):
@@ -277,12 +279,12 @@ def test_a_service_goes_on_after_malformed_messages(service: tuple[Service, str]
     for kind, messages in MALFORMED.items():
         answer = peer._channel.stream_stream("/kdist/call")(iter(messages), timeout=10)
         header, _ = rpc._read(answer)
-        assert "cannot be read" in header["failed"], kind
+        assert "malformed message" in header["failed"], kind
     assert peer.call("echo", {"said": 5})[0] == {"heard": 5}
 
 
 def test_a_message_has_a_largest_size(peer: Peer) -> None:
-    with pytest.raises(CallFailed, match=r"could not be asked.*larger than max"):
+    with pytest.raises(CallFailed, match=r"Calling 'echo' on .*larger than max"):
         peer.call("echo", {"said": "x" * (rpc._MOST_HEADER + rpc._CHUNK)})
     assert peer.call("echo", {"said": 6})[0] == {"heard": 6}
 
@@ -322,7 +324,7 @@ def test_a_task_that_never_comes() -> None:
     began = time.monotonic()
     assert not peer.is_there(0.3)
     assert time.monotonic() - began < 5
-    with pytest.raises(PeerLost, match=r"ps 1 \(nowhere\) has ended, or cannot be reached"):
+    with pytest.raises(PeerLost, match=r"ps 1 \(nowhere\) has exited or is unreachable"):
         peer.call("echo")
     peer.close()
 
@@ -372,6 +374,6 @@ def test_an_error_names_a_missing_package(package: str, monkeypatch: pytest.Monk
         lambda: Service("localhost:1", HANDLERS, SECRET),
     ):
         with pytest.raises(
-            InvalidArgumentError, match=rf"{package} cannot be imported.*pip install 'kdist\[servers\]'"
+            InvalidArgumentError, match=rf"(?s)Cannot import {package}, .*pip install '\.\[servers\]'"
         ):
             make()

@@ -73,7 +73,7 @@ def test_a_stranger_at_a_task_s_port_learns_and_runs_nothing(backend: str, kind:
         assert chief.wait(60) == 1, chief.stdout() + chief.stderr()
         assert time.monotonic() - began < 40  # not after the `timeout` of the strategy
         said = chief.stderr()
-        assert f"ps 0 ({cluster.spec['ps'][0]}) did not prove that it knows the secret" in said
+        assert f"ps 0 ({cluster.spec['ps'][0]}) failed to authenticate with the secret of this job" in said
         assert "KDIST_CLUSTER_TOKEN" in said
         assert "Channel closed" not in said
         assert stranger.heard == []

@@ -228,9 +228,9 @@ def test_the_table():
     ("arguments", "message"),
     [
         (["doctor", "--timeout", "0"], "--timeout is not between 1 and"),
-        (["doctor", "--num-workers", "many"], "--num-workers must be a whole number, at least 1"),
-        (["test", "--num-workers", "1"], "--num-workers must be a whole number, at least 2"),
-        (["doctor", "--backend", "numpy"], "The backend must be one of"),
+        (["doctor", "--num-workers", "many"], "--num-workers is not a whole number of at least 1"),
+        (["test", "--num-workers", "1"], "--num-workers is not a whole number of at least 2"),
+        (["doctor", "--backend", "numpy"], "The backend 'numpy' is unknown"),
     ],
 )
 def test_wrong_calls(arguments, message, capsys):

@@ -33,7 +33,7 @@ def test_two_workers_train_what_one_device_trains(tmp_path: Path) -> None:
     assert two == pytest.approx(one, rel=1e-3)
     assert float(rows["largest weight difference"]) < 1e-3
     assert all(float(percent.rstrip("%")) > 95 for percent in rows["test accuracy"].split())
-    assert out.endswith("The runs agree: 2 workers trained the network that one device trains.\n")
+    assert out.endswith("The runs agree: 2 workers trained the same network as one device.\n")
     assert "[worker 0]" in out, "in two processes"
     assert "[worker 1]" not in out, "of which the chief prints"
 
@@ -41,8 +41,8 @@ def test_two_workers_train_what_one_device_trains(tmp_path: Path) -> None:
 RESULT = {"loss": 0.1, "accuracy": 0.97, "steps_per_second": 10.0, "weights": [[[0.5, 1.0]], [0.25]]}
 CHANGES: list[tuple[dict[str, Any], int, str]] = [
     ({}, 0, "The runs agree: 3 workers"),
-    ({"weights": [[[0.5, 1.002]], [0.25]]}, 1, "The runs DISAGREE"),
-    ({"loss": 0.102}, 1, "The runs DISAGREE"),
+    ({"weights": [[[0.5, 1.002]], [0.25]]}, 1, "The runs DIFFER"),
+    ({"loss": 0.102}, 1, "The runs DIFFER"),
     ({"accuracy": 0.94}, 1, "The runs agree: 3 workers"),
 ]
 
@@ -68,4 +68,4 @@ def test_what_it_says_of_two_results(
 def test_it_needs_scikit_learn(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     assert demo.main(2, None, 8) == 2
-    assert "pip install 'kdist[demo]'" in capsys.readouterr().err
+    assert "pip install '.[demo]'" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def test_the_workers_are_told_and_nothing_is_started_again(
     finally:
         job.kill()
     out, err = job.stdout(), job.stderr()
-    assert "kdist: SIGHUP; all workers have ended." in err
+    assert "kdist: received SIGHUP; all workers have exited." in err
     assert "restart" not in err
     assert out.count("born") == 2
     assert sorted(line[-6:] for line in out.splitlines() if "told" in line) == (

@@ -27,19 +27,19 @@ def test_devices_are_asked_in_another_process(monkeypatch):
     monkeypatch.setitem(info._DEVICES, "jax", "print('noise'); print('one, two')")
     assert info.devices_of("jax") == "one, two"
     monkeypatch.setitem(info._DEVICES, "jax", "import os; os.abort()")
-    assert info.devices_of("jax") == "could not be asked: exit code -6"
+    assert info.devices_of("jax") == "cannot list devices: exit code -6"
     monkeypatch.setitem(info._DEVICES, "jax", "raise ImportError('broken')")
-    assert info.devices_of("jax") == "could not be asked: ImportError: broken"
+    assert info.devices_of("jax") == "cannot list devices: ImportError: broken"
     monkeypatch.setitem(info._DEVICES, "jax", "import time; time.sleep(60)")
-    assert info.devices_of("jax", timeout=0.3) == "no answer within 0.3 s"
-    assert "kdist knows" in info.devices_of("numpy")
+    assert info.devices_of("jax", timeout=0.3) == "no response within 0.3 s"
+    assert "kdist supports" in info.devices_of("numpy")
 
 
 def test_cluster_lines():
     lines = "\n".join(info.cluster_lines({"TF_CONFIG": "{", "RANK": "0", "WORLD_SIZE": "1"}))
     assert "TF_CONFIG: invalid: `TF_CONFIG`: the value is not JSON" in lines
     assert "torchrun: worker 0 of 1; not used: TF_CONFIG comes first" in lines
-    assert info.cluster_lines({}) == ["  default: a single worker; won: no variable describes a cluster"]
+    assert info.cluster_lines({}) == ["  default: one worker; used: no variable describes a cluster"]
 
 
 def in_worker_answer(code):
@@ -91,7 +91,7 @@ def test_info():
     assert lines["os"].endswith("memory") and f"{count_cores()} cores" in lines["os"]
     assert lines["backend"] == "jax (KERAS_BACKEND is set)"
     assert lines["devices"].split(", ")[0] in ("cpu:0", "cuda:0")
-    assert lines["  torchrun"].startswith("worker 1 of 2; won")
+    assert lines["  torchrun"].startswith("worker 1 of 2; used")
 
 
 @pytest.mark.parametrize(("accuracy", "code"), [(0.96, 0), (0.5, 1)])
@@ -135,7 +135,7 @@ def test_the_demo_says_when_the_runs_disagree():
     assert "largest weight difference                       5.0e-04" in demo._report(one, near, 3)
     assert "The runs agree: 3 workers" in demo._report(one, near, 3)
     for other in (far, one | {"loss": 0.502}):
-        assert "The runs DISAGREE by more than 0.001" in demo._report(one, other, 3)
+        assert "The runs DIFFER by more than 0.001" in demo._report(one, other, 3)
 
 
 def test_help_of_the_command_line():

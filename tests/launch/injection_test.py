@@ -75,14 +75,14 @@ def test_wrong_faults(text, says, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--max-restarts", "many"], "--max-restarts must be a whole number"),
-        (["--min-workers", "3"], "--min-workers must not be more"),
+        (["--max-restarts", "many"], "--max-restarts is not a whole number"),
+        (["--min-workers", "3"], "--min-workers is larger than --num-workers"),
         (["--min-workers", "0"], "at least 1"),
-        (["--min-workers", "1", "--hosts", "a:1,b:1", "--host-index", "0"], "needs a job of one machine"),
+        (["--min-workers", "1", "--hosts", "a:1,b:1", "--host-index", "0"], "works only on one machine"),
         (["--heartbeat-timeout", "0"], "`--heartbeat-timeout` is not a number of seconds"),
         (["--heartbeat-timeout", "nan"], "--heartbeat-timeout='nan'"),
         (["--hang-timeout", "soon"], "--hang-timeout='soon'"),
-        (["--inject", "kill:worker=2"], "from 0 to 1"),
+        (["--inject", "kill:worker=2"], "the last worker of this job is worker 1"),
     ],
 )
 def test_wrong_options(options, says, capsys, tmp_path):

@@ -66,18 +66,21 @@ def test_the_workers_of_this_machine_are_told_from_all():
 
 def test_auto_says_what_it_has_found(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert line(1, asked="auto", environ={})[0].endswith("from auto: no GPU here")
+    assert line(1, asked="auto", environ={})[0].endswith("from auto: no GPU")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert line(2, asked="auto", environ={})[0].endswith("from auto: 2 GPUs here")
+    assert line(2, asked="auto", environ={})[0].endswith("from auto: 2 GPUs")
 
 
 def test_gpus_that_no_task_has_are_named():
     assert line(3)[1] == (
-        "GPUs 6, 7 stay idle, so that all workers have as many. A --num-workers that divides 8 uses all."
+        "GPUs 6, 7 stay idle, because all workers get the same number of GPUs. "
+        "To use all, choose a --num-workers that divides 8."
     )
     assert line(7)[1].startswith("GPU 7 stays idle")
     assert line(7, 0, True)[1] == "", "the evaluator has it"
-    assert line(3, 1)[1] == "GPUs 4, 5, 6, 7 stay idle: with --num-ps, each worker takes one."
+    assert line(3, 1)[1].startswith(
+        "GPUs 4, 5, 6, 7 stay idle, because with --num-ps each worker uses one GPU."
+    )
 
 
 def test_a_dry_run_starts_nothing_and_prints_what_each_worker_would_be_told(script, capsys):
@@ -130,11 +133,11 @@ def test_variables_reach_all_tasks(options, variables, roles, script, capsys, le
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--env", "A"], "--env must have the form NAME=VALUE"),
-        (["--env", "1A=b"], "--env must have the form NAME=VALUE"),
+        (["--env", "A"], "--env does not have the form NAME=VALUE"),
+        (["--env", "1A=b"], "--env does not have the form NAME=VALUE"),
         (["--join-timeout", "soon"], "--join-timeout='soon'"),
         (["--env", "KDIST_LOG=loud"], "KDIST_LOG='loud'"),
-        (["--env", "KERAS_BACKEND=numpy"], "must be one of tensorflow, jax, torch"),
+        (["--env", "KERAS_BACKEND=numpy"], "Choose one of tensorflow, jax, torch"),
     ],
 )
 def test_wrong_variables(options, message, script, capsys):
@@ -163,7 +166,7 @@ def test_launch_is_an_alias_of_run(script, capsys):
 
 def test_a_wrong_call_is_one_in_a_dry_run_too(script, capsys):
     assert main(["run", "-n", "0", "--dry-run", str(script)]) == 2
-    assert "positive integer or auto" in capsys.readouterr().err
+    assert 'positive integer nor "auto"' in capsys.readouterr().err
 
 
 def test_the_version(capsys):

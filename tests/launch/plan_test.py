@@ -68,7 +68,7 @@ def test_wrong_hosts():
         plan_job(2, hosts=["127.0.0.1:5000", "127.0.0.1:5001"], host_index=0)
     with pytest.raises(ClusterConfigError, match="65535"):
         plan_job(2, hosts=["127.0.0.1:65535"])
-    with pytest.raises(InvalidArgumentError, match="only once"):
+    with pytest.raises(InvalidArgumentError, match="same address twice"):
         parse_hosts("a:1,a:1")
     held = planning.hold_free_ports(1)
     held[0].listen()

@@ -132,18 +132,18 @@ def test_timeout_shows_where_the_workers_are(nothing_stays):
         if os.environ["RANK"] == "1":
             time.sleep(100)
 
-    with pytest.raises(WorkerTimeoutError, match="worker 1 did not") as info:
+    with pytest.raises(WorkerTimeoutError, match="within 8 s: worker 1.\n") as info:
         kdist.launch(stuck_here, 2, timeout=8, on="ray")
-    assert "in stuck_here" in str(info.value) and "worker 0 was here" not in str(info.value)
+    assert "in stuck_here" in str(info.value) and "Stack of worker 0" not in str(info.value)
 
 
 @needs_ray
 def test_more_than_the_cluster_has(nothing_stays):
-    with pytest.raises(InvalidArgumentError, match="room for all workers.*room_for=4"):
+    with pytest.raises(InvalidArgumentError, match="(?s)too small for all workers.*room_for=4"):
         kdist.launch(print, 5, on="ray")
-    with pytest.raises(InvalidArgumentError, match="room for all workers.*room_for=1"):
+    with pytest.raises(InvalidArgumentError, match="(?s)too small for all workers.*room_for=1"):
         kdist.launch(print, 2, on="ray", resources={"CPU": 3})
-    with pytest.raises(InvalidArgumentError, match="room for all workers.*room_for=0"):
+    with pytest.raises(InvalidArgumentError, match="(?s)too small for all workers.*room_for=0"):
         kdist.launch(print, "auto", on="ray", resources={"CPU": 1, "GPU": 1})
 
 
@@ -212,18 +212,18 @@ def test_wrong_arguments():
 @needs_ray
 @pytest.mark.parametrize("resources", [{}, {"CPU": 0}, {"CPU": -1}, {"GPU": "1"}])
 def test_wrong_resources(cluster, resources):
-    with pytest.raises(InvalidArgumentError, match="`resources` must say"):
+    with pytest.raises(InvalidArgumentError, match="`resources` does not map"):
         kdist.launch(print, on="ray", resources=resources)
 
 
 def test_without_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InvalidArgumentError, match=r"pip install 'kdist\[ray\]'"):
+    with pytest.raises(InvalidArgumentError, match=r"pip install '\.\[ray\]'"):
         kdist.launch(print, on="ray")
 
 
 def test_a_place_that_is_not_known():
-    with pytest.raises(InvalidArgumentError, match="`on` must be one of 'processes', 'ray'"):
+    with pytest.raises(InvalidArgumentError, match="`on` is neither 'processes' nor 'ray'"):
         kdist.launch(print, on="spark")
-    with pytest.raises(InvalidArgumentError, match="`resources` are those of a Ray cluster"):
+    with pytest.raises(InvalidArgumentError, match="`resources` applies only to a Ray cluster"):
         kdist.launch(print, resources={"CPU": 2})

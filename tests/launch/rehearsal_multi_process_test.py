@@ -29,7 +29,7 @@ def test_a_fault_comes_again_after_a_restart_where_it_is_told_to(tmp_path: Path)
         job.kill()
     err = job.stderr()
     assert "FINISHED" not in job.stdout()
-    said = re.findall(r"\[worker (\d)\] kdist: --inject (\S+), at (.*)", err)
+    said = re.findall(r"\[worker (\d)\] kdist: --inject (\S+) takes effect at (.*)", err)
     assert said == [
         ("1", "exit:worker=1,step=3", "step 3 of epoch 1"),
         ("0", "exit:worker=0,step=5,always=1", "step 2 of epoch 2"),

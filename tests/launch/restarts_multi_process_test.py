@@ -75,7 +75,7 @@ def test_it_goes_on_with_fewer_workers_but_not_too_few(run):
     code, starts, err = run(script, "-n", "3", "--min-workers", "2", "--max-restarts", "2")
     assert code == 0, err
     assert [next(s[2] for s in starts if s[0] == str(i)) for i in range(4)] == ["3", "2", "2", "2"]
-    assert "restart 1, with fewer workers, because worker 2 was killed" in err and "restart 2 of 2" in err
+    assert "restart 1 with fewer workers because worker 2 was killed" in err and "restart 2 of 2" in err
     # A worker that fails by itself is not lost.
     code, starts, err = run("sys.exit(3 if rank else 0)", "-n", "2", "--min-workers", "1")
     assert (code, len(starts)) == (3, 2)
@@ -87,7 +87,7 @@ def test_preemption_does_not_count(run):
     code, starts, err = run(script, "-n", "2", "--max-restarts", "1")
     assert code == 0, err
     assert {s[0] for s in starts} == {"0", "1", "2", "3"}
-    assert err.count("which does not count, because worker 0 was preempted") == 2 and "restart 1 of 1" in err
+    assert err.count("(not counted) because worker 0 was preempted") == 2 and "restart 1 of 1" in err
     assert run("sys.exit(75)", "-n", "2")[0] == 75
 
 
@@ -100,10 +100,7 @@ def test_a_stopped_worker_is_the_one_that_is_lost(run):
     """
     code, starts, err = run(script, "-n", "2", "--min-workers", "1")
     assert code == 0, err
-    assert (
-        "──── kdist: worker 1" in err
-        and "did not run any more: a signal such as SIGSTOP had stopped it" in err
-    )
+    assert "──── kdist: worker 1" in err and "was stopped by a signal such as SIGSTOP" in err
     assert [s[2] for s in starts if s[0] == "1"] == ["1"]
 
 

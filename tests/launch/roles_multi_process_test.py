@@ -77,7 +77,7 @@ def test_the_failure_of_the_chief_is_the_job_s(start):
     assert re.search(
         r"──── kdist: chief \(127.0.0.1:\d+\) failed first: it ended with exit code 1 ────\nTrace", err
     )
-    assert "ValueError: no data\nkdist has ended the other tasks: worker 0, worker 1, ps 0, ps 1." in err
+    assert "ValueError: no data\nkdist terminated the other tasks: worker 0, worker 1, ps 0, ps 1." in err
     assert left_of(job.named(), 1) == []
 
 
@@ -87,7 +87,8 @@ def test_a_lost_server_ends_the_job_with_its_name(start):
     assert job.wait() == 137
     assert time.monotonic() - since < 15
     assert re.search(
-        r"kdist: ps 1 \(127.0.0.1:\d+\) was killed by SIGKILL \(signal 9\): the variables on it", job.stderr()
+        r"kdist: ps 1 \(127.0.0.1:\d+\) was killed by SIGKILL \(signal 9\); its variables are lost",
+        job.stderr(),
     )
     assert re.search(r"──── kdist: ps 1 \(127.0.0.1:\d+\) failed first: it was killed", job.stderr())
     assert left_of(job.named(), 1) == []
@@ -107,11 +108,14 @@ def test_the_chief_may_say_itself_that_a_server_is_lost(start):
     job = start(script)
     assert job.wait() == 1
     err = job.stderr()
-    assert "ended with exit code 0 while the job needs it: kdist.Server(…).join() does not return" in err
+    assert (
+        "ended with exit code 0 while the job needs it (call kdist.Server(…).join(), which does not return)"
+        in err
+    )
     assert re.search(
         r"──── kdist: chief \(127.0.0.1:\d+\) failed after the loss of ps 0 \(127.0.0.1:\d+\): it ended", err
     )
-    assert "go on from step 30\nkdist has ended" in err
+    assert "go on from step 30\nkdist terminated" in err
 
 
 def test_a_worker_is_started_again_alone_at_its_port(start, tmp_path):
@@ -140,7 +144,7 @@ def test_a_worker_is_started_again_alone_at_its_port(start, tmp_path):
     ]
     assert len({address for _, address, _ in starts}) == 1
     assert (
-        "was killed by SIGKILL (signal 9); starting it again, restart 1 of 3, while the job goes on."
+        "was killed by SIGKILL (signal 9); restarting it (restart 1 of 3) while the job continues."
         in job.stderr()
     )
     assert "restart 2 of 3" in job.stderr() and "last words 1" in job.stderr()
@@ -158,7 +162,7 @@ def test_restarts_have_an_end_and_the_job_goes_on_without_a_worker_but_not_witho
     """
     job = start(script, "--max-restarts", "1")
     assert job.wait() == 0, job.stderr()
-    assert "ended with exit code 3, after 1 restart; the job goes on without it." in job.stderr()
+    assert "ended with exit code 3 after 1 restart; the job continues without it." in job.stderr()
     job.script.with_name("all").touch()
     job = start(script.replace("sleep(1.5)", "sleep(60)"), "--max-restarts", "0")
     assert job.wait() == 3
@@ -184,11 +188,11 @@ else:
     assert job.wait() == 0, job.stderr()
     assert "[evaluator] evaluated" in job.stdout()
     err = job.stderr()
-    assert "kdist: evaluator ended with exit code 5; starting it again, restart 1 of 3" in err
-    assert "kdist: training has ended; the evaluator has 20 s to end by itself." in err
+    assert "kdist: evaluator ended with exit code 5; restarting it (restart 1 of 3)" in err
+    assert "kdist: training has ended; the evaluator has 20 s to finish." in err
     job = start(script, "--evaluator", "--evaluator-timeout", "1", env={"LAST": "60"})
     assert job.wait() == 0
-    assert "the evaluator did not end within 1 s after training, and is ended" in job.stderr()
+    assert "terminating the evaluator, which did not finish within 1 s after training." in job.stderr()
     assert left_of(job.named(), 1) == []
 
 
@@ -202,7 +206,7 @@ def test_an_evaluator_beside_workers_that_train_alike(start, tmp_path):
     assert job.wait() == 6  # training went on, and what failed is not hidden
     assert {"[worker 0] 0 True ['worker']", "[worker 1] 1 True ['worker']"} <= set(job.stdout().splitlines())
     err = job.stderr()
-    assert "kdist: evaluator ended with exit code 6, after 1 restart; the job goes on without it." in err
+    assert "kdist: evaluator ended with exit code 6 after 1 restart; the job continues without it." in err
     assert "──── kdist: evaluator failed first" in err and "starting 2 workers" not in err
     failing = (
         "if role == 'worker' and index == 1 and restart == 0: sys.exit(4)\nif role == 'evaluator': serve()"
@@ -252,8 +256,8 @@ def test_the_secret_is_new_and_never_printed(start, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--num-ps", "x"), "--num-ps must be a whole number"),
-        (("--num-ps", "1", "--min-workers", "1"), "--num-ps needs a job of one machine"),
+        (("--num-ps", "x"), "--num-ps is not a whole number"),
+        (("--num-ps", "1", "--min-workers", "1"), "Remove --min-workers."),
         (
             ("--num-ps", "1", "--hosts", "a:1,b:1", "--host-index", "0"),
             "start each task with its TF_CONFIG and the same KDIST_CLUSTER_TOKEN",

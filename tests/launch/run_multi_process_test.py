@@ -216,10 +216,10 @@ def test_two_hosts_on_one_machine(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nosuch.py"], "script must be a file"),
-        (["-m", "no_such_module"], "module must exist"),
-        ([], "must be a script"),
-        (["--backend", "numpy", __file__], "must be one of tensorflow, jax, torch"),
+        (["nosuch.py"], "The script 'nosuch.py' does not exist"),
+        (["-m", "no_such_module"], "The module 'no_such_module' was not found"),
+        ([], "The script to run is missing"),
+        (["--backend", "numpy", __file__], "Choose one of tensorflow, jax, torch"),
         (["-n", "0", __file__], "number of workers"),
         (["--hosts", "a,b", __file__], "host:port"),
         (["--hosts", "a:1,b:1", __file__], "--host-index"),

@@ -31,7 +31,7 @@ def test_a_signal_leaves_nothing_behind(run, signum):
     job.process.send_signal(signum)
     assert job.wait() == 128 + signum
     assert left_of(family) == []
-    assert "all workers have ended" in job.stderr()
+    assert "all workers have exited" in job.stderr()
 
 
 def test_failure_and_success_leave_nothing_behind(run):

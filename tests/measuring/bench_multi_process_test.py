@@ -70,4 +70,4 @@ def make_pair() -> Any:
 def test_data_are_made_up_from_what_the_model_takes() -> None:
     dtype, said, pair = run("torch", 1, in_worker_made_up)[0]
     assert dtype == "float32" and "return (model, x, y)" in said
-    assert "a compiled model, or (model, x, y)." in pair and "returned=('Sequential', 'int')" in pair
+    assert "neither a compiled model nor (model, x, y)." in pair and "returned=('Sequential', 'int')" in pair

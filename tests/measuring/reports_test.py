@@ -64,22 +64,25 @@ def test_records_are_those_of_the_last_time_that_a_step_was_trained(tmp_path: Pa
 
 def test_a_report_names_the_worker_that_the_others_wait_for(folder: Path) -> None:
     report = run_report.read_report(str(folder))
-    assert "2 worker(s) on torch, 8 steps measured, 100 rows a second" in report.lead
+    assert "2 worker(s) on torch, 8 steps measured, 100 rows/s" in report.lead
     assert "25% waiting for other workers; the slowest is worker 1." in report.lead
     head, *rows = report.table
     first, second = (dict(zip(head, row, strict=True)) for row in rows)
-    assert (first["host"], first["ms a step"], first["busy by itself"]) == ("host0", "100.0", "25.0")
+    assert (first["host"], first["ms per step"], first["busy ms per step"]) == ("host0", "100.0", "25.0")
     assert (first["compute"], first["exchange"], first["Python"]) == ("25%", "75%", "0%")
-    assert (second["ms a step"], second["busy by itself"]) == ("100.0", "75.0")
+    assert (second["ms per step"], second["busy ms per step"]) == ("100.0", "75.0")
 
 
 def test_a_job_that_went_on_with_fewer_workers_misses_no_file(folder: Path) -> None:
     with open(folder / "worker-0.jsonl", "a") as file:
         file.write("\n" + json.dumps(START | {"worker": 0, "host": "host0", "num_workers": 1}) + "\n")
-    assert "not in this folder" not in run_report.read_report(str(folder)).lead
+    assert "missing from this directory" not in run_report.read_report(str(folder)).lead
     (folder / "worker-1.jsonl").unlink()
     write_worker(folder, 0, 0.05)
-    assert "The files of 1 worker(s) are not in this folder." in run_report.read_report(str(folder)).lead
+    assert (
+        "The files of 1 worker(s) are missing from this directory."
+        in run_report.read_report(str(folder)).lead
+    )
 
 
 def test_a_trace_that_nothing_can_be_written_beside_is_drawn(
@@ -136,16 +139,16 @@ def test_a_picture_is_one(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["plot", "{folder}/none"], "DIR must be the directory of a run"),
-        (["plot", "{folder}"], "must have the records of kdist.callbacks.RunLog"),
-        (["plot", "{folder}", "--output", "run.pdf"], "ends in .html or .png"),
+        (["plot", "{folder}/none"], "No run found: "),
+        (["plot", "{folder}"], "has no records of kdist.callbacks.RunLog"),
+        (["plot", "{folder}", "--output", "run.pdf"], "does not end in .html or .png"),
         (["plot", "{folder}", "--output", "{folder}/none/run.png"], "Cannot write the output file."),
         (["plot", "{folder}", "--output", "{folder}/" + 300 * "x" + ".png"], "error='File name too long'"),
-        (["bench", "--num-workers", "1,two"], "--num-workers must be a whole number"),
-        (["bench", "--steps", "0"], "--steps must be a whole number, at least 1"),
+        (["bench", "--num-workers", "1,two"], "--num-workers is not a whole number"),
+        (["bench", "--steps", "0"], "--steps is not a whole number of at least 1"),
         (["bench", "--json", "{folder}/none/b.json"], "mkdir -p {folder}/none"),
         (["bench", "--json", "{folder}"], "error='Is a directory'"),
-        (["bench", "--plot", "b.txt"], "ends in .html or .png"),
+        (["bench", "--plot", "b.txt"], "does not end in .html or .png"),
     ],
 )
 def test_wrong_calls(arguments: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
@@ -166,7 +169,7 @@ def test_without_matplotlib_it_says_what_to_install(
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     assert main(["plot", str(folder)]) == 2
-    assert "pip install 'kdist[plot]'" in capsys.readouterr().err
+    assert "pip install '.[plot]'" in capsys.readouterr().err
 
 
 def measured(num_workers: int, seconds: float, fused: bool = False, **shares: float) -> Measured:
@@ -196,7 +199,7 @@ def test_the_table_of_a_benchmark() -> None:
     }
     assert four == ["4", "10.00", "640", "50%", "60%", "30%", "90%", "5%", "5%"]
     plan = Plan(batch_size=64, steps=10)
-    assert "batches of 64 rows, medians of 3 rounds of 10 steps." in bench.notes(plan, everyone)[0]
+    assert "global batch size 64, median of 3 rounds with 10 steps each." in bench.notes(plan, everyone)[0]
     said = bench.as_json(plan, everyone)
     assert [result["efficiency"] for result in said["results"]] == [1.0, 0.5]
     assert json.loads(json.dumps(said)) == said
@@ -207,10 +210,10 @@ def test_it_says_what_it_has_done_where_there_were_fewer_rows_than_it_was_asked_
     few = [measured(1, 2.0, step=0.9)]  # 10 steps, 640 rows
     plan = Plan(batch_size=64, steps=20)
     said = " ".join(bench.notes(plan, few))
-    assert "batches of 64 rows, medians of 3 rounds of 10 steps." in said
-    assert "There are 640 rows, fewer than the 20 steps that were asked for would take." in said
+    assert "global batch size 64, median of 3 rounds with 10 steps each." in said
+    assert "The data has only 640 rows, fewer than 20 steps of 64 rows need." in said
     assert bench.as_json(plan, few)["steps"] == 10
-    assert "global batches of 640 rows" in bench.notes(Plan(batch_size=1000), few)[0]
+    assert "global batch size 640," in bench.notes(Plan(batch_size=1000), few)[0]
 
 
 def test_workers_that_share_the_gpus_of_one_promise_no_more_than_it() -> None:
@@ -233,4 +236,4 @@ def test_what_cannot_be_told_is_not_made_up() -> None:
     assert bench.table([alone])[1][4:] == ["90%", "0%", "90%", "0%", "10%"], "one replica exchanges nothing"
     assert bench.table([alone, together])[2][4:] == ["-", "-", "80%", "0%", "20%"]
     said = " ".join(bench.notes(Plan(), [alone, together]))
-    assert "cannot be told from computing" in said and "share the" in said
+    assert "the compiled step includes the exchange" in said and "share the" in said

@@ -216,13 +216,13 @@ def test_a_disk_that_takes_no_more_ends_the_trace_and_nothing_else(
 
     with span("step", "step"):
         monkeypatch.setattr(trace_file.os, "write", full)
-    with pytest.warns(UserWarning, match="KDIST_TRACE: no more is written to .*No space left"):
+    with pytest.warns(UserWarning, match="KDIST_TRACE: stopped writing the trace to .*No space left"):
         file.flush()
     assert span("step", "step") is span("step", "step"), "nobody listens any more"
     (tmp_path / "a-file").touch()
     with (
         environment.patched(KDIST_TRACE=tmp_path / "a-file" / "folder"),
-        pytest.warns(UserWarning, match="nothing can be written"),
+        pytest.warns(UserWarning, match="cannot write the trace"),
     ):
         trace_file.begin(0)
 
@@ -235,4 +235,4 @@ def test_a_trace_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with span("step", "step"):
             pass
     assert len(events_of(tmp_path / "worker-0.json")) == 3
-    assert json.loads((tmp_path / "worker-0.json").read_text())[-1]["name"].startswith("The trace is full")
+    assert json.loads((tmp_path / "worker-0.json").read_text())[-1]["name"].startswith("Trace limit reached")

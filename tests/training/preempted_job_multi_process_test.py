@@ -60,7 +60,7 @@ def test_a_worker_is_taken_away_and_nothing_is_lost(tmp_path: Path) -> None:
     for found in (weights := by_hand.shown(out)):
         np.testing.assert_allclose(found, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
     assert len(weights) == 2, "the first start has not come to its end"
-    assert re.search(r"restart 1, which does not count, because worker [01] was preempted .*75", err), err
+    assert re.search(r"restart 1 \(not counted\) because worker [01] was preempted .*75", err), err
     assert not (tmp_path / "backup").exists(), "it is deleted once it is not needed any more"
     check_slow_steps(out, err)
 
@@ -74,6 +74,6 @@ def check_slow_steps(out: str, err: str) -> None:
         numbers, times = zip(*steps_of(out, start, 0), strict=True)
         assert np.diff(times).min() >= SLOW, f"start {start}"
         said = re.findall(
-            r"worker 0\] kdist: --inject slow:worker=0,seconds=0\.05,always=1, at step (\d)", err
+            r"worker 0\] kdist: --inject slow:worker=0,seconds=0\.05,always=1 takes effect at step (\d)", err
         )
         assert len(said) == EPOCHS * by_hand.STEPS, numbers

@@ -51,7 +51,8 @@ def main(options: argparse.Namespace) -> int:
             file.write(text)
     except OSError as error:
         raise InvalidArgumentError(
-            "The manifest's file must be one that can be written.",
+            "kdist cannot write the manifest.",
             received={"output": options.output, "error": str(error)},
+            hint="Choose another file with --output.",
         ) from error
     return 0

@@ -67,22 +67,27 @@ def _check(request: Request, options: argparse.Namespace) -> None:
     for name in ("storage", "shared_memory"):
         if not _QUANTITY.fullmatch(getattr(options, name)):
             raise InvalidArgumentError(
-                f"--{name.replace('_', '-')} must be a quantity of Kubernetes.",
+                f"--{name.replace('_', '-')} is not a Kubernetes quantity.",
                 received={name: getattr(options, name)},
-                hint="For example: 10Gi",
+                hint=f"For example: --{name.replace('_', '-')} 10Gi",
             )
     for name in ("namespace", "claim", "storage_class"):
         value = getattr(options, name)
         if value is not None and not _SUBDOMAIN.fullmatch(value):
             raise InvalidArgumentError(
-                f"--{name.replace('_', '-')} must be a name of Kubernetes: small letters, digits, hyphens.",
+                f"--{name.replace('_', '-')} is not a Kubernetes name.",
                 received={name: value},
+                hint="Use lowercase letters, digits, hyphens and dots. Start and end with a letter or a digit.",
             )
     if not re.fullmatch(r"[\w./:@-]+", options.image, re.ASCII):
-        raise InvalidArgumentError("--image must be the name of an image.", received={"image": options.image})
+        raise InvalidArgumentError(
+            "--image is not the name of a container image.",
+            received={"image": options.image},
+            hint="For example: --image registry/train:1",
+        )
     if not request.checkpoint_dir.startswith("/") or ":" in request.checkpoint_dir:
         raise InvalidArgumentError(
-            "--checkpoint-dir must be the path at which a pod sees the volume.",
+            "--checkpoint-dir is not an absolute path without colons, so no volume can be mounted there.",
             received={"checkpoint_dir": request.checkpoint_dir},
             hint="For example: --checkpoint-dir /checkpoints",
         )
@@ -92,11 +97,11 @@ def _head(request: Request, options: argparse.Namespace) -> str:
     name, where = request.name, f" --namespace {options.namespace}" if options.namespace else ""
     lines = [
         "Written by kdist manifest kubernetes, for Kubernetes 1.29 or later.",
-        f"What it prints:  kubectl logs{where} --prefix --follow --max-log-requests {request.num_workers} "
+        f"To read the output:  kubectl logs{where} --prefix --follow --max-log-requests {request.num_workers} "
         f"--selector job-name={name}",
-        "If it hangs:     write it with `-m kdist doctor` in the script's place, which says why",
-        "It contains the secret of the job: do not publish it.",
-        f"To start anew:   kubectl delete{where} job {name}    and apply this again; the checkpoints stay",
+        "If the job hangs, generate this file with `-m kdist doctor` instead of the script.",
+        "This file contains the secret of the job. Do not publish it.",
+        f"To restart:  kubectl delete{where} job {name}    and apply this file again. The checkpoints are kept.",
     ]
     return "".join(f"# {line}\n" for line in lines)
 

@@ -131,10 +131,10 @@ def _name(given: str | None, script: str, is_module: bool) -> str:
         name = words.lstrip("-0123456789")[:_LONGEST_NAME].rstrip("-") or "job"
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
         raise InvalidArgumentError(
-            "The name of a job consists of small letters, digits and hyphens, begins with a letter, does not end with "
-            f"a hyphen, and has {_LONGEST_NAME} characters at most.",
+            "--name is not a valid name for a job.",
             received={"name": name},
-            hint="For example: --name train-2",
+            hint=f"Use at most {_LONGEST_NAME} lowercase letters, digits and hyphens. Start with a letter, and do not "
+            "end with a hyphen. For example: --name train-2",
         )
     return name
 
@@ -145,7 +145,9 @@ def _megabytes(text: str | None) -> int | None:
     match = _MEMORY.fullmatch(text)
     if match is None:
         raise InvalidArgumentError(
-            "--memory must be a whole number of M, G or T.", received={"memory": text}, hint="--memory 16G"
+            "--memory is not a whole number of M, G or T.",
+            received={"memory": text},
+            hint="For example: --memory 16G",
         )
     return int(match[1]) * {"M": 1, "G": 2**10, "T": 2**20}[match[2]]
 
@@ -158,7 +160,7 @@ def _seconds(text: str | None) -> int | None:
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if not total:
         raise InvalidArgumentError(
-            "--time must have the form [D-]HH:MM:SS, and be more than none.",
+            "--time is not a positive time in the form [D-]HH:MM:SS.",
             received={"time": text},
             hint="For a day and a half: --time 1-12:00:00",
         )
@@ -167,5 +169,9 @@ def _seconds(text: str | None) -> int | None:
 
 def _one_line(option: str, text: str) -> str:
     if not text or not text.isprintable():
-        raise InvalidArgumentError(f"{option} must be a path.", received={option.lstrip("-"): text})
+        raise InvalidArgumentError(
+            f"{option} is not a path.",
+            received={option.lstrip("-"): text},
+            hint=f"For example: {option} /checkpoints",
+        )
     return text

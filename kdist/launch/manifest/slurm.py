@@ -25,18 +25,18 @@ _WORD = re.compile(r"[A-Za-z0-9_.,:+=@%/-]+")
 _SRUN = "srun --kill-on-bad-exit=0 --wait=0 --distribution=block --label"
 # Not `openssl`, which a machine may lack. srun passes the variable on to all tasks.
 _SECRET = f"""\
-# The secret by which the workers know each other.
+# The secret that the workers of this job share.
 export {TOKEN_VARIABLE}=${{{TOKEN_VARIABLE}:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}
 """
 _LOOP = """\
-# A step that has failed is started again: {max_restarts} more times. What a checkpoint holds is not lost.
+# Restart a failed step up to {max_restarts} times. Training resumes from its last checkpoint.
 for ((start = 0; start <= {max_restarts}; start++)); do
   export {restart}=$((${{SLURM_RESTART_COUNT:-0}} + start))
   {step}
   code=$?
   case $code in
-    0 | 2) exit $code ;; # all is done, or the call is wrong
-    {preempted}) # the workers have saved and want to go on: back to the queue
+    0 | 2) exit $code ;; # success, or a wrong command line
+    {preempted}) # preempted after saving a checkpoint: back to the queue
       scontrol requeue "$SLURM_JOB_ID"
       exit $code ;;
   esac
@@ -75,8 +75,8 @@ def write(request: Request, options: argparse.Namespace) -> str:
             step=step,
         )
     return (
-        "#!/bin/bash\n# Written by kdist manifest slurm. Submit it with sbatch.\n"
-        "# If it hangs: write it with `-m kdist doctor` in the script's place, which says why.\n"
+        "#!/bin/bash\n# Written by kdist manifest slurm. Submit this script with sbatch.\n"
+        "# If the job hangs, generate this file with `-m kdist doctor` instead of the script.\n"
         f'{directives}\n{exports}{_SECRET}mkdir -p "${CHECKPOINTS}"\n\n{body}'
     )
 
@@ -86,7 +86,11 @@ def _directives(request: Request, options: argparse.Namespace) -> dict[str, str 
     for name in ("partition", "account"):
         value = getattr(options, name)
         if value is not None and not _WORD.fullmatch(value):
-            raise InvalidArgumentError(f"--{name} must be a name of Slurm.", received={name: value})
+            raise InvalidArgumentError(
+                f"--{name} is not a Slurm name.",
+                received={name: value},
+                hint="Use only letters, digits and the characters _ . , : + = @ % / -",
+            )
     nodes = None if options.nodes is None else str(whole_number("--nodes", options.nodes, 1))
     memory = None if request.megabytes is None else math.ceil(request.megabytes / (request.cpus or 1))
     return {

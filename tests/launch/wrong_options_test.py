@@ -1,0 +1,62 @@
+"""What the command line prints about options and commands that do not exist."""
+
+from __future__ import annotations
+
+import pytest
+
+from kdist.command_line import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "message", "hint"),
+    [
+        (["run", "--num", "2", "x.py"], "kdist run ", "unknown option: --num", "Did you mean --num-workers?"),
+        (["run", "--num_worker=2", "x.py"], "kdist run ", "unknown option: --num_worker", "--num-workers?"),
+        (["launch", "--nnodes", "2", "x.py"], "kdist run ", "unknown option: --nnodes", "mean --hosts?"),
+        (["run", "--node_rank", "0", "x.py"], "kdist run ", "unknown option: --node_rank", "--host-index?"),
+        (["run", "--frobnicate", "x.py"], "kdist run ", "unknown option: --frobnicate", "kdist run --help"),
+        (["run", "-x", "x.py"], "kdist run ", "unknown option: -x", "kdist run --help"),
+        (["bench", "--step", "2"], "kdist bench ", "unknown option: --step", "Did you mean --steps?"),
+        (["bench", "--backend", "jxa"], "kdist bench ", "invalid choice: 'jxa'", "Did you mean jax?"),
+        (["info", "all"], "kdist info ", "unexpected argument: all", "kdist info --help"),
+        (["rnu", "x.py"], "kdist ", "invalid choice: 'rnu'", "Did you mean run?"),
+        ([], "kdist ", "required: COMMAND", "kdist --help"),
+        (["manifest", "slrum"], "kdist manifest ", "invalid choice: 'slrum'", "Did you mean slurm?"),
+        (
+            ["manifest", "slurm", "-n", "2", "--gpu", "1", "x.py"],
+            "kdist manifest slurm ",
+            "unknown option: --gpu",
+            "Did you mean --gpus?",
+        ),
+        (
+            ["manifest", "slurm", "--num", "2", "x.py"],
+            "kdist manifest slurm ",
+            "required: -n/--num-workers",
+            "Did you mean --num-workers instead of --num?",
+        ),
+    ],
+)
+def test_the_subcommand_suggests_the_nearest_option(arguments, usage, message, hint, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"usage: {usage}")
+    *_, said, suggested = err.splitlines()
+    assert message in said and suggested.endswith(hint)
+
+
+def test_the_script_may_have_any_options(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["run", "-n", "1", "--dry-run", str(script), "--num", "2", "-x", "--nnodes"]) == 0
+    assert f"{script} --num 2 -x --nnodes\n" in capsys.readouterr().out
+
+
+def test_an_option_that_the_help_does_not_list_is_accepted_and_not_suggested(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["run", "--nproc_per_node", "2", "--dry-run", str(script)]) == 0
+    with pytest.raises(SystemExit):
+        main(["run", "--nproc_per_nod", "2", str(script)])
+    assert "Did you mean --nproc-per-node?" in capsys.readouterr().err
