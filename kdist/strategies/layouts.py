@@ -48,7 +48,7 @@ class LayoutRules:
             raise InvalidArgumentError(
                 f"Several layouts match the path {path!r}.",
                 received={"layouts": found},
-                hint="Change the patterns so that one of them matches, or add the path as a key.",
+                hint="Change the patterns so that only one matches, or add the path as a key.",
             )
         self.unused.difference_update(found)
         return found[0] if found else None
@@ -81,7 +81,7 @@ def _checked(
         raise InvalidArgumentError(
             f"The layout does not fit the variable {path!r}.",
             received={"shape": shape, "layout": layout, "mesh": dict(lengths)},
-            hint="Give one entry per axis: None, or a mesh axis whose length divides it. Use each mesh axis once.\n"
+            hint="Give one entry per axis: None, or a mesh axis whose length divides it. Use no mesh axis twice.\n"
             f"For example, without sharding: {{{pattern}: {(None,) * len(shape)}}}",
         )
     return layout

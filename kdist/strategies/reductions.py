@@ -85,18 +85,18 @@ def _checked(runtime: Runtime, own: Any, result: Any, parts: Sequence[Any]) -> A
     if isinstance(result, DistributedValues):  # one for each device, all equal
         result = result.values[0]
     shape = tuple(parts[0].shape)
-    problem = (
-        f"{type(own).__name__} reduced values of shape {shape} to something else than a tensor of this shape."
-    )
-    hint = "Return one tensor with the shape of a component."
+    problem = f"{type(own).__name__} returned a result that is not a tensor with the shape of a component."
+    hint = f"Return one tensor of shape {shape}."
     try:
         if result is None:
             raise TypeError("None")
         (tensor,) = runtime.to_holder([keras.ops.convert_to_tensor(result)])
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(problem, received={"result": result}, hint=hint) from error
+        raise InvalidArgumentError(problem, received={"result": result, "shape": shape}, hint=hint) from error
     if not _agree(tuple(tensor.shape), shape):
-        raise InvalidArgumentError(problem, received={"shape": tuple(tensor.shape)}, hint=hint)
+        raise InvalidArgumentError(
+            problem, received={"result": tuple(tensor.shape), "shape": shape}, hint=hint
+        )
     return tensor
 
 
@@ -149,7 +149,7 @@ def _check_equal_shapes(parts: Sequence[Any]) -> None:
         raise InvalidArgumentError(
             "Cannot reduce the values: their shapes differ between the replicas.",
             received={"shapes": shapes},
-            hint="If only the number of rows differs, reduce also along the rows:\n"
+            hint="If only the number of rows differs, also reduce along the rows:\n"
             'strategy.reduce("MEAN", value, axis=0)',
         )
 

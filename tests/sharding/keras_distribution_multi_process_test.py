@@ -93,7 +93,7 @@ def test_distributions_are_strategies_and_the_other_way_round() -> None:
         assert said.startswith(kind), said
         assert "device_mesh" in said
         assert "Strategy" in said
-    assert refused[4].startswith("InvalidArgumentError: distribution must be")
+    assert refused[4].startswith("InvalidArgumentError: `distribution` is not a")
     assert refused[5].startswith("UnsupportedError")
 
 

@@ -239,7 +239,7 @@ def test_mistakes_are_named_before_anything_is_trained(pools: Pools) -> None:
     (said,) = pools.run(FOUR_DEVICES, mistakes)
     wanted = {
         "does not divide": "/gamma'.\nReceived: shape=(8,), layout=('model', 'batch'), mesh={'batch': 2, 'model': 2}",
-        "two axes": "Use each mesh axis once.",
+        "two axes": "Use no mesh axis twice.",
         "two layouts": "Several layouts match the path",
         "no such axis": "The mesh has no axis 'modle'",
         "no such batch axis": "The mesh has no axis 'rows'",
