@@ -82,14 +82,6 @@ _NOT_ELSEWHERE = (
 _NO_SHARDS = "TensorFlow cannot shard the variables of a Keras 3 model"
 _ONE_DEVICE = f"{_NO_SHARDS}; on PyTorch, a worker of this strategy has one device"
 
-# Not yet: TensorFlow's servers do not follow when layers are frozen or unfrozen between two calls of `fit`.
-_NOT_FOLLOWED = Without(
-    "fine_tuning",
-    ("tensorflow",),
-    "`fit` raises an error after layers are frozen or unfrozen between two calls",
-    is_error=False,
-)
-
 CONFIGURATIONS = {
     c.name: c
     for c in (
@@ -149,7 +141,6 @@ CONFIGURATIONS = {
             5,
             1,
             "ParameterServer",
-            without=(_NOT_FOLLOWED,),
         ),
         # A coordinator, a worker, two servers.
         Configuration(
@@ -158,7 +149,7 @@ CONFIGURATIONS = {
             4,
             1,
             "ParameterServer",
-            without=(*_NOT_ELSEWHERE, _NOT_FOLLOWED),
+            without=_NOT_ELSEWHERE,
         ),
     )
 }
