@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kdist.errors import InvalidArgumentError
+from kdist.strategies.visualization import _place
 from tests.processes import each_backend, run, strategy
 
 WHOLE = {
@@ -102,3 +103,13 @@ def refused() -> None:
 @each_backend
 def test_a_model_without_variables_is_refused(backend):
     run(backend, 1, refused)
+
+
+def test_the_last_axis_of_a_mesh_is_the_fastest():
+    mesh = {"batch": 2, "model": 3}
+    assert [_place(number, mesh) for number in (0, 1, 3, 5)] == [
+        {"batch": 0, "model": 0},
+        {"batch": 0, "model": 1},
+        {"batch": 1, "model": 0},
+        {"batch": 1, "model": 2},
+    ]

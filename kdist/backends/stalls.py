@@ -262,7 +262,8 @@ def lost_error(
 ) -> WorkerLostError:
     """Returns the error of a worker that has lost others.
 
-    `lost` says what has happened to whom, {3: "it died"}, and is empty if nobody knows; `error` is the engine's.
+    `lost` contains a reason per lost worker, such as {3: "it died"}. It is empty if the reason is unknown. `error` is the
+    error of the backend.
     """
     global _told
     _told = True

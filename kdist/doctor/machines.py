@@ -52,8 +52,8 @@ def _cluster(everyone: Sequence[Facts]) -> Iterator[Line]:
                 )
         if found:
             return  # the others have the same
-    nobody = "no cluster is configured: single worker"
-    yield Line(OK, "cluster", nobody if winners.startswith("none") else f"described by {winners}")
+    single = "no cluster is configured: single worker"
+    yield Line(OK, "cluster", single if winners.startswith("none") else f"described by {winners}")
 
 
 def _without_addresses(says: str) -> str:

@@ -67,16 +67,11 @@ def variable_state(variable: Any) -> tuple[type, dict[str, Any]]:
 
 def new_variable(cls: type, state: dict[str, Any], value: Any = None) -> Any:
     """Returns the variable that `variable_state` has taken apart, with other numbers, or without a value."""
-    import keras
-
     variable: Any = object.__new__(cls)
     vars(variable).update(state)
     vars(variable)["_value"] = None
     if value is not None:
-        # A tape of TensorFlow watches a variable that was trainable when it was created, whatever it is afterwards.
-        variable._trainable = variable.trainable or keras.backend.is_float_dtype(variable._dtype)
         variable._initialize(value)
-        variable.trainable = state["_trainable"]
     return variable
 
 

@@ -59,3 +59,20 @@ def keras_hub_backbone() -> Numbers:
         numbers = a.numbers(model, a.fit(model, x, ids[:, 1:]), predicted=a.predict(model, x))
         found |= {f"{name} {key}": value for key, value in numbers.items()}
     return found
+
+
+@case("fine-tuning: the last layer, then all layers, then the first")
+def fine_tuning() -> Numbers:
+    x = a.tokens()
+    y = (x.sum(axis=1, keepdims=True) * 0.1).astype("float32")
+    embedding, head = keras.layers.Embedding(11, 6), keras.layers.Dense(1)
+    model = keras.Sequential(
+        [keras.layers.Input((7,), dtype="int32"), embedding, keras.layers.Flatten(), head]
+    )
+    found: Numbers = {}
+    for name, trained in {"last": (False, True), "all": (True, True), "first": (True, False)}.items():
+        embedding.trainable, head.trainable = trained
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        numbers = a.numbers(model, a.fit(model, x, y), predicted=a.predict(model, x))
+        found |= {f"{name} {key}": value for key, value in numbers.items()}
+    return found

@@ -196,7 +196,7 @@ SOURCES = sorted((ROOT / "kdist").rglob("*.py"))
 
 _FENCE = re.compile(r"^ *(?:> *)?(```+|~~~+) *(\w*)")
 _STARTS = re.compile(r" *(?:[-*|#>]|\d+\.|===|!!!|\?\?\?|:::)")
-# Inline code and what is not text; the letters in place of code are a word.
+# Parts of a page that are not prose. A placeholder replaces inline code, so that the sentence stays whole.
 _CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _NOT_TEXT = re.compile(r"\]\([^)\s]*\)|<!--.*?-->|</?\w[^>]*>|\{[^}]*\}|https?://[^\s)>]+", re.DOTALL)
 

@@ -120,14 +120,12 @@ class Components:
         with keras_hooks.without_scope(), tf.init_scope(), self._runtime.suspended():
             for index, name in enumerate(devices):
                 with tf.device(name):
-                    shown = native_of(variable, index, len(devices)).read_value()
+                    native = native_of(variable, index, len(devices))
+                    shown = native.read_value()
                     value = self._share(variable, index, shown, is_on_read)
-                    parts.append(
-                        Part(
-                            tf.Variable(value, trainable=variable.trainable),
-                            tf.Variable(shown, trainable=False),
-                        )
-                    )
+                    # The flag of creation: tapes must also watch a layer that is unfrozen later.
+                    own = tf.Variable(value, trainable=native.trainable)
+                    parts.append(Part(own, tf.Variable(shown, trainable=False)))
         return _Known(keras_hooks.native_value(variable), parts)
 
 
