@@ -262,8 +262,8 @@ def lost_error(
 ) -> WorkerLostError:
     """Returns the error of a worker that has lost others.
 
-    `lost` contains a reason per lost worker, such as {3: "it died"}. It is empty if the reason is unknown. `error` is the
-    error of the backend.
+    `lost` contains a reason per lost worker, such as {3: "it died"}. It is empty if the reason is unknown.
+    `error` is the error of the backend.
     """
     global _told
     _told = True
