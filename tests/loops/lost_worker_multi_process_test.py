@@ -73,4 +73,4 @@ def test_the_other_worker_names_the_one_that_is_lost(backend, workers):
     left, told = ((folder / name).stat().st_mtime for name in ("worker1.out", "worker0.err"))
     assert told - left < LIMIT
     assert "WorkerLostError" in first.stderr()
-    assert f"without worker 1 ({addresses[1]})" in first.stderr()
+    assert f"The job lost worker 1 ({addresses[1]})" in first.stderr()

@@ -233,7 +233,7 @@ def test_a_session_of_jax_distributed_is_adopted_if_it_is_the_cluster_s(
             scripts.append(Script(tmp_path, f"worker{rank}", source, env))
         for script in scripts:
             assert script.wait(120) == 0, script.stdout() + script.stderr()
-            wanted = "REFUSED A session of jax.distributed" if is_refused else "TRAINED 2 (2,)"
+            wanted = "REFUSED The existing session of jax.distributed" if is_refused else "TRAINED 2 (2,)"
             assert wanted in script.stdout(), script.stdout() + script.stderr()
     finally:
         for script in scripts:

@@ -152,7 +152,7 @@ def test_the_port_of_the_chief_is_in_use(start: Callable[..., Job]) -> None:
         taken = f"127.0.0.1:{held.getsockname()[1]}"
         job = start("none", 0, skip=1, addresses=[taken, "127.0.0.1:9"])
         assert job.wait(60) == {0: 1}
-    assert "ClusterConfigError: Port" in job.output(0)
+    assert "ClusterConfigError: Cannot listen on port" in job.output(0)
 
 
 def test_too_late_to_join(start: Callable[..., Job]) -> None:
