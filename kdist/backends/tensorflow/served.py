@@ -74,6 +74,7 @@ class Placement:
         owner = keras_hooks.owner_in_creation()
         beside = [] if owner is None else shards_of(keras_hooks.native_value(owner))
         initial, dtype = kwargs.pop("initial_value"), kwargs.pop("dtype", None)
+        kwargs.pop("shape", None)  # Keras 3.16 passes the whole shape, and a shard has another one
         value = initial() if callable(initial) else initial
         value = tf.convert_to_tensor(value, dtype=dtype)
         if beside and value.shape == owner.shape:
