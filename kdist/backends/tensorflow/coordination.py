@@ -225,10 +225,12 @@ class NativeCoordination(Coordination):
                 return
 
     def _recover(self, index: int) -> None:
-        """Waits until somebody is at the worker's address, and connects again."""
+        """Waits until a process answers at the worker's address, and connects again."""
+        # TensorFlow connects to all tasks: without a server this call hangs, and the job cannot end.
+        needed = [self._workers[index], *self._servers]
         while not self.closures.is_closed:
             time.sleep(tasks.PATIENCE)
-            if not self._workers[index].answers():
+            if not all(task.answers() for task in needed):
                 continue
             with self._recovery, contextlib.suppress(tf.errors.OpError):
                 context = eager_context.context()
