@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import processes, reports, turn, zygote
 from tests.environment import DESCRIBING
+from tests.own_process import pytest_runtest_teardown as pytest_runtest_teardown
 
 # The longest tests come first, so that at the end no process of pytest-xdist is left with a long test.
 FIRST = (
@@ -21,7 +21,6 @@ FIRST = (
     "tutorials_test.py",
     "contract_multi_process_test.py",
 )
-FRAMEWORKS = ("tensorflow", "jax", "torch", "keras")
 
 # What a shell has set must not reach the workers.
 for name in [*os.environ]:
@@ -120,10 +119,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     reports.print_faults(terminalreporter)
     reports.write_gpus(terminalreporter, config.getoption("--gpu-report"))
     reports.write_support(terminalreporter, config.getoption("--support-results"))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    imported = [name for name in FRAMEWORKS if name in sys.modules]
-    if imported:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        print(f"\npytest's own process has imported {', '.join(imported)}: tests run them in workers.")

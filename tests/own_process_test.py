@@ -1,0 +1,42 @@
+"""A framework in pytest's own process fails a test, also under pytest-xdist."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.environment import ROOT, clean_environment
+
+HOOK = "from tests.own_process import pytest_runtest_teardown\n"
+IMPORTS = "import sys, types\nsys.modules['torch'] = types.ModuleType('torch')\n\ndef test_it():\n    pass\n"
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_an_imported_framework_fails(processes: str, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(HOOK)
+    (tmp_path / "imports_test.py").write_text(IMPORTS)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            processes,
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:kdist",
+            "imports_test.py",
+        ],
+        cwd=tmp_path,
+        env=clean_environment() | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "has imported torch, in imports_test.py" in done.stdout
