@@ -15,7 +15,7 @@ PACKAGES_jax = jax
 PACKAGES_torch = torch
 PACKAGES_tensorflow = tensorflow-cpu
 
-.PHONY: demo test test-full test-gpu test-nightly matrix dist test-dist mutants keras-tests lint docs bench table clean
+.PHONY: demo test rest test-full test-gpu test-nightly matrix dist test-dist mutants keras-tests lint docs bench table clean
 
 demo: .venv-demo-$(BACKEND)/ready
 	KERAS_BACKEND=$(BACKEND) .venv-demo-$(BACKEND)/bin/kdist demo
@@ -35,6 +35,10 @@ test: .venv/ready lint
 # Every product, workers that are not forked, and the contract with the coming Keras.
 test-full: .venv/ready lint test-nightly
 	.venv/bin/python $(PYTEST) --full
+
+# What `make test` leaves out, a part of some twelve minutes: the part that waited longest. make rest SHARDS="--count 3"
+rest: .venv/ready
+	.venv/bin/python -m tests.rest $(SHARDS)
 
 # On a machine with GPUs: one command, and the file to send back. All of it takes an hour at most, and less with one GPU.
 test-gpu: .venv-gpu/ready

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes, reports, turn, zygote
+from tests import processes, reports, rest, turn, zygote
 from tests.environment import DESCRIBING
 from tests.own_process import pytest_runtest_teardown as pytest_runtest_teardown
 
@@ -40,6 +40,9 @@ def pytest_report_header() -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="every product instead of pairs, and workers that are not forked"
+    )
+    parser.addoption(
+        "--part", default=None, metavar="I/N", help="only this part of the groups of tests, such as 2/8"
     )
     parser.addoption(
         "--contract-results", default=None, help="write the result of each contract cell to this file"
@@ -77,14 +80,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
         named = {Path(argument).name for argument in config.args}
-        left_out = [
-            item
-            for item in items
-            if item.get_closest_marker("full") and item.nodeid.split("/")[-1] not in named
-        ]
-        config.hook.pytest_deselected(items=left_out)
-        out = set(left_out)
-        items[:] = [item for item in items if item not in out]
+        _keep(
+            config,
+            items,
+            [
+                item
+                for item in items
+                if not item.get_closest_marker("full") or item.nodeid.split("/")[-1] in named
+            ],
+        )
     for item in items:
         backend = _backend(item)
         if item.get_closest_marker("xdist_group") is None:
@@ -92,7 +96,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(
                 pytest.mark.xdist_group("-".join([item.path.stem, *([backend] if backend else [])]))
             )
+    if part := config.getoption("--part"):
+        _keep(config, items, rest.part_of(items, part, _group))
     items.sort(key=_rank)
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = kept
+
+
+def _group(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    assert marker is not None
+    return str(marker.args[0])
 
 
 def _backend(item: pytest.Item) -> str:

@@ -1,6 +1,6 @@
 """Breaks kdist on purpose, one small patch at a time, and says which breaks the tests do not notice.
 
-    python tests/mutants/run.py [NAME OR PART OF IT …] [-k PART] [--jobs 2] [--list] [--no-baseline]
+    python tests/mutants/run.py [NAME OR PART OF IT …] [-k PART] [--part I/N] [--jobs 2] [--list] [--no-baseline]
 
 A mutant is a file `tests/mutants/NAME.patch`: lines of a head, then a unified diff of `kdist/`:
 
@@ -257,6 +257,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help="mutants, or parts of their names")
     parser.add_argument("-k", dest="part", help="those with this in their name")
+    parser.add_argument("--part", dest="part_of", metavar="I/N", help="only this part of them, such as 2/8")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at once (default 2)")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument(
@@ -264,6 +265,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     )
     options = parser.parse_args(arguments)
     mutants = find_mutants(root, [*options.names, *([options.part] if options.part else [])])
+    if options.part_of:
+        index, number = map(int, options.part_of.split("/"))
+        mutants = mutants[index - 1 :: number]
     if options.list or not mutants:
         for mutant in mutants:
             print(f"{mutant.name:40} {mutant.promise}")

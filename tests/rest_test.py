@@ -1,0 +1,49 @@
+"""The ledger of what `make test` leaves out: no shard failed, and none has waited for too long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import rest, turn
+
+OLD = rest.Entry(10, "abc", True, 1.0)
+NEW = rest.Entry(90, "def", True, 1.0)
+
+
+def test_the_ledger_is_green_and_young() -> None:
+    assert rest.overdue(rest.read(), turn.turn()) == []
+    assert {*rest.read()} <= {*rest.shards()}, "shards that do not exist any more"
+
+
+def test_a_failure_and_an_old_result_are_found() -> None:
+    failed = rest.Entry(90, "def", False, 1.0)
+    assert rest.overdue({"a": OLD, "b": NEW, "c": failed}, 100) == ["c failed"]
+    assert rest.overdue({"a": OLD, "b": NEW}, 161) == ["a did not run for 151 commits"]
+
+
+def test_the_shard_that_waited_longest_comes_first() -> None:
+    assert rest.oldest({"a": NEW, "b": OLD}, "abc", 0) == ["c", "b", "a"]
+    assert {rest.oldest({}, "abc", now)[0] for now in range(3)} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("number", [1, 3, 8])
+def test_the_parts_are_the_whole(number: int) -> None:
+    items = [f"{group}-{i}" for group in "qwertzuiop" for i in range(3)]
+    parts = [rest.part_of(items, f"{i}/{number}", lambda item: item[0]) for i in range(1, number + 1)]
+    assert sorted(item for part in parts for item in part) == sorted(items)
+    assert all({*item[0]} <= {i[0] for i in part} for part in parts for item in part)
+    with pytest.raises(ValueError, match="9/8"):
+        rest.part_of(items, "9/8")
+
+
+def test_a_run_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rest, "LEDGER", tmp_path / "ledger.json")
+    monkeypatch.setattr(rest, "shards", lambda: {"good": ("-c", ""), "bad": ("-c", "raise SystemExit(3)")})
+    rest.write({"good": OLD})
+    monkeypatch.setattr("sys.argv", ["rest", "--count", "2"])
+    assert rest.main() == 1
+    found = rest.read()
+    assert (found["good"].passed, found["bad"].passed) == (True, False)
+    assert found["good"].commits == found["bad"].commits == turn.turn()
