@@ -1,4 +1,4 @@
-"""The examples of the page about measuring."""
+"""The examples of the pages on measuring and on mixed precision."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from tests.docs.examples import Run, each_example, run_example
-from tests.docs.things import new_model, rows
+from tests.docs.things import assert_same, losses_of, new_model, rows
 
 
 def measuring_0(example: Run) -> None:
@@ -23,6 +23,68 @@ def measuring_1(example: Run) -> None:
     example(kdist=kdist, model=new_model(), **rows())
     mine = read_run("runs/first").workers[int(os.environ["RANK"])]
     assert mine.totals.steps == 3 * 3 - 1
+
+
+def measuring_2(example: Run) -> None:
+    import keras
+
+    from tests.processes import strategy
+
+    runs: list[str] = []
+
+    class WandbMetricsLogger(keras.callbacks.Callback):
+        pass
+
+    class Wandb:
+        @staticmethod
+        def init(project: str, mode: str) -> None:
+            runs.append(mode)
+
+    given = {"strategy": strategy(), "WandbMetricsLogger": WandbMetricsLogger, "wandb": Wandb}
+    example(keras=keras, model=new_model(), **given, **rows())
+    assert runs == ["online" if os.environ["RANK"] == "0" else "disabled"]
+    assert os.path.isdir("logs")
+
+
+def measuring_3(example: Run) -> None:
+    import keras
+
+    logged: list[int] = []
+
+    class MLflow:
+        @staticmethod
+        def log_metrics(logs: dict[str, float], step: int) -> None:
+            assert logs["loss"] > 0
+            logged.append(step)
+
+    chief = os.environ["RANK"] == "0"
+    example(keras=keras, model=new_model(), mlflow=MLflow, chief=chief, **rows())
+    assert logged == ([0, 1, 2] if chief else [])
+
+
+def mixed_precision_0(example: Run) -> None:
+    import keras
+
+    from tests.processes import strategy
+
+    try:
+        model = example(keras=keras, strategy=strategy(), **rows())["model"]
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    assert model.layers[0].compute_dtype == "bfloat16" and model.layers[0].kernel.dtype == "float32"
+    assert losses_of(model)[-1] < losses_of(model)[0]
+
+
+def mixed_precision_1(example: Run) -> None:
+    import keras
+
+    given = rows()
+    model = example(keras=keras, model=new_model(), **given)["model"]
+    plain = new_model(plain=True)
+    plain.compile(keras.optimizers.Adam(gradient_accumulation_steps=4), "mse")
+    plain.fit(**given, batch_size=32, epochs=3, verbose=0)
+    assert_same(plain, model)
+    assert int(model.optimizer.iterations) == 3 * 10 // 4
 
 
 @each_example(globals())

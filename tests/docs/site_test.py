@@ -15,8 +15,46 @@ import kdist
 import kdist.cluster_resolver
 import kdist.errors
 import kdist.experimental
+from tests.docs.search import Search
 from tests.environment import ROOT, clean_environment
 from tests.notebooks import TUTORIALS
+
+# What people type, and the pages that answer it.
+SEARCHES = {
+    "batch size": ["global-batch/"],
+    "DataLoader": ["input/"],
+    "dropout": ["limits/", "faq/"],
+    "elastic": ["resuming/", "faq/"],
+    "fault tolerance": ["resuming/"],
+    "FSDP": ["sharding/"],
+    "GPU": ["how-to/gpus/"],
+    "gradient accumulation": ["mixed-precision/"],
+    "hang": ["troubleshooting/"],
+    "Kubernetes": ["how-to/kubernetes/"],
+    "learning rate": ["global-batch/"],
+    "migrate from Horovod": ["migrating/horovod/"],
+    "mixed precision": ["mixed-precision/"],
+    "model parallel": ["sharding/"],
+    "multi-gpu": ["how-to/gpus/"],
+    "multi-node": ["how-to/several-machines/"],
+    "NCCL timeout": ["troubleshooting/"],
+    "out of memory": ["troubleshooting/"],
+    "profile": ["measuring/"],
+    "resume training": ["resuming/"],
+    "save model": ["saving/"],
+    "Slurm": ["how-to/slurm/"],
+    "speedup": ["measuring/"],
+    "tensor parallel": ["sharding/"],
+    "TF_CONFIG": ["cluster/"],
+    "troubleshoot": ["troubleshooting/"],
+    "wandb": ["measuring/"],
+    "ZeRO": ["sharding/"],
+}
+
+
+@pytest.fixture(scope="module")
+def search(site: Path) -> Search:
+    return Search(site)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +83,19 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
             r'<link[^>]*rel="(?:stylesheet|preconnect|icon)"[^>]*href="(https?:[^"]*)"', text
         )
         assert not loaded, page
+
+
+@pytest.mark.parametrize("query", SEARCHES)
+def test_a_search_finds_the_page_among_the_first_three(search: Search, query: str) -> None:
+    first = search.pages(query)[:3]
+    assert set(first) & set(SEARCHES[query]), (
+        f"{first}: put the words into the title, a heading or the first sentence of the page"
+    )
+
+
+def test_words_are_found_by_their_beginning_and_without_punctuation(search: Search) -> None:
+    assert search.pages("fsdp")[0] == search.pages("FSD")[0] == "sharding/"  # "(FSDP," in the title
+    assert search.pages("xyzzy") == []
 
 
 def test_the_copy_button_leaves_out_prompts_and_output(site: Path) -> None:

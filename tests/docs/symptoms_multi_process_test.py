@@ -13,7 +13,7 @@ from tests.docs.symptoms import in_processes, in_workers
 from tests.environment import ROOT
 from tests.processes import BACKENDS, run
 
-PAGE = (ROOT / "docs" / "when-something-goes-wrong.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 # A heading: its title, and its anchor if that is not made from the title.
 HEADING = re.compile(r"^#{3,4} (?P<title>.+?)(?: \{ #(?P<anchor>[\w-]+) \})?$", re.MULTILINE)
 # Which backends print it, if not each of them does.

@@ -12,7 +12,7 @@ _HEAD = """\
 # Errors and exit codes
 
 Look up an error class or an exit code of kdist here. For the message that you see, search
-[Troubleshooting](../when-something-goes-wrong.md).
+[Troubleshooting](../troubleshooting.md).
 
 All errors that kdist raises on purpose derive from `kdist.errors.KdistError`. Each error also derives from the class in
 the second column. Usually this is the exception that `tf.distribute` raises in the same situation, so you can catch
