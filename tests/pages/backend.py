@@ -49,8 +49,8 @@ def _implemented() -> set[str]:
     }
 
 
-def _rows(node: ast.ClassDef, implemented: set[str]) -> Iterator[str]:
-    """One row per method, without optional methods that no backend has."""
+def _methods(node: ast.ClassDef, implemented: set[str]) -> Iterator[str]:
+    """One line per method, without optional methods that no backend has."""
     for member in node.body:
         if not isinstance(member, ast.FunctionDef) or (
             member.name.startswith("_") and member.name != "__call__"
@@ -58,8 +58,7 @@ def _rows(node: ast.ClassDef, implemented: set[str]) -> Iterator[str]:
             continue
         required = "abstractmethod" in map(ast.unparse, member.decorator_list)
         if required or member.name in implemented:
-            note = "" if required else " (optional)"
-            yield f"| `{member.name}`{note} | {_first_line(member).replace('|', chr(92) + '|')} |"
+            yield f"- `{member.name}`{'' if required else ' (optional)'}: {_first_line(member)}"
 
 
 def write() -> str:
@@ -69,5 +68,5 @@ def write() -> str:
     for module, name in CLASSES:
         node = found[module, name]
         lines += [f"## {name}\n", f"`kdist/backends/{module}.py`. {_first_line(node)}\n"]
-        lines += ["| method | purpose |", "| --- | --- |", *_rows(node, implemented), ""]
+        lines += [*_methods(node, implemented), ""]
     return "\n".join(lines).rstrip() + "\n"
