@@ -59,7 +59,7 @@ class Backend(ABC):
 
     @abstractmethod
     def native_batches(self, adapter: Any) -> Any:
-        """Returns the iterable of batches that Keras's training loop reads from a data adapter on this backend."""
+        """Returns the batches that Keras's training loop reads from a data adapter on this backend."""
 
     def join_predictions(self, batches: Sequence[Any]) -> Any:
         """Concatenates the outputs of all batches into the arrays that `predict` returns."""
@@ -104,7 +104,7 @@ class Backend(ABC):
         options: CommunicationOptions | None = None,
         ops: CrossDeviceOps | None = None,
     ) -> Runtime:
-        """Joins the workers of the topology's cluster, if it has one, and returns the runtime of a strategy.
+        """Joins the workers of the cluster, if there is one, and returns the runtime of a strategy.
 
         Blocks until all workers are there.
 

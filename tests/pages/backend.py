@@ -37,21 +37,36 @@ def _first_line(node: ast.FunctionDef | ast.ClassDef) -> str:
     return " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
 
 
-def _rows(node: ast.ClassDef) -> Iterator[str]:
+def _implemented() -> set[str]:
+    """The names of all functions of the backends and of the parameter servers."""
+    folders = [path for path in (ROOT / "kdist" / "backends").iterdir() if path.is_dir()]
+    return {
+        node.name
+        for folder in (*folders, ROOT / "kdist" / "coordinator")
+        for path in folder.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def _methods(node: ast.ClassDef, implemented: set[str]) -> Iterator[str]:
+    """One line per method, without optional methods that no backend has."""
     for member in node.body:
-        if isinstance(member, ast.FunctionDef) and not (
+        if not isinstance(member, ast.FunctionDef) or (
             member.name.startswith("_") and member.name != "__call__"
         ):
-            must = "abstractmethod" in map(ast.unparse, member.decorator_list)
-            yield f"| `{member.name}` | {'yes' if must else ''} | {_first_line(member).replace('|', chr(92) + '|')} |"
+            continue
+        required = "abstractmethod" in map(ast.unparse, member.decorator_list)
+        if required or member.name in implemented:
+            yield f"- `{member.name}`{'' if required else ' (optional)'}: {_first_line(member)}"
 
 
 def write() -> str:
     """Returns the page, whose first part is written by hand."""
-    found = abstract_classes()
+    found, implemented = abstract_classes(), _implemented()
     lines = [PAGE.read_text(encoding="utf-8").partition(_MARK)[0] + _MARK]
     for module, name in CLASSES:
         node = found[module, name]
         lines += [f"## {name}\n", f"`kdist/backends/{module}.py`. {_first_line(node)}\n"]
-        lines += ["| method | required | purpose |", "| --- | --- | --- |", *_rows(node), ""]
+        lines += [*_methods(node, implemented), ""]
     return "\n".join(lines).rstrip() + "\n"
