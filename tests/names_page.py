@@ -15,9 +15,9 @@ PAGE = ROOT / "docs" / "names.md"
 _HEAD = """\
 # tf.distribute compatibility
 
-Look up a name here when you port a script from `tf.distribute`. kdist provides all names with the same arguments, except
-the names that are listed as omitted. If you use an omitted name, the error contains the reason. Inherited members are not
-repeated. For the steps of a migration, see [From tf.distribute](migrating/tf-distribute.md).
+Look up a name here when you port a script from `tf.distribute`. kdist provides all names with the same arguments,
+except the names that are listed as omitted. If you use an omitted name, the error contains the reason. Inherited
+members are not repeated. For the steps of a migration, see [From tf.distribute](migrating/tf-distribute.md).
 """
 
 
@@ -93,7 +93,7 @@ def write() -> str:
             "provided name | members",
             {_code([name]): _code(members) for name, members in kept.items() if members},
         )
-        lines += _table("omitted name | reason", {_code(names): reason for reason, names in omitted.items()})
+        lines += _table("omitted name | reason", {_code(one): reason for reason, one in omitted.items()})
     return "\n".join(lines).rstrip() + "\n"
 
 
