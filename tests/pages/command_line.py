@@ -14,8 +14,8 @@ _HEAD = """\
 # Command line
 
 This page lists every command and option of kdist, as `kdist COMMAND --help` prints them. You can also run kdist as
-`python -m kdist`. `kdist launch` is an alias of `kdist run`. For examples, see [the launcher](../launcher.md), and for exit
-codes [Errors and exit codes](errors.md#exit-codes).
+`python -m kdist`, and `kdist run` as `kdist launch`. For examples, see [the launcher](../launcher.md). For exit codes,
+see [Errors and exit codes](errors.md#exit-codes).
 """
 
 

@@ -78,7 +78,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Keras": {
         "KERAS_BACKEND": "`tensorflow`, `jax` or `torch`; set by `kdist run --backend`",
         "KERAS_HOME": "directory of Keras's configuration file",
-        "HOME": "its location if `KERAS_HOME` is not set",
+        "HOME": "used to find this file if `KERAS_HOME` is not set",
         "KERAS_DISTRIBUTION_JOB_ADDRESSES": "address of worker 0, or one address per process",
         "KERAS_DISTRIBUTION_NUM_PROCESSES": "number of workers",
         "KERAS_DISTRIBUTION_PROCESS_ID": "index of this worker",
@@ -88,7 +88,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "NCCL_SOCKET_IFNAME": "network interface of NCCL on several machines, set by kdist",
         "GLOO_SOCKET_IFNAME": "network interface of gloo on PyTorch, set by kdist",
         "NCCL_COMM_ID": "if set, kdist does not choose NCCL's network interface",
-        "NCCL_CONF_FILE": "the same, if the file names an interface",
+        "NCCL_CONF_FILE": "the same, if this file names an interface",
         "GRPC_FAIL_FAST": "set for TensorFlow's parameter servers",
         "NO_COLOR": "if set, the launcher prints no colors",
         "OMP_NUM_THREADS": _CORES,
@@ -207,7 +207,7 @@ GROUPS: dict[str, dict[str, str]] = {
 _ABOUT = {
     "System and backends": "If you have set an interface, `GRPC_FAIL_FAST`, `PJRT_NPROC` or a number of threads, "
     "kdist keeps your value.",
-    "TF_CONFIG and torchrun": "`kdist run` sets `TF_CONFIG`, and like torchrun the variables from `RANK` to `GROUP_RANK`.",
+    "TF_CONFIG and torchrun": "`kdist run` sets the variables from `TF_CONFIG` to `GROUP_RANK`.",
 }
 _HEAD = """\
 # Environment variables
