@@ -2,10 +2,9 @@
 
     python benchmarks/checkpoint_speed.py torch [directory] [gigabytes]
 
-The baselines are a plain write with fsync and a plain read into memory. They move the same bytes in the same processes.
-On a write, each worker writes its share. On a read, every worker reads all bytes, as a restore does. The results are
-ratios of speeds, measured in alternating rounds. Use a directory on a real disk. Files that were just written are
-still in the page cache when they are read.
+The baselines are a plain write with fsync and a plain read into memory, of the same bytes in the same processes. Each
+worker writes its share, and reads all bytes, as a restore does. Use a directory on a real disk. Files that were just
+written are still in the page cache when they are read.
 """
 
 from __future__ import annotations

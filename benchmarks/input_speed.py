@@ -1,20 +1,16 @@
-"""Throughput of each kind of dataset under `fit`, and time that a step waits for its batch.
+"""Throughput of each kind of dataset under `fit`, and time that a step waits for its batch, on 1 and 2 workers.
 
     python benchmarks/input_speed.py torch
     python benchmarks/input_speed.py jax --workers 2 --kinds Grain tf.data
 
-For each kind of dataset, on 1 and 2 workers, the benchmark prints:
+For each kind of dataset, the benchmark prints three medians over several rounds:
 
 - the rows per second of `fit` with an empty model, divided by the rows per second of a plain loop over the same
-  pipeline. It measures two pipelines: one scales and mirrors images (a few milliseconds per batch), the other applies
-  typical augmentation. On two workers, both iterate at the same time with the same number of threads, and the slower
-  worker counts;
-- the time of a `fit` step with an empty model and an input pipeline that costs almost nothing (slices of an array);
-- the share of a 10 ms step that is spent waiting for the batch, including the agreement between workers. For
-  comparison, it prints the same share for a thread that reads the pipeline into a queue. The images are small, because
-  a pipeline that takes as long as the step always makes it wait. The first batch does not count.
-
-All values are medians over several rounds in the same processes.
+  pipeline. One pipeline scales and mirrors images (a few milliseconds per batch), the other applies typical
+  augmentation. The slower of two workers counts;
+- the time of a `fit` step with an empty model and slices of an array as input;
+- the share of a 10 ms step that is spent waiting for the batch, including the agreement between workers, and the same
+  share for a thread that reads the pipeline into a queue.
 """
 
 from __future__ import annotations

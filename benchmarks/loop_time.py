@@ -2,11 +2,9 @@
 
     python benchmarks/loop_time.py jax
 
-The kdist loop is the same code on all backends: `kdist.function`, `strategy.run`, `kdist.value_and_grad` and a Keras
-optimizer. The baselines are `jit` of a `shard_map` that sums flat gradients (JAX), `tf.function` around
-`tf.distribute`'s `run` (TensorFlow) and `DistributedDataParallel` (PyTorch). They use the same Keras model and the same
-Keras optimizer, except that PyTorch uses its own Adam. Both loops run in alternating rounds in the same processes, on
-batches in memory.
+The kdist loop consists of `kdist.function`, `strategy.run`, `kdist.value_and_grad` and a Keras optimizer. The baselines
+are `jit` of a `shard_map` that sums flat gradients (JAX), `tf.function` around `tf.distribute`'s `run` (TensorFlow) and
+`DistributedDataParallel` with PyTorch's Adam. All use the same Keras model and batches in memory.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
     python benchmarks/parameter_servers.py jax [steps] [transfers] [rows] [ray]
 
-All tasks are processes on this machine. The baseline for steps is one worker. The baseline for transfers moves the same
-bytes in the same process, in alternating rounds. On JAX and PyTorch it is a bare gRPC stream of 2 MiB messages without
-reassembly. On TensorFlow it is a read and an assignment of a `tf.distribute` variable. The time of a gradient push does
-not include the time that the server's optimizer takes. `rows` counts the bytes that an embedding transfers. `ray`
-transfers the same arrays to and from Ray actors.
+All tasks are processes on this machine. The baseline for steps is one worker with servers. The baseline for transfers
+moves the same bytes: through a bare gRPC stream of 2 MiB messages (JAX, PyTorch), or by a read and an assignment of a
+`tf.distribute` variable (TensorFlow). The time of a push does not include the server's optimizer. `rows` counts the
+bytes that an embedding transfers. `ray` transfers the same arrays to and from Ray actors.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     python benchmarks/sharded_memory.py jax
 
-A transformer block and an MLP train a few steps with Adam under both strategies, on 2 and on 4 replicas. The replicas
-are devices of one process on JAX, and workers on PyTorch. The benchmark counts the bytes of all arrays on one device
-after the last step.
+A transformer block and an MLP train a few steps with Adam under both strategies, on 2 and on 4 replicas: devices of one
+process on JAX, workers on PyTorch. The benchmark counts the bytes of all arrays on one device after the last step.
 """
 
 from __future__ import annotations

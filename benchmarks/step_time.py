@@ -2,10 +2,9 @@
 
     python benchmarks/step_time.py jax
 
-Both loops train the same Keras model on the same batches, in alternating rounds in the same processes. The result is
-the median ratio over all rounds. The baselines are `DistributedDataParallel` with a `torch.optim` optimizer (PyTorch),
-a jitted step over a mesh (JAX) and `tf.distribute` with a `GradientTape` (TensorFlow). On one worker, the baseline is
-the same loop without communication.
+Both loops train the same Keras model on the same batches. The result is the median ratio over all rounds. The baselines
+are a jitted step over a mesh (JAX), `tf.distribute` with a `GradientTape` (TensorFlow), and `DistributedDataParallel`
+with a `torch.optim` optimizer (PyTorch). On one worker, the baseline has no communication.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ PAGE = ROOT / "docs" / "names.md"
 _HEAD = """\
 # tf.distribute compatibility
 
-Look up a name here when you port a script from `tf.distribute`. kdist either provides the name with the same arguments,
-or omits it for the reason shown. If you use an omitted name, the error contains the same reason. Inherited members are
-not repeated. For the steps of a migration, see [From tf.distribute](migrating/tf-distribute.md).
+Look up a name here when you port a script from `tf.distribute`. kdist provides all names with the same arguments,
+except the names that are listed as omitted. If you use an omitted name, the error contains the reason. Inherited
+members are not repeated. For the steps of a migration, see [From tf.distribute](migrating/tf-distribute.md).
 """
 
 
@@ -60,16 +60,6 @@ def reason_of_member(native: type, member: str) -> str | None:
     return next(filter(None, reasons), None)
 
 
-def _rows(name: str, native: Any, inherited: set[str]) -> Iterator[str]:
-    """Yields the table row of a name, and the rows of its omitted members."""
-    here = [m for m in public(native) if inspect.isclass(native) and m not in inherited]
-    kept = [f"`{m}`" for m in here if not reason_of_member(native, m)]
-    yield " ".join(["|", f"`{name}`", "|", "yes", "|", *[", ".join(kept)] * bool(kept), "|"])
-    for member in here:
-        if reason := reason_of_member(native, member):
-            yield f"| `{name}.{member}` | omitted | {reason} |"
-
-
 def write() -> str:
     """Returns the page."""
     import tensorflow as tf
@@ -82,15 +72,39 @@ def write() -> str:
         if reason := LEFT_OUT.get(where):
             lines.append(f"Omitted: {', '.join(f'`{name}`' for name in inner)}. {reason}\n")
             continue
-        lines += ["| name | in kdist | members, or reason |", "| --- | --- | --- |"]
+        kept: dict[str, list[str]] = {}
+        omitted: dict[str, list[str]] = {}
         for name, native in inner.items():
             if reason := LEFT_OUT.get(join(where, name)):
-                lines.append(f"| `{name}` | omitted | {reason} |")
-            else:
-                bases = classes.intersection(native.__mro__[1:]) if native in classes else ()
-                lines += _rows(name, native, {member for base in bases for member in dir(base)})
-        lines.append("")
+                omitted.setdefault(reason, []).append(name)
+                continue
+            bases = classes.intersection(native.__mro__[1:]) if native in classes else ()
+            inherited = {member for base in bases for member in dir(base)}
+            kept[name] = []
+            for member in public(native) if inspect.isclass(native) else ():
+                if reason := reason_of_member(native, member):
+                    if member not in inherited:
+                        omitted.setdefault(reason, []).append(f"{name}.{member}")
+                elif member not in inherited:
+                    kept[name].append(member)
+        if whole := [name for name, members in kept.items() if not members]:
+            lines.append(f"Provided: {_code(whole)}.\n")
+        lines += _table(
+            "provided name | members",
+            {_code([name]): _code(members) for name, members in kept.items() if members},
+        )
+        lines += _table("omitted name | reason", {_code(one): reason for reason, one in omitted.items()})
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _table(head: str, rows: dict[str, str]) -> list[str]:
+    """Returns a table of names with something about each, and an empty line; nothing without rows."""
+    lines = [f"| {head} |", "| --- | --- |", *(f"| {names} | {about} |" for names, about in rows.items())]
+    return [*lines, ""] if rows else []
 
 
 if __name__ == "__main__":

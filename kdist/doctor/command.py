@@ -40,7 +40,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     doctor.add_argument("--json", action="store_true", help="print JSON")
     test = commands.add_parser(
         "test",
-        help="run the doctor, and compare one training step with one device, on each backend",
+        help="run kdist doctor, and compare one training step with one device, on each backend",
     )
     for command, backend in ((doctor, BACKEND_HELP), (test, _ALL_BACKENDS_HELP)):
         command.add_argument(

@@ -92,7 +92,7 @@ def epochs_and_steps() -> Numbers:
     return a.numbers(model, history, epochs=history.epoch)
 
 
-@case("tensors of the backend as data")
+@case("tensors of the backend")
 def backend_tensors() -> Numbers:
     x, y = a.regression()
     model = _compiled()
@@ -142,7 +142,7 @@ def dictionaries() -> Numbers:
     return a.numbers(model, history, value=predicted["value"], kind=predicted["kind"])
 
 
-@case("loss of each output, in the history and from `evaluate`")
+@case("loss of each output in the history and from `evaluate`")
 def losses_of_outputs() -> Numbers:
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(5, activation="tanh")(inputs)

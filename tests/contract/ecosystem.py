@@ -61,7 +61,7 @@ def keras_hub_backbone() -> Numbers:
     return found
 
 
-@case("fine-tuning: the last layer, then all layers, then the first")
+@case("training the last layer, then all layers, then the first")
 def fine_tuning() -> Numbers:
     x = a.tokens()
     y = (x.sum(axis=1, keepdims=True) * 0.1).astype("float32")

@@ -20,17 +20,17 @@ def _train(model: keras.Model, loss: Any, weighted: bool = True, rate: float = 0
     return a.numbers(model, history, score=a.evaluate(model, x, y, sample_weight=weights))
 
 
-@case("loss reduction `sum`")
+@case("reduction `sum`")
 def reduction_sum() -> Numbers:
     return _train(a.mlp(), keras.losses.MeanSquaredError(reduction="sum"), rate=0.005)
 
 
-@case("loss reduction `sum_over_batch_size`")
+@case("reduction `sum_over_batch_size`")
 def reduction_sum_over_batch_size() -> Numbers:
     return _train(a.mlp(), keras.losses.Huber(reduction="sum_over_batch_size"))
 
 
-@case("loss reduction `mean_with_sample_weight`")
+@case("reduction `mean_with_sample_weight`")
 def reduction_mean_with_sample_weight() -> Numbers:
     return _train(a.mlp(), keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
 
@@ -93,7 +93,7 @@ def _masked_model() -> keras.Model:
     )
 
 
-@case("masks: mean over the unmasked positions")
+@case("masks (mean over the unmasked positions)")
 def masks() -> Numbers:
     model = _masked_model()
     x = a.tokens()

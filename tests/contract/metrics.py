@@ -66,7 +66,7 @@ class Share(keras.metrics.Metric):
         return self.above / ops.cast(self.all, self.above.dtype)
 
 
-@case("custom metrics: classes, functions of rows, functions that return a scalar")
+@case("custom metrics (classes, functions of rows, functions that return a scalar)")
 def custom_metrics() -> Numbers:
     def largest(y: Any, predicted: Any) -> Any:
         return ops.max(ops.abs(y - predicted), axis=-1)

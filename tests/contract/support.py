@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -289,27 +290,40 @@ def page(results: dict[str, dict[str, str]]) -> str:
         "Check here whether a strategy works on your backend. ✓ means that the test suite trained a small model with",
         "this strategy, on CPUs of one machine, and the results matched values computed by hand. A number links to the",
         "reason why a feature is missing. [What is guaranteed](contract.md) lists more features of `fit`.",
-        "",
-        "- `TPUStrategy` ran on CPU devices. It has not run on a TPU.",
-        "- `ParameterServerStrategy` works on all three backends, but is not in these tables. For its test results,",
-        "  see [What is guaranteed](contract.md), and for its limits [Parameter servers](parameter-servers.md).",
-        "- On PyTorch, `FullyShardedStrategy` and `ModelParallelStrategy` need one worker per device.",
-        "- On TensorFlow, `MultiWorkerMirroredStrategy` needs one worker per CPU device. A worker can use several",
-        "  GPUs.",
-        "",
-        "`make table` runs the tests and writes this page.",
     ]
     notes: list[str] = []
-    for backend, title in BACKENDS.items():
-        columns = [name for name in STRATEGIES if f"{name}-{backend}" in results]
-        lines += ["", f"## {title}", "", f"| | {' | '.join(f'`{name}`' for name in columns)} |"]
-        lines.append("| --- |" + " :-: |" * len(columns))
-        for capability in _functions:
-            cells = [_mark(name, backend, capability, results, notes) for name in columns]
-            lines.append(f"| {gaps.CAPABILITIES[capability]} | {' | '.join(cells)} |")
-    lines += ["", "## Reasons", ""]
+    for capabilities, rows in _alike(results, notes).items():
+        titles = [gaps.CAPABILITIES[capability] for capability in capabilities]
+        words = f"{', '.join(titles[:-1])} and {titles[-1]}" if titles[1:] else titles[0]
+        lines += ["", *textwrap.wrap(f"{words[0].upper()}{words[1:]}:", 110), ""]
+        lines += [f"| strategy | {' | '.join(BACKENDS.values())} |", "| --- |" + " :-: |" * len(BACKENDS)]
+        lines += [f"| `{name}` | {' | '.join(marks)} |" for name, marks in zip(STRATEGIES, rows, strict=True)]
+    lines += [
+        "",
+        "- `TPUStrategy` ran on CPU devices. It has not run on a TPU.",
+        "- `ParameterServerStrategy` works on all three backends: see its",
+        "  [test results](contract.md#what-is-tested) and [limits](parameter-servers.md#limits).",
+        "- On PyTorch, `FullyShardedStrategy` and `ModelParallelStrategy` need one worker per device.",
+        "- On TensorFlow, `MultiWorkerMirroredStrategy` needs one worker per CPU device. A worker can",
+        "  use several GPUs.",
+        "",
+        "## Reasons",
+        "",
+    ]
     lines += [f"{number}. {note}" for number, note in enumerate(notes, start=1)]
     return "\n".join(lines) + "\n"
+
+
+def _alike(results: Any, notes: list[str]) -> dict[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Returns the marks by strategy and backend, each with the capabilities that have the same marks."""
+    found: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
+    for capability in _functions:
+        rows = tuple(
+            tuple(_mark(name, backend, capability, results, notes) for backend in BACKENDS)
+            for name in STRATEGIES
+        )
+        found[rows] = (*found.get(rows, ()), capability)
+    return {capabilities: rows for rows, capabilities in found.items()}
 
 
 def _mark(name: str, backend: str, capability: str, results: Any, notes: list[str]) -> str:

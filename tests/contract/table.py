@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 from tests.contract.case import CASES, Case
@@ -17,27 +18,51 @@ END = "<!-- end of the support table -->"
 _BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 
 
+_GROUPS = {
+    "data": "Data and `fit`",
+    "losses": "Losses",
+    "optimizers": "Optimizers and precision",
+    "layers": "Layers",
+    "models": "Models",
+    "metrics": "Metrics",
+    "callbacks": "Callbacks",
+    "transformers": "Transformers and embeddings",
+    "ecosystem": "Fine-tuning",
+}
+
+
 def table(results: dict[str, str]) -> str:
-    """Returns the table in Markdown.
+    """Returns the lists and tables in Markdown.
 
     Args:
         results: "backend-configuration-case" to "passed" or "failed", as the test module wrote them.
 
     Returns:
-        One row per case and one column per backend. A cell counts the strategies whose results matched one
-        device.
+        A list of the cases that passed in all configurations, and one row for each other case. A cell counts the
+        configurations whose results matched one device.
     """
-    head = ["| results match one device with | " + " | ".join(_BACKENDS.values()) + " |"]
-    head.append("| --- |" + " :-: |" * len(_BACKENDS))
+    numbers = {b: sum(b in c.backends for c in CONFIGURATIONS.values()) for b in _BACKENDS}
+    everywhere = {
+        case.name: all(_cell(case, b, results) == f"✓ {n}/{n}" for b, n in numbers.items())
+        for case in CASES.values()
+    }
+    counts = [f"{n} on {_BACKENDS[b]}" for b, n in numbers.items()]
+    all_of_them = f"{', '.join(counts[:-1])} and {counts[-1]}"
+    lines = [f"In all configurations ({all_of_them}), results match one device for:", ""]
+    for group, name in _GROUPS.items():
+        titles = [case.title for case in CASES.values() if case.group == group and everywhere[case.name]]
+        if titles:
+            lines += textwrap.wrap(f"- **{name}:** {'; '.join(titles)}", 120, subsequent_indent="  ")
+    head = " | ".join(_BACKENDS.values())
     notes: list[str] = []
-    rows = [_row(case, results, notes) for case in CASES.values()]
-    lines = [
-        *head,
-        *rows,
+    lines += ["", "Other features:", "", f"| feature | {head} |"]
+    lines.append("| --- |" + " :-: |" * len(_BACKENDS))
+    lines += [_row(case, results, notes) for case in CASES.values() if not everywhere[case.name]]
+    lines += [
         "",
         "✓ m/n: all tested configurations passed, m of the n configurations of the backend. ✗: at least one failed.",
         "",
-        "| configuration | " + " | ".join(_BACKENDS.values()) + " |",
+        f"| configuration | {head} |",
         "| --- |" + " :-: |" * len(_BACKENDS),
     ]
     for configuration in CONFIGURATIONS.values():

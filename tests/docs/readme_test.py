@@ -79,6 +79,7 @@ def test_the_table_shows_what_failed_and_what_was_not_run() -> None:
     results = {cell: result for cell, result in results.items() if cell != "torch-workers-3-adam"}
     results = {cell: result for cell, result in results.items() if not cell.endswith("-ema")}
     lines = table.table(results).splitlines()
+    assert "momentum; `AdamW`" in " ".join(lines)  # the list has no `Adam`
     assert "| `Adam` | ✓ 7/7 | ✗ 11/12 | ✓ 9/10 |" in lines
     assert "| moving average of the weights (EMA) | not run | not run | not run |" in lines
 

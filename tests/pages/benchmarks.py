@@ -9,13 +9,12 @@ from tests.layers import ROOT
 _HEAD = """\
 # Benchmarks
 
-Run these benchmarks when you change kdist and want to know its overhead. Each one compares kdist with native code for
-the same backend, in the same processes, and prints ratios. `make bench` runs all of them. To measure your own model,
-use [`kdist bench`](command-line.md#kdist-bench).
+Run these benchmarks when you change kdist and want to know its overhead. To measure your own model, use
+[`kdist bench`](command-line.md#kdist-bench). The benchmarks compare kdist with native code for the same backend, mostly
+in alternating rounds in the same processes, and print ratios. `make bench` runs all of them.
 
-Results are published for [input pipelines](../input.md#reading-ahead), [sharding](../sharding.md) and
-[parameter servers](../parameter-servers.md#figures), on CPUs. There are no published results for `step_time`,
-`loop_time` and `checkpoint_speed`.
+Results on CPUs are published for [input pipelines](../input.md#reading-ahead), [sharding](../sharding.md) and
+[parameter servers](../parameter-servers.md#figures), but not for `step_time`, `loop_time` and `checkpoint_speed`.
 """
 
 

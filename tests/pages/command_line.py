@@ -14,8 +14,8 @@ _HEAD = """\
 # Command line
 
 This page lists every command and option of kdist, as `kdist COMMAND --help` prints them. You can also run kdist as
-`python -m kdist`. `kdist launch` is an alias of `kdist run`. For examples, see [the launcher](../launcher.md). For exit
-codes, see [Errors and exit codes](errors.md#exit-codes).
+`python -m kdist`, and `kdist run` as `kdist launch`. For examples, see [the launcher](../launcher.md). For exit codes,
+see [Errors and exit codes](errors.md#exit-codes).
 """
 
 
@@ -48,7 +48,42 @@ def _option(action: argparse.Action, formatter: argparse.HelpFormatter) -> str:
     return f"| {_cell(shown)} | {_cell(help_text).strip()} |"
 
 
-def _section(parser: argparse.ArgumentParser, about: str, depth: int) -> Iterator[str]:
+def _rows(parser: argparse.ArgumentParser, formatter: argparse.HelpFormatter) -> Iterator[tuple[str, str]]:
+    """Yields each option's row, after the title of its group."""
+    for group in parser._action_groups:
+        title = group.title or ""
+        for action in group._group_actions:
+            if action.help is not argparse.SUPPRESS and not isinstance(
+                action, argparse._SubParsersAction | argparse._HelpAction
+            ):
+                yield (
+                    ("" if title in ("options", "positional arguments") else title),
+                    _option(action, formatter),
+                )
+
+
+def _with_groups(rows: list[tuple[str, str]]) -> Iterator[str]:
+    """Yields the rows of a table: the title of each group, and its options."""
+    last = ""
+    for title, row in rows:
+        if title != last:
+            yield f"| **{title[0].upper()}{title[1:]}** | |"
+        last = title
+        yield row
+
+
+def _common(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+    """The rows that all commands below a parser have."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            first, *others = (list(_rows(one, one._get_formatter())) for one in action.choices.values())
+            return [row for row in first if all(row in other for other in others)]
+    return []
+
+
+def _section(
+    parser: argparse.ArgumentParser, about: str, depth: int, above: list[tuple[str, str]]
+) -> Iterator[str]:
     parser.formatter_class = functools.partial(argparse.RawDescriptionHelpFormatter, width=_WIDTH)  # type: ignore[assignment]
     formatter = parser._get_formatter()
     words = parser.description or about
@@ -58,20 +93,16 @@ def _section(parser: argparse.ArgumentParser, about: str, depth: int) -> Iterato
         yield f"{words[0].upper()}{words[1:]}{'' if words.endswith(('.', ':')) else '.'}\n"
     usage = re.sub(r"^(usage: | {7})", "", parser.format_usage(), flags=re.MULTILINE).rstrip()
     yield f"```text\n{usage}\n```\n"
-    for group in parser._action_groups:
-        options = [
-            action
-            for action in group._group_actions
-            if action.help is not argparse.SUPPRESS
-            and not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
-        ]
-        if options:
-            if group.title not in ("options", "positional arguments"):
-                yield f"{group.title[0].upper()}{group.title[1:]}:\n"
-            yield "| option | meaning |\n| --- | --- |"
-            for action in options:
-                yield _option(action, formatter)
-            yield ""
+    rows = [row for row in _rows(parser, formatter) if row not in above]
+    if rows:
+        yield "| option | meaning |\n| --- | --- |"
+        yield from _with_groups(rows)
+        yield ""
+    if common := _common(parser):
+        yield f"All commands of `{parser.prog}` take:\n"
+        yield "| option | meaning |\n| --- | --- |"
+        yield from _with_groups(common)
+        yield ""
     if parser.epilog and "examples:" in parser.epilog:
         examples = parser.epilog.partition("examples:")[2].partition("\n\n")[0]
         lines = "\n".join(f"$ {line.strip()}" for line in examples.strip().splitlines())
@@ -82,7 +113,10 @@ def write() -> str:
     """Returns the page."""
     whole = build_parser()
     lines = [_HEAD]
+    above: dict[str, list[tuple[str, str]]] = {}
     for parser, about in commands_of(whole):
         if parser is not whole:
-            lines += _section(parser, about, len(parser.prog.split()))
+            above[parser.prog] = _common(parser)
+            common = above.get(parser.prog.rpartition(" ")[0], [])
+            lines += _section(parser, about, len(parser.prog.split()), common)
     return "\n".join(lines).rstrip() + "\n"

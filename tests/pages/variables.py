@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections import defaultdict
 
@@ -49,10 +50,14 @@ _ENDS = {
     **{end: (f"TPU_{end}",) for end in ("ACCELERATOR_TYPE", "CHIPS_PER_HOST_BOUNDS", "WORKER_ID")},
 }
 
+_CORES = "set by the launcher to the worker's share of the cores"
+_REMOVED = "removed by the launcher from the environment of workers"
+_RAY = "if both are set, Ray's `TorchTrainer` listens at `MASTER_PORT`"
 GROUPS: dict[str, dict[str, str]] = {
     "kdist": {
         "KDIST_CLUSTER_TOKEN": "[secret of the job](../security.md#the-token), the same in all processes",
         "KDIST_COORDINATOR_ADDRESS": "address of worker 0, in an [Indexed Job](../cluster.md#kubernetes-jobs)",
+        "KDIST_NUM_WORKERS": "number of workers, in an [Indexed Job](../cluster.md#kubernetes-jobs)",
         "CHECKPOINT_DIR": "checkpoint directory for your script, "
         "set by [`kdist manifest`](../launcher.md#kdist-manifest)",
         "KDIST_DEBUG": "1: compare each collective between workers "
@@ -66,80 +71,79 @@ GROUPS: dict[str, dict[str, str]] = {
         "KDIST_JOB_ID": "ID of the job; the launcher sets it to find processes that a worker left behind",
         "KDIST_JOIN_TIMEOUT": "seconds to wait for all workers at startup (default: 300)",
         "KDIST_LOG": "[log level](../launcher.md#log-messages): `debug`, `info`, `warning` or `error`",
-        "KDIST_NUM_WORKERS": "number of workers in an [Indexed Job](../cluster.md#kubernetes-jobs)",
         "KDIST_PROBE": "0: skip the check for [means and sums](../how-it-works.md#means-and-sums) at the first batch",
-        "KDIST_TRACE": "directory where each worker writes a trace for Perfetto",
+        "KDIST_TRACE": "directory for [traces](../measuring.md#trace-a-step)",
         "KDIST_RESTART": "number of restarts of this job, set by the launcher (0 at the first start)",
     },
     "Keras": {
         "KERAS_BACKEND": "`tensorflow`, `jax` or `torch`; set by `kdist run --backend`",
         "KERAS_HOME": "directory of Keras's configuration file",
+        "HOME": "used to find this file if `KERAS_HOME` is not set",
         "KERAS_DISTRIBUTION_JOB_ADDRESSES": "address of worker 0, or one address per process",
         "KERAS_DISTRIBUTION_NUM_PROCESSES": "number of workers",
         "KERAS_DISTRIBUTION_PROCESS_ID": "index of this worker",
     },
     "System and backends": {
         "CUDA_VISIBLE_DEVICES": "visible GPUs; the launcher divides them among the workers",
-        "GLOO_SOCKET_IFNAME": "network interface of gloo on PyTorch; set by kdist unless you set it",
-        "GRPC_FAIL_FAST": "set for TensorFlow's parameter servers unless you set it",
-        "HOME": "location of Keras's configuration file if `KERAS_HOME` is not set",
+        "NCCL_SOCKET_IFNAME": "network interface of NCCL on several machines, set by kdist",
+        "GLOO_SOCKET_IFNAME": "network interface of gloo on PyTorch, set by kdist",
         "NCCL_COMM_ID": "if set, kdist does not choose NCCL's network interface",
-        "NCCL_CONF_FILE": "the same, if the file names an interface",
-        "NCCL_SOCKET_IFNAME": "network interface of NCCL on several machines; set by kdist unless you set it",
+        "NCCL_CONF_FILE": "the same, if this file names an interface",
+        "GRPC_FAIL_FAST": "set for TensorFlow's parameter servers",
         "NO_COLOR": "if set, the launcher prints no colors",
-        "OMP_NUM_THREADS": "set by the launcher to the worker's share of the cores unless you set it",
-        "PJRT_NPROC": "threads of XLA; set if you request several CPU devices, unless you set it",
+        "OMP_NUM_THREADS": _CORES,
+        "TF_NUM_INTRAOP_THREADS": _CORES,
+        "TF_NUM_INTEROP_THREADS": "set for workers in tests",
+        "PJRT_NPROC": "threads of XLA; set if you request several CPU devices",
         "PYTHONPATH": "import path; extended for workers on Ray",
         "PYTHONUNBUFFERED": "set by the launcher to show output live",
         "TF_CPP_MIN_LOG_LEVEL": "set by `kdist info` to silence TensorFlow",
-        "TF_NUM_INTEROP_THREADS": "set for workers in tests",
-        "TF_NUM_INTRAOP_THREADS": "set by the launcher to the worker's share of the cores unless you set it",
         "XLA_FLAGS": "a number of CPU devices in it is an error: pass device names to the strategy instead",
     },
-    "TF_CONFIG": {"TF_CONFIG": "[cluster and task](../cluster.md) as JSON; set by the launcher"},
-    "torchrun": {
-        "RANK": "index of this worker; also set by the launcher",
-        "WORLD_SIZE": "number of workers; also set by the launcher",
-        "LOCAL_RANK": "index of this worker on its machine; also set by the launcher",
-        "LOCAL_WORLD_SIZE": "number of workers on this machine; also set by the launcher",
-        "MASTER_ADDR": "host of worker 0, also under MPI; also set by the launcher",
-        "MASTER_PORT": "port of worker 0, also under MPI; also set by the launcher",
-        "GROUP_RANK": "index of this machine; also set by the launcher",
-        "GROUP_WORLD_SIZE": "removed by the launcher from the environment of workers",
-        "ROLE_RANK": "removed by the launcher from the environment of workers",
-        "ROLE_WORLD_SIZE": "removed by the launcher from the environment of workers",
+    "TF_CONFIG and torchrun": {
+        "TF_CONFIG": "[cluster and task](../cluster.md) as JSON",
+        "RANK": "index of this worker",
+        "WORLD_SIZE": "number of workers",
+        "LOCAL_RANK": "index of this worker on its machine",
+        "LOCAL_WORLD_SIZE": "number of workers on this machine",
+        "MASTER_ADDR": "host of worker 0, also under MPI",
+        "MASTER_PORT": "port of worker 0, also under MPI",
+        "GROUP_RANK": "index of this machine",
+        "GROUP_WORLD_SIZE": _REMOVED,
+        "ROLE_RANK": _REMOVED,
+        "ROLE_WORLD_SIZE": _REMOVED,
+        "TORCHELASTIC_RUN_ID": _REMOVED,
         "TORCHELASTIC_RESTART_COUNT": "number of times torchrun has restarted the job",
-        "TORCHELASTIC_RUN_ID": "removed by the launcher from the environment of workers",
         "TORCHELASTIC_USE_AGENT_STORE": "set if torchrun itself listens at `MASTER_PORT`",
-        "ACCELERATE_TORCH_DEVICE": "with `RAY_RAYLET_PID`: Ray's `TorchTrainer` listens at `MASTER_PORT`",
-        "RAY_RAYLET_PID": "see `ACCELERATE_TORCH_DEVICE`",
+        "ACCELERATE_TORCH_DEVICE": _RAY,
+        "RAY_RAYLET_PID": _RAY,
     },
     "Slurm": {
         "SLURM_GPUS_PER_TASK": "if set, each task has its own GPUs",
+        "SLURM_NTASKS_PER_GPU": "if set, each task has its own GPUs",
         "SLURM_GPU_BIND": "the same, unless it is `none`",
-        "SLURM_NTASKS_PER_GPU": "the same",
         "SLURM_TRES_PER_TASK": "the same, if it names GPUs",
         "SLURM_JOB_ID": "used to choose ports",
-        "SLURM_JOB_NODELIST": "hosts of the job, outside of a job step",
-        "SLURM_NODEID": "index of this host",
-        "SLURM_NTASKS": "number of tasks in the job, if the step does not set it",
         "SLURM_PROCID": "index of this worker",
+        "SLURM_NODEID": "index of this host",
         "SLURM_STEPID": "set in a job step",
         "SLURM_STEP_ID": "set in a job step",
         "SLURM_STEP_NODELIST": "hosts of the job step",
+        "SLURM_JOB_NODELIST": "hosts of the job, outside of a job step",
         "SLURM_STEP_NUM_TASKS": "number of workers",
+        "SLURM_NTASKS": "number of workers, if the step does not set it",
         "SLURM_STEP_TASKS_PER_NODE": "number of workers per host",
         "SLURM_TASKS_PER_NODE": "number of workers per host, outside of a job step",
     },
     "MPI": {
-        "OMPI_COMM_WORLD_RANK": "index of this worker (Open MPI)",
-        "OMPI_COMM_WORLD_SIZE": "number of workers (Open MPI)",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "index of this worker on its machine (Open MPI)",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "number of workers on this machine (Open MPI)",
-        "PMI_RANK": "index of this worker (MPICH, Intel MPI)",
-        "PMI_SIZE": "number of workers (MPICH, Intel MPI)",
-        "MPI_LOCALRANKID": "index of this worker on its machine (MPICH, Intel MPI)",
-        "MPI_LOCALNRANKS": "number of workers on this machine (MPICH, Intel MPI)",
+        "OMPI_COMM_WORLD_RANK": "index of this worker",
+        "PMI_RANK": "index of this worker",
+        "OMPI_COMM_WORLD_SIZE": "number of workers",
+        "PMI_SIZE": "number of workers",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "index of this worker on its machine",
+        "MPI_LOCALRANKID": "index of this worker on its machine",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "number of workers on this machine",
+        "MPI_LOCALNRANKS": "number of workers on this machine",
         "PMIX_NAMESPACE": "name of the job, used to choose a port",
         "PMI_JOBID": "name of the job, used to choose a port",
         "PMI_PORT": "name of the job, used to choose a port",
@@ -160,34 +164,28 @@ GROUPS: dict[str, dict[str, str]] = {
         "PET_NNODES": "number of pods (PyTorchJob)",
         "PET_NODE_RANK": "index of this pod (PyTorchJob)",
         "PET_NPROC_PER_NODE": "number of processes that torchrun would start per pod (PyTorchJob)",
+        "LWS_LEADER_ADDRESS": "host of worker 0 (LeaderWorkerSet)",
+        "LWS_GROUP_SIZE": "number of pods (LeaderWorkerSet)",
+        "LWS_WORKER_INDEX": "index of this pod (LeaderWorkerSet)",
     },
-    "SageMaker": {
-        "SM_CURRENT_HOST": "name of this host",
-        "SM_HOSTS": "names of all hosts",
-    },
-    "Flux": {
+    "Flux and LSF": {
         "FLUX_TASK_RANK": "index of this task",
+        "JSM_NAMESPACE_RANK": "index of this task",
         "FLUX_JOB_SIZE": "number of tasks",
-        "FLUX_TASK_LOCAL_ID": "index of this task on its node",
-        "FLUX_JOB_NNODES": "number of nodes",
-        "FLUX_JOB_ID": "used to choose a port",
-    },
-    "LSF": {
-        "JSM_NAMESPACE_RANK": "index of this `jsrun` task",
         "JSM_NAMESPACE_SIZE": "number of tasks",
+        "FLUX_TASK_LOCAL_ID": "index of this task on its host",
         "JSM_NAMESPACE_LOCAL_RANK": "index of this task on its host",
         "JSM_NAMESPACE_LOCAL_SIZE": "number of tasks on this host",
+        "FLUX_JOB_NNODES": "number of hosts",
         "LSB_MCPU_HOSTS": "hosts of the job, each with its number of slots",
         "LSB_DJOB_HOSTFILE": "file with the hosts, one line per slot",
+        "FLUX_JOB_ID": "used to choose a port",
         "LSB_JOBID": "used to choose a port",
     },
-    "LeaderWorkerSet": {
-        "LWS_LEADER_ADDRESS": "host of the group's leader, which is worker 0",
-        "LWS_GROUP_SIZE": "number of pods in the group",
-        "LWS_WORKER_INDEX": "index of this pod",
-    },
-    "Vertex AI": {
-        "CLUSTER_SPEC": "worker pools of the job and this task, as JSON",
+    "SageMaker and Vertex AI": {
+        "SM_CURRENT_HOST": "name of this host",
+        "SM_HOSTS": "names of all hosts",
+        "CLUSTER_SPEC": "worker pools of the Vertex AI job and this task, as JSON",
     },
     "TPU": {
         "TPU_WORKER_HOSTNAMES": "hosts of the slice",
@@ -205,6 +203,11 @@ GROUPS: dict[str, dict[str, str]] = {
         "GCE_METADATA_HOST": "address of the metadata server",
         "GCE_METADATA_IP": "address of the metadata server",
     },
+}
+_ABOUT = {
+    "System and backends": "If you have set an interface, `GRPC_FAIL_FAST`, `PJRT_NPROC` or a number of threads, "
+    "kdist keeps your value.",
+    "TF_CONFIG and torchrun": "`kdist run` sets the variables from `TF_CONFIG` to `GROUP_RANK`.",
 }
 _HEAD = """\
 # Environment variables
@@ -232,7 +235,11 @@ def write() -> str:
     """Returns the page."""
     lines = [_HEAD]
     for group, meanings in GROUPS.items():
-        lines += [f"## {group}\n", "| variable | meaning |", "| --- | --- |"]
-        lines += [f"| `{name}` | {meaning} |" for name, meaning in meanings.items()]
+        lines.append(f"## {group}\n")
+        if group in _ABOUT:
+            lines.append(f"{_ABOUT[group]}\n")
+        lines += ["| variable | meaning |", "| --- | --- |"]
+        for meaning, names in itertools.groupby(meanings, key=meanings.__getitem__):
+            lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {meaning} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
