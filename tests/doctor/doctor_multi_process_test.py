@@ -147,6 +147,32 @@ def test_what_does_not_end(tmp_path):
     assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in said
 
 
+def test_an_engine_that_computes_something_else(tmp_path):
+    source = """
+        import dataclasses
+        import kdist
+        import numpy as np
+        from kdist.doctor import examination, one_step
+
+        plain = one_step.train_it(None)
+        expected = dataclasses.replace(plain, numbers={k: (np.array(v) + 1).tolist() for k, v in plain.numbers.items()})
+        right = kdist.ReplicaContext.all_reduce
+        kdist.ReplicaContext.all_reduce = lambda *args, **kwargs: right(*args, **kwargs) * 2
+        options = examination.Options(60.0, trains=True, expected=expected)
+        examination.examine(options, lambda report: print(report.text(), flush=True))
+    """
+    addresses = local_addresses(2)
+    told = [{"KERAS_BACKEND": "torch", "TF_CONFIG": tf_config(addresses, index)} for index in range(2)]
+    scripts = [Script(tmp_path, f"wrong{index}", source, env) for index, env in enumerate(told)]
+    try:
+        assert [script.wait(60) for script in scripts] == [0, 0], scripts[0].stderr()
+    finally:
+        [script.kill() for script in scripts]
+    said = " ".join(scripts[0].stdout().split())
+    assert re.search(r"FAIL all-reduce \S+ ms .* but the sum is wrong", said), said
+    assert re.search("FAIL one step .* 11 of 11 differ", said), said
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_kdist_test_starts_workers_itself():
