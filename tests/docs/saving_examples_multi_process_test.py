@@ -60,7 +60,7 @@ def evaluator_1(example: Run) -> None:
             return self.parts[index]
 
     names = example(kdist=kdist, Batches=Batches, make_model=lambda: new_model(plain=True), **rows())
-    assert (names["logs"] or {"global_step": 50})["global_step"] == 50  # of several workers none says
+    assert names["logs"] is None  # as on TensorFlow, a job of several workers returns no logs
     assert kdist.latest_checkpoint("checkpoints").endswith("50")
 
 
