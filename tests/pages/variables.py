@@ -151,22 +151,22 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Kubernetes and Kubeflow": {
         "JOB_COMPLETION_INDEX": "index of this pod in an Indexed Job",
-        "COORDINATOR_ADDRESS": "host of worker 0 (JAXJob)",
-        "COORDINATOR_PORT": "port of worker 0 (JAXJob)",
-        "NUM_PROCESSES": "number of workers (JAXJob)",
-        "PROCESS_ID": "index of this worker (JAXJob)",
+        "COORDINATOR_ADDRESS": "host of worker 0",
+        "PET_MASTER_ADDR": "host of worker 0",
+        "LWS_LEADER_ADDRESS": "host of worker 0",
         "JAX_COORDINATOR_ADDRESS": "address or host of worker 0",
+        "COORDINATOR_PORT": "port of worker 0",
         "JAX_COORDINATOR_PORT": "port of worker 0",
+        "PET_MASTER_PORT": "port of worker 0",
+        "NUM_PROCESSES": "number of workers",
         "JAX_NUM_PROCESSES": "number of workers",
+        "PROCESS_ID": "index of this worker",
         "JAX_PROCESS_ID": "index of this worker",
-        "PET_MASTER_ADDR": "host of worker 0 (PyTorchJob)",
-        "PET_MASTER_PORT": "port of worker 0 (PyTorchJob)",
-        "PET_NNODES": "number of pods (PyTorchJob)",
-        "PET_NODE_RANK": "index of this pod (PyTorchJob)",
-        "PET_NPROC_PER_NODE": "number of processes that torchrun would start per pod (PyTorchJob)",
-        "LWS_LEADER_ADDRESS": "host of worker 0 (LeaderWorkerSet)",
-        "LWS_GROUP_SIZE": "number of pods (LeaderWorkerSet)",
-        "LWS_WORKER_INDEX": "index of this pod (LeaderWorkerSet)",
+        "PET_NNODES": "number of pods",
+        "LWS_GROUP_SIZE": "number of pods",
+        "PET_NODE_RANK": "index of this pod",
+        "LWS_WORKER_INDEX": "index of this pod",
+        "PET_NPROC_PER_NODE": "number of processes that torchrun would start per pod",
     },
     "Flux and LSF": {
         "FLUX_TASK_RANK": "index of this task",
@@ -207,6 +207,8 @@ GROUPS: dict[str, dict[str, str]] = {
 _ABOUT = {
     "System and backends": "If you have set an interface, `GRPC_FAIL_FAST`, `PJRT_NPROC` or a number of threads, "
     "kdist keeps your value.",
+    "Kubernetes and Kubeflow": "A JAXJob sets `COORDINATOR_*`, `NUM_PROCESSES` and `PROCESS_ID`. A PyTorchJob or "
+    "TrainJob sets `PET_*`, and a LeaderWorkerSet sets `LWS_*`.",
     "TF_CONFIG and torchrun": "`kdist run` sets the variables from `TF_CONFIG` to `GROUP_RANK`.",
 }
 _HEAD = """\
