@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kdist.errors import InvalidArgumentError
-from kdist.strategies.visualization import _place
+from kdist.strategies.visualization import Visualization, _place
 from tests.processes import each_backend, run, strategy
 
 WHOLE = {
@@ -87,6 +87,15 @@ def test_parts_of_variables_are_where_the_strategy_puts_them(backend, kind):
         assert shown.share(shown.devices[0]) == 0.5
     pictures = ElementTree.fromstring(f"<div>{picture}</div>")
     assert [one.get("aria-label").split(":")[0] for one in pictures] == ["worker 0, cpu", "worker 1, cpu"]
+
+
+def test_the_picture_is_wide_enough_for_its_variables():
+    large = {f"layer_{number}/kernel": (1000, 1000) for number in range(5)}
+    picture = Visualization(["cpu:0"], 8, {}, large, {"cpu:0": {}})._repr_html_()
+    root = ElementTree.fromstring(picture)
+    boxes = [(float(one.get("x")), float(one.get("width"))) for one in root.iter("rect")]
+    assert len(boxes) == 8 + 4
+    assert max(left + width for left, width in boxes) < float(root.get("width"))
 
 
 def refused() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Range = tuple[int, int]
 _DRAWN = 4  # variables: more do not fit beside each other
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # colorblind-safe, by Okabe and Ito
-_WIDTH, _HEIGHT, _MARGIN, _ROWS_WIDTH, _LONGEST, _SHORTEST = 330, 150, 10, 26, 58, 8
+_WIDTH, _HEIGHT, _MARGIN, _ROWS_WIDTH, _LONGEST, _SHORTEST = 342, 150, 10, 26, 58, 8
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Visualization:
                         color,
                     )
                 )
-            boxes.append(_label(left, 128, "/".join(path.split("/")[-2:])[:11]))
+            boxes.append(_label(left, 128, "/".join(path.split("/")[-2:])[:13]))
             left += max(width, 66) + _MARGIN
         title = f"{device}: {stop - start} rows, {self.share(device):.0%} of the weights"
         return (
