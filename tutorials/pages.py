@@ -32,7 +32,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         source = path.read_bytes()
         notebook = json.loads(source)
         page, figures = convert(notebook, path.stem)
-        page = page.replace("\n\n", f"\n\n[Download this notebook]({path.name}){{ download }}\n\n", 1)
+        heading, opening, rest = page.split("\n\n", 2)  # the opening is also the description of the page
+        download = f"[Download this notebook]({path.name}){{ download }}"
+        page = "\n\n".join((heading, opening, download, rest))
         files.append(File.generated(config, f"tutorials/{path.name}", content=source))
         files.append(File.generated(config, f"tutorials/{path.stem}.md", content=page))
         for name, figure in figures.items():
