@@ -32,12 +32,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         source = path.read_bytes()
         notebook = json.loads(source)
         page, figures = convert(notebook, path.stem)
-        page = page.replace("\n\n", f"\n\n[Download this notebook]({path.name}){{ download }}\n\n", 1)
+        heading, opening, rest = page.split("\n\n", 2)  # the opening is also the description of the page
+        download = f"[Download this notebook]({path.name}){{ download }}"
+        page = "\n\n".join((heading, opening, download, rest))
         files.append(File.generated(config, f"tutorials/{path.name}", content=source))
         files.append(File.generated(config, f"tutorials/{path.stem}.md", content=page))
         for name, figure in figures.items():
             files.append(File.generated(config, f"tutorials/{name}", content=figure))
         overview += row(notebook, path.stem, cover(notebook, list(figures)))
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if path != Path(__file__):  # complete examples, to which tutorials link
+            files.append(File.generated(config, f"tutorials/{path.name}", content=path.read_bytes()))
     files.append(File.generated(config, "tutorials/index.md", content=overview))
     return files
 
@@ -78,7 +83,7 @@ def convert(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]
             continue
         code = f"```python\n{source}\n```"
         if "fold" in cell["metadata"].get("tags", ()):
-            code = '??? quote "Code of the figures"\n\n' + textwrap.indent(code, "    ")
+            code = '??? quote "Show the code"\n\n' + textwrap.indent(code, "    ")
         parts.append(code)
         for output in cell["outputs"]:
             data = output.get("data", {})
