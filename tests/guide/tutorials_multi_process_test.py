@@ -1,4 +1,4 @@
-"""The Keras tutorials of `tf.distribute`, from `tutorials.md`, on every backend after a search and replace."""
+"""Scripts after the Keras tutorials of `tf.distribute`, on every backend after a search and replace."""
 
 from __future__ import annotations
 
