@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# With `isal` installed (`pip install kdist[fast]`) sums take a third of the time or less: ISA-L multiplies
+# With `isal` installed (the extra `fast`) sums take a third of the time or less: ISA-L multiplies
 # polynomials with the processor's instruction for it.
 try:
     from isal.isal_zlib import crc32

@@ -1,4 +1,4 @@
-"""Whether training under a strategy gives the numbers of one device: two runs of a user's model, and what differs."""
+"""Trains a user's model on one device and under a strategy, and compares the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between two runs, by how much, and why that may be."""
+"""Compares the results of two runs, and lists the differences with likely reasons."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from kdist.errors import InvalidArgumentError
 from kdist.parity.training import Training
 
-# float32 sums over other groups of rows differ in the last digits; an error is far larger.
+# Sums over other groups of rows differ in the last digits of float32; the effect of an error is far larger.
 RTOL, ATOL = 1e-5, 2e-6
-# What training can make of the last digits: Adam divides by gradients, relu has a kink.
+# Training can enlarge these differences: Adam divides by gradients, and relu has a kink.
 _GROWN = 1e-2
 _MOST = 8
 
 
 def check_options(epochs: int, rtol: float, atol: float, strategy: Any) -> None:
-    """Checks what both runs are told.
+    """Checks the options of a comparison.
 
     Raises:
-        InvalidArgumentError: If there is nothing to compare, or `strategy` is no function.
+        InvalidArgumentError: If there is nothing to compare, or `strategy` is not a function.
     """
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise InvalidArgumentError(
@@ -45,12 +45,12 @@ def check_options(epochs: int, rtol: float, atol: float, strategy: Any) -> None:
 def differences(
     expected: Mapping[str, Any], actual: Mapping[str, Any], rtol: float = RTOL, atol: float = ATOL
 ) -> dict[str, str]:
-    """Returns what differs: the name of each number or array, and by how much. NaN agrees with nothing."""
+    """Returns a text for each value that differs, by name. NaN differs from everything."""
     import numpy as np
 
     found = dict.fromkeys(expected.keys() ^ actual.keys(), "only one of the two runs has this value")
     for name in [name for name in expected if name in actual]:
-        # Of every dtype, of which some can be neither subtracted nor printed.
+        # Some dtypes can be neither subtracted nor printed.
         one, many = (np.asarray(np.asarray(run[name]), "float64") for run in (expected, actual))
         if one.shape != many.shape:
             found[name] = f"shape {one.shape} on one device, {many.shape} with the strategy"
@@ -74,16 +74,16 @@ def differences(
 
 
 def explain(expected: Training, workers: Sequence[Training], rtol: float, atol: float) -> str | None:
-    """Says what differs between one device and each worker of a strategy, and why; `None` where nothing does.
+    """Compares each worker with one device. Returns the differences with likely reasons, or `None` if all agree.
 
     Args:
-        expected: What one device gave.
-        workers: What each worker gave.
+        expected: The results of one device.
+        workers: The results of each worker.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
 
     Raises:
-        InvalidArgumentError: If the runs prove nothing, having one replica alone.
+        InvalidArgumentError: If the strategy has only one replica, so that a comparison proves nothing.
     """
     if workers[0].num_replicas < 2:
         raise InvalidArgumentError(

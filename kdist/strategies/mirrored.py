@@ -19,6 +19,9 @@ class MirroredStrategy(Strategy):
     Every device holds a replica of the variables; each global batch is split over the replicas and their
     gradients are summed, so that the result is the one that a single device would give.
 
+    On PyTorch this gives no speedup, because the replicas of a process run one after another. Use
+    `MultiWorkerMirroredStrategy` there, and start one worker per GPU with `kdist run`.
+
     Args:
         devices: Names of the devices, e.g. `["gpu:0", "gpu:1"]`. `None` for all GPUs (or TPU cores), or the
             CPU where there are none. `["cpu:0", "cpu:1"]` makes the backend show two logical CPU devices.

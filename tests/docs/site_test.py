@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from mkdocs.config import load_config
 
 import kdist
 import kdist.cluster_resolver
@@ -129,6 +131,16 @@ def test_each_tutorial_is_a_page_with_its_figures(site: Path) -> None:
         assert f'href="{tutorial.stem}/"' in overview and f'src="{tutorial.stem}-' in overview
         for figure, output in zip(shown, drawn, strict=True):
             assert (site / "tutorials" / figure).read_bytes() == base64.b64decode(output["data"]["image/png"])
+
+
+def test_the_addresses_of_the_project_are_those_of_the_site() -> None:
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    fill_in = runpy.run_path(str(ROOT / "docs" / "theme" / "addresses.py"))["fill_in"]
+    assert not fill_in(config, {}).site_url and not config.repo_url
+    fill_in(
+        config, {"Documentation": "https://docs.test/kdist", "Repository": "https://code.test/team/kdist"}
+    )
+    assert config.site_url == "https://docs.test/kdist/" and config.repo_name == "team/kdist"
 
 
 def test_every_public_name_has_an_entry(site: Path) -> None:

@@ -1,16 +1,16 @@
-"""Runs Keras's own tests in the scope of two CPU devices, and lists what passes only without one.
+"""Runs Keras's own tests in the scope of two CPU devices, and lists the tests that pass only without the scope.
 
     python -m tests.keras_suite.run path/to/keras [--backend jax] [--only trainers] [--quick]
 
-Keras's tests of trainers, callbacks, optimisers (loss scaling among them), metrics and saving run against the
-installed Keras, each backend plainly and with every test inside `kdist.MirroredStrategy(["cpu:0", "cpu:1"])`'s
-scope, in processes of their own. Fails if a test that passes plainly fails in a scope and is not in `known.txt`.
-`--quick` runs plainly only what does not pass in the scope; it takes what passes there to pass plainly, too.
-The results of every test and pytest's output stay in `build/keras_suite`.
+Keras's tests of trainers, callbacks, optimizers (including loss scaling), metrics and saving run against the
+installed Keras, on each backend twice in separate processes: without kdist, and in the scope of
+`kdist.MirroredStrategy(["cpu:0", "cpu:1"])`. The run fails if a test passes only without kdist and is not in
+`known.txt`. With `--quick`, only the tests that fail in the scope also run without kdist. The results of every test
+and the output of pytest are in `build/keras_suite`.
 
-With Keras 3.15.1 there are 1,280 tests a backend. Pass plainly, and of these not in the scope: JAX 1,198 and 3, PyTorch
-1,108 and 2, TensorFlow 1,216 and 9, all of which `known.txt` has with their reasons. On 2 cores that share other work
-this takes 10, 4 and 10 minutes.
+With Keras 3.15.1 there are 1,280 tests per backend. Without kdist, 1,198 of them pass on JAX, 1,108 on PyTorch and
+1,216 on TensorFlow. `known.txt` lists the tests that fail only in the scope, with reasons. A run takes 10, 4 and 10
+minutes on 2 busy cores.
 """
 
 from __future__ import annotations
