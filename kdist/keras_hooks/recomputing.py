@@ -16,6 +16,8 @@ from kdist.keras_hooks.wrapping import running_replica, wrap
 
 def _bound(function: Callable[..., Any], replica: Any) -> Callable[..., Any]:
     """Returns a function that any thread can call for the replica that runs in this one."""
+    from keras.src.backend.common import global_state
+
     state = ThreadState()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -26,6 +28,8 @@ def _bound(function: Callable[..., Any], replica: Any) -> Callable[..., Any]:
                 hint="Call `backward` inside the function that `strategy.run` runs.",
             )
         with state.borrowed(), replica:
+            # As for plain Keras, the layer's call has ended. With the old context, Keras 3.16 computes other gradients.
+            global_state.set_global_attribute("current_call_ctx", None)
             return function(*args, **kwargs)
 
     return call
@@ -69,6 +73,6 @@ def hook_torch_recomputing() -> None:
         original(self, forward)
 
     # Keras 3.16 keeps the operations of a backend in a package of their own.
-    core = backend.core if hasattr(backend, "core") else backend.ops.core
+    core = backend.core if hasattr(backend, "core") else backend.ops
     wrap(core, "remat", remat)
     wrap(core.custom_gradient, "__init__", custom_gradient)

@@ -175,11 +175,18 @@ def arriving(strategy: Any) -> Iterator[None]:
             if isinstance(value, tracking.Tracker):
                 value.stored_ids = {name: set(map(id, store)) for name, (_, store) in value.config.items()}
             elif isinstance(value, keras.optimizers.Optimizer):
-                value._trainable_variables_indices = {
-                    value._var_key(variable): index
-                    for index, variable in enumerate(value._trainable_variables)
-                }
+                _rename_keys(value)
             elif isinstance(value, keras.Model):
                 strategies[value] = strategy
     finally:
         _filled.objects = outer
+
+
+def _rename_keys(optimizer: Any) -> None:
+    places, variables = optimizer._trainable_variables_indices, optimizer._trainable_variables
+    keys = {key: optimizer._var_key(variables[place]) for key, place in places.items()}
+    for name in ("_trainable_variables_indices", "_weight_decay_by_var_key"):  # the second: Keras 3.16
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, {keys[key]: value for key, value in getattr(optimizer, name).items()})
+    if excluded := getattr(optimizer, "_exclude_from_weight_decay", None):
+        optimizer._exclude_from_weight_decay = {keys.get(key, key) for key in excluded}

@@ -247,6 +247,8 @@ class _OnParts(TorchFunctionMode):
         if _is_in_place(func):
             for parameter in _written(args):
                 parameter.version += 1
+        if func == _T.data.__get__ and isinstance(args[0], Divided):
+            return args[0]  # Keras 3.16 looks here for a `DTensor`, and then writes with a layout of its own
         args, kwargs = tree_map_only(Divided, lambda p: p.shards, (args, kwargs or {}))
         if func is _T.copy_ and not isinstance(args[0], DTensor):
             args = (args[0], _plain(args[1]), *args[2:])
