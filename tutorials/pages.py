@@ -20,7 +20,7 @@ OVERVIEW = """# Tutorials
 
 Notebooks with their outputs. Each runs unchanged on TensorFlow, JAX and PyTorch, offline, on a CPU.
 
-| | What you will see |
+| | What you learn |
 | --- | --- |
 """
 
@@ -48,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def row(notebook: dict[str, Any], name: str, figure: str) -> str:
-    """Returns a notebook's row in the overview: a figure, the heading, and what one will see."""
+    """Returns a notebook's row in the overview: a figure, the heading, and its opening."""
     heading, opening, *_ = "".join(notebook["cells"][0]["source"]).removeprefix("# ").split("\n\n")
     number = int(name.split("-")[0])
     picture = f'[![]({figure}){{ style="min-width: 12rem" }}]({name}.md)'
