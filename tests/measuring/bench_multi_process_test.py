@@ -11,12 +11,19 @@ import pytest
 from tests.processes import Script, run, strategy
 
 MODEL = """
+import time
 import keras
+
+class Slow(keras.layers.Layer):
+    def call(self, x):
+        time.sleep(0.02)
+        return x
 
 def make_model():
     inputs = {"text": keras.Input((None,), dtype="int32", name="text"), "x": keras.Input((3,), name="x")}
     text = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(5, 4)(inputs["text"]))
-    model = keras.Model(list(inputs.values()), keras.layers.Dense(7)(keras.layers.Concatenate()([text, inputs["x"]])))
+    both = Slow()(keras.layers.Concatenate()([text, inputs["x"]]))
+    model = keras.Model(list(inputs.values()), keras.layers.Dense(7)(both))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 """
@@ -24,7 +31,7 @@ def make_model():
 
 def test_it_measures_a_model_of_the_users(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    arguments = ["bench", "--backend", "torch", "--num-workers", "2", "--steps", "3", "--batch-size", "20"]
+    arguments = ["bench", "--backend", "torch", "--num-workers", "1,2", "--steps", "3", "--batch-size", "20"]
     arguments += ["--model", "mine:make_model", "--json", "bench.json", "--plot", "bench.html"]
     source = f"import sys\nfrom kdist.command_line import main\nsys.exit(main({arguments!r}))\n"
     script = Script(tmp_path, "bench", source, {})
@@ -32,15 +39,20 @@ def test_it_measures_a_model_of_the_users(tmp_path: Path) -> None:
         assert script.wait(170) == 0, script.stdout() + script.stderr()
     finally:
         script.kill()
-    (result,) = json.loads((tmp_path / "bench.json").read_text())["results"]
+    alone, result = json.loads((tmp_path / "bench.json").read_text())["results"]
     assert [(round[0]["steps"], round[1]["rows"]) for round in result["rounds"]] == [(3, 60)] * 5
-    assert (result["num_workers"], result["backend"], result["efficiency"]) == (2, "torch", 1.0)
+    assert (alone["num_workers"], result["num_workers"], result["backend"]) == (1, 2, "torch")
+    for measured in (alone, result):  # a step has 20 rows, on both workers together, and takes 0.02 s or more
+        assert 0 < measured["rows_per_second"] < 20 / 0.02
+        assert measured["rows_per_second"] == pytest.approx(20 * measured["steps_per_second"])
+    assert alone["efficiency"] == 1.0
+    assert result["efficiency"] == pytest.approx(result["rows_per_second"] / alone["rows_per_second"] / 2)
     shares = result["shares"]
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["exchange"] > 0 and shares["compute"] > 0
     lines = script.stdout().splitlines()
     (row,) = [line.split() for line in lines if line.strip().startswith("2 ")][-1:]
-    assert row[0] == "2" and row[3] == "100%" and "-" not in row
+    assert row[0] == "2" and row[3] == f"{result['efficiency']:.0%}" and "-" not in row
     assert (tmp_path / "bench.html").read_text().count("<svg ") == 2
 
 
