@@ -1,6 +1,6 @@
 """`python -m tests.pages`: writes what scripts write into docs/."""
 
-from tests.pages.contents import PAGES, ROOT
+from tests.pages.contents import PAGES, ROOT, content
 
-for path, write in PAGES.items():
-    (ROOT / path).write_text(write(), encoding="utf-8")
+for path in PAGES:
+    (ROOT / path).write_bytes(content(path))

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable
 
 from tests import layers_picture, versions
@@ -14,7 +16,19 @@ from tests.pages import backend, benchmarks, command_line, errors, pictures, var
 
 __all__ = ["PAGES", "ROOT"]
 
-PAGES: dict[str, Callable[[], str]] = {
+
+def _resume() -> bytes:
+    """Returns the figure of tutorial 8: a job that was killed twice, over a run without a failure."""
+    path = ROOT / "tutorials" / "08-saving-stopping-going-on.ipynb"
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    (cell,) = [cell for cell in cells if "cover" in cell["metadata"].get("tags", [])]
+    (image,) = [
+        output["data"]["image/png"] for output in cell["outputs"] if "image/png" in output.get("data", {})
+    ]
+    return base64.b64decode(image)
+
+
+PAGES: dict[str, Callable[[], str | bytes]] = {
     "docs/versions.md": versions.page,
     "docs/layers.svg": layers_picture.draw,
     "docs/overview.svg": pictures.overview,
@@ -22,6 +36,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/batch.svg": pictures.batch,
     "docs/holders.svg": pictures.holders,
     "docs/choice.svg": pictures.choice,
+    "docs/resume.png": _resume,
     "docs/contribute/a-backend.md": backend.write,
     "docs/reference/benchmarks.md": benchmarks.write,
     "docs/reference/command-line.md": command_line.write,
@@ -29,3 +44,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/errors.md": errors.write,
 }
 """The files, below the root of the repository, and what writes each."""
+
+
+def content(path: str) -> bytes:
+    """Returns what a script writes into this file."""
+    written = PAGES[path]()
+    return written if isinstance(written, bytes) else written.encode()
