@@ -7,6 +7,7 @@ import pytest
 
 import kdist
 from tests.loops.clusters import each_cluster, on_workers
+from tests.loops.datasets import still_reading
 from tests.processes import backend_in_turn, run, strategy
 
 
@@ -64,6 +65,7 @@ def in_worker_left(num_replicas):
 
     import keras
 
+    before = set(threading.enumerate())  # kept workers may still end threads of other tests
     s = strategy(num_replicas)
     dataset = s.experimental_distribute_dataset(lambda: (np.ones((6, 1), "float32") for _ in range(99)))
 
@@ -78,7 +80,7 @@ def in_worker_left(num_replicas):
 
     found = [float(first(dataset)) for _ in range(2)]
     gc.collect()
-    return found, [t.name for t in threading.enumerate() if "prefetch" in t.name]
+    return found, still_reading(before)
 
 
 @each_cluster

@@ -70,3 +70,13 @@ def dataset_of(kind, s):
         return [(x[rows], y[rows]) for rows in mine if len(rows)]
 
     return s.distribute_datasets_from_function(dataset_fn)
+
+
+def still_reading(before):
+    """Names of the threads that go on reading, of those started since; they get a moment to end on a busy machine."""
+    import threading
+
+    threads = [t for t in set(threading.enumerate()) - before if "prefetch" in t.name]
+    for thread in threads:
+        thread.join(5.0)
+    return [t.name for t in threads if t.is_alive()]

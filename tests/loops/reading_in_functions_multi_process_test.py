@@ -9,7 +9,7 @@ import pytest
 
 import kdist
 from tests.loops.clusters import each_cluster, each_cluster_of, on_workers
-from tests.loops.datasets import BATCH, STEPS, dataset_of, rows
+from tests.loops.datasets import BATCH, STEPS, dataset_of, rows, still_reading
 from tests.processes import strategy
 
 # Iterators of one dataset share what is compiled ------------------------------------------------------------------
@@ -171,6 +171,8 @@ def in_worker_corners(num_replicas):
 
     import keras
 
+    before = set(threading.enumerate())
+
     s = strategy(num_replicas)
     on_tensorflow = keras.backend.backend() == "tensorflow"
     out_of_range = kdist.errors.OutOfRangeError
@@ -231,7 +233,7 @@ def in_worker_corners(num_replicas):
     if on_tensorflow and s.runtime.num_workers > 1:
         return []  # TensorFlow holds every graph that reduces over workers, and that the iterator that was left
     assert gone() is None
-    return [t.name for t in threading.enumerate() if "prefetch" in t.name]
+    return still_reading(before)
 
 
 @each_cluster
