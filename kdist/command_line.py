@@ -117,9 +117,8 @@ def build_parser() -> argparse.ArgumentParser:
     measuring_command.add_to(commands)
     checkpoint_command.add_to(commands)
     manifest_command.add_to(commands)
-    for listed in vars(commands)[
-        "_choices_actions"
-    ]:  # argparse shows a command's help only in the list of commands
+    # argparse shows a command's help only in the list of commands.
+    for listed in vars(commands)["_choices_actions"]:
         text = listed.help or ""
         commands.choices[listed.dest.split()[0]].description = f"{text[:1].upper()}{text[1:]}."
     return parser
