@@ -135,5 +135,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     reports.print_contract(terminalreporter, config.getoption("--contract-results"))
     reports.print_faults(terminalreporter)
+    reports.print_modules(terminalreporter)
     reports.write_gpus(terminalreporter, config.getoption("--gpu-report"))
     reports.write_support(terminalreporter, config.getoption("--support-results"))
