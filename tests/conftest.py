@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes, reports, rest, turn, zygote
-from tests.environment import DESCRIBING
+from tests.environment import CACHE, DESCRIBING
 from tests.own_process import pytest_runtest_teardown as pytest_runtest_teardown
 
 # The longest tests come first, so that at the end no process of pytest-xdist is left with a long test.
@@ -64,8 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     processes.forks = not config.getoption("--full")
     if processes.forks:
         # Workers compile the same programs again and again; what JAX finds here depends on the program alone.
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kdist-tests" / "jax"
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)  # outside of the checkout: a new clone finds it
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "jax")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         # Compiling takes longer than what is compiled; the full run has programs as users have them.
         zygote.optimizes = False

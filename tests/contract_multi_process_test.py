@@ -8,10 +8,12 @@ result is printed as a matrix at the end, and the table of docs/contract.md is m
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +23,27 @@ import numpy as np
 import pytest
 
 from kdist.testing import WorkerFailure, WorkerPool
+from tests import processes
 from tests.contract import CASES, CONFIGURATIONS, compare, make_strategy, run_case
 from tests.contract_cells import BACKENDS, CELLS, Cell, missing_pairs
+from tests.environment import CACHE, ROOT
 from tests.foreign_backward import foreign_backward
 from tests.processes import full_unless, start_pool
 
 # A first step may have to compile on a busy machine; a hang is cut off here, with every worker's stack printed.
 TIMEOUT = 120
+# The packages that decide the results of plain Keras.
+_DECIDING = (
+    "keras",
+    "keras-nightly",
+    "numpy",
+    "tensorflow",
+    "tensorflow-cpu",
+    "jax",
+    "jaxlib",
+    "torch",
+    "keras-hub",
+)
 
 
 class Pools:
@@ -68,11 +84,16 @@ def pools() -> Iterator[Pools]:
 
 
 @pytest.fixture(scope="session")
-def oracle_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Numbers of one device, shared by the processes of pytest-xdist."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "one-device"
-    folder.mkdir(exist_ok=True)
+def oracle_folder() -> Path:
+    """Results of one device. They depend on the code of the cases, the versions, and the options of the compilers."""
+    content = hashlib.sha256()
+    for path in sorted((ROOT / "tests" / "contract").glob("*.py")):
+        content.update(path.read_bytes())
+    versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    known = {name: versions.get(name) for name in _DECIDING}
+    content.update(repr((sys.version, known, processes.forks, os.environ.get("XLA_FLAGS"))).encode())
+    folder = CACHE / "oracles" / content.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -81,8 +102,6 @@ def _prepare(configuration: str) -> None:
 
 
 def _plain(name: str) -> Any:
-    import sys
-
     numbers = run_case(name)
     touching = ("kdist.keras_hooks", "kdist.strategies", "kdist.training")
     found = [module for module in sys.modules if module.startswith(touching)]

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-
+# Outside the checkout, so that a new clone finds the files.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kdist-tests"
 
 # How the names of variables begin that describe a backend, a cluster or kdist's own settings.
 DESCRIBING = (
