@@ -34,6 +34,14 @@ def adamw() -> Numbers:
     return _train(keras.optimizers.AdamW(0.01, weight_decay=0.1))
 
 
+@case("`AdamW` that leaves named variables without weight decay")
+def adamw_with_exclusions() -> Numbers:
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    model = a.mlp()
+    optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[:1], var_names=["bias"])
+    return a.train(optimizer, model, epochs=2)
+
+
 @case("`RMSprop` and a learning rate schedule")
 def rmsprop_with_schedule() -> Numbers:
     return _train(keras.optimizers.RMSprop(keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)))
