@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "gpu: needs an NVIDIA GPU; skipped where there is none; `make test-gpu`"
     )
+    zygote.lender = getattr(config, "workerinput", {}).get("lender", "")
     processes.forks = not config.getoption("--full")
     if processes.forks:
         # Workers compile the same programs again and again; what JAX finds here depends on the program alone.
@@ -73,6 +76,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault(
             "XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
         )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["lender"] = _lender()
+
+
+@functools.cache
+def _lender() -> str:
+    return zygote.lend()
 
 
 @pytest.hookimpl(tryfirst=True)
