@@ -12,6 +12,8 @@ from tests import processes, reports, rest, turn, zygote
 from tests.environment import DESCRIBING
 from tests.own_process import pytest_runtest_teardown as pytest_runtest_teardown
 
+pytest_plugins = ("tests.mutants.kills",)
+
 # The longest tests come first, so that at the end no process of pytest-xdist is left with a long test.
 FIRST = (
     "tests/faults_multi_process_test.py",
@@ -78,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
+    if not (config.getoption("--full") or config.getoption("--kills")):
         named = {Path(argument).name for argument in config.args}
         _keep(
             config,
