@@ -61,6 +61,7 @@ def test_another_server_is_not_believed(answer):
         TPUClusterResolver(environ=environ)
 
 
+@pytest.mark.kills("cluster_metadata_server_without_patience")
 def test_no_metadata_server_and_one_that_hangs(monkeypatch):
     start = time.monotonic()
     with pytest.raises(ValueError, match="did not respond within 2 s"):

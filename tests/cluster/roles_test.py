@@ -112,6 +112,7 @@ def test_a_chief_that_the_cluster_does_not_have():
     assert 'Rename the job to "chief"' in wrong({"master": ["m:1"], "worker": ["a:1"], "ps": ["b:1"]})
 
 
+@pytest.mark.kills("a_worker_that_makes_a_strategy_with_servers")
 @pytest.mark.parametrize(
     ("task", "hint"),
     [

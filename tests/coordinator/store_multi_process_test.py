@@ -152,6 +152,7 @@ def read_while_a_closure_ends() -> Any:
     return variable.value.tolist()
 
 
+@pytest.mark.kills("servers_answer_of_an_ended_closure")
 @each_own_engine
 def test_a_value_that_was_read_while_a_closure_ended_is_read_again(backend: str) -> None:
     assert run(backend, 1, read_while_a_closure_ends) == [[1.0, 1.0]]

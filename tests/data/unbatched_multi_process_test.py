@@ -165,6 +165,7 @@ def failing():
     return None
 
 
+@pytest.mark.kills("data_first_element_read_alone")
 def test_an_element_that_one_worker_cannot_read_is_an_error_on_all():
     (first, text), (second, _) = run("torch", 2, failing)
     assert (first, second) == ("DatasetError", "OSError")

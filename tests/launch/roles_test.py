@@ -67,6 +67,7 @@ def test_every_task_finds_its_place_and_knows_the_secret():
         assert set(told(num_ps=1, local_workers=1, name="KDIST_CLUSTER_TOKEN", **own).values()) == {"own"}
 
 
+@pytest.mark.kills("launch_secret_with_servers_only")
 def test_workers_that_are_all_alike_share_a_secret_too():
     secrets = told({}, 2, 0, True, name="KDIST_CLUSTER_TOKEN")
     assert list(secrets) == ["worker 0", "worker 1", "evaluator"]

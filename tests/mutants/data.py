@@ -6,9 +6,9 @@
     old = "return gathered[:count]"
     new = "return gathered"
 
-`old` occurs exactly once in the file. Several lines are whole lines between `'''`, with their indentation. If a guarantee
-needs several changes, tables `[[NAME.also]]` with `file`, `old` and `new` follow. Two keys are optional: `limit = 60`
-changes the time limit of the tests (seconds), and with `hang = true` a test that exceeds it counts as failed.
+`old` occurs exactly once in the file. Several lines are whole lines between ''', with their indentation. Further
+changes of the same mutant follow as tables `[[NAME.also]]` with `file`, `old` and `new`. Two keys are optional.
+`limit = 60` changes the time limit of the tests (seconds). With `hang = true`, tests that exceed it count as failed.
 """
 
 from __future__ import annotations

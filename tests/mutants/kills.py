@@ -1,7 +1,8 @@
 """The mark `kills` of tests, and the option `--kills` of pytest.
 
-`@pytest.mark.kills("a", "b")`: the test fails with mutant `a`, and with mutant `b`. `@pytest.mark.kills(c="[torch]")`: only
-its items whose names contain the text fail with mutant `c`; a tuple contains several such texts.
+With `@pytest.mark.kills("a", "b")`, a test fails with each of the mutants a and b. With
+`@pytest.mark.kills(c="[torch]")`, only items whose names contain this text fail with mutant c. A tuple contains several
+such texts.
 """
 
 from __future__ import annotations
@@ -38,9 +39,8 @@ class Kill:
 
 def texts_of(names: Iterable[str], only: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Returns the mutants of a mark, each with texts; the name of an item that fails contains one of them."""
-    return {name: ("",) for name in names} | {
-        name: (texts,) if isinstance(texts, str) else tuple(texts) for name, texts in only.items()
-    }
+    found = {name: (texts,) if isinstance(texts, str) else tuple(texts) for name, texts in only.items()}
+    return dict.fromkeys(names, ("",)) | found
 
 
 def find(root: Path) -> list[Kill]:

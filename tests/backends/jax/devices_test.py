@@ -40,6 +40,7 @@ def test_missing_device_names_the_others() -> None:
         kdist.OneDeviceStrategy("gpu:0")
 
 
+@pytest.mark.kills("gpus_jax_opens_all")
 def test_each_worker_opens_its_own_gpus_alone() -> None:
     def opened(devices: Sequence[str] = (), **environ: str) -> list[Any]:
         found = []
