@@ -50,6 +50,7 @@ def test_the_metadata_server_is_asked():
         assert fetch_metadata("x", environ) == "late" and len(asked) == 2
 
 
+@pytest.mark.kills("cluster_other_metadata_server_believed")
 @pytest.mark.parametrize(
     "answer", [(200, "AWS", "{}"), (404, "", ""), (401, "", ""), (500, "Google", "")], ids=str
 )

@@ -68,6 +68,7 @@ def test_tf_config_is_what_is_asked():
         server_cluster(CLUSTER)
 
 
+@pytest.mark.kills("addresses_that_two_tasks_share")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -90,6 +90,7 @@ def test_workers_meet_in_spite_of_a_stranger(name: str, caplog: pytest.LogCaptur
     assert warning.startswith("Dropped a connection from 127.0.0.1: ")
 
 
+@pytest.mark.kills("meeting_proofs_not_checked")
 def test_a_worker_does_not_believe_a_stranger_that_answers_for_worker_0() -> None:
     port = neighbouring_ports(3)
     first, second = workers(port)
@@ -104,6 +105,7 @@ def test_a_worker_does_not_believe_a_stranger_that_answers_for_worker_0() -> Non
     assert taken == [[]]
 
 
+@pytest.mark.kills("meeting_proofs_not_checked")
 def test_another_secret_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     secrets = {True: "one", False: "another"}  # only worker 0 warns
     monkeypatch.setattr(handshake, "secret_if_any", lambda address, warn=False: secrets[warn])

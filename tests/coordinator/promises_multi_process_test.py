@@ -324,6 +324,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.kills(servers_keep_what_is_gone="[torch]")
 @each_backend
 def test_what_cannot_be_is_an_error_that_says_what_can(found: dict[str, Any]) -> None:
     names = [name for name in ERRORS if name in found]

@@ -121,7 +121,7 @@ def in_worker_agree():
     return True
 
 
-@pytest.mark.kills("data_last_steps_dropped")
+@pytest.mark.kills("data_error_told_late", "data_last_steps_dropped")
 def test_all_workers_run_the_same_steps():
     assert run(BACKEND, 1, in_worker_agree)[0]
 

@@ -33,6 +33,7 @@ def test_gpus_are_the_workers_first(gpus, expected):
     assert list(shares.values()) == expected
 
 
+@pytest.mark.kills("roles_evaluator_on_a_worker_s_gpu")
 @pytest.mark.parametrize(
     ("num_workers", "gpus", "expected"),
     [
