@@ -75,9 +75,9 @@ test-dist: dist
 	  pytest pytest-timeout pytest-xdist hypothesis kubernetes-validate
 	.venv-dist/bin/python tests/release/outside.py jax
 
-# Each breaks one promise, and its part of the tests must notice: make mutants MUTANTS=restore
+# Each mutant breaks one guarantee, and a test that names it must fail: make mutants MUTANTS=restore
 mutants: .venv/ready
-	.venv/bin/python tests/mutants/run.py $(MUTANTS)
+	.venv/bin/python -m tests.mutants.run $(MUTANTS)
 
 # Keras's own tests, plainly and in a scope: make keras-tests KERAS_REPO=path of its repository at v3.15.1
 keras-tests: .venv/ready

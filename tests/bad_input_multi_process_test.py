@@ -192,6 +192,7 @@ def test_workers_with_different_secrets(backend, tmp_path):
     assert "5ec2e7" not in told
 
 
+@pytest.mark.kills(waits_for_those_that_have_come="[torch-other]", waits_in_silence="[jax-chief]")
 @pytest.mark.parametrize("missing", [0, 1], ids=["chief", "other"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_worker_that_never_comes(backend, missing, tmp_path):
@@ -300,6 +301,7 @@ MISMATCHES = {
 }
 
 
+@pytest.mark.kills(mismatch_of_workers_ignored="[epochs-torch]")
 @backend_in_turn
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_workers_that_differ(backend, case):
@@ -371,6 +373,7 @@ def wrong_calls():
 NO_ROWS = {"tensorflow": "inputs=None", "jax": "inputs=None", "torch": "num_samples=0"}
 
 
+@pytest.mark.kills(fit_batch_size_not_checked="[1-jax]", wrong_arguments_other_error="[1-torch]")
 @backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_wrong_arguments_are_errors_on_all_workers(backend, num_workers):

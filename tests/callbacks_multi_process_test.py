@@ -81,6 +81,7 @@ def in_worker_callbacks(folder, scoped, with_tensorboard):
     }
 
 
+@pytest.mark.kills(files_of_callbacks_written_by_all="[torch]")
 @backend_in_turn
 def test_callbacks_write_what_they_write_in_plain_keras(backend, tmp_path):
     with_tensorboard = backend == "tensorflow"  # needs its package

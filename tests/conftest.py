@@ -14,6 +14,8 @@ from tests import processes, reports, rest, turn, zygote
 from tests.environment import CACHE, DESCRIBING
 from tests.own_process import pytest_runtest_teardown as pytest_runtest_teardown
 
+pytest_plugins = ("tests.mutants.kills",)
+
 # The longest tests come first, so that at the end no process of pytest-xdist is left with a long test.
 FIRST = (
     "tests/faults_multi_process_test.py",
@@ -90,7 +92,7 @@ def _lender() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
+    if not (config.getoption("--full") or config.getoption("--kills")):
         named = {Path(argument).name for argument in config.args}
         _keep(
             config,

@@ -118,6 +118,15 @@ def runner(request: pytest.FixtureRequest, backend: str, tmp_path_factory: Any) 
     runner.close()
 
 
+@pytest.mark.kills(
+    failed_save_not_named="[torch-exception-save-write-1-of-2]",
+    fault_hits_all_workers="[torch-exception-validation-1-of-3]",
+    heartbeat_ignored="[torch-freeze-step-1-of-2]",
+    hung_worker_not_ended="[torch-hang-epoch-end-1-of-3]",
+    hung_worker_not_named="[torch-hang-epoch-end-1-of-3]",
+    lost_worker_not_named="[torch-kill-validation-0-of-2]",
+    resume_nothing_restored_after_a_fault="[torch-kill-save-publish-0-of-2]",
+)
 @pytest.mark.parametrize(
     ("backend", "cell"),
     [pytest.param(cell.backend, cell, id=str(cell), marks=full_unless(cell.is_pair)) for cell in CELLS],
@@ -135,6 +144,7 @@ def test_the_others_end_and_name_the_worker(
     assert not cell.problem, cell.report()
 
 
+@pytest.mark.kills(resume_nothing_restored_by_the_launcher="[jax]")
 @pytest.mark.parametrize(
     "backend",
     # The launcher is one for all backends, and its workers are not forked: JAX is imported fastest.

@@ -103,6 +103,7 @@ def in_worker_stop(where, who):
     )
 
 
+@pytest.mark.kills(stop_on_one_worker="[other-torch]")
 @backend_in_turn
 @pytest.mark.parametrize("who", [0, 1], ids=["chief", "other"])
 def test_stop_training_on_one_worker_stops_all_at_the_same_step(backend, who):
@@ -134,6 +135,7 @@ def in_worker_print():
     return printed.getvalue(), {name: np.asarray(values) for name, values in history.history.items()}
 
 
+@pytest.mark.kills(all_workers_print="[torch]")
 @backend_in_turn
 def test_only_the_chief_prints_and_all_have_its_history(backend):
     (chief, history), (other, same) = run(backend, 2, in_worker_print)
@@ -182,6 +184,7 @@ def one_device_losses(initial):
     return [float(model.test_on_batch(x[list(p)], x[list(p)][:, :1] * 3)) for p in pairs]
 
 
+@pytest.mark.kills(weights_of_the_chief_not_shared="[torch]")
 @backend_in_turn
 def test_without_a_seed_the_chiefs_weights_and_order_count(backend):
     results = run(backend, 2, in_worker_unseeded)
@@ -236,6 +239,7 @@ def test_shuffle_is_a_permutation_the_same_one_on_all_workers(backend):
     assert (orders[0] != orders[1]) == (backend != "tensorflow")
 
 
+@pytest.mark.kills(order_of_the_chief_not_shared="[torch]")
 @backend_in_turn
 def test_workers_that_draw_other_numbers_have_one_order(backend):
     # Each worker has one row of two: in orders of their own, some rows would come twice and others never.
@@ -275,6 +279,7 @@ def in_worker_masks(seed):
     return masks > 0, weights_of(trained), history.history["loss"]
 
 
+@pytest.mark.kills(seed_shared="[1-torch]")
 @backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_replicas_draw_different_masks_and_the_same_seed_draws_them_again(backend, num_workers):

@@ -50,6 +50,7 @@ def in_worker_fuzz(folder, inputs, seed, only=None):
     return counts, refused, [*failures.values()]
 
 
+@pytest.mark.kills("fuzz_malformed_data_crashes")
 @pytest.mark.timeout(400)
 def test_a_hundred_thousand_inputs(tmp_path):
     ((counts, refused, failures),) = run("torch", 1, in_worker_fuzz, str(tmp_path), INPUTS, SEED, timeout=380)

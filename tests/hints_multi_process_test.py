@@ -58,6 +58,7 @@ def hints():
     return [one.num_replicas_in_sync for one in made], ops, logged
 
 
+@pytest.mark.kills(cross_device_ops_not_handed_on="[tensorflow]", hints_not_warned_about="[torch]")
 @backend_in_turn
 def test_hints_are_followed_or_warned_about(backend):
     replicas, ops, logged = run(backend, 1, hints)[0]
@@ -108,6 +109,7 @@ def nccl():
     return [line for line in logged if " has no effect: " in line], weights, kernel - 0.1 * gradient
 
 
+@pytest.mark.kills(nccl_without_gpus_not_warned_of="torch")
 @backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_nccl_without_gpus_is_a_hint(backend, num_workers):
@@ -142,6 +144,7 @@ MISSING = """
 """
 
 
+@pytest.mark.kills(missing_gpu_starts_jax="[jax]")
 @backend_in_turn
 def test_a_script_falls_back_to_cpus_where_gpus_are_missing(backend, tmp_path):
     told = {"KERAS_BACKEND": backend, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
@@ -167,6 +170,7 @@ def resolvers():
     return found
 
 
+@pytest.mark.kills("resolver_not_asked_for_devices")
 @backend_in_turn
 def test_a_resolver_that_was_told_of_gpus_is_asked(backend):
     none, unknown, two = run(backend, 1, resolvers)[0]

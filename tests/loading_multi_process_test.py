@@ -34,6 +34,7 @@ def in_worker_load(path, scoped):
     return results
 
 
+@pytest.mark.kills(file_without_optimizer="[torch]")
 @backend_in_turn
 def test_a_file_is_loaded_anywhere_and_trains_on(backend, tmp_path):
     path = str(tmp_path / "model.keras")

@@ -134,6 +134,10 @@ EXPECTED = {
 }
 
 
+@pytest.mark.kills(
+    jax_own_errors_are_lost_workers=("[connection in a layer-jax]", "[connection in a callback-jax]"),
+    tensorflow_own_errors_are_lost_workers="callback-tensorflow",
+)
 @backend_in_turn
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_keeps_its_name(backend: str, kind: str) -> None:

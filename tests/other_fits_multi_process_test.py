@@ -82,6 +82,11 @@ def limited(under_strategy: bool) -> Any:
     return [history, *model.get_weights()]
 
 
+@pytest.mark.kills(
+    fit_epochs_not_limited="[limited-1-torch]",
+    queue_stops_while_batches_are_read_ahead="[endless-1-tensorflow]",
+    trainers_not_distributed="[bare_trainer-2-torch]",
+)
 @backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("fits", [bare_trainer, endless, limited])

@@ -33,6 +33,7 @@ def counts_rows(under_strategy: bool) -> Any:
     return predicted, float(layer.count), layer.last.numpy(), model.predict_on_batch(ROWS[:5])
 
 
+@pytest.mark.kills(tensorflow_predict_not_aggregated="[1-tensorflow]")
 @backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_what_a_layer_writes_is_aggregated(backend: str, num_workers: int) -> None:
@@ -72,6 +73,7 @@ def ragged(under_strategy: bool) -> Any:
     return kinds, *[values.to_list() for values in (first["ragged"], second, third, empty)], first["sum"]
 
 
+@pytest.mark.kills("predict_ragged_becomes_dense")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_ragged_outputs_stay_ragged(num_workers: int) -> None:
     expected = run_plain("tensorflow", ragged, False)
@@ -148,6 +150,9 @@ def draws_lengths() -> None:
     assert model.predict(ROWS[:1], verbose=0).to_list() == [[2 + 3j]]
 
 
+@pytest.mark.kills(
+    predict_each_worker_its_own_draws="[tensorflow]", predict_lengths_of_each_worker="[tensorflow]"
+)
 @backend_in_turn
 def test_workers_return_the_same_where_a_layer_draws(backend: str) -> None:
     one, two = run(backend, 2, draws, True)

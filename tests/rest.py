@@ -62,7 +62,7 @@ def shards() -> dict[str, tuple[str, ...]]:
     nox = ("-m", "nox", "--session")
     sliced = {
         "full": (10, lambda part: (*PYTEST, "--full", "--part", part)),
-        "mutants": (8, lambda part: ("tests/mutants/run.py", "--part", part)),
+        "mutants": (8, lambda part: ("-m", "tests.mutants.run", "--part", part)),
         COMING: (
             4,
             lambda part: (*nox, f"contract-{COMING.replace(' ', '-')}", "--", "--full", "--part", part),

@@ -22,6 +22,7 @@ def said_by_kdist(script: Script) -> list[str]:
     return [line for line in script.stderr().splitlines() if line.startswith("kdist: ")]
 
 
+@pytest.mark.kills(said_by_every_worker="[torch]", said_with_every_strategy="[jax]")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_chief_says_once_what_came_of_the_job(backend: str, tmp_path: Path) -> None:
     addresses = local_addresses(2)

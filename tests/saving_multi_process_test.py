@@ -147,6 +147,7 @@ def check_saved(results, folder):
     assert not [path.name for path in Path(folder).iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.kills(save_not_waited_for="torch")
 @backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_the_chief_writes_and_all_have_the_file_on_return(backend, num_workers, tmp_path):
@@ -291,6 +292,7 @@ print("SAVED", flush=True)
 """
 
 
+@pytest.mark.kills(saving_chief_does_not_stay="[jax]")
 @backend_in_turn
 def test_the_last_line_of_a_script_saves_once_where_another_worker_comes_later(backend, tmp_path):
     addresses = local_addresses(2)

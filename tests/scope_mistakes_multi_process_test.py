@@ -79,6 +79,7 @@ def all_mistakes(fits_inside: bool) -> Any:
     return [trains(outside, fits_inside, True) for outside in MISTAKES]
 
 
+@pytest.mark.kills(model_from_outside_without_a_word="[1-torch]")
 @backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_what_was_created_outside_of_the_scope_trains_as_on_one_device(

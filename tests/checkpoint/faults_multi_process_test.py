@@ -84,6 +84,7 @@ def in_worker_flip_everywhere(path):
     return missed
 
 
+@pytest.mark.kills(checkpoint_checksum_not_verified="[torch]", checkpoint_header_not_verified="[torch]")
 @backend_in_turn
 def test_every_flipped_byte_is_noticed(backend, two):
     (missed,) = run(backend, 1, in_worker_flip_everywhere, two[1])
@@ -156,6 +157,7 @@ def test_values_of_another_form_are_refused_before_anything_is_assigned(tmp_path
         )
 
 
+@pytest.mark.kills(checkpoint_model_not_checked="[torch]")
 @backend_in_turn
 def test_a_model_that_does_not_match_is_named(backend, two):
     kind, text = error_of(backend, two[0], 6)
@@ -236,6 +238,7 @@ def in_worker_killed(folder, phases):
 
 # A process that has begun to compute on JAX or TensorFlow cannot be forked; what a kill leaves does not depend on it.
 # The fault matrix kills saves on all backends.
+@pytest.mark.kills("checkpoint_visible_too_early")
 def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path):
     phases = [
         ("folders", "clean", 1),  # the folder is there
@@ -322,6 +325,7 @@ def in_worker_failing(folder):
     return heard
 
 
+@pytest.mark.kills(checkpoint_failed_write_not_told="[torch]", checkpoint_settled_on_some_workers="[torch]")
 @backend_in_turn
 def test_a_failed_write_is_told_on_all_workers_and_harms_nothing(backend, tmp_path):
     for heard in run(backend, 2, in_worker_failing, str(tmp_path)):

@@ -72,6 +72,7 @@ def in_worker_manage(folder):
             kdist.CheckpointManager(again, folder, **wrong)
 
 
+@pytest.mark.kills("checkpoint_shards_overwritten", "checkpoint_too_many_deleted")
 def test_the_manager(tmp_path):
     run("torch", 2, in_worker_manage, str(tmp_path / "managed"))
 
@@ -124,6 +125,7 @@ def python(code, folder, backend="torch"):
     return done.stdout
 
 
+@pytest.mark.kills("checkpoint_header_not_verified")
 def test_the_command_line(tmp_path, capsys):
     path, prediction = run("torch", 1, in_worker_save, str(tmp_path))[0]
     out = python(LOOK, tmp_path)

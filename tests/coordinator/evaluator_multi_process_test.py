@@ -128,6 +128,9 @@ def play(folder):
     return found
 
 
+@pytest.mark.kills(
+    evaluator_ends_by_an_old_sign="[torch]", evaluator_leaves_the_last_checkpoint_out="[torch]"
+)
 @backend_in_turn
 def test_what_is_passed_over_and_what_is_an_error(backend, tmp_path):
     found = run(backend, 1, play, str(tmp_path))[0]
@@ -179,6 +182,7 @@ def play_signs(folder):
     return signs
 
 
+@pytest.mark.kills(evaluator_sign_after_a_failed_fit="[torch]")
 @backend_in_turn
 def test_fit_leaves_a_sign_where_it_has_saved_and_an_evaluator_watches(backend, tmp_path):
     found = run(backend, 1, play_signs, str(tmp_path))[0]
@@ -240,6 +244,7 @@ def play_estimator(folder):
     return results, errors
 
 
+@pytest.mark.kills(estimator_forgets_earlier_steps="[torch]")
 @backend_in_turn
 def test_train_and_evaluate_alone(backend, tmp_path):
     results, errors = run(backend, 1, play_estimator, str(tmp_path))[0]

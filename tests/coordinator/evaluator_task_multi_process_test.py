@@ -109,6 +109,7 @@ def printed(script, word):
     return next(line.partition(" ")[2] for line in script.stdout().splitlines() if line.startswith(word))
 
 
+@pytest.mark.kills(evaluator_exports_the_last_model="[torch]")
 @backend_in_turn
 def test_an_evaluator_watches_a_chief_and_a_worker(backend, tmp_path):
     chief, worker = local_addresses(2)

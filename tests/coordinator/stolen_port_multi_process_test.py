@@ -53,6 +53,7 @@ class _Stranger(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(answer)
 
 
+@pytest.mark.kills(servers_secret_not_asked_for="[torch-plain]")
 @pytest.mark.parametrize(("backend", "kind"), [("torch", "plain"), ("jax", "another key")])
 def test_a_stranger_at_a_task_s_port_learns_and_runs_nothing(backend: str, kind: str, tmp_path: Path) -> None:
     cluster = Cluster(backend, tmp_path, 1, 1)

@@ -44,6 +44,7 @@ def test_one_that_is_passed_over_lets_an_older_one_come(tmp_path):
     assert folder.newest() is None, "the one before is older than what was evaluated"
 
 
+@pytest.mark.kills("evaluator_takes_half_files")
 def test_a_file_counts_once_it_stays_the_same(tmp_path):
     folder = Folder(str(tmp_path), 0.1)
     write(tmp_path, "model.keras", "half", 10)

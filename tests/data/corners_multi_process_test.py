@@ -65,6 +65,9 @@ def in_worker_reused_buffer(rows):
     return numbers(strategy().experimental_distribute_dataset(refilling, options))
 
 
+@pytest.mark.kills(
+    data_buffer_not_copied="[torch]", data_whole_batch_not_copied="[torch]", jax_buffer_not_copied="[jax]"
+)
 @backend_in_turn
 def test_a_buffer_may_be_filled_again(backend):
     assert run(backend, 2, in_worker_reused_buffer, 2) == [[[float(n)] for n in range(6)]] * 2
@@ -120,6 +123,9 @@ def new_model_without_seed():
     return model
 
 
+@pytest.mark.kills(
+    data_seed_not_shared="[DataLoader-torch]", data_shuffle_alike_py_dataset="[PyDataset-torch]"
+)
 @backend_in_turn
 @pytest.mark.parametrize("kind", ["PyDataset", "DataLoader"])
 def test_workers_shuffle_alike_without_a_seed(backend, kind):
@@ -297,6 +303,7 @@ def in_worker_dropped_iterator():
         tf_data._Iterator.__init__ = real
 
 
+@pytest.mark.kills(dropped_iterator_waited_for="[torch]")
 @backend_in_turn
 def test_nobody_waits_for_an_iterator_that_is_dropped(backend):
     assert run(backend, 1, in_worker_dropped_iterator) == [([0, 1], {"kdist lets an iterator go"})]

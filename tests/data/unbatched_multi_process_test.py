@@ -99,6 +99,7 @@ def test_each_replica_gets_an_element(backend, kind):
         check(run(backend, 1, in_worker, kind, [number]), [number], 2, kind)
 
 
+@pytest.mark.kills("data_steps_without_an_element")
 @backend_in_turn
 def test_the_data_end_with_the_first_worker(backend):
     check(run(backend, 2, in_worker, "list", [3, 2]), [3, 2], 1, "list")
@@ -141,6 +142,7 @@ def in_worker_compiled():
     return float(total(dataset)), numbers, refused
 
 
+@pytest.mark.kills("data_steps_without_an_element")
 @backend_in_turn
 def test_compiled_functions_read_them_and_fit_refuses(backend):
     total, numbers, refused = run(backend, 1, in_worker_compiled)[0]
@@ -165,6 +167,7 @@ def failing():
     return None
 
 
+@pytest.mark.kills("data_first_element_read_alone")
 def test_an_element_that_one_worker_cannot_read_is_an_error_on_all():
     (first, text), (second, _) = run("torch", 2, failing)
     assert (first, second) == ("DatasetError", "OSError")

@@ -107,6 +107,7 @@ def in_worker_missing(names: list[str]) -> list[str]:
     return missing
 
 
+@pytest.mark.kills("migrating_to_a_name_that_is_gone")
 def test_names_of_kdist_are_there() -> None:
     names = sorted(set(re.findall(r"\bkdist(?:\.[A-Za-z_]\w*)+", "".join(PAGES.values()))))
     assert len(names) > 15

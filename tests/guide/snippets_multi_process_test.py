@@ -83,6 +83,7 @@ def test_every_snippet_of_the_guide(backend):
     assert found["API page: TF_CONFIG"] == [{"worker": here}, ["worker", 0]]
 
 
+@pytest.mark.kills(snippet_of_another_backend_not_told="[1-torch]")
 @backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_every_snippet_for_several_workers(backend, num_workers):
@@ -144,6 +145,7 @@ def fit_under(strategies):
     return found
 
 
+@pytest.mark.kills(rows_of_the_guide_trained_twice="[1-torch]")
 @backend_in_turn
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_fit(backend, num_workers):
@@ -196,6 +198,7 @@ def input_of_the_guide():
     return keras.tree.map_structure(keras.ops.convert_to_numpy, seen)
 
 
+@pytest.mark.kills(rows_of_the_guide_swapped="[torch]")
 @backend_in_turn
 def test_the_input_of_loops(backend):
     seen = run(backend, 1, input_of_the_guide)[0]

@@ -62,6 +62,7 @@ def name_of(pid):
         return pid, file.read().rpartition(b")")[2].split()[19].decode()
 
 
+@pytest.mark.kills("ray_settings_not_told")
 @needs_ray
 def test_results_in_order(nothing_stays, capfd, monkeypatch):
     monkeypatch.setenv("KDIST_HANG_TIMEOUT", "77")
@@ -108,6 +109,7 @@ def test_a_failure_is_raised_with_its_cause(nothing_stays, tmp_path):
     assert left_of([one for path in tmp_path.iterdir() for one in eval(path.read_text())]) == []
 
 
+@pytest.mark.kills(ray_consequence_blamed="[worker]")
 @needs_ray
 @pytest.mark.parametrize("victim", ["worker", "actor"])
 def test_a_killed_worker(nothing_stays, victim):

@@ -51,6 +51,7 @@ def in_worker_empty(num_replicas):
     return found
 
 
+@pytest.mark.kills(function_loops_skip_what_comes_later="tensorflow")
 @each_cluster
 def test_a_loop_without_a_batch_does_nothing(backend, num_workers, num_replicas):
     for found in on_workers(backend, num_workers, num_replicas, in_worker_empty):
@@ -83,6 +84,7 @@ def in_worker_left(num_replicas):
     return found, still_reading(before)
 
 
+@pytest.mark.kills(function_loops_not_ended="tensorflow")
 @each_cluster
 def test_a_loop_that_is_left_leaves_nothing(backend, num_workers, num_replicas):
     for found in on_workers(backend, num_workers, num_replicas, in_worker_left):
@@ -187,6 +189,7 @@ def tensors_of_pytorch():
     return float(argument), [float(row) for row in rows], str(tensor.dtype)
 
 
+@pytest.mark.kills(jax_converts_tensors_by_itself="[jax]")
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_tensors_of_pytorch_are_taken_whatever_their_dtype(backend):
     assert run(backend, 1, tensors_of_pytorch) == [(6.0, [6.0, 22.0], "torch.bfloat16")]

@@ -186,6 +186,7 @@ def in_worker_wrong_updates(num_replicas):
     return numpy_of([grouped, *listed["x"]])
 
 
+@pytest.mark.kills(update_takes_one_value_a_replica="torch")
 @each_cluster
 def test_updates_take_one_value_for_all_replicas(backend, num_workers, num_replicas):
     for grouped, *listed in on_workers(backend, num_workers, num_replicas, in_worker_wrong_updates):
@@ -269,6 +270,7 @@ def in_worker_unequal_shapes(num_replicas):
     return numpy_of(s.reduce("SUM", s.run(lambda x: x[0, 0], args=(x,)), axis=None))
 
 
+@pytest.mark.kills(torch_shapes_not_compared="torch")
 @backend_in_turn
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_shapes_differ_along_the_axis_only(backend, num_replicas):
@@ -310,6 +312,7 @@ def in_worker_signature(num_replicas):
     return found, "took another argument"
 
 
+@pytest.mark.kills(tensorflow_specs_of_one_replica="[2-replicas-on-1-tensorflow]")
 @each_cluster_of("tensorflow")
 def test_specs_of_elements_are_a_signature(backend, num_workers, num_replicas):
     everyone = on_workers(backend, num_workers, num_replicas, in_worker_signature)

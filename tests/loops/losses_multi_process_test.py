@@ -88,6 +88,7 @@ def in_worker_added_losses():
     return keras.ops.convert_to_numpy(totals).tolist()
 
 
+@pytest.mark.kills("losses_of_other_scopes_known")
 @backend_in_turn
 def test_a_layer_drops_no_losses_that_others_added(backend):
     assert run(backend, 1, in_worker_added_losses) == [[1.0, 10.0, 100.0]]

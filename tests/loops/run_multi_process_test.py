@@ -372,6 +372,7 @@ def in_worker_other_objects(num_replicas):
     return found, names["traces"] - before
 
 
+@pytest.mark.kills("jax_counters_compile_again", "jax_globals_of_the_first_call")
 @each_cluster
 def test_a_function_works_on_what_its_names_mean_now(backend, num_workers, num_replicas):
     for found, traces in run(backend, num_workers, in_worker_other_objects, num_replicas):

@@ -266,6 +266,7 @@ def in_worker_mean_losses(num_replicas):
     )
 
 
+@pytest.mark.kills(loss_of_a_loop_not_divided="torch")
 @each_cluster
 def test_the_sum_of_mean_losses_is_their_mean(backend, num_workers, num_replicas):
     expected = np.mean([(np.arange(4.0) + i) ** 2 for i in range(num_replicas)])

@@ -107,6 +107,7 @@ def _held(variable: Any) -> float:
     return jobs.held_of(keras_hooks.native_value(variable))
 
 
+@pytest.mark.kills(fully_sharded_uneven_axes_whole="[torch-4-adam]", torch_padding_in_a_part="[torch-4-adam]")
 @EACH_TRAINING
 def test_an_axis_that_replicas_do_not_divide_is_padded(place: Any, optimizer: str, pools: Pools) -> None:
     expected = run_plain(place[0], train, None, optimizer)
@@ -237,6 +238,7 @@ def plain_loop() -> dict[str, Any]:
     return {"losses": losses, "values": values, "assigned": _numpy(table), "called": _numpy(model(x[:3]))}
 
 
+@pytest.mark.kills(jax_padding_shown="[jax-4-devices]")
 @EACH_LOOP
 def test_a_loop_of_the_user_s_sees_no_padding(place: Any, pools: Pools) -> None:
     expected = run_plain(place[0], plain_loop)

@@ -67,6 +67,11 @@ def assert_equal(actual: Any, expected: Any) -> None:
 
 
 # A transformer takes its time to compile: pairs, where a mesh has two axes for `ModelParallelStrategy`.
+@pytest.mark.kills(
+    jax_divided_variables_whole="[four-devices-fully]",
+    jax_rows_padded_along_one_axis="[four-devices-model]",
+    jax_slots_not_divided="[four-devices-model]",
+)
 @pytest.mark.parametrize(
     ("place", "name"),
     [(TWO_WORKERS, "fully"), (FOUR_DEVICES, "fully"), (FOUR_DEVICES, "model")],
@@ -84,6 +89,7 @@ def test_a_transformer_has_the_numbers_of_one_device(name: str, place: Any, pool
         assert actual["bytes"] <= SHARES[name, place[1] * place[2]] * expected["bytes"]
 
 
+@pytest.mark.kills("divided_files_of_the_chief_alone")
 def test_files_of_divided_variables_are_read_by_all(pools: Pools, tmp_path: Path) -> None:
     places = [
         (TWO_WORKERS, "fully"),
@@ -119,6 +125,7 @@ def assert_exactly(actual: Any, expected: Any) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.kills(jax_array_of_somebody_else_taken="[fully]")
 @pytest.mark.parametrize(
     ("place", "name"),
     [(TWO_WORKERS, "fully"), (FOUR_DEVICES, "model"), (TORCH_WORKERS, "fully")],
@@ -150,6 +157,7 @@ def save_alone(folder: str) -> str:
     return "nothing"
 
 
+@pytest.mark.kills(torch_divided_read_without_meeting="[torch]")
 @pytest.mark.parametrize("place", [TWO_WORKERS, TORCH_WORKERS], ids=["jax", "torch"])
 def test_a_worker_that_saves_alone_is_an_error_and_no_hang(tmp_path: Path, place: Any, pools: Pools) -> None:
     chief, other = pools.run(place, save_alone, str(tmp_path))
@@ -235,6 +243,7 @@ def mistakes() -> dict[str, str]:
     return said
 
 
+@pytest.mark.kills("layout_for_nothing_passed_over")
 def test_mistakes_are_named_before_anything_is_trained(pools: Pools) -> None:
     (said,) = pools.run(FOUR_DEVICES, mistakes)
     wanted = {

@@ -61,6 +61,7 @@ def run_pytest(folder, tests, **env):
     )
 
 
+@pytest.mark.kills("testing_failed_workers_are_kept")
 def test_fixtures(tmp_path):
     done = run_pytest(tmp_path, TESTS)
     said = done.stdout + done.stderr

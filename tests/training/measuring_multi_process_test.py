@@ -227,6 +227,7 @@ def in_worker_resumed(folder: str) -> None:
         assert log._file is None
 
 
+@pytest.mark.kills("failed_fit_measures_on", "records_of_a_resumed_epoch_lost")
 @pytest.mark.parametrize("backend", BACKENDS[2:])
 def test_an_epoch_of_which_all_steps_were_taken_keeps_its_records(backend: str, tmp_path: Path) -> None:
     run(backend, 1, in_worker_resumed, str(tmp_path))

@@ -75,6 +75,7 @@ def preempted(folder: str) -> Any:
     return weights, terminated.steps, rest.steps, before == after
 
 
+@pytest.mark.kills(preemption_of_one_worker="[torch]")
 @backend_in_turn
 def test_sigterm_on_one_worker_lets_all_save_and_leave_at_the_same_step(backend: str, tmp_path: Path) -> None:
     results = run(backend, 2, preempted, str(tmp_path))
@@ -169,6 +170,7 @@ def terminated() -> Any:
     return before, after, ended.value.code, saved
 
 
+@pytest.mark.kills("preemption_exit_code_swallowed")
 @pytest.mark.xdist_group("pool-torch")
 def test_the_exit_code_says_that_the_job_may_go_on() -> None:
     assert run("torch", 1, terminated) == [(False, True, 75, [True])]

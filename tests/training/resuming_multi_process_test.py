@@ -159,6 +159,13 @@ def check(everyone: Any) -> None:
             assert not is_left, "backups are deleted at the end of training"
 
 
+@pytest.mark.kills(
+    resume_history_lost="[torch-arrays]",
+    resume_metrics_begin_anew="[torch-arrays]",
+    resume_nothing_restored="[torch-arrays]",
+    resume_nothing_restored_of_tf_data="[torch-tf.data]",
+    resume_position_ignored="[torch-arrays]",
+)
 @pytest.mark.parametrize("kind", KINDS)
 @backend_in_turn
 def test_a_run_goes_on_in_the_middle_of_an_epoch(backend: str, kind: str, tmp_path: Path) -> None:
@@ -214,6 +221,7 @@ def goes_on_at_once(folder: str) -> Any:
         faults.point = point
 
 
+@pytest.mark.kills("resume_a_save_is_not_awaited")
 def test_the_next_fit_waits_for_a_backup_that_is_being_written(tmp_path: Path) -> None:
     check(run("torch", 2, goes_on_at_once, str(tmp_path)))
 
@@ -256,6 +264,7 @@ def restored(foreign: Any) -> Any:
     return before, get_backend().random_state(), np.random.rand()
 
 
+@pytest.mark.kills(random_state_of_another_backend_restored="[torch-tensorflow]")
 @pytest.mark.parametrize(("saved", "backend"), [("jax", "torch"), ("torch", "tensorflow")])
 def test_a_backend_leaves_the_random_state_of_another_one_alone(saved: str, backend: str) -> None:
     foreign = run(saved, 1, states)[0]

@@ -33,6 +33,7 @@ def test_messages_of_any_length_are_gathered_in_order():
     assert run("torch", 2, gather) == [expected, expected]
 
 
+@pytest.mark.kills("look_at_a_collective_that_just_ended")
 def test_a_collective_that_ends_just_after_a_look_at_the_others_has_ended_well():
     def exchange():
         import random
@@ -333,6 +334,7 @@ GROUP = r"""
 """
 
 
+@pytest.mark.kills("torch_rows_of_the_first_worker")
 def test_a_process_group_that_the_user_has_made_is_taken(tmp_path):
     with job(tmp_path, GROUP, 2) as (workers, _):
         assert [worker.wait() for worker in workers] == [0, 0], "\n".join(map(_output, workers))
