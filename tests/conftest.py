@@ -63,6 +63,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: of a product; runs with --full, or when it is named")
     config.addinivalue_line(
+        "markers", "in_turn(number): `make test` runs every number-th item of the test, others each turn"
+    )
+    config.addinivalue_line(
         "markers", "gpu: needs an NVIDIA GPU; skipped where there is none; `make test-gpu`"
     )
     zygote.lender = getattr(config, "workerinput", {}).get("lender", "")
@@ -94,6 +97,7 @@ def _lender() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not (config.getoption("--full") or config.getoption("--kills")):
         named = {Path(argument).name for argument in config.args}
+        turn.leave_out(items)
         _keep(
             config,
             items,

@@ -254,8 +254,8 @@ def weights_of(worker: Script) -> list[float]:
 def all_cells(backend: str) -> Iterator[Cell]:
     """The cells of a backend: every kind of fault × place × worker × number of workers.
 
-    Pairs (`make test`) are every kind × place, each on one backend in turn (a freeze on all); so every kind and every
-    place meets every backend. Which worker it is, and of how many, goes round. Per place, one job is started again.
+    Pairs (`make test`) are half of the kinds × places, each on one backend. Within six turns, each kind meets each
+    place on each backend. Which worker it is, and of how many, goes round. Per place, one job is started again.
     """
     offset = BACKENDS.index(backend)
     for p, place in enumerate(PLACES):
@@ -265,9 +265,9 @@ def all_cells(backend: str) -> Iterator[Cell]:
         here = [
             kind
             for k, kind in enumerate(kinds)
-            if kind in FROZEN or (k + p + turn()) % len(BACKENDS) == offset
+            if (k + p + turn()) % len(BACKENDS) == offset and (k + p + turn() // len(BACKENDS)) % 2 == 0
         ]
-        again = here[(p + offset) % len(here)]
+        again = here[(p + offset) % len(here)] if here else ""
         for k, kind in enumerate(kinds):
             victims = (0,) if place in OF_CHIEF else (0, 1)
             options = list(itertools.product(victims, (2,) if kind in FROZEN else (2, 3)))
@@ -277,7 +277,7 @@ def all_cells(backend: str) -> Iterator[Cell]:
                 yield Cell(backend, kind, place, *option, restarts=restarts, is_pair=is_pair)
     for strategy, (backends, num_workers, _) in STRATEGIES.items():
         for k, kind in enumerate(("kill", "hang")[:num_workers] if backend in backends else ()):
-            is_pair = (k + offset) % 2 == 0 or num_workers == 1
+            is_pair = (k + turn()) % len(BACKENDS) == offset
             yield Cell(backend, kind, "step", k, num_workers, True, is_pair, strategy)
 
 

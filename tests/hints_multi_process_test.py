@@ -7,7 +7,7 @@ import pytest
 
 import kdist
 from kdist.experimental import CollectiveCommunication, CommunicationOptions
-from tests.processes import Script, backend_in_turn, run
+from tests.processes import Script, each_backend, run
 
 
 def hints():
@@ -59,7 +59,7 @@ def hints():
 
 
 @pytest.mark.kills(cross_device_ops_not_handed_on="[tensorflow]", hints_not_warned_about="[torch]")
-@backend_in_turn
+@each_backend
 def test_hints_are_followed_or_warned_about(backend):
     replicas, ops, logged = run(backend, 1, hints)[0]
     assert replicas == [2, 2, 2, 1, 1, 1, 1, 1]
@@ -110,7 +110,7 @@ def nccl():
 
 
 @pytest.mark.kills(nccl_without_gpus_not_warned_of="torch")
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_nccl_without_gpus_is_a_hint(backend, num_workers):
     for index, (logged, weights, expected) in enumerate(run(backend, num_workers, nccl)):
@@ -145,7 +145,7 @@ MISSING = """
 
 
 @pytest.mark.kills(missing_gpu_starts_jax="[jax]")
-@backend_in_turn
+@each_backend
 def test_a_script_falls_back_to_cpus_where_gpus_are_missing(backend, tmp_path):
     told = {"KERAS_BACKEND": backend, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     script = Script(tmp_path, "missing", MISSING, told)
@@ -171,7 +171,7 @@ def resolvers():
 
 
 @pytest.mark.kills("resolver_not_asked_for_devices")
-@backend_in_turn
+@each_backend
 def test_a_resolver_that_was_told_of_gpus_is_asked(backend):
     none, unknown, two = run(backend, 1, resolvers)[0]
     assert none == ("cpu:0",) and all(name.startswith(("cpu:", "gpu:")) for name in unknown)

@@ -89,6 +89,7 @@ def one_device(source):
     ],
     scope="module",
 )
+@pytest.mark.in_turn(3)
 def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
     # Nothing else listens in a namespace of our own.
     addresses = f"{NETWORK}.1:5000,{NETWORK}.2:5000"

@@ -110,6 +110,7 @@ FULL = {("tensorflow", 2), ("jax", 1)}
 @pytest.mark.parametrize(
     ("backend", "num_workers"), [pytest.param(*pair, marks=full_unless(pair not in FULL)) for pair in PAIRS]
 )
+@pytest.mark.in_turn(4)
 def test_every_way_to_use_a_variable_gives_what_it_gives_in_plain_keras(
     backend: str, num_workers: int, plain: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.processes import Script, backend_in_turn, local_addresses
+from tests.processes import Script, each_backend, local_addresses
 
 EPOCHS = 4
 
@@ -110,7 +110,7 @@ def printed(script, word):
 
 
 @pytest.mark.kills(evaluator_exports_the_last_model="[torch]")
-@backend_in_turn
+@each_backend
 def test_an_evaluator_watches_a_chief_and_a_worker(backend, tmp_path):
     chief, worker = local_addresses(2)
     roles, scripts = ("chief", "worker", "evaluator"), {}

@@ -87,6 +87,7 @@ def _plain_fit() -> list[np.ndarray]:
     return model.get_weights()
 
 
+@pytest.mark.in_turn(2)
 def test_fit_one_after_the_other_is_plain_keras_and_beside_each_other_learns(job, tmp_path):
     script = job.coordinate(f"""
 
@@ -131,6 +132,7 @@ def step(iterator):
 """
 
 
+@pytest.mark.in_turn(2)
 def test_workers_die_and_come_back_and_each_closure_counts_once(job):
     script = job.coordinate(
         LOOP
@@ -161,6 +163,7 @@ print(json.dumps([int(count), int(model.optimizer.iterations), accuracy]))
     assert result_of(script)[2] > 0.95
 
 
+@pytest.mark.in_turn(2)
 def test_errors_of_closures_are_their_own_and_a_lost_server_is_named(job):
     script = job.coordinate(
         LOOP
@@ -201,6 +204,7 @@ def test_a_server_that_never_comes_is_named(job):
 
 
 @pytest.mark.parametrize("mode", ["synchronous=True", "max_staleness=0"])
+@pytest.mark.in_turn(2)
 def test_the_contract(job, tmp_path, mode):
     names = CASES_OF_EACH_MODE
     script = job.coordinate(f"""

@@ -114,6 +114,7 @@ def provoke(backend: str, name: str, folder: Path) -> str:
     ("backend", "entry"),
     [pytest.param(*case, marks=pytest.mark.xdist_group(f"pool-{case[0]}")) for case in CASES],
 )
+@pytest.mark.in_turn(3)
 def test_what_goes_wrong_says_what_the_page_quotes(backend: str, entry: str, tmp_path: Path) -> None:
     said = ""
     for name in ENTRIES[entry]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.guide.playing import SECTIONS, play, play_all
-from tests.processes import backend_in_turn, run
+from tests.processes import each_backend, run
 
 KERAS, LOOPS, API = (
     "Guide: Keras",
@@ -55,7 +55,7 @@ def same(weights, by_hand):
     np.testing.assert_allclose(np.concatenate([np.ravel(w) for w in weights]), by_hand, rtol=1e-5, atol=1e-6)
 
 
-@backend_in_turn
+@each_backend
 def test_every_snippet_of_the_guide(backend):
     found: dict[str, Any] = run(backend, 1, play_all, LISTED)[0]
     assert found["Guide: MirroredStrategy"] == [2]
@@ -84,7 +84,7 @@ def test_every_snippet_of_the_guide(backend):
 
 
 @pytest.mark.kills(snippet_of_another_backend_not_told="[1-torch]")
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_every_snippet_for_several_workers(backend, num_workers):
     found = run(backend, num_workers, play_all, ON_WORKERS)
@@ -146,7 +146,7 @@ def fit_under(strategies):
 
 
 @pytest.mark.kills(rows_of_the_guide_trained_twice="[1-torch]")
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_fit(backend, num_workers):
     expected = run(backend, 1, fit_under, ["nothing"])[0]["nothing"]
@@ -167,7 +167,7 @@ def loops(strategy):
     return [play(LOOPS, change, rows=rows) for change in changes]
 
 
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_loops(backend, num_workers):
     batches = [[part[i : i + 10] for part in rows()] for i in range(0, 100, 10)]
@@ -199,7 +199,7 @@ def input_of_the_guide():
 
 
 @pytest.mark.kills(rows_of_the_guide_swapped="[torch]")
-@backend_in_turn
+@each_backend
 def test_the_input_of_loops(backend):
     seen = run(backend, 1, input_of_the_guide)[0]
     x, y = rows()

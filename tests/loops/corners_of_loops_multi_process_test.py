@@ -8,7 +8,7 @@ import pytest
 import kdist
 from tests.loops.clusters import each_cluster, on_workers
 from tests.loops.datasets import still_reading
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 
 def in_worker_empty(num_replicas):
@@ -122,7 +122,7 @@ def in_worker_two_threads(num_replicas):
         return alone, [float(future.result()) for future in futures]
 
 
-@backend_in_turn
+@each_backend
 def test_two_threads_loop_each_for_itself(backend):
     assert run(backend, 1, in_worker_two_threads, 2)[0] == (12, [12, 12])
 

@@ -16,7 +16,7 @@ from tests.loops.clusters import (
     on_workers,
     per_replica,
 )
-from tests.processes import backend_in_turn, run, start_pool, strategy
+from tests.processes import each_backend, run, start_pool, strategy
 
 # Strategy -----------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ def in_worker_one_device():
     return numpy_of([s.reduce("SUM", x, axis=None), s.reduce("MEAN", x, axis=0), s.gather(x, axis=1)])
 
 
-@backend_in_turn
+@each_backend
 def test_one_device_takes_regular_tensors(backend):
     same, mean, gathered = run(backend, 1, in_worker_one_device)[0]
     np.testing.assert_array_equal(same, [[1, 2], [3, 6]])
@@ -271,7 +271,7 @@ def in_worker_unequal_shapes(num_replicas):
 
 
 @pytest.mark.kills(torch_shapes_not_compared="torch")
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_shapes_differ_along_the_axis_only(backend, num_replicas):
     # Not in a kept pool: TensorFlow's collectives of these devices stay aborted, for whatever asks for one next.

@@ -7,7 +7,7 @@ import pytest
 
 import kdist
 from tests.loops.clusters import each_cluster, each_cluster_of, number_of, numpy_of, on_workers, per_replica
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 BATCH, STEPS, RATE = 16, 20, 0.5
 
@@ -138,7 +138,7 @@ def test_the_guides_loop_gives_the_losses_of_one_device(backend, num_workers, nu
     )
 
 
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize("num_replicas", ["default", 1])
 def test_the_guides_loop_on_one_device(backend, num_replicas):
     check_guide(run(backend, 1, in_worker_guide, num_replicas, portable_step, kdist.function))

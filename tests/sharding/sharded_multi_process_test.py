@@ -77,6 +77,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
     [(TWO_WORKERS, "fully"), (FOUR_DEVICES, "fully"), (FOUR_DEVICES, "model")],
     ids=["two-workers-fully", "four-devices-fully", "four-devices-model"],
 )
+@pytest.mark.in_turn(3)
 def test_a_transformer_has_the_numbers_of_one_device(name: str, place: Any, pools: Pools) -> None:
     rate = RATES.get(place[0], 0.0)
     expected = pools.plain(place[0])
@@ -90,6 +91,7 @@ def test_a_transformer_has_the_numbers_of_one_device(name: str, place: Any, pool
 
 
 @pytest.mark.kills("divided_files_of_the_chief_alone")
+@pytest.mark.in_turn(2)
 def test_files_of_divided_variables_are_read_by_all(pools: Pools, tmp_path: Path) -> None:
     places = [
         (TWO_WORKERS, "fully"),
@@ -110,6 +112,7 @@ def test_files_of_divided_variables_are_read_by_all(pools: Pools, tmp_path: Path
                 assert_exactly(loaded, values)
 
 
+@pytest.mark.in_turn(2)
 def test_checkpoints_of_divided_variables_are_read_by_another_backend(pools: Pools, tmp_path: Path) -> None:
     places = [TWO_WORKERS, TORCH_WORKERS]
     for place, other in (places, places[::-1]):
@@ -131,6 +134,7 @@ def assert_exactly(actual: Any, expected: Any) -> None:
     [(TWO_WORKERS, "fully"), (FOUR_DEVICES, "model"), (TORCH_WORKERS, "fully")],
     ids=["fully", "model", "torch"],
 )
+@pytest.mark.in_turn(3)
 def test_a_loop_of_the_user_s_has_the_numbers_of_one_device(name: str, place: Any, pools: Pools) -> None:
     expected = run_plain(place[0], jobs.plain_loop)
     for actual in pools.run(place, jobs.loop, name):
@@ -159,6 +163,7 @@ def save_alone(folder: str) -> str:
 
 @pytest.mark.kills(torch_divided_read_without_meeting="[torch]")
 @pytest.mark.parametrize("place", [TWO_WORKERS, TORCH_WORKERS], ids=["jax", "torch"])
+@pytest.mark.in_turn(2)
 def test_a_worker_that_saves_alone_is_an_error_and_no_hang(tmp_path: Path, place: Any, pools: Pools) -> None:
     chief, other = pools.run(place, save_alone, str(tmp_path))
     assert "mismatch: Worker 0 reads sharded variables" in chief
@@ -195,6 +200,7 @@ def back_up(folder: str) -> tuple[list[Any], list[Any], list[str]]:
 
 
 @pytest.mark.parametrize("place", [TWO_WORKERS, TORCH_WORKERS], ids=["jax", "torch"])
+@pytest.mark.in_turn(2)
 def test_keras_s_callbacks_write_and_resume(tmp_path: Path, place: Any, pools: Pools) -> None:
     for whole, resumed, files in pools.run(place, back_up, str(tmp_path)):
         assert_equal(resumed, whole)

@@ -17,7 +17,7 @@ ROWS = 13  # of batches of 4: the last one has fewer rows than there are replica
 SAYS = "gives different results with 2 replicas"
 
 # Two replicas of one worker, and two workers; JAX sees all rows, and probes nothing.
-each_cell = pytest.mark.parametrize(
+_each_cell = pytest.mark.parametrize(
     ("backend", "num_workers"),
     [
         pytest.param(backend, number, marks=full_unless((backend, number) != ("jax", 2)))
@@ -25,6 +25,10 @@ each_cell = pytest.mark.parametrize(
         for number in (1, 2)
     ],
 )
+
+
+def each_cell(test: Any) -> Any:
+    return pytest.mark.in_turn(3)(_each_cell(test))
 
 
 def data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import BACKENDS, backend_in_turn, full_unless, run, strategy
+from tests.processes import BACKENDS, each_backend, full_unless, run, strategy
 
 ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps an epoch
 
@@ -167,7 +167,7 @@ def check(everyone: Any) -> None:
     resume_position_ignored="[torch-arrays]",
 )
 @pytest.mark.parametrize("kind", KINDS)
-@backend_in_turn
+@each_backend
 def test_a_run_goes_on_in_the_middle_of_an_epoch(backend: str, kind: str, tmp_path: Path) -> None:
     check(run(backend, 1, interrupted, str(tmp_path), kind, [(1, 1, 1)]))
 
@@ -185,6 +185,7 @@ ITERATED = ("tf.data", "distributed tf.data", "DataLoader", "PyDataset")
     ],
     scope="module",
 )
+@pytest.mark.in_turn(3)
 def test_two_workers_go_on_at_the_same_batch(backend: str, kind: str, after: int, tmp_path: Path) -> None:
     check(run(backend, 2, interrupted, str(tmp_path), kind, [(1, 1, after)]))
 
@@ -199,7 +200,7 @@ PLACES = {
 }
 
 
-@backend_in_turn
+@each_backend
 def test_a_run_goes_on_from_anywhere(backend: str, tmp_path: Path) -> None:
     check(run(backend, 2, interrupted, str(tmp_path), "arrays", list(PLACES.values())))
 
@@ -238,7 +239,7 @@ def start(folder: str, stops: bool) -> Any:
     return expected
 
 
-@backend_in_turn
+@each_backend
 def test_another_number_of_workers_goes_on(backend: str, tmp_path: Path) -> None:
     expected = run(backend, 2, start, str(tmp_path), True)[0]
     # One worker of two replicas, which draw the same dropout masks as two workers of one.
