@@ -147,7 +147,6 @@ class Cell:
         """Starts the job; the second time without the fault."""
         fault = "" if self.is_restarted else f"{self.kind}:worker={self.victim},{PLACES[self.place][0]}"
         self.addresses = local_addresses(self.num_workers)
-        self.began = time.monotonic()
         attempt = "again" if self.is_restarted else "first"
         for index in range(self.num_workers):
             env = {
@@ -166,6 +165,7 @@ class Cell:
             if self.place == "reading" and index == self.victim and not self.is_restarted:
                 env["STOPS"] = "1"
             self.workers.append(Script(folder, f"{self}-{attempt}-worker{index}", SCRIPT, env))
+        self.began = time.monotonic()  # the first process of a backend waits for its imports
 
     def has_ended(self) -> bool:
         """Whether all have ended, or should have; a frozen worker is killed when all others have."""

@@ -1,4 +1,4 @@
-"""Tests with the mark `in_turn`: a part of their items per turn, and all items within as many turns as the mark names."""
+"""The mark `in_turn`: a part of the items of a test per turn, and every item within the number of turns in the mark."""
 
 from __future__ import annotations
 
