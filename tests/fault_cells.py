@@ -251,7 +251,7 @@ def weights_of(worker: Script) -> list[float]:
     return [float(word) for word in said_by(worker, "WEIGHTS").split()]
 
 
-def all_cells(backend: str) -> Iterator[Cell]:
+def all_cells(backend: str, now: int) -> Iterator[Cell]:
     """The cells of a backend: every kind of fault × place × worker × number of workers.
 
     Pairs (`make test`) are half of the kinds × places, each on one backend. Within six turns, each kind meets each
@@ -265,20 +265,20 @@ def all_cells(backend: str) -> Iterator[Cell]:
         here = [
             kind
             for k, kind in enumerate(kinds)
-            if (k + p + turn()) % len(BACKENDS) == offset and (k + p + turn() // len(BACKENDS)) % 2 == 0
+            if (k + p + now) % len(BACKENDS) == offset and (k + p + now // len(BACKENDS)) % 2 == 0
         ]
         again = here[(p + offset) % len(here)] if here else ""
         for k, kind in enumerate(kinds):
             victims = (0,) if place in OF_CHIEF else (0, 1)
             options = list(itertools.product(victims, (2,) if kind in FROZEN else (2, 3)))
             for option in options:
-                is_pair = kind in here and option == options[(k + p + offset) % len(options)]
-                restarts = is_pair and kind == again and (p + turn()) % len(BACKENDS) == offset
+                is_pair = kind in here and option == options[(k + p + offset + now // 6) % len(options)]
+                restarts = is_pair and kind == again and (p + now) % len(BACKENDS) == offset
                 yield Cell(backend, kind, place, *option, restarts=restarts, is_pair=is_pair)
     for strategy, (backends, num_workers, _) in STRATEGIES.items():
         for k, kind in enumerate(("kill", "hang")[:num_workers] if backend in backends else ()):
-            is_pair = (k + turn()) % len(BACKENDS) == offset
+            is_pair = (k + now) % len(BACKENDS) == offset
             yield Cell(backend, kind, "step", k, num_workers, True, is_pair, strategy)
 
 
-CELLS = [cell for backend in BACKENDS for cell in all_cells(backend)]
+CELLS = [cell for backend in BACKENDS for cell in all_cells(backend, turn())]

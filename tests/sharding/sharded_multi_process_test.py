@@ -19,9 +19,9 @@ FOUR_DEVICES = ("jax", 1, 4)
 TORCH_WORKERS = ("torch", 2, 1)
 # Where dropout draws one mask for the global batch, the numbers are those of one device with it, too.
 RATES = {"jax": 0.1}
-# How much of weights and optimiser state a device may hold, by strategy and replicas. The layouts of "model" divide
+# How much of weights and optimiser state a device may hold, by strategy and replicas. The layouts of "attention" divide
 # somewhat more than half of them by two.
-SHARES = {("fully", 2): 0.6, ("fully", 4): 0.35, ("model", 4): 0.8}
+SHARES = {("fully", 2): 0.6, ("fully", 4): 0.35, ("attention", 4): 0.8}
 
 
 class Pools:
@@ -74,7 +74,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 )
 @pytest.mark.parametrize(
     ("place", "name"),
-    [(TWO_WORKERS, "fully"), (FOUR_DEVICES, "fully"), (FOUR_DEVICES, "model")],
+    [(TWO_WORKERS, "fully"), (FOUR_DEVICES, "fully"), (FOUR_DEVICES, "attention")],
     ids=["two-workers-fully", "four-devices-fully", "four-devices-model"],
 )
 @pytest.mark.in_turn(3)
