@@ -15,9 +15,10 @@ import sys
 
 import pytest
 
-from tests.processes import BACKENDS, Script, full_unless, run
+from tests.processes import BACKENDS, Script, backend_in_turn, full_unless, run
 
 NETWORK = "10.77.0"
+NETWORK_6 = "fd77"
 
 SCRIPT = """
 import json, os, sys
@@ -50,7 +51,7 @@ def ip(*arguments, check=True):
 
 @pytest.fixture
 def hosts():
-    """The names of two namespaces, whose addresses are 10.77.0.1 and 10.77.0.2."""
+    """The names of two namespaces, with the addresses 10.77.0.1 and 10.77.0.2, and fd77::1 and fd77::2."""
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` on this machine: apt-get install iproute2")
     names = [f"kdist-{os.getpid()}-{i}" for i in (0, 1)]
@@ -65,6 +66,7 @@ def hosts():
             for number, (name, link) in enumerate(zip(names, links, strict=True), start=1):
                 ip("link", "set", link, "netns", name)
                 ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", link)
+                ip("-n", name, "addr", "add", f"{NETWORK_6}::{number}/64", "dev", link, "nodad")
                 ip("-n", name, "link", "set", link, "up")
                 ip("-n", name, "link", "set", "lo", "up")
         except subprocess.CalledProcessError as error:
@@ -80,31 +82,27 @@ def one_device(source):
     return namespace["train"](None)
 
 
-@pytest.mark.parametrize(
-    ("backend", "workers"),
-    # Each worker is a Python of its own, which takes seconds to import its backend: two workers on JAX only.
-    [
-        pytest.param(backend, workers, marks=full_unless((workers == 2) == (backend == "jax")))
-        for backend, workers in itertools.product(BACKENDS, (1, 2))
-    ],
-    scope="module",
-)
-def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
-    # Nothing else listens in a namespace of our own.
-    addresses = f"{NETWORK}.1:5000,{NETWORK}.2:5000"
+@contextlib.contextmanager
+def job(hosts, backend, workers, folder, source, addresses, env=None):
+    """Starts `kdist run` on each host; yields both processes."""
     started = []
     try:
         for index, name in enumerate(hosts):
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "kdist", "run"]
             command += ["--backend", backend, "--num-workers", str(workers)]
             command += ["--hosts", addresses, "--host-index", str(index)]
-            started.append(Script(tmp_path, f"host{index}", SCRIPT, {"KDIST_JOIN_TIMEOUT": "90"}, command))
-        for script in started:
-            assert script.wait() == 0, script.stdout() + script.stderr()
-        printed = "\n".join(script.stdout() for script in started)
+            environment = {"KDIST_JOIN_TIMEOUT": "90"} | (env or {})
+            started.append(Script(folder, f"host{index}", source, environment, command))
+        yield started
     finally:
         for script in started:
             script.kill()
+
+
+def check_numbers(backend, workers, started):
+    for script in started:
+        assert script.wait() == 0, script.stdout() + script.stderr()
+    printed = "\n".join(script.stdout() for script in started)
     found = [
         line.partition("NUMBERS ")[2].partition(" ") for line in printed.splitlines() if "NUMBERS" in line
     ]
@@ -115,3 +113,30 @@ def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
         assert actual.keys() == expected.keys()
         for name in expected:
             assert actual[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
+
+
+# Nothing else listens in a separate namespace.
+IPV4 = f"{NETWORK}.1:5000,{NETWORK}.2:5000"
+IPV6 = f"[{NETWORK_6}::1]:5000,[{NETWORK_6}::2]:5000"
+
+
+@pytest.mark.parametrize(
+    ("backend", "workers"),
+    # Each worker is a Python of its own, which takes seconds to import its backend: two workers on JAX only.
+    [
+        pytest.param(backend, workers, marks=full_unless((workers == 2) == (backend == "jax")))
+        for backend, workers in itertools.product(BACKENDS, (1, 2))
+    ],
+    scope="module",
+)
+def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
+    with job(hosts, backend, workers, tmp_path, SCRIPT, IPV4) as started:
+        check_numbers(backend, workers, started)
+
+
+@backend_in_turn
+def test_two_hosts_with_ipv6_addresses_train_as_one_device(backend, hosts, tmp_path):
+    for name in hosts:
+        ip("-n", name, "-4", "addr", "flush", "scope", "global")
+    with job(hosts, backend, 1, tmp_path, SCRIPT, IPV6) as started:
+        check_numbers(backend, 1, started)
