@@ -139,7 +139,7 @@ def zero_weights() -> Numbers:
         loss = keras.losses.MeanSquaredError(reduction=reduction)
         # Adam: the gradients of the batch are zero, but its step is not.
         model.compile(keras.optimizers.Adam(0.02), loss, metrics=["mae"], weighted_metrics=["mse"])
-        history = a.fit(model, x, y, sample_weight=weights, validation_data=(x[:9], y[:9], weights[:9]))
+        history = a.fit(model, x, y, sample_weight=weights)
         score = a.evaluate(model, x, y, sample_weight=weights)
         found |= {f"{reduction} {name}": value for name, value in a.numbers(model, history, score=score).items()}
     return found
