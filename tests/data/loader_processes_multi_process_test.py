@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def note_reader(folder: str) -> None:
 
 
 def in_worker_fit(kind: str, folder: str):
-    """Returns the weights, and whether this process has read a row by itself or kept child processes."""
+    """Returns the weights, this process's number, and its child processes that do not end."""
     import keras
 
     class Batches(keras.utils.PyDataset):
@@ -58,7 +59,11 @@ def in_worker_fit(kind: str, folder: str):
     model.fit(data, epochs=EPOCHS, shuffle=False, verbose=0)
     del data
     weights = [float(v) for part in model.get_weights() for v in np.ravel(part)]
-    return weights, str(os.getpid()), [child.name for child in multiprocessing.active_children()]
+    # Keras closes a pool of processes, and does not wait for their end.
+    deadline = time.monotonic() + 20
+    while (children := multiprocessing.active_children()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return weights, str(os.getpid()), [child.name for child in children]
 
 
 def check(backend, kind, tmp_path):
