@@ -24,7 +24,9 @@ from tests.processes import (
     tf_config,
 )
 
-SECONDS = 10.0  # less than the heartbeat timeout, after which a worker would end anyway
+# The workers end long before the heartbeat timeout, after which they would end anyway.
+SECONDS, HEARTBEAT = 30.0, 120.0
+PATIENT = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
 LINES = 60  # on stderr: one traceback, and no storm
 
 SCRIPT = """
@@ -59,7 +61,7 @@ def test_ctrl_c_ends_both_workers(backend, tmp_path):
     with contextlib.ExitStack() as cleanup:
         scripts = []
         for index in (0, 1):
-            env = {"TF_CONFIG": tf_config(addresses, index), "KERAS_BACKEND": backend}
+            env = {"TF_CONFIG": tf_config(addresses, index), "KERAS_BACKEND": backend, **PATIENT}
             scripts.append(Script(tmp_path, f"worker{index}", SCRIPT, env))
             cleanup.callback(scripts[-1].kill)
         for script in scripts:
@@ -81,7 +83,7 @@ def test_ctrl_c_ends_both_workers(backend, tmp_path):
 def test_ctrl_c_ends_a_launched_job(backend, tmp_path):
     # The launcher gets the signal: its workers have sessions of their own.
     command = (sys.executable, "-m", "kdist", "run", "--num-workers", "2", "--backend", backend)
-    job = Script(tmp_path, "train", SCRIPT, {}, command)
+    job = Script(tmp_path, "train", SCRIPT, PATIENT, command)
     try:
         deadline = time.monotonic() + 120
         while len(found := set(re.findall(r"TRAINS (\d+) ", job.stdout()))) < 2:
@@ -115,6 +117,16 @@ def make_model():
     return model
 
 
+@contextlib.contextmanager
+def keyboard():
+    """The worker of a pool ignores Ctrl-C; a notebook does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def weights_of(model):
     import keras
 
@@ -140,7 +152,7 @@ def in_worker_interrupt():
 
     with strategy().scope():
         model = make_model()
-    with pytest.raises(KeyboardInterrupt):
+    with keyboard(), pytest.raises(KeyboardInterrupt):
         model.fit(*data(), batch_size=4, shuffle=False, verbose=0, callbacks=[Stop()])
     model.fit(*data(), batch_size=4, shuffle=False, epochs=2, verbose=0)
     return weights_of(model)
@@ -176,11 +188,12 @@ def in_worker_interrupt_anywhere():
                 time.sleep(delay)
                 os.kill(os.getpid(), signal.SIGINT)
 
-        thread = threading.Thread(target=press)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            model.fit(x, y, batch_size=4, epochs=10**6, verbose=0, callbacks=[Note()])
-        thread.join()
+        with keyboard():
+            thread = threading.Thread(target=press)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                model.fit(x, y, batch_size=4, epochs=10**4, verbose=0, callbacks=[Note()])
+            thread.join()
     model.set_weights(initial)
     with strategy().scope():
         model.compile(keras.optimizers.SGD(0.1), "mse")

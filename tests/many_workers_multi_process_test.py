@@ -37,7 +37,9 @@ def fit(model):
     import keras
 
     x, y = data()
-    history = model.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0, validation_data=(x[:9], y[:9]))
+    history = model.fit(
+        x, y, batch_size=20, epochs=2, shuffle=False, verbose=0, validation_data=(x[:9], y[:9])
+    )
     weights = {f"weight {i}": keras.ops.convert_to_numpy(w) for i, w in enumerate(model.weights)}
     return weights | {name: np.asarray(values) for name, values in history.history.items()}
 

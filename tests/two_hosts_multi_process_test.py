@@ -185,7 +185,9 @@ def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
         seconds = time.monotonic() - start
     for index, (script, code) in enumerate(zip(started, codes, strict=True)):
         assert code != 0
-        assert f"The job lost worker {1 - index} ({NETWORK}.{2 - index}:5000)" in script.stderr(), script.stderr()
+        assert f"The job lost worker {1 - index} ({NETWORK}.{2 - index}:5000)" in script.stderr(), (
+            script.stderr()
+        )
     assert seconds < HEARTBEAT + SLACK
 
 

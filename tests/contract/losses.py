@@ -141,5 +141,7 @@ def zero_weights() -> Numbers:
         model.compile(keras.optimizers.Adam(0.02), loss, metrics=["mae"], weighted_metrics=["mse"])
         history = a.fit(model, x, y, sample_weight=weights)
         score = a.evaluate(model, x, y, sample_weight=weights)
-        found |= {f"{reduction} {name}": value for name, value in a.numbers(model, history, score=score).items()}
+        found |= {
+            f"{reduction} {name}": value for name, value in a.numbers(model, history, score=score).items()
+        }
     return found
