@@ -88,3 +88,20 @@ def test_the_sign_of_the_end(tmp_path):
     ending.note_saved(folder)
     assert not ending.has_ended(folder) and not ending.is_of_now(folder)
     assert folder in ending.saved_since(0.0) and folder not in ending.saved_since(time.monotonic())
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_the_sign_of_the_end_counts_by_the_clock_of_the_file_system(tmp_path, monkeypatch, ahead):
+    folder, real = str(tmp_path), time.time
+    monkeypatch.setattr(time, "time", lambda: real() - ahead)  # the file system is ahead of this process
+    ending._process_began_at.cache_clear()
+    try:
+        with ending.watched(folder):
+            ending.end([folder])
+            assert ending.is_of_now(folder)
+            began = ending._process_began_at() + ahead
+            os.utime(tmp_path / ending.SIGN, (began - 60, began - 60))
+            assert not ending.is_of_now(folder), "an earlier training has left it"
+    finally:
+        monkeypatch.undo()
+        ending._process_began_at.cache_clear()
