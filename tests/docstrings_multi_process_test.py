@@ -101,7 +101,9 @@ HOLDS = {
     "kdist.strategies.mirrored.MirroredStrategy": """
         strategy.num_replicas_in_sync == 2 and steps(model) == 3 and near_plain(model)
     """,
-    "kdist.strategies.multi_worker_mirrored.MultiWorkerMirroredStrategy": "steps(model) == 3 and near_plain(model)",
+    "kdist.strategies.multi_worker_mirrored.MultiWorkerMirroredStrategy": """
+        strategy.num_replicas_in_sync == 2 and steps(model) == 3 and near_plain(model)
+    """,
     "kdist.strategies.one_device.OneDeviceStrategy": "strategy.num_replicas_in_sync == 1",
     "kdist.strategies.model_parallel.ModelParallelStrategy": "strategy.num_replicas_in_sync == 2",
     "kdist.strategies.strategy.Strategy": "steps(model) == 3 and near_plain(model)",

@@ -77,10 +77,11 @@ def model_with_and_without_kdist(example: Callable[..., dict[str, Any]], **given
     import keras
 
     keras.utils.set_random_seed(1)
-    model = example(**given)["model"]
+    left = example(**given)
+    assert left["strategy"].num_replicas_in_sync == 2
     keras.utils.set_random_seed(1)
     with mock.patch.dict(sys.modules, kdist=NoKdist()):
-        return model, example(**given)["model"]
+        return left["model"], example(**given)["model"]
 
 
 def trained_on_one_device(data: Any) -> Any:
