@@ -85,7 +85,9 @@ def test_a_transformer_has_the_numbers_of_one_device(name: str, place: Any, pool
 
 
 def test_a_step_on_jax_holds_few_whole_variables_at_once(pools: Pools) -> None:
-    (mirrored,), (fully,) = (pools.run(FOUR_DEVICES, jobs.step_memory, name) for name in ("mirrored", "fully"))
+    (mirrored,), (fully,) = (
+        pools.run(FOUR_DEVICES, jobs.step_memory, name) for name in ("mirrored", "fully")
+    )
     # The weights, and a gradient of each. `FullyShardedStrategy` has a quarter of the weights, and gathers some.
     assert mirrored >= 24 + 24
     assert 6 <= fully <= mirrored / 2
