@@ -24,6 +24,7 @@ from typing import IO, Any
 import pytest
 
 from kdist.testing import WorkerPool, Workers, free_ports
+from tests import rewriting
 from tests.environment import clean_environment
 from tests.turn import turn
 from tests.zygote import Forked, zygote
@@ -70,8 +71,11 @@ class PlainPool(ForkedPool):
 
 def start_pool(num_workers: int, backend: str, timeout: float = TIMEOUT, plain: bool = False) -> WorkerPool:
     """Returns a new pool, which the caller closes; in a plain one nothing of kdist touches Keras."""
-    forked = PlainPool if plain else ForkedPool
-    return (forked if forks else WorkerPool)(num_workers, backend, timeout=timeout)
+    if forks:
+        return (PlainPool if plain else ForkedPool)(num_workers, backend, timeout=timeout)
+    pool = WorkerPool(num_workers, backend, timeout=timeout)
+    pool.run(rewriting.install)
+    return pool
 
 
 def run(
