@@ -28,17 +28,29 @@ def start() -> list[np.ndarray]:
 
 def weights(epochs: int) -> list[float]:
     """The weights after so many epochs in the order of the rows: stochastic gradient descent with momentum."""
+    return _trained(epochs)[0]
+
+
+def losses(epochs: int) -> list[float]:
+    """The loss that `fit` reports for each of so many epochs."""
+    return _trained(epochs)[1]
+
+
+def _trained(epochs: int) -> tuple[list[float], list[float]]:
     x, y = (part.astype("float64") for part in rows())
     kernel, bias = (part.astype("float64") for part in start())
     velocities = [0.0 * kernel, 0.0 * bias]
+    errors: list[float] = []
     for _ in range(epochs):
+        errors.append(0.0)
         for first in range(0, ROWS, BATCH):
             batch, labels = x[first : first + BATCH], y[first : first + BATCH]
             error = 2 * (batch @ kernel + bias - labels) / len(batch)
+            errors[-1] += float(np.sum((error * len(batch) / 2) ** 2)) / ROWS
             for index, gradient in enumerate((batch.T @ error, error.sum(0))):
                 velocities[index] = MOMENTUM * velocities[index] - RATE * gradient
             kernel, bias = kernel + velocities[0], bias + velocities[1]
-    return [*kernel[:, 0].tolist(), *bias.tolist()]
+    return [*kernel[:, 0].tolist(), *bias.tolist()], errors
 
 
 def model(is_true: bool = True) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import each_backend, full_unless, run, strategy
+from tests.processes import each_backend, full_unless, run, run_plain, strategy
 from tests.saving_multi_process_test import Written, assert_same, make_data, make_model, rank, state_of
 
 # Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
@@ -88,7 +88,7 @@ def test_callbacks_write_what_they_write_in_plain_keras(backend, tmp_path):
     folders = [tmp_path / name for name in ("plain", "scoped")]
     for folder in folders:
         folder.mkdir()
-    plain = run(backend, 1, in_worker_callbacks, str(folders[0]), False, with_tensorboard)[0]
+    plain = run_plain(backend, in_worker_callbacks, str(folders[0]), False, with_tensorboard)
     results = run(backend, 2, in_worker_callbacks, str(folders[1]), True, with_tensorboard)
     files = [
         sorted(str(p.relative_to(folder)) for p in folder.rglob("*.*") if "events" not in p.name)
@@ -164,7 +164,7 @@ def in_worker_backup(folder, scoped, save_freq, own_folders=False):
 )
 def test_backup_and_restore_goes_on_as_in_plain_keras(backend, num_workers, save_freq, tmp_path):
     folders = [str(tmp_path / name) for name in ("plain", "scoped")]
-    plain = run(backend, 1, in_worker_backup, folders[0], False, save_freq)[0]
+    plain = run_plain(backend, in_worker_backup, folders[0], False, save_freq)
     assert plain[0][0] is None and len(plain[0][1]) == 3 and plain[2][1] == []
     for histories, state, files in run(backend, num_workers, in_worker_backup, folders[1], True, save_freq):
         assert histories[0] is None

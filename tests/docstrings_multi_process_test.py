@@ -95,14 +95,18 @@ HOLDS = {
     "kdist.communication.cross_device_ops.CrossDeviceOps": """
         near(strategy.reduce("MEAN", kdist.DistributedValues([x, 3 * x]), axis=None), 2 * x) and strategy.own_ops
     """,
-    "kdist.strategies.central_storage.CentralStorageStrategy": "steps(model) == 3",
-    "kdist.strategies.fully_sharded.FullyShardedStrategy": "steps(model) == 3",
+    "kdist.strategies.central_storage.CentralStorageStrategy": "steps(model) == 3 and near_plain(model)",
+    "kdist.strategies.fully_sharded.FullyShardedStrategy": "steps(model) == 3 and near_plain(model)",
     "kdist.strategies.keras_distribution.KerasDistributionStrategy": "strategy.num_replicas_in_sync == 2",
-    "kdist.strategies.mirrored.MirroredStrategy": "strategy.num_replicas_in_sync == 2 and steps(model) == 3",
-    "kdist.strategies.multi_worker_mirrored.MultiWorkerMirroredStrategy": "steps(model) == 3",
+    "kdist.strategies.mirrored.MirroredStrategy": """
+        strategy.num_replicas_in_sync == 2 and steps(model) == 3 and near_plain(model)
+    """,
+    "kdist.strategies.multi_worker_mirrored.MultiWorkerMirroredStrategy": """
+        strategy.num_replicas_in_sync == 2 and steps(model) == 3 and near_plain(model)
+    """,
     "kdist.strategies.one_device.OneDeviceStrategy": "strategy.num_replicas_in_sync == 1",
     "kdist.strategies.model_parallel.ModelParallelStrategy": "strategy.num_replicas_in_sync == 2",
-    "kdist.strategies.strategy.Strategy": "steps(model) == 3",
+    "kdist.strategies.strategy.Strategy": "steps(model) == 3 and near_plain(model)",
     "kdist.strategies.strategy.Strategy.distribute_datasets_from_function": "steps(model) == 3",
     "kdist.strategies.strategy.Strategy.experimental_distribute_dataset": """
         [len(part) for part in local(batch[0])] == [22, 22]
@@ -224,9 +228,12 @@ def run_block(given, source, holds, folder):
     import ast
     import os
     import textwrap
+    from unittest import mock
 
     import keras
     import numpy as np
+
+    from tests.docs.things import NoKdist
 
     def array(value):
         return np.asarray(keras.ops.convert_to_numpy(value))
@@ -240,9 +247,21 @@ def run_block(given, source, holds, folder):
         "local": lambda value: names["strategy"].experimental_local_results(value),
         "steps": lambda model: int(array(model.optimizer.iterations)),
     }
+
+    def near_plain(model):
+        """Whether the block trains the same model without a strategy."""
+        plain = names | {"strategy": strategy()}
+        exec(textwrap.dedent(given), plain)
+        plain["kdist"] = NoKdist()
+        with mock.patch.dict("sys.modules", kdist=NoKdist()):
+            exec(source, plain)
+        weights = zip(model.get_weights(), plain["model"].get_weights(), strict=True)
+        return all(names["near"](found, expected) for found, expected in weights)
+
     before = os.getcwd()
     os.chdir(folder)
     try:
+        names["near_plain"] = near_plain
         exec(textwrap.dedent(given), names)
         body = ast.parse(source)
         if isinstance(body.body[-1], ast.Expr):  # its value is to be seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, strategy
+from tests.processes import each_backend, run, run_plain, strategy
 
 # Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
 
@@ -191,7 +191,7 @@ def test_without_a_seed_the_chiefs_weights_and_order_count(backend):
     assert_equal_on_workers([r[1] for r in results])
     assert_equal_on_workers([r[2] for r in results])
     assert results[0][3] == results[1][3]
-    possible = run(backend, 1, one_device_losses, results[0][0])[0]
+    possible = run_plain(backend, one_device_losses, results[0][0])
     assert min(abs(np.array(possible) / results[0][3][0] - 1)) < 1e-4, "training did not start from the chief"
 
 
@@ -328,7 +328,7 @@ def in_worker_continue(under_strategy):
 
 @each_backend
 def test_a_second_fit_continues_with_data_of_another_length(backend):
-    expected = run(backend, 1, in_worker_continue, False)[0]
+    expected = run_plain(backend, in_worker_continue, False)
     for actual in run(backend, 2, in_worker_continue, True):
         assert_close(expected, actual)
 
@@ -354,6 +354,6 @@ def in_worker_lengths(under_strategy):
 
 @each_backend
 def test_fits_with_data_of_different_shapes(backend):
-    expected = run(backend, 1, in_worker_lengths, False)[0]
+    expected = run_plain(backend, in_worker_lengths, False)
     for actual in run(backend, 2, in_worker_lengths, True):
         assert_close(expected, actual)

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 COLUMNS, ROWS = 512, 256  # a global batch has 512 KiB
 UNITS = 512  # the weights have 1 MiB, and 3 MiB with the optimizer's slots
@@ -78,7 +78,7 @@ def check(backend, folder, steps, fits, saves):
         assert more_memory - memory < limit, f"{(more_memory - memory) / MIB:.1f} MiB more"
 
 
-@backend_in_turn
+@each_backend
 def test_a_job_does_not_grow(backend, tmp_path):
     check(backend, tmp_path, 100, 5, 20)
 

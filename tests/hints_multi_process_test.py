@@ -7,7 +7,8 @@ import pytest
 
 import kdist
 from kdist.experimental import CollectiveCommunication, CommunicationOptions
-from tests.processes import Script, each_backend, run
+from tests import by_hand
+from tests.processes import Script, each_backend, run, start_pool
 
 
 def hints():
@@ -69,6 +70,34 @@ def test_hints_are_followed_or_warned_about(backend):
     names = ["HierarchicalCopyAllReduce", "ReductionToOneDevice"] * (backend != "tensorflow")
     assert len(hinted) == len(names), "each once"
     assert all(f"cross_device_ops={name}()" in line for name, line in zip(names, hinted, strict=True))
+
+
+def rings():
+    """What TensorFlow's collectives are told in two workers that train, and the weights."""
+    from tensorflow.python.ops import collective_ops
+
+    reduce, told = collective_ops.all_reduce_v2, set()
+
+    def noted(*args, **kwargs):
+        told.add((kwargs["communication_hint"], kwargs["timeout"]))
+        return reduce(*args, **kwargs)
+
+    collective_ops.all_reduce_v2 = noted
+    options = CommunicationOptions(implementation="RING", timeout_seconds=77)
+    with kdist.MultiWorkerMirroredStrategy(communication_options=options).scope():
+        model = by_hand.model()
+    by_hand.fit(model, 1)
+    return told, np.concatenate([np.ravel(weight) for weight in model.get_weights()])
+
+
+def test_tensorflow_reduces_gradients_in_rings():
+    pool = start_pool(2, "tensorflow")
+    try:
+        for told, weights in pool.run(rings):
+            assert told == {("RING", 77)}
+            np.testing.assert_allclose(weights, by_hand.weights(1), rtol=1e-5)
+    finally:
+        pool.close()
 
 
 def nccl():

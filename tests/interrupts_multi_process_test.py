@@ -15,7 +15,6 @@ import pytest
 from tests.alive import identity_of, left_of
 from tests.processes import (
     Script,
-    backend_in_turn,
     each_backend,
     local_addresses,
     run,
@@ -79,7 +78,7 @@ def test_ctrl_c_ends_both_workers(backend, tmp_path):
     assert seconds < SECONDS
 
 
-@backend_in_turn
+@each_backend
 def test_ctrl_c_ends_a_launched_job(backend, tmp_path):
     # The launcher gets the signal: its workers have sessions of their own.
     command = (sys.executable, "-m", "kdist", "run", "--num-workers", "2", "--backend", backend)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kdist.cluster import free_ports
-from tests.processes import Script, backend_in_turn, each_backend, run_plain, tf_config
+from tests.processes import Script, each_backend, run_plain, tf_config
 
 SCRIPT = """
 import contextlib, json, os
@@ -90,7 +90,7 @@ def test_workers_with_ipv6_addresses_train_as_one_device(backend, tmp_path):
     )
 
 
-@backend_in_turn
+@each_backend
 def test_kdist_run_with_ipv6_hosts(backend, tmp_path):
     hosts = ",".join(f"[::1]:{port}" for port in free_ports(2, "::1"))
     command = [sys.executable, "-m", "kdist", "run", "--backend", backend, "-n", "1", "--hosts", hosts]

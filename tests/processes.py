@@ -23,6 +23,7 @@ from typing import IO, Any
 import pytest
 
 from kdist.testing import WorkerPool, Workers, free_ports
+from tests import rewriting
 from tests.environment import clean_environment
 from tests.zygote import Forked, zygote
 
@@ -64,8 +65,11 @@ class PlainPool(ForkedPool):
 
 def start_pool(num_workers: int, backend: str, timeout: float = TIMEOUT, plain: bool = False) -> WorkerPool:
     """Returns a new pool, which the caller closes; in a plain one nothing of kdist touches Keras."""
-    forked = PlainPool if plain else ForkedPool
-    return (forked if forks else WorkerPool)(num_workers, backend, timeout=timeout)
+    if forks:
+        return (PlainPool if plain else ForkedPool)(num_workers, backend, timeout=timeout)
+    pool = WorkerPool(num_workers, backend, timeout=timeout)
+    pool.run(rewriting.install)
+    return pool
 
 
 def run(
@@ -89,9 +93,16 @@ def run_plain(backend: str, fn: Callable[..., Any], *args: Any) -> Any:
     """Runs a function in a process of its own in which nothing of kdist touches Keras; returns its result."""
     pool = start_pool(1, backend, plain=True)
     try:
-        return pool.run(fn, *args)[0]
+        return pool.run(_without_hooks, fn, *args)[0]
     finally:
         pool.close()
+
+
+def _without_hooks(fn: Callable[..., Any], *args: Any) -> Any:
+    result = fn(*args)
+    found = [module for module in sys.modules if module.startswith(("kdist.keras_hooks", "kdist.training"))]
+    assert not found, f"An oracle must not run in a process in which kdist touches Keras: {found}"
+    return result
 
 
 def _fresh(fn: Callable[..., Any], *args: Any) -> Any:

@@ -11,7 +11,7 @@ import kdist
 from kdist.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolver
 from kdist.errors import InvalidArgumentError
 from kdist.experimental import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
-from tests.processes import BACKENDS, Script, each_backend, run, strategy
+from tests.processes import BACKENDS, Script, each_backend, run, run_plain, strategy
 
 # Signatures ---------------------------------------------------------------------------------------------------
 
@@ -302,19 +302,14 @@ def train(make):
     }
 
 
-def one_device_and_plain():
-    makers = (
-        lambda: None,
-        lambda: kdist.OneDeviceStrategy("cpu:0"),
-        lambda: kdist.OneDeviceStrategy("/cpu:1"),
-    )
-    return [train(make) for make in makers]
+def one_device():
+    return [train(lambda name=name: kdist.OneDeviceStrategy(name)) for name in ("cpu:0", "/cpu:1")]
 
 
 @each_backend
 def test_one_device_strategy_gives_the_numbers_of_plain_keras(backend):
-    plain, *others = run(backend, 1, one_device_and_plain)[0]
-    for other in others:
+    plain = run_plain(backend, train, lambda: None)
+    for other in run(backend, 1, one_device)[0]:
         for name, expected in plain.items():
             np.testing.assert_allclose(other[name], expected, rtol=1e-5, atol=2e-6, err_msg=name)
 

@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from tests.processes import BACKENDS, Script, backend_in_turn, full_unless, run
+from tests.processes import BACKENDS, Script, each_backend, full_unless, run_plain
 
 NETWORK = "10.77.0"
 NETWORK_6 = "fd77"
@@ -114,7 +114,7 @@ def check_numbers(backend, workers, started):
     ]
     numbers = {int(rank): json.loads(text) for rank, _, text in found}
     assert sorted(numbers) == list(range(2 * workers))
-    expected = run(backend, 1, one_device, SCRIPT)[0]
+    expected = run_plain(backend, one_device, SCRIPT)
     for actual in numbers.values():
         assert actual.keys() == expected.keys()
         for name in expected:
@@ -141,7 +141,7 @@ def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
         check_numbers(backend, workers, started)
 
 
-@backend_in_turn
+@each_backend
 def test_two_hosts_with_ipv6_addresses_train_as_one_device(backend, hosts, tmp_path):
     for name in hosts:
         ip("-n", name, "-4", "addr", "flush", "scope", "global")
@@ -174,7 +174,7 @@ model.fit(x, x[:, :1], batch_size=4, epochs=10**6, verbose=0, callbacks=[Note()]
 """
 
 
-@backend_in_turn
+@each_backend
 def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
     env = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
     with job(hosts, backend, 1, tmp_path, ENDLESS, IPV4, env) as started:
@@ -192,7 +192,7 @@ def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
     assert seconds < HEARTBEAT + SLACK
 
 
-@backend_in_turn
+@each_backend
 def test_a_slow_link_changes_nothing(backend, hosts, tmp_path):
     if shutil.which("tc") is None:
         pytest.skip("there is no `tc` on this machine: apt-get install iproute2")

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.processes import backend_in_turn, run, run_plain, strategy
+from tests.processes import each_backend, run, run_plain, strategy
 
 
 def data(rows=10):
@@ -60,7 +60,7 @@ def fit_each(under_strategy):
     return found
 
 
-@backend_in_turn
+@each_backend
 def test_odd_validation_data_has_the_results_of_plain_keras(backend):
     expected = run_plain(backend, fit_each, False)
     kinds = {name: type(value) for name, value in expected.items()}
@@ -94,7 +94,7 @@ def in_worker_fit_nothing():
     return messages
 
 
-@backend_in_turn
+@each_backend
 def test_no_rows_to_train_is_a_clear_error(backend):
     for messages in run(backend, 2, in_worker_fit_nothing):
         for message in messages:

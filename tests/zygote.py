@@ -27,7 +27,15 @@ from typing import IO, Any
 from tests.environment import ROOT, clean_environment
 
 # What a first use would import: children would each do so for themselves.
-_FRAMEWORKS = ("numpy", "cloudpickle", "torch", "torch._dynamo", "torch.distributed", "jax")
+_FRAMEWORKS = (
+    "tests.rewriting",
+    "numpy",
+    "cloudpickle",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "jax",
+)
 # TensorFlow imports Keras, which imports its backend. Nothing of kdist's that touches Keras: some children are what a
 # process without kdist is.
 _KERAS = ("keras", "tensorflow", "kdist", "kdist.testing.pool_worker")

@@ -132,10 +132,6 @@ class OwnCoordination(Coordination):
         self._lock = threading.RLock()
         # Another one: who pickles, which is a thread of its own, finds variables that are to be given.
         self._giving = threading.Lock()
-        self.runs = [0] * self.num_workers
-        """How many closures each worker has run."""
-        self.staleness = 0
-        """The most updates that were made while a closure computed one."""
         self.group = Group(self._workers, self._session)
         self._threads = (
             []
@@ -290,8 +286,6 @@ class OwnCoordination(Coordination):
         elif "raised" in answer:
             raise shipping.load_error(arrays[0].tobytes(), worker.peer.name)
         else:
-            self.staleness = max(self.staleness, answer["staleness"])
-            self.runs[worker.index] += 1
             self.closures.end(closure, shipping.loads(arrays[0].tobytes(), self))
 
 

@@ -146,8 +146,6 @@ class Served:
         """Called before the servers are asked: some may not have been told yet what there is."""
         self.in_replica = False
         """Whether a function runs of which is known what it does with large variables."""
-        self.clock: int | None = None
-        """How many updates server 0 had made when it was first asked for values of this generation."""
         self._numbers = 0
         # Parts that nobody here knows any more, for their servers to forget.
         self._gone: list[tuple[int, int, str]] = []
@@ -223,11 +221,10 @@ class Served:
                     "keys": [key for _, _, key in parts],
                     "versions": [r.versions[p] for r, p, _ in parts],
                 }
-                answers.append((parts, server, self._begin(server, "pull", header)))
+                answers.append((parts, self._begin(server, "pull", header)))
             changed: dict[int, Record] = {}
-            for parts, server, wait in answers:
+            for parts, wait in answers:
                 header, arrays = wait()
-                self._note_clock(server, header)
                 found = iter(arrays)
                 for (record, part, _), version in zip(parts, header["versions"], strict=True):
                     if version != record.versions[part]:
@@ -248,11 +245,10 @@ class Served:
         answers = []
         for one in found:
             server, key = keys[one.shard]
-            answers.append((server, self._begin(server, "pull_rows", {"keys": [key]}, [one.rows])))
+            answers.append(self._begin(server, "pull_rows", {"keys": [key]}, [one.rows]))
         parts = []
-        for server, wait in answers:
-            header, (part,) = wait()
-            self._note_clock(server, header)
+        for wait in answers:
+            _, (part,) = wait()
             parts.append(part)
         return record.home.placement.join_rows(
             found, parts, parts[0].dtype if parts else keras.config.floatx()
@@ -261,11 +257,6 @@ class Served:
     def next_generation(self) -> None:
         """Values that were asked for before may be old now."""
         self.generation += 1
-        self.clock = None
-
-    def _note_clock(self, server: int, header: dict[str, Any]) -> None:
-        if server == 0 and self.clock is None:
-            self.clock = header["clock"]
 
     def changed(self) -> Iterator[Record]:
         """The variables that have other values here than the servers gave."""

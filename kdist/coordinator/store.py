@@ -94,7 +94,7 @@ class Store:
                 for part, version in zip(parts, header["versions"], strict=True)
                 if part.version != version
             ]
-            return {"versions": [part.version for part in parts], "clock": self._clock}, found
+            return {"versions": [part.version for part in parts]}, found
 
     def pull_rows(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
         """Returns some rows of parts."""
@@ -103,7 +103,7 @@ class Store:
                 as_numpy(self._parts[key].variable.value)[rows]
                 for key, rows in zip(header["keys"], arrays, strict=True)
             ]
-            return {"clock": self._clock}, found
+            return {}, found
 
     def optimize(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
         """Takes an optimiser, for the parts that are here of the variables that it trains.
@@ -133,9 +133,8 @@ class Store:
         closure = tuple(header["closure"])
         found = iter(arrays)
         with self._lock:
-            before = self._clock
             if closure in self._made:
-                return {"clock": before, "again": True}, ()
+                return {"again": True}, ()
             gradients = [
                 (one, [self._gradient(key, kind, found) for key, kind in one["keys"]])
                 for one in header["gradients"]
@@ -149,7 +148,7 @@ class Store:
                 self._write(key, next(found))
             self._made.add(closure)
             self._made = {one for one in self._made if one[0] >= header["oldest"]}
-            return {"clock": before, "again": False}, ()
+            return {"again": False}, ()
 
     def _gradient(self, key: str, kind: str, found: Any) -> np.ndarray:
         if kind == "dense":

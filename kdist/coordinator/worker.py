@@ -122,7 +122,6 @@ class Task:
         self.served = Served(engine, servers, session, tells=False)
         self.own_values: dict[int, Any] = {}
         self.strategy = WorkerStrategy(self)
-        self.staleness = 0
         # Functions, each with the variables that it has used the last time.
         self._functions = Recent()
         self._variables: dict[int, Any] = {}
@@ -172,7 +171,6 @@ class Task:
         """Runs a closure. What comes of it, well or badly, is the answer."""
         with self._running:
             self._closure, self._commits = (header["closure"], header["oldest"]), itertools.count()
-            self.staleness = 0
             known = self._functions.get(header["function"])
             try:
                 with on_worker(self.index), self.strategy.scope():
@@ -188,7 +186,7 @@ class Task:
                 return {"lost": str(lost)}, ()
             except BaseException as error:
                 return {"raised": True}, [_bytes(shipping.dump_error(error))]
-            return {"staleness": self.staleness}, [_bytes(answer)]
+            return {}, [_bytes(answer)]
 
     @contextlib.contextmanager
     def update(self) -> Iterator[Update]:
@@ -236,9 +234,8 @@ class Task:
             for peer, header, arrays in zip(servers, headers, sent, strict=True)
             if arrays or header["gradients"]
         ]
-        answers = [wait()[0] for wait in calls]
-        if gradients and self.served.clock is not None:
-            self.staleness = max(self.staleness, answers[0]["clock"] - self.served.clock)
+        for wait in calls:
+            wait()
         for record, _ in changed:  # the servers have added it to what others have made of it
             record.forget()
         self.served.next_generation()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests import by_hand
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 NAME = "Läufe 訓練 – e\N{COMBINING ACUTE ACCENT}"
 EPOCHS, STOP = 4, 5  # 3 steps per epoch
@@ -83,7 +83,7 @@ def in_worker_write_everywhere(folder: str) -> Any:
     return path, [float(v) for part in loaded.get_weights() for v in np.ravel(part)]
 
 
-@backend_in_turn
+@each_backend
 def test_symlinked_and_non_ascii_directories(backend: str, tmp_path: Path) -> None:
     real, link = tmp_path / "real" / NAME, tmp_path / "línk"
     real.mkdir(parents=True)
@@ -110,7 +110,7 @@ def in_worker_fit(folder: str, ends_after: int | None, is_true: bool) -> Any:
     return fit(folder, ends_after, is_true)
 
 
-@backend_in_turn
+@each_backend
 def test_a_job_resumes_if_the_times_of_files_are_wrong(backend: str, tmp_path: Path) -> None:
     for name, at in (("past", 10.0), ("future", time.time() + 1e8)):
         folder = tmp_path / name
@@ -133,7 +133,7 @@ def in_worker_save_with_clock(folder: str, ahead: float) -> Any:
         time.time = real
 
 
-@backend_in_turn
+@each_backend
 def test_a_job_resumes_on_a_machine_whose_clock_is_behind(backend: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "backup")
     for ahead, taken, number in ((3600.0, [*range(STOP)], STOP), (-3600.0, [STOP, STOP + 1], STOP + 2)):

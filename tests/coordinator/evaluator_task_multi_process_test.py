@@ -138,7 +138,7 @@ def test_an_evaluator_watches_a_chief_and_a_worker(backend, tmp_path):
     assert [[number, steps] for number, steps, _ in found] == [[n, 5 * n] for n in range(1, EPOCHS + 1)]
     for (_, _, logs), expected in zip(found, by_plain, strict=True):
         assert logs == pytest.approx(expected, rel=1e-5)
-    assert found[2][2] == pytest.approx(trained_by_one, rel=1e-3)
+    assert found[2][2] == pytest.approx(trained_by_one, rel=1e-5)
     losses = [logs["loss"] for _, _, logs in found]
     assert losses[-1] > min(losses) and len(set(losses)) == EPOCHS
     assert best["loss"] == pytest.approx(min(losses), rel=1e-5)

@@ -9,23 +9,34 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Script, each_backend
+from tests.processes import Script, each_backend, run_plain
 
 TUTORIAL = Path(__file__).with_name("tutorial.py").read_text(encoding="utf-8")
 
 
-def check(stdout: str) -> None:
+def plain_losses() -> list[float]:
+    """In a plain process: the losses of the tutorial's `fit`, the same lines on one device."""
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(1)
+    x, y = tf.random.uniform((10, 10)), tf.random.uniform((10, 1))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(10).repeat().batch(64)
+    model = keras.Sequential([keras.layers.Dense(10)])
+    model.compile(keras.optimizers.SGD(), loss="mse", steps_per_execution=10)
+    losses: list[float] = model.fit(dataset, epochs=5, steps_per_epoch=20, verbose=0).history["loss"]
+    return losses
+
+
+def check(stdout: str, losses: list[float]) -> None:
     """What the tutorial prints: training learns, each step and each row counts once, all evaluations agree."""
     (line,) = [line for line in stdout.splitlines() if "found {" in line]
     found: dict[str, Any] = json.loads(line[line.index("{") :])
-    losses = found["losses"]
-    assert len(losses) == 5
-    assert losses == sorted(losses, reverse=True)
+    assert found["losses"] == pytest.approx(losses, rel=0.05)  # of steps on variables that are a little old
     assert found["steps"] == 5 * 20
     assert found["files"] == ["ckpt.keras", "log"]  # a backup is deleted when `fit` has ended well
     assert found["accuracies"][-1] > 0.9  # of steps on variables that are more or less old
-    # Each worker's dataset has 200 rows in batches of 32, the last of them of 8.
-    assert found["rows"] in range(5 * 8, 5 * 32 + 1, 8)
+    assert found["rows"] == 5 * 32
     assert found["loss"] < 0.1
     assert found["loop steps"] == 4 * 5 + 1
     assert found["direct"] == found["scheduled"] == 1.0
@@ -40,7 +51,7 @@ def test_in_one_process(backend: str, tmp_path: Path) -> None:
         assert script.wait() == 0, script.stderr()
     finally:
         script.kill()
-    check(script.stdout())
+    check(script.stdout(), run_plain(backend, plain_losses))
 
 
 @pytest.mark.full  # notebook 9 trains as tasks, too
@@ -52,4 +63,4 @@ def test_as_tasks_of_a_job(backend: str, tmp_path: Path) -> None:
         assert script.wait() == 0, script.stderr()
     finally:
         script.kill()
-    check(script.stdout())
+    check(script.stdout(), run_plain(backend, plain_losses))

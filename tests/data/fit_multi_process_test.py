@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, strategy
+from tests.processes import each_backend, run, run_plain, strategy
 
 NUM_WORKERS = 2
 # Errors come within 10 s; a machine that runs several such tests at once may take twice as long.
@@ -160,7 +160,7 @@ def in_worker_expected(sizes):
 
 @functools.cache
 def expected_of(backend, function, *args):
-    return run(backend, 1, function, *args)[0]
+    return run_plain(backend, function, *args)
 
 
 @each_backend
@@ -261,7 +261,7 @@ def in_worker_expected_of_infinite():
 
 @each_backend
 def test_a_dataset_without_end_goes_on_from_epoch_to_epoch(backend):
-    expected = run(backend, 1, in_worker_expected_of_infinite)[0]
+    expected = run_plain(backend, in_worker_expected_of_infinite)
     for found in run(backend, NUM_WORKERS, in_worker_fit_infinite):
         assert_close(expected, found)
 
@@ -296,7 +296,7 @@ def in_worker_expected_of_generator():
 @pytest.mark.kills(data_first_batch_lost="[tensorflow]", data_too_much_read="[torch]")
 @each_backend
 def test_no_more_of_a_generator_is_read_than_the_epochs_need(backend):
-    expected = run(backend, 1, in_worker_expected_of_generator)[0]
+    expected = run_plain(backend, in_worker_expected_of_generator)
     for weights, read, left in run(backend, NUM_WORKERS, in_worker_fit_generator):
         np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=2e-6)
         assert left == 100 - read, "the generator is open, and goes on where it was"

@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from tests import by_hand
-from tests.processes import backend_in_turn, each_backend, run, strategy
+from tests.processes import each_backend, run, strategy
 
 EPOCHS = 2
 
@@ -69,7 +69,7 @@ def in_worker_fit(kind: str, folder: str):
 def check(backend, kind, tmp_path):
     results = run(backend, 2, in_worker_fit, kind, str(tmp_path), timeout=60)
     readers = set(os.listdir(tmp_path))
-    for weights, pid, children in results:
+    for weights, _, children in results:
         np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
         assert children == []
     return readers, {pid for _, pid, _ in results}
@@ -81,7 +81,7 @@ def test_a_py_dataset_with_processes(backend, tmp_path):
     assert len(readers - workers) >= 2  # the first batch, whose shapes build the model, is read in the worker
 
 
-@backend_in_turn
+@each_backend
 def test_a_data_loader_with_spawned_processes(backend, tmp_path):
     readers, workers = check(backend, "DataLoader", tmp_path)
     assert len(readers - workers) >= 2 and not readers & workers

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.data.fit_multi_process_test import NUM_WORKERS, arrays, assert_close, flat
-from tests.processes import each_backend, run, strategy
+from tests.processes import each_backend, run, run_plain, strategy
 
 
 def in_worker_fit_dictionaries(scope):
@@ -36,7 +36,7 @@ def in_worker_fit_dictionaries(scope):
 
 @each_backend
 def test_dictionaries_and_sample_weights(backend):
-    expected = run(backend, 1, in_worker_fit_dictionaries, False)[0]
+    expected = run_plain(backend, in_worker_fit_dictionaries, False)
     for found in run(backend, NUM_WORKERS, in_worker_fit_dictionaries, True):
         assert_close(expected, found)
 
@@ -65,7 +65,7 @@ def in_worker_fit_words(scope):
 
 @each_backend
 def test_preprocessing_layers_in_a_pipeline(backend):
-    expected = run(backend, 1, in_worker_fit_words, False)[0]
+    expected = run_plain(backend, in_worker_fit_words, False)
     for found in run(backend, NUM_WORKERS, in_worker_fit_words, True):
         assert_close(expected, found)
 
@@ -98,7 +98,7 @@ def in_worker_fit_sparse(scope, plain):
 def test_sparse_tensors(backend, plain):
     if backend == "torch" and plain:
         pytest.skip("Keras itself reads no sparse tensors on PyTorch; a distributed dataset makes them dense")
-    expected = run(backend, 1, in_worker_fit_sparse, False, plain)[0]
+    expected = run_plain(backend, in_worker_fit_sparse, False, plain)
     for found in run(backend, NUM_WORKERS, in_worker_fit_sparse, True, plain):
         assert_close(expected, found)
 
@@ -128,7 +128,7 @@ def in_worker_fit_scipy(scope, distribute):
 
 @each_backend
 def test_sparse_matrices_of_scipy(backend):
-    expected = run(backend, 1, in_worker_fit_scipy, False, False)[0]
+    expected = run_plain(backend, in_worker_fit_scipy, False, False)
     for distribute in (False, True):
         for found in run(backend, NUM_WORKERS, in_worker_fit_scipy, True, distribute):
             assert_close(expected, found)

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
-from tests.coordinator.clusters import Cluster
+import pytest
+
+from tests.coordinator.clusters import Cluster, facts
 from tests.docs.examples import example
-from tests.processes import each_backend
+from tests.processes import each_backend, run_plain
+
+STRATEGY = "strategy = kdist.ParameterServerStrategy(resolver)\nwith strategy.scope():"
+SEED = "keras.utils.set_random_seed(1)\n"
+
+
+def plain_losses(source: str) -> list[float]:
+    """In a plain process: the losses of a script."""
+    names: dict[str, Any] = {}
+    exec(source, names)
+    losses: list[float] = names["model"].history.history["loss"]
+    return losses
 
 
 @each_backend
 def test_the_examples_of_parameter_servers(backend: str, tmp_path: Path) -> None:
-    fit, loop = (textwrap.indent(example(f"parameter_servers_{number}"), "    ") for number in range(2))
+    """One step after the other, `fit` has the losses of one device. The loop then takes its steps in any order."""
+    fit, loop = example("parameter_servers_0"), example("parameter_servers_1")
+    head, data = fit.split("\nx = ", 1)
+    assert data.count(STRATEGY) == 1
+    plain = f"import keras, numpy as np\nx = {data.replace(STRATEGY, SEED + 'if True:')}"
+    expected = run_plain(backend, plain_losses, plain)
+    in_turn = STRATEGY.replace("resolver)", "resolver, max_staleness=0)")
+    fit = textwrap.indent(f"{head}\nx = {data.replace(STRATEGY, SEED + in_turn)}", "    ")
+    loop = textwrap.indent(loop, "    ")
     tasks = Cluster(backend, tmp_path, server=fit)
     try:
         tasks.start()
-        chief = tasks.coordinate(f"{fit}{loop}\n    print(model.history.history['loss'])\n")
+        told = "tell(losses=model.history.history['loss'], steps=int(model.optimizer.iterations))"
+        chief = tasks.coordinate(f"{fit}{loop}\n    {told}\n")
         assert chief.wait() == 0, chief.stderr()
     finally:
         tasks.close()
-    fitted = json.loads(chief.stdout().splitlines()[-1])
-    assert len(fitted) == 5 and fitted[-1] < fitted[0]
-    assert float(chief.stdout().splitlines()[-2]) < fitted[-1]
+    (found,) = facts(chief)
+    assert found["losses"] == pytest.approx(expected, rel=1e-4)
+    assert found["steps"] == 5 * 16 + 100
+    assert float(chief.stdout().splitlines()[-2]) < expected[-1]  # the loop trains the same model further

@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from tests.docs.examples import Run, each_example, run_example, runs
-from tests.docs.things import assert_same, dataset, images, losses_of, new_model, rows
+from tests.docs.things import (
+    assert_same,
+    dataset,
+    images,
+    model_with_and_without_kdist,
+    new_model,
+    rows,
+)
 from tests.processes import strategy
 
 
@@ -65,8 +72,7 @@ def evaluator_1(example: Run) -> None:
 
 
 def resuming_0(example: Run) -> None:
-    losses = losses_of(example(**images())["model"])
-    assert len(losses) == 10 and losses[-1] < losses[0]
+    assert_same(*model_with_and_without_kdist(example, **images()))
 
 
 def resuming_1(example: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.docs.examples import Run, each_example, run_example, runs
-from tests.docs.things import assert_same, losses_of, new_model, rows
+from tests.docs.things import assert_same, model_with_and_without_kdist, new_model, rows
 from tests.processes import strategy
 
 
@@ -27,8 +27,7 @@ def contexts_0(example: Run) -> None:
 
 
 def index_0(example: Run) -> None:
-    losses = losses_of(example()["model"])
-    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert_same(*model_with_and_without_kdist(example))
 
 
 @runs(replaced=("gpu:", "cpu:"))

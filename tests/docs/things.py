@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -44,15 +47,41 @@ def dataset(shuffles: bool = True) -> Any:
     return whole.batch(128)
 
 
-def losses_of(model: Any) -> list[float]:
-    """The loss of each epoch."""
-    return model.history.history["loss"]
-
-
 def assert_same(one: Any, two: Any) -> None:
     """Two models have the same weights, to rounding."""
     for a, b in zip(one.get_weights(), two.get_weights(), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
+
+
+class NoKdist:
+    """Takes the place of kdist, where an example is to train on one device."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self._no_backup if name == "BackupAndRestore" else self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def scope(self) -> Any:
+        """Nothing is to be entered."""
+        return contextlib.nullcontext()
+
+    def _no_backup(self, *args: Any, **kwargs: Any) -> Any:
+        import keras
+
+        return keras.callbacks.Callback()
+
+
+def model_with_and_without_kdist(example: Callable[..., dict[str, Any]], **given: Any) -> tuple[Any, Any]:
+    """The model that an example trains, with the same initial weights twice."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+    left = example(**given)
+    assert left["strategy"].num_replicas_in_sync == 2
+    keras.utils.set_random_seed(1)
+    with mock.patch.dict(sys.modules, kdist=NoKdist()):
+        return left["model"], example(**given)["model"]
 
 
 def trained_on_one_device(data: Any) -> Any:

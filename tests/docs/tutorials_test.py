@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import nbformat
 import pytest
 
+from tests.docs.outputs import difference_of
 from tests.environment import ROOT
 from tests.notebooks import TUTORIALS, normalised, text_of
 from tests.processes import BACKENDS, full_unless
@@ -82,12 +82,12 @@ def test_tutorial_runs_and_says_the_same(tutorial: Path, backend: str, tmp_path:
     assert [cell.source for cell in executed] == [cell.source for cell in stored]
     assert not loud(executed)
     assert any(backend in text_of(cell) for cell in executed), f"it does not say that it ran on {backend}"
-    for number, (before, now) in enumerate(zip(stored, executed, strict=True), 1):
-        if "same" in before.metadata.get("tags", ()):
-            difference = difflib.unified_diff(
-                *(text_of(cell).splitlines() for cell in (before, now)), "stored", "now"
-            )
-            assert text_of(now) == text_of(before), f"[{number}]\n" + "\n".join(difference)
+    differences = [
+        f"[{number}] {difference}"
+        for number, (before, now) in enumerate(zip(stored, executed, strict=True), 1)
+        if (difference := difference_of(before, now)) is not None
+    ]
+    assert not differences, "\n".join(differences)
 
 
 def loud(cells: list[Any]) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.guide.playing import SECTIONS, play, play_all
-from tests.processes import each_backend, run
+from tests.processes import each_backend, run, run_plain
 
 KERAS, LOOPS, API = (
     "Guide: Keras",
@@ -149,7 +149,7 @@ def fit_under(strategies):
 @each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_fit(backend, num_workers):
-    expected = run(backend, 1, fit_under, ["nothing"])[0]["nothing"]
+    expected = run_plain(backend, fit_under, ["nothing"])["nothing"]
     assert expected[0] > expected[-1] > 0
     strategies = SEVERAL if num_workers > 1 else ONE_WORKER + SEVERAL
     for found in run(backend, num_workers, fit_under, strategies):

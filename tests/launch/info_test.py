@@ -1,17 +1,15 @@
 """`kdist info` and `kdist demo`: as commands, and their parts."""
 
 import importlib.metadata
-import json
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from kdist import demo
-from kdist.command_line import build_parser, main
-from kdist.launch import info, module
+from kdist.command_line import build_parser
+from kdist.launch import info
 from kdist.launch.plan import count_cores
 from tests.environment import clean_environment
 from tests.processes import TIMEOUT, each_backend, run
@@ -93,34 +91,6 @@ def test_info():
     assert lines["backend"] == "jax (KERAS_BACKEND is set)"
     assert lines["devices"].split(", ")[0] in ("cpu:0", "cuda:0")
     assert lines["  torchrun"].startswith("worker 1 of 2; used")
-
-
-@pytest.mark.parametrize(("accuracy", "code"), [(0.96, 0), (0.5, 1)])
-def test_demo(monkeypatch, capsys, accuracy, code):
-    # `make demo` trains; here it is what the command starts, and what it makes of the results.
-    started = []
-
-    def trains(command, check):
-        result = {
-            "loss": 0.25,
-            "accuracy": accuracy,
-            "steps_per_second": 5.0,
-            "weights": [[len(started) * 1e-6]],
-        }
-        Path(command[command.index("--result") + 1]).write_text(json.dumps(result), encoding="utf-8")
-        started.append([part for part in command if "/" not in part])
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(module.subprocess, "run", trains)
-    assert main(["demo", "--num-workers", "3", "--backend", "jax", "--epochs", "2"]) == code
-    options = ["--backend", "jax", "-m", "kdist.demo.train", "--result", "--epochs", "2"]
-    assert started == [
-        ["-m", "kdist", "run", "--num-workers", "1", *options, "--plain"],
-        ["-m", "kdist", "run", "--num-workers", "3", *options],
-    ]
-    printed = capsys.readouterr().out
-    assert "3 workers" in printed and f"{accuracy:.2%}" in printed and "1.0e-06" in printed
-    assert "The runs agree" in printed
 
 
 def test_the_demo_s_options():

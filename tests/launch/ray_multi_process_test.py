@@ -18,7 +18,8 @@ from kdist.testing import no_leaks
 from tests import by_hand
 from tests.alive import left_of
 from tests.docs.examples import example
-from tests.environment import clean_environment
+from tests.environment import ROOT, clean_environment
+from tests.processes import each_backend
 
 TIMEOUT = 60.0
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -158,6 +159,30 @@ def test_a_busy_cluster(nothing_stays, cluster):
             kdist.launch(print, 2, on="ray", timeout=1)
     finally:
         cluster.util.remove_placement_group(group)
+
+
+@pytest.mark.timeout(300)  # real workers take long to import their backend
+@pytest.mark.xdist_group("ray_multi_process_test")  # which has a cluster
+@needs_ray
+@each_backend
+def test_two_workers_train_as_one_device(nothing_stays, backend):
+    def train():
+        import keras
+
+        import kdist
+        from tests import by_hand
+
+        strategy = kdist.MultiWorkerMirroredStrategy()
+        with strategy.scope():
+            model = by_hand.model(is_true=strategy.runtime.worker_index == 0)
+        by_hand.fit(model, 2)
+        weights = [float(value) for part in model.get_weights() for value in part.ravel()]
+        return keras.backend.backend(), strategy.num_replicas_in_sync, weights
+
+    env = {"PYTHONPATH": str(ROOT)}
+    for *about, weights in kdist.launch(train, 2, on="ray", backend=backend, env=env, timeout=240):
+        assert about == [backend, 2]
+        np.testing.assert_allclose(weights, by_hand.weights(2), rtol=1e-5)
 
 
 @pytest.mark.full  # a cluster takes long to start, and real workers to import their backend

@@ -8,13 +8,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import matplotlib.colors
+import matplotlib.image
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from kdist.command_line import main
 from kdist.measuring import bench, records, run_report, timeline
 from kdist.measuring.bench import Measured, Plan
-from kdist.measuring.drawing import draw_shares
-from kdist.measuring.shares import COMPUTE, PROGRAM, PYTHON
+from kdist.measuring.drawing import COLORS, Chart, draw_shares
+from kdist.measuring.shares import COMPUTE, EXCHANGE, PROGRAM, PYTHON, SHARE_COLORS
 from kdist.tracing import Totals
 
 START = {
@@ -35,10 +39,10 @@ def write_worker(folder: Path, worker: int, compute: float, starts: int = 1) -> 
             for step in (2, 4):
                 seconds = {"step": compute, "exchange": 0.2 - compute}
                 totals = {"elapsed": 0.2, "steps": 2, "rows": 20, "seconds": seconds, "compiles": False}
-                loss = {"loss": 1 / (4 * epoch + step)}
+                loss = {"loss": 1 / (4 * epoch + step) + worker}
                 lines.append({"epoch": epoch, "step": step, "epoch_end": False, "logs": loss} | totals)
             nothing = {"elapsed": 0.0, "steps": 0, "rows": 0, "seconds": {}, "compiles": False}
-            logs = {"loss": 1.0, "val_loss": None}
+            logs = {"loss": 1.0 + worker, "val_loss": [None, 0.5][epoch - 1]}
             lines.append({"epoch": epoch, "step": 4, "epoch_end": True, "logs": logs} | nothing)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / f"worker-{worker}.jsonl").write_text(
@@ -123,7 +127,9 @@ def test_a_page_opens_anywhere(folder: Path, capsys: Any) -> None:
     assert capsys.readouterr().out == f"{folder}/report.html\n"
     page = (folder / "report.html").read_text(encoding="utf-8")
     drawings = re.findall("<svg .*?</svg>", page, re.DOTALL)
-    assert len(drawings) == 4 and page.count("worker 1") >= 3
+    assert len(drawings) == 4
+    for drawing in drawings[:2]:  # the first line is in the legend, the second one in the axes
+        assert [drawing.count(f"stroke: {color}") for color in (*COLORS[:2], COLORS[2])] == [2, 2, 0]
     assert ">task of worker-0.json<" in drawings[-1], "rows have the names that the trace has given them"
     assert not re.findall(r"""(?:src|href)=["'](?!#)""", page), "it loads nothing"
     assert "prefers-color-scheme: dark" in page and "width=device-width" in page
@@ -134,7 +140,56 @@ def test_a_page_opens_anywhere(folder: Path, capsys: Any) -> None:
 
 def test_a_picture_is_one(folder: Path) -> None:
     assert main(["plot", str(folder), "-o", str(folder / "run.png")]) == 0
-    assert (folder / "run.png").read_bytes().startswith(b"\x89PNG")
+    pixels = matplotlib.image.imread(folder / "run.png")[..., :3]
+    for color in (*COLORS[:2], SHARE_COLORS[COMPUTE], SHARE_COLORS[EXCHANGE]):
+        assert np.any(np.all(np.abs(pixels - matplotlib.colors.to_rgb(color)) < 0.01, axis=-1)), color
+
+
+def drawn(chart: Chart) -> Any:
+    """The axes of a chart."""
+    axes = Figure().add_subplot()
+    chart.draw(axes)
+    return axes
+
+
+def lines(chart: Chart) -> dict[str, list[tuple[float, float]]]:
+    """The points of each line of a chart."""
+    return {
+        line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+        for line in drawn(chart).lines
+    }
+
+
+def bars(chart: Chart) -> list[tuple[float, float, float]]:
+    """The row of each bar of a chart, its beginning, and its length."""
+    return [
+        (round(bar.get_y() + bar.get_height() / 2, 6), round(bar.get_x(), 6), round(bar.get_width(), 6))
+        for bar in drawn(chart).patches
+    ]
+
+
+def test_charts_show_the_records_of_each_worker(folder: Path) -> None:
+    write_trace(folder, "worker-0.json", 1000.0)
+    losses, times, shares, trace = run_report.read_report(str(folder)).charts
+    steps = [2, 4, 4, 6, 8, 8]
+    loss = [1 / 6, 1 / 8, 1.0, 1 / 10, 1 / 12, 1.0]
+    assert lines(losses) == {
+        "worker 0": list(zip(steps, loss, strict=True)),
+        "worker 1": [(step, one + 1) for step, one in zip(steps, loss, strict=True)],
+        "validation": [(8, 0.5)],
+    }
+    milliseconds = {"worker 0": 25.0, "worker 1": 75.0, "whole step": 100.0}
+    assert {name: [(x, round(y, 6)) for x, y in points] for name, points in lines(times).items()} == {
+        name: [(step, y) for step in (2, 4, 6, 8)] for name, y in milliseconds.items()
+    }
+    assert [bar for bar in bars(shares) if bar[2]] == [
+        (0, 0.0, 0.25),
+        (0, 0.25, 0.75),
+        (1, 0.0, 0.75),
+        (1, 0.75, 0.25),
+    ]
+    assert [text.get_text() for text in drawn(shares).get_yticklabels()] == ["worker 0", "worker 1"]
+    assert bars(trace) == [(0, 0.00027, 0.009)]  # milliseconds, after a margin of 3 %
 
 
 @pytest.mark.parametrize(
@@ -204,7 +259,16 @@ def test_the_table_of_a_benchmark() -> None:
     said = bench.as_json(plan, everyone)
     assert [result["efficiency"] for result in said["results"]] == [1.0, 0.5]
     assert json.loads(json.dumps(said)) == said
-    assert len(bench.report(Plan(), everyone).charts) == 2
+    speeds, shares = bench.report(Plan(), everyone).charts
+    assert lines(speeds) == {"ideal": [(1, 320.0), (4, 1280.0)], "measured": [(1, 320.0), (4, 640.0)]}
+    assert [bar for bar in bars(shares) if bar[2]] == [
+        (0, 0.0, 0.9),
+        (0, 0.9, 0.1),
+        (1, 0.0, 0.6),
+        (1, 0.6, 0.3),
+        (1, 0.9, 0.05),
+        (1, 0.95, 0.05),
+    ]
 
 
 def test_it_says_what_it_has_done_where_there_were_fewer_rows_than_it_was_asked_for() -> None:
@@ -226,8 +290,6 @@ def test_workers_that_share_the_gpus_of_one_promise_no_more_than_it() -> None:
 
 
 def test_the_legend_has_the_shares_of_all_rows() -> None:
-    from matplotlib.figure import Figure
-
     axes = Figure().add_subplot()
     draw_shares(axes, [("1", {COMPUTE: 0.9, PYTHON: 0.1}), ("2", {PROGRAM: 0.9, PYTHON: 0.1})])
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [COMPUTE, PYTHON, PROGRAM]

@@ -73,6 +73,35 @@ def held(model: Any) -> float:
     return sum(held_of(v.value) for v in variables.values())
 
 
+def step_memory(name: str) -> float:
+    """JAX: the memory that a training step needs on each device, in weights of one of 24 layers."""
+    from unittest import mock
+
+    import jax
+    import keras
+
+    compile_, needed = jax.jit, []
+
+    def jit(*args: Any, **kwargs: Any) -> Any:
+        program = compile_(*args, **kwargs)
+
+        def call(*arguments: Any) -> Any:
+            memory = program.lower(*arguments).compile().memory_analysis()
+            needed.append(memory.argument_size_in_bytes + memory.temp_size_in_bytes)
+            return program(*arguments)
+
+        return call
+
+    with strategy(name).scope():
+        layers = [keras.layers.Dense(64, use_bias=False) for _ in range(24)]
+        model = keras.Sequential([keras.Input((64,)), *layers])
+        model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(16, 64)).astype("float32")
+    with mock.patch.object(jax, "jit", jit):
+        model.fit(x, x, batch_size=16, verbose=0)
+    return max(needed) / (64 * 64 * 4)
+
+
 def held_of(value: Any) -> float:
     """The bytes of a native value that the first device of this worker holds."""
     if hasattr(value, "addressable_shards"):  # of JAX

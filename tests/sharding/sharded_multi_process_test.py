@@ -90,6 +90,15 @@ def test_a_transformer_has_the_numbers_of_one_device(name: str, place: Any, pool
         assert actual["bytes"] <= SHARES[name, place[1] * place[2]] * expected["bytes"]
 
 
+def test_a_step_on_jax_holds_few_whole_variables_at_once(pools: Pools) -> None:
+    (mirrored,), (fully,) = (
+        pools.run(FOUR_DEVICES, jobs.step_memory, name) for name in ("mirrored", "fully")
+    )
+    # The weights, and a gradient of each. `FullyShardedStrategy` has a quarter of the weights, and gathers some.
+    assert mirrored >= 24 + 24
+    assert 6 <= fully <= mirrored / 2
+
+
 @pytest.mark.kills("divided_files_of_the_chief_alone")
 @pytest.mark.in_turn(2)
 def test_files_of_divided_variables_are_read_by_all(pools: Pools, tmp_path: Path) -> None:

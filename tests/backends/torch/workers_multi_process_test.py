@@ -6,8 +6,10 @@ import signal
 import socket
 import sys
 
+import numpy as np
 import pytest
 
+from tests import by_hand
 from tests.processes import Script, local_addresses, run, start_pool, tf_config
 
 
@@ -310,37 +312,36 @@ def test_a_port_that_somebody_else_has_is_an_error_within_ten_seconds(strangers)
 
 GROUP = r"""
     import json, os
-    import numpy as np, keras, torch.distributed as dist, kdist
+    import torch.distributed as dist, kdist
+    from tests import by_hand
     config = json.loads(os.environ.get("TF_CONFIG", "{}"))  # torchrun sets none
     if config:
         address, rank = config["cluster"]["worker"][1], config["task"]["index"]
         dist.init_process_group("gloo", f"tcp://{address}", rank=rank, world_size=2)
         group = dist.group.WORLD
     strategy = kdist.MultiWorkerMirroredStrategy()
-    draw = np.random.RandomState(0)
-    x, y = draw.rand(30, 4), draw.rand(30, 2)
-    def train():
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        model.compile("sgd", "mse")
-        losses = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
-        return [*losses, *model.get_weights()[0].ravel()]
     with strategy.scope():
-        mine = train()
-    np.testing.assert_allclose(mine, train(), rtol=1e-5)  # one device
+        model = by_hand.model(is_true=strategy.runtime.worker_index == 0)
+    by_hand.fit(model, 2)
     if config:
         assert dist.group.WORLD is group
         dist.destroy_process_group()
-    print(f"LOSS {strategy.num_replicas_in_sync} {[float(number) for number in mine]}\n", end="", flush=True)
+    print(f"{strategy.num_replicas_in_sync} replicas {by_hand.show(model)}\n", end="", flush=True)
 """
+
+
+def check_group(printed: str) -> None:
+    """Two workers have printed the weights that arithmetic gives."""
+    assert printed.count("2 replicas WEIGHTS") == 2, printed
+    for weights in by_hand.shown(printed):
+        np.testing.assert_allclose(weights, by_hand.weights(2), rtol=1e-5)
 
 
 @pytest.mark.kills("torch_rows_of_the_first_worker")
 def test_a_process_group_that_the_user_has_made_is_taken(tmp_path):
     with job(tmp_path, GROUP, 2) as (workers, _):
         assert [worker.wait() for worker in workers] == [0, 0], "\n".join(map(_output, workers))
-        first, second = [re.search(r"LOSS 2 (.*)", worker.stdout())[1] for worker in workers]
-        assert first == second
+        check_group("".join(worker.stdout() for worker in workers))
 
 
 @pytest.mark.in_turn(2)
@@ -355,9 +356,7 @@ def test_torchrun_starts_it_too(tmp_path):
         if torchrun.exit_code is None:
             torchrun.process.send_signal(signal.SIGTERM)  # it ends its workers, too
             torchrun.wait(20)
-    losses = re.findall(r"LOSS 2 (.*)", torchrun.stdout())
-    assert len(losses) == 2, _output(torchrun)
-    assert losses[0] == losses[1]
+    check_group(torchrun.stdout())
 
 
 def test_strangers_neither_delay_the_lifeline_nor_take_part_in_it():

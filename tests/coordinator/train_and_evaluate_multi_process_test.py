@@ -1,0 +1,163 @@
+"""`train_and_evaluate` of a chief, a worker and an evaluator: every option, and the numbers of plain Keras."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import Script, each_backend, local_addresses, run_plain
+
+STEPS, EVERY = 9, 3
+START_DELAY, THROTTLE = 1.5, 3.0
+SCRIPT = """
+import kdist
+from tests.coordinator.train_and_evaluate_multi_process_test import work
+
+work()
+"""
+
+
+def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.RandomState(count).randn(count, 5).astype("float32")
+    return x, x[:, :1] - x[:, 1:2] ** 2
+
+
+def train_batches(first: int, number: int) -> list[Any]:
+    """Of each of three global batches of 8 rows some rows, again and again."""
+    x, y = rows(24)
+    return [(x[i + first :][:number], y[i + first :][:number]) for i in (0, 8, 16)] * (STEPS // 3)
+
+
+def make_model() -> Any:
+    """A model whose weights depend on the seed."""
+    import keras
+
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+    return model
+
+
+def work() -> None:
+    """The script of all tasks."""
+    import keras
+
+    import kdist
+
+    def wait_for(path: str) -> None:
+        deadline = time.monotonic() + 60
+        while not os.path.exists(path):
+            assert time.monotonic() < deadline, path
+            time.sleep(0.02)
+
+    class Waits(keras.callbacks.Callback):
+        """Lets the evaluator see each checkpoint, of which two are kept."""
+
+        steps = 0
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch and batch % EVERY == 0:
+                wait_for(f"seen-{batch // EVERY}")
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.steps += 1
+
+    class Notes(keras.callbacks.Callback):
+        """Notes what the evaluator does, and when."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[str] = []
+            self.began: list[float] = []
+            self.logs: list[dict[str, float]] = []
+
+        def on_test_begin(self, logs: Any = None) -> None:
+            self.calls.append("begin")
+            self.began.append(time.monotonic())
+
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.calls.append("batch")
+
+        def on_test_end(self, logs: Any = None) -> None:
+            self.calls.append("end")
+            self.logs.append({name: float(value) for name, value in logs.items()})
+            Path(f"seen-{len(self.logs)}").touch()
+
+    def train_rows(context: Any) -> Any:
+        return train_batches(4 * context.input_pipeline_id, context.get_per_replica_batch_size(8))
+
+    def test_rows() -> Any:
+        x, y = rows(20)
+        return [(x[i : i + 5], y[i : i + 5]) for i in range(0, 20, 5)]
+
+    waits, notes = Waits(), Notes()
+    config = kdist.estimator.RunConfig(
+        model_dir="checkpoints",
+        tf_random_seed=7,
+        save_checkpoints_steps=EVERY,
+        keep_checkpoint_max=2,
+        train_distribute=kdist.MultiWorkerMirroredStrategy(),
+    )
+    if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator":
+        wait_for(f"checkpoints/ckpt-{EVERY}")  # the first evaluation could begin at once
+    start = time.monotonic()
+    result = kdist.estimator.train_and_evaluate(
+        make_model,
+        kdist.estimator.TrainSpec(train_rows, max_steps=STEPS, callbacks=[waits]),
+        kdist.estimator.EvalSpec(
+            test_rows, steps=2, start_delay_secs=START_DELAY, throttle_secs=THROTTLE, callbacks=[notes]
+        ),
+        config,
+    )
+    found = {"result": result, "steps": waits.steps, "calls": notes.calls, "logs": notes.logs}
+    print("FOUND", json.dumps(found | {"began": [began - start for began in notes.began]}), flush=True)
+
+
+def plain_logs() -> list[dict[str, float]]:
+    """In a plain process: what two batches of the test rows give after every third step."""
+    import keras
+
+    keras.utils.set_random_seed(7)
+    model, logs = make_model(), []
+    x, y = rows(20)
+    for step, batch in enumerate(train_batches(0, 8), start=1):
+        model.train_on_batch(*batch)
+        if step % EVERY == 0:
+            logs.append(model.evaluate(x[:10], y[:10], batch_size=5, verbose=0, return_dict=True))
+    return logs
+
+
+@each_backend
+def test_an_evaluator_evaluates_each_checkpoint_as_it_comes(backend: str, tmp_path: Path) -> None:
+    chief, worker = local_addresses(2)
+    cluster = {"chief": [chief], "worker": [worker]}
+    scripts, found = {}, {}
+    try:
+        for role in ("chief", "worker", "evaluator"):
+            task = {"cluster": cluster, "task": {"type": role, "index": 0}}
+            env = {"KERAS_BACKEND": backend, "TF_CONFIG": json.dumps(task)}
+            scripts[role] = Script(tmp_path, role, SCRIPT, env)
+        for role, script in scripts.items():
+            assert script.wait() == 0, script.stderr()
+            (line,) = [line for line in script.stdout().splitlines() if line.startswith("FOUND ")]
+            found[role] = json.loads(line.removeprefix("FOUND "))
+    finally:
+        for script in scripts.values():
+            script.kill()
+    for role in ("chief", "worker"):
+        assert (found[role]["result"], found[role]["steps"], found[role]["calls"]) == (None, STEPS, [])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("ckpt-*")) == ["ckpt-6", "ckpt-9"]
+    evaluator, expected = found["evaluator"], run_plain(backend, plain_logs)
+    assert evaluator["steps"] == 0
+    assert evaluator["calls"] == ["begin", "batch", "batch", "end"] * 3
+    for logs, plain in zip(evaluator["logs"], expected, strict=True):
+        assert logs == pytest.approx(plain, rel=1e-5)
+    assert evaluator["result"] == evaluator["logs"][-1] | {"global_step": STEPS}
+    first, second, _ = evaluator["began"]  # the last evaluation does not wait: training has ended
+    assert first >= START_DELAY
+    assert second - first > THROTTLE - 1.0  # from the look at the directory; loading takes a moment
