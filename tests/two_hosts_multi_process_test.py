@@ -141,6 +141,7 @@ def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
         check_numbers(backend, workers, started)
 
 
+@pytest.mark.full
 @each_backend
 def test_two_hosts_with_ipv6_addresses_train_as_one_device(backend, hosts, tmp_path):
     for name in hosts:
@@ -192,6 +193,7 @@ def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
     assert seconds < HEARTBEAT + SLACK
 
 
+@pytest.mark.full
 @each_backend
 def test_a_slow_link_changes_nothing(backend, hosts, tmp_path):
     if shutil.which("tc") is None:
