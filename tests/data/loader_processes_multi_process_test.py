@@ -69,7 +69,7 @@ def in_worker_fit(kind: str, folder: str):
 def check(backend, kind, tmp_path):
     results = run(backend, 2, in_worker_fit, kind, str(tmp_path), timeout=60)
     readers = set(os.listdir(tmp_path))
-    for weights, pid, children in results:
+    for weights, _, children in results:
         np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
         assert children == []
     return readers, {pid for _, pid, _ in results}
