@@ -16,6 +16,7 @@ from tests.alive import identity_of, left_of
 from tests.processes import (
     Script,
     each_backend,
+    each_backend,
     local_addresses,
     run,
     run_plain,
@@ -26,7 +27,7 @@ from tests.processes import (
 # The workers end long before the heartbeat timeout, after which they would end anyway.
 SECONDS, HEARTBEAT = 30.0, 120.0
 PATIENT = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
-LINES = 60  # on stderr: one traceback, and no storm
+LINES = 200  # on stderr: a traceback and its cause, and no storm
 
 SCRIPT = """
 import os
@@ -76,6 +77,43 @@ def test_ctrl_c_ends_both_workers(backend, tmp_path):
         assert "FINISHED" not in script.stdout()
         check_stderr(script.stderr())
     assert seconds < SECONDS
+
+
+def wait_until_it_rests(pid):
+    """Waits until the main thread of a process uses no processor: it waits in a collective."""
+    deadline, before, since = time.monotonic() + 60, None, 0.0
+    while before is None or time.monotonic() - since < 0.5:
+        assert time.monotonic() < deadline
+        with open(f"/proc/{pid}/task/{pid}/stat", "rb") as file:
+            used = file.read().rpartition(b")")[2].split()[11:13]
+        if used != before:
+            before, since = used, time.monotonic()
+        time.sleep(0.02)
+
+
+@each_backend
+def test_ctrl_c_in_a_collective_is_a_keyboard_interrupt(backend, tmp_path):
+    # Worker 1 does not come to the next step; Ctrl-C meets worker 0 in a collective, which then fails.
+    stops = SCRIPT.replace('flush=True)\n\n', 'flush=True)\n            os.kill(os.getpid(), 19)\n\n')
+    assert stops != SCRIPT
+    addresses = local_addresses(2)
+    with contextlib.ExitStack() as cleanup:
+        scripts = []
+        for index, source in enumerate((SCRIPT, stops)):
+            env = {"TF_CONFIG": tf_config(addresses, index), "KERAS_BACKEND": backend, **PATIENT}
+            scripts.append(Script(tmp_path, f"worker{index}", source, env))
+            cleanup.callback(scripts[-1].kill)
+        for script in scripts:
+            script.wait_for("TRAINS")
+        interrupted, killed = scripts
+        wait_until_it_rests(interrupted.process.pid)
+        start = time.monotonic()
+        interrupted.process.send_signal(signal.SIGINT)
+        killed.process.kill()
+        code = interrupted.wait(60)
+        assert time.monotonic() - start < SECONDS
+    assert code in (-signal.SIGINT, 128 + signal.SIGINT), interrupted.stderr()
+    check_stderr(interrupted.stderr())
 
 
 @each_backend

@@ -46,6 +46,8 @@ _OF_CONNECTIONS = (
 # Share of the heartbeat timeout in which a worker that is lost must be seen to be.
 _NAMING = 0.2
 _WHY = re.compile(r"aborted by: (.*)")
+# The error of pybind11 if Ctrl-C comes while TensorFlow makes an exception: it hides both.
+_INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
 class Workers(workers.Workers):
@@ -210,8 +212,10 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 variable.assign(tf.reshape(part, value.shape))
 
     def explain_failure(self, error: BaseException) -> BaseException:
-        """Returns a `WorkerLostError` for an engine error about another worker."""
+        """Returns a `WorkerLostError` for an engine error about another worker, and Ctrl-C as it is."""
         text = str(error)
+        if _INTERRUPTED in text:
+            return KeyboardInterrupt()
         named = {int(task) for task in meeting.TASK.findall(text)} & self._others
         says_so = isinstance(error, _OF_CONNECTIONS)
         if self.worker_index != 0 and isinstance(error, tf.errors.DeadlineExceededError) and _SERVICE in text:
