@@ -15,7 +15,7 @@ PACKAGES_jax = jax
 PACKAGES_torch = torch
 PACKAGES_tensorflow = tensorflow-cpu
 
-.PHONY: demo test rest test-full test-gpu test-nightly matrix dist test-dist mutants keras-tests lint docs bench table clean
+.PHONY: demo test pytest rest test-full test-gpu test-nightly matrix dist test-dist mutants keras-tests lint docs bench table clean
 
 demo: .venv-demo-$(BACKEND)/ready
 	KERAS_BACKEND=$(BACKEND) .venv-demo-$(BACKEND)/bin/kdist demo
@@ -28,8 +28,11 @@ demo: .venv-demo-$(BACKEND)/ready
 # One test more at a time than there are cores: most wait for worker processes for a while, which share them.
 PYTEST = -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations 20
 
-# What CI runs: pairs instead of products, in less than half an hour on 2 cores.
-test: .venv/ready lint
+# What CI runs: pairs instead of products. The linters run beside the tests.
+test: .venv/ready
+	$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: .venv/ready
 	.venv/bin/python $(PYTEST)
 
 # Every product, workers that are not forked, and the contract with the coming Keras.
@@ -72,9 +75,9 @@ test-dist: dist
 	  pytest pytest-timeout pytest-xdist hypothesis kubernetes-validate
 	.venv-dist/bin/python tests/release/outside.py jax
 
-# Each breaks one promise, and its part of the tests must notice: make mutants MUTANTS=restore
+# Each mutant breaks one guarantee, and a test that names it must fail: make mutants MUTANTS=restore
 mutants: .venv/ready
-	.venv/bin/python tests/mutants/run.py $(MUTANTS)
+	.venv/bin/python -m tests.mutants.run $(MUTANTS)
 
 # Keras's own tests, plainly and in a scope: make keras-tests KERAS_REPO=path of its repository at v3.15.1
 keras-tests: .venv/ready

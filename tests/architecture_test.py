@@ -80,6 +80,7 @@ def test_every_package_is_in_the_order():
     assert {package_of(path) for path in FILES} == set(ORDER)
 
 
+@pytest.mark.kills("layers_lazy_import_upwards")
 def test_imports_point_down():
     level = {package: number for number, package in enumerate(ORDER)}
     broken = [
@@ -90,6 +91,7 @@ def test_imports_point_down():
     assert not broken, "\n".join(broken)
 
 
+@pytest.mark.kills("layers_circle_for_types")
 def test_no_files_import_each_other_in_a_circle():
     imported: dict[str, set[str]] = {module: set() for module in MODULES}
     for here, there, _ in edges():

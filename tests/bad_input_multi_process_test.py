@@ -16,7 +16,7 @@ from tests.processes import (
     BACKENDS,
     TIMEOUT,
     Script,
-    backend_in_turn,
+    each_backend,
     local_addresses,
     run,
     strategy,
@@ -102,6 +102,7 @@ sys.meta_path[:] = [Blocker if f is importlib.machinery.PathFinder else f for f 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.in_turn(3)
 def test_backend_that_is_not_installed(backend, tmp_path):
     source = PRELUDE + f"HIDDEN = {backend!r}" + HIDE + "attempt(kdist.MirroredStrategy)"
     with scripts(tmp_path, source, [{"KERAS_BACKEND": backend}], [sys.executable]) as (script,):
@@ -143,6 +144,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.in_turn(3)
 def test_malformed_tf_config_reaches_the_strategy(backend, tmp_path):
     source = PRELUDE + IMPORT + f"values = {[value for value, *_ in MALFORMED.values()]!r}\n"
     source += (
@@ -161,6 +163,7 @@ def test_malformed_tf_config_reaches_the_strategy(backend, tmp_path):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.in_turn(3)
 def test_port_in_use(backend, tmp_path):
     # Two workers, so that nobody can say that the second is missing.
     with contextlib.ExitStack() as stack:
@@ -176,6 +179,7 @@ def test_port_in_use(backend, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])  # TensorFlow's workers meet as JAX's do
+@pytest.mark.in_turn(2)
 def test_workers_with_different_secrets(backend, tmp_path):
     addresses = local_addresses(2)
     environments = [
@@ -192,8 +196,10 @@ def test_workers_with_different_secrets(backend, tmp_path):
     assert "5ec2e7" not in told
 
 
+@pytest.mark.kills(waits_for_those_that_have_come="[torch-other]", waits_in_silence="[jax-chief]")
 @pytest.mark.parametrize("missing", [0, 1], ids=["chief", "other"])
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.in_turn(3)
 def test_a_worker_that_never_comes(backend, missing, tmp_path):
     addresses = local_addresses(2)
     env = {
@@ -300,7 +306,8 @@ MISMATCHES = {
 }
 
 
-@backend_in_turn
+@pytest.mark.kills(mismatch_of_workers_ignored="[epochs-torch]")
+@each_backend
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_workers_that_differ(backend, case):
     results = run(backend, 2, mismatch, case, timeout=60)
@@ -325,7 +332,7 @@ def columns_of_the_data():
     return "no error", "", 0.0
 
 
-@backend_in_turn
+@each_backend
 def test_data_of_another_shape_for_a_model_that_takes_its_shape_from_it(backend):
     for kind, message, seconds in run(backend, 2, columns_of_the_data, timeout=60):
         assert kind == "WorkerMismatchError" and "worker 1" in message and seconds < PROMISED
@@ -337,7 +344,7 @@ def usable_afterwards():
     return model.fit(*make_data(), verbose=0).history["loss"]
 
 
-@backend_in_turn
+@each_backend
 def test_workers_can_go_on_after_a_mismatch(backend):
     run(backend, 2, mismatch, "epochs", timeout=60)
     one, two = run(backend, 2, usable_afterwards, timeout=60)
@@ -371,7 +378,8 @@ def wrong_calls():
 NO_ROWS = {"tensorflow": "inputs=None", "jax": "inputs=None", "torch": "num_samples=0"}
 
 
-@backend_in_turn
+@pytest.mark.kills(fit_batch_size_not_checked="[1-jax]", wrong_arguments_other_error="[1-torch]")
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_wrong_arguments_are_errors_on_all_workers(backend, num_workers):
     for said in run(backend, num_workers, wrong_calls, timeout=60):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import backend_in_turn, full_unless, run, run_plain, strategy
+from tests.processes import each_backend, full_unless, run, run_plain, strategy
 from tests.saving_multi_process_test import Written, assert_same, make_data, make_model, rank, state_of
 
 # Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
@@ -81,7 +81,8 @@ def in_worker_callbacks(folder, scoped, with_tensorboard):
     }
 
 
-@backend_in_turn
+@pytest.mark.kills(files_of_callbacks_written_by_all="[torch]")
+@each_backend
 def test_callbacks_write_what_they_write_in_plain_keras(backend, tmp_path):
     with_tensorboard = backend == "tensorflow"  # needs its package
     folders = [tmp_path / name for name in ("plain", "scoped")]
@@ -152,7 +153,7 @@ def in_worker_backup(folder, scoped, save_freq, own_folders=False):
     return histories, state_of(model), files[1:]
 
 
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize(
     ("num_workers", "save_freq"),
     [
@@ -229,7 +230,7 @@ def in_worker_one_sided(folder):
     return state_of(model), str(caught.value), seconds
 
 
-@backend_in_turn
+@each_backend
 def test_callbacks_of_one_worker_and_errors_in_them_hang_nobody(backend, tmp_path):
     chief, other = run(backend, 2, in_worker_one_sided, str(tmp_path))
     assert_same(chief[0], other[0], rtol=0)

@@ -77,6 +77,11 @@ _HELD = {
 }
 
 
+@pytest.mark.kills(
+    central_jax_state_stays_on_the_devices="[jax]",
+    central_tensorflow_old_weights_after_the_step="[tensorflow]",
+    central_tensorflow_optimizer_in_every_replica="[tensorflow]",
+)
 @each_backend
 def test_variables_are_on_the_parameter_device_and_an_optimisers_nowhere_else(backend, tmp_path):
     script = Script(tmp_path, "trains", _TRAINS, {"KERAS_BACKEND": backend})

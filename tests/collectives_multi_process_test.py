@@ -84,6 +84,7 @@ def in_worker_wait(folder):
     return str(caught.value)
 
 
+@pytest.mark.kills(barrier_left_out="[torch]")
 @each_backend
 def test_a_barrier_with_a_timeout_says_which_it_was(backend, tmp_path):
     said, _ = run(backend, NUM_WORKERS, in_worker_wait, str(tmp_path))
@@ -128,6 +129,7 @@ def in_worker_create():
     return kernel, host(own.value), said, str(caught.value)
 
 
+@pytest.mark.kills(variables_of_a_scope_not_shared="[torch]")
 @each_backend
 def test_variables_of_a_scope_start_with_the_values_of_the_chief(backend):
     (kernel, own, said, shapes), other = run(backend, NUM_WORKERS, in_worker_create)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import processes, reports, rest, turn, zygote
-from tests.environment import DESCRIBING
+from tests.environment import CACHE, DESCRIBING, keep_bytecode
 from tests.own_process import pytest_runtest_teardown as pytest_runtest_teardown
+
+pytest_plugins = ("tests.mutants.kills",)
 
 # The longest tests come first, so that at the end no process of pytest-xdist is left with a long test.
 FIRST = (
@@ -27,6 +31,7 @@ for name in [*os.environ]:
     if name.startswith(DESCRIBING):
         del os.environ[name]
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+keep_bytecode()
 
 # A shell lets what it starts in the background ignore Ctrl-C, and all processes started from there inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -59,13 +64,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: of a product; runs with --full, or when it is named")
     config.addinivalue_line(
+        "markers", "in_turn(number): `make test` runs every number-th item of the test, others each turn"
+    )
+    config.addinivalue_line(
         "markers", "gpu: needs an NVIDIA GPU; skipped where there is none; `make test-gpu`"
     )
+    zygote.lender = getattr(config, "workerinput", {}).get("lender", "")
     processes.forks = not config.getoption("--full")
     if processes.forks:
         # Workers compile the same programs again and again; what JAX finds here depends on the program alone.
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kdist-tests" / "jax"
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)  # outside of the checkout: a new clone finds it
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "jax")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         # Compiling takes longer than what is compiled; the full run has programs as users have them.
         zygote.optimizes = False
@@ -76,10 +84,21 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["lender"] = _lender()
+
+
+@functools.cache
+def _lender() -> str:
+    return zygote.lend()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
+    if not (config.getoption("--full") or config.getoption("--kills")):
         named = {Path(argument).name for argument in config.args}
+        turn.leave_out(items)
         _keep(
             config,
             items,
@@ -135,5 +154,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     reports.print_contract(terminalreporter, config.getoption("--contract-results"))
     reports.print_faults(terminalreporter)
+    reports.print_modules(terminalreporter)
     reports.write_gpus(terminalreporter, config.getoption("--gpu-report"))
     reports.write_support(terminalreporter, config.getoption("--support-results"))

@@ -42,9 +42,9 @@ def _kind(name: str) -> tuple[str, bool, bool]:
 def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
     """The backends and configurations of a case in `make test`: it meets each backend and each kind of strategy.
 
-    With every turn the backends change places, and after a round of them the configurations of a kind. Of the
-    strategies that hold their variables in another way, a case meets one kind per turn; three times of four on PyTorch,
-    whose cells are quick.
+    With every turn the backends change places, and after a round of them the configurations of a kind. Of several
+    devices, several workers, and both, a case meets two per turn. Of the strategies that hold their variables in
+    another way, it meets one kind per turn; three times of four on PyTorch, whose cells are quick.
     """
     groups = [[*names] for _, names in itertools.groupby(CONFIGURATIONS, _kind)]
     elsewhere = [
@@ -63,8 +63,9 @@ def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
     kinds, backends = [k for k, b in zip(kinds, backends, strict=True) if b], [b for b in backends if b]
     meets_all = [chosen for chosen in itertools.product(*backends) if {*chosen} == {*case.backends}]
     rounds, place = divmod(turn, len(meets_all))
-    for backend, names in zip(meets_all[place], kinds, strict=True):
-        yield backend, names[rounds % len(names)]
+    for position, (backend, names) in enumerate(zip(meets_all[place], kinds, strict=True)):
+        if len(kinds) < 3 or position != turn % len(kinds):
+            yield backend, names[rounds % len(names)]
 
 
 def chosen(turn: int) -> set[tuple[str, str, str]]:

@@ -201,6 +201,7 @@ def cells():
         for cell in cells()
     ],
 )
+@pytest.mark.in_turn(3)
 def test_example(backend: str, num_workers: int, example: Example, tmp_path: Path) -> None:
     if not example.block:
         failed, attempted, report = run(backend, num_workers, run_lines, example.name, example.source)[0]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-
+# Outside the checkout, so that a new clone finds the files.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kdist-tests"
 
 # How the names of variables begin that describe a backend, a cluster or kdist's own settings.
 DESCRIBING = (
@@ -37,6 +40,18 @@ DESCRIBING = (
     "LWS_",
     "CLUSTER_SPEC",
 )
+
+
+def keep_bytecode() -> None:
+    """Makes this process find and write the compiled form of modules in the cache, whatever the shell says.
+
+    Asserts are rewritten when a module is compiled, and each worker imports the modules again. A tree in a temporary
+    directory, such as a mutant, leaves nothing in the cache.
+    """
+    if not ROOT.is_relative_to(tempfile.gettempdir()):
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(CACHE / "bytecode")
+        sys.dont_write_bytecode = False
 
 
 def clean_environment() -> dict[str, str]:

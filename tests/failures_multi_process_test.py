@@ -64,6 +64,7 @@ def processes():
         for backend, victim in itertools.product(BACKENDS, (0, 1))
     ],
 )
+@pytest.mark.in_turn(3)
 def test_a_launched_job_ends_at_once(backend, victim, tmp_path, capsys):
     source = SCRIPT.replace("os.environ['WHO']", "os.environ['RANK']")
     command = (sys.executable, "-m", "kdist", "run", "--num-workers", "2", "--backend", backend)
@@ -90,6 +91,7 @@ def test_a_launched_job_ends_at_once(backend, victim, tmp_path, capsys):
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["chief", "other"])
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.in_turn(3)
 def test_without_the_launcher_the_survivor_names_the_lost_worker(backend, victim, tmp_path, capsys):
     addresses = local_addresses(2)
     with processes() as started:

@@ -147,7 +147,6 @@ class Cell:
         """Starts the job; the second time without the fault."""
         fault = "" if self.is_restarted else f"{self.kind}:worker={self.victim},{PLACES[self.place][0]}"
         self.addresses = local_addresses(self.num_workers)
-        self.began = time.monotonic()
         attempt = "again" if self.is_restarted else "first"
         for index in range(self.num_workers):
             env = {
@@ -166,6 +165,7 @@ class Cell:
             if self.place == "reading" and index == self.victim and not self.is_restarted:
                 env["STOPS"] = "1"
             self.workers.append(Script(folder, f"{self}-{attempt}-worker{index}", SCRIPT, env))
+        self.began = time.monotonic()  # the first process of a backend waits for its imports
 
     def has_ended(self) -> bool:
         """Whether all have ended, or should have; a frozen worker is killed when all others have."""
@@ -251,11 +251,11 @@ def weights_of(worker: Script) -> list[float]:
     return [float(word) for word in said_by(worker, "WEIGHTS").split()]
 
 
-def all_cells(backend: str) -> Iterator[Cell]:
+def all_cells(backend: str, now: int) -> Iterator[Cell]:
     """The cells of a backend: every kind of fault × place × worker × number of workers.
 
-    Pairs (`make test`) are every kind × place, each on one backend in turn (a freeze on all); so every kind and every
-    place meets every backend. Which worker it is, and of how many, goes round. Per place, one job is started again.
+    Pairs (`make test`) are half of the kinds × places, each on one backend. Within six turns, each kind meets each
+    place on each backend. Which worker it is, and of how many, goes round. Per place, one job is started again.
     """
     offset = BACKENDS.index(backend)
     for p, place in enumerate(PLACES):
@@ -265,20 +265,20 @@ def all_cells(backend: str) -> Iterator[Cell]:
         here = [
             kind
             for k, kind in enumerate(kinds)
-            if kind in FROZEN or (k + p + turn()) % len(BACKENDS) == offset
+            if (k + p + now) % len(BACKENDS) == offset and (k + p + now // len(BACKENDS)) % 2 == 0
         ]
-        again = here[(p + offset) % len(here)]
+        again = here[(p + offset) % len(here)] if here else ""
         for k, kind in enumerate(kinds):
             victims = (0,) if place in OF_CHIEF else (0, 1)
             options = list(itertools.product(victims, (2,) if kind in FROZEN else (2, 3)))
             for option in options:
-                is_pair = kind in here and option == options[(k + p + offset) % len(options)]
-                restarts = is_pair and kind == again and (p + turn()) % len(BACKENDS) == offset
+                is_pair = kind in here and option == options[(k + p + offset + now // 6) % len(options)]
+                restarts = is_pair and kind == again and (p + now) % len(BACKENDS) == offset
                 yield Cell(backend, kind, place, *option, restarts=restarts, is_pair=is_pair)
     for strategy, (backends, num_workers, _) in STRATEGIES.items():
         for k, kind in enumerate(("kill", "hang")[:num_workers] if backend in backends else ()):
-            is_pair = (k + offset) % 2 == 0 or num_workers == 1
+            is_pair = (k + now) % len(BACKENDS) == offset
             yield Cell(backend, kind, "step", k, num_workers, True, is_pair, strategy)
 
 
-CELLS = [cell for backend in BACKENDS for cell in all_cells(backend)]
+CELLS = [cell for backend in BACKENDS for cell in all_cells(backend, turn())]

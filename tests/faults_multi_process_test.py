@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import pytest
 
-from tests.fault_cells import CELLS, SCRIPT, STEPS, Cell, said_by, weights_of
+from tests.fault_cells import CELLS, SAVES, SCRIPT, STEPS, Cell, all_cells, said_by, weights_of
 from tests.processes import BACKENDS, Script, full_unless
 
 AT_ONCE = 3
@@ -99,10 +99,15 @@ class Runner:
             worker.kill()
 
 
-def test_the_pairs_are_all_pairs() -> None:
-    for names in itertools.combinations(("kind", "place", "backend", "victim", "num_workers"), 2):
-        met = [{tuple(getattr(c, n) for n in names) for c in CELLS if c.is_pair or full} for full in (0, 1)]
+@pytest.mark.parametrize("first", [0, 7, 100])
+def test_six_turns_run_every_kind_at_every_place_on_every_backend(first: int) -> None:
+    turns = [cell for now in range(first, first + 6) for b in BACKENDS for cell in all_cells(b, now)]
+    chosen = [cell for cell in turns if cell.is_pair]
+    for names in (("kind", "place", "backend", "strategy"), ("kind", "victim", "num_workers")):
+        met = [{tuple(getattr(cell, n) for n in names) for cell in cells} for cells in (chosen, CELLS)]
         assert met[0] == met[1], names
+    restarted = {cell.place for cell in chosen if cell.restarts and not cell.strategy}
+    assert restarted >= {*SAVES}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +115,7 @@ def runner(request: pytest.FixtureRequest, backend: str, tmp_path_factory: Any) 
     items = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     cells = [p["cell"] for p in params if "cell" in p and p["backend"] == backend]
-    if request.config.getoption("--full"):
+    if request.config.getoption("--full") or request.config.getoption("--kills"):
         for cell in cells:
             cell.restarts = True
     runner = Runner(tmp_path_factory.mktemp(backend), cells)
@@ -118,6 +123,15 @@ def runner(request: pytest.FixtureRequest, backend: str, tmp_path_factory: Any) 
     runner.close()
 
 
+@pytest.mark.kills(
+    failed_save_not_named="[torch-exception-save-write-1-of-2]",
+    fault_hits_all_workers="[torch-exception-validation-1-of-3]",
+    heartbeat_ignored="[torch-freeze-step-1-of-2]",
+    hung_worker_not_ended="[torch-hang-epoch-end-1-of-3]",
+    hung_worker_not_named="[torch-hang-epoch-end-1-of-3]",
+    lost_worker_not_named="[torch-kill-validation-0-of-2]",
+    resume_nothing_restored_after_a_fault="[torch-kill-save-publish-0-of-2]",
+)
 @pytest.mark.parametrize(
     ("backend", "cell"),
     [pytest.param(cell.backend, cell, id=str(cell), marks=full_unless(cell.is_pair)) for cell in CELLS],
@@ -135,6 +149,7 @@ def test_the_others_end_and_name_the_worker(
     assert not cell.problem, cell.report()
 
 
+@pytest.mark.kills(resume_nothing_restored_by_the_launcher="[jax]")
 @pytest.mark.parametrize(
     "backend",
     # The launcher is one for all backends, and its workers are not forked: JAX is imported fastest.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes import backend_in_turn, run, run_plain, strategy
+from tests.processes import each_backend, run, run_plain, strategy
 
 # Everything named in_worker_… runs in the workers of a pool, and returns what the tests compare.
 
@@ -103,7 +103,8 @@ def in_worker_stop(where, who):
     )
 
 
-@backend_in_turn
+@pytest.mark.kills(stop_on_one_worker="[other-torch]")
+@each_backend
 @pytest.mark.parametrize("who", [0, 1], ids=["chief", "other"])
 def test_stop_training_on_one_worker_stops_all_at_the_same_step(backend, who):
     # 24 rows in batches of 4 are six steps an epoch.
@@ -134,7 +135,8 @@ def in_worker_print():
     return printed.getvalue(), {name: np.asarray(values) for name, values in history.history.items()}
 
 
-@backend_in_turn
+@pytest.mark.kills(all_workers_print="[torch]")
+@each_backend
 def test_only_the_chief_prints_and_all_have_its_history(backend):
     (chief, history), (other, same) = run(backend, 2, in_worker_print)
     assert "Epoch 1/2" in chief and "val_loss" in chief and other == ""
@@ -182,7 +184,8 @@ def one_device_losses(initial):
     return [float(model.test_on_batch(x[list(p)], x[list(p)][:, :1] * 3)) for p in pairs]
 
 
-@backend_in_turn
+@pytest.mark.kills(weights_of_the_chief_not_shared="[torch]")
+@each_backend
 def test_without_a_seed_the_chiefs_weights_and_order_count(backend):
     results = run(backend, 2, in_worker_unseeded)
     assert_equal_on_workers([r[1] for r in results])
@@ -224,7 +227,7 @@ def in_worker_permutation(batch_size, differ=False):
     return sums
 
 
-@backend_in_turn
+@each_backend
 def test_shuffle_is_a_permutation_the_same_one_on_all_workers(backend):
     one, two = run(backend, 2, in_worker_permutation, 1)
     assert one == two
@@ -236,7 +239,8 @@ def test_shuffle_is_a_permutation_the_same_one_on_all_workers(backend):
     assert (orders[0] != orders[1]) == (backend != "tensorflow")
 
 
-@backend_in_turn
+@pytest.mark.kills(order_of_the_chief_not_shared="[torch]")
+@each_backend
 def test_workers_that_draw_other_numbers_have_one_order(backend):
     # Each worker has one row of two: in orders of their own, some rows would come twice and others never.
     one, two = run(backend, 2, in_worker_permutation, 2, True)
@@ -275,7 +279,8 @@ def in_worker_masks(seed):
     return masks > 0, weights_of(trained), history.history["loss"]
 
 
-@backend_in_turn
+@pytest.mark.kills(seed_shared="[1-torch]")
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_replicas_draw_different_masks_and_the_same_seed_draws_them_again(backend, num_workers):
     first = run(backend, num_workers, in_worker_masks, 11)
@@ -321,7 +326,7 @@ def in_worker_continue(under_strategy):
     )
 
 
-@backend_in_turn
+@each_backend
 def test_a_second_fit_continues_with_data_of_another_length(backend):
     expected = run_plain(backend, in_worker_continue, False)
     for actual in run(backend, 2, in_worker_continue, True):
@@ -347,7 +352,7 @@ def in_worker_lengths(under_strategy):
     return {"losses": losses}
 
 
-@backend_in_turn
+@each_backend
 def test_fits_with_data_of_different_shapes(backend):
     expected = run_plain(backend, in_worker_lengths, False)
     for actual in run(backend, 2, in_worker_lengths, True):

@@ -1,4 +1,4 @@
-"""A hundred thousand changed inputs for everything that kdist parses.
+"""Ten thousand changed inputs for everything that kdist parses; with `--full` a hundred thousand others each turn.
 
 Nothing but errors of kdist may come out. No input may take more than a few seconds or much memory, open a file
 elsewhere, unpickle or start anything. A failure prints its seed: `target.make(Random(seed))` makes the input again.
@@ -13,9 +13,7 @@ from random import Random
 import pytest
 
 from tests.processes import run
-
-INPUTS = 100_000
-SEED = "kdist 28"
+from tests.turn import turn
 
 
 def in_worker_fuzz(folder, inputs, seed, only=None):
@@ -50,11 +48,19 @@ def in_worker_fuzz(folder, inputs, seed, only=None):
     return counts, refused, [*failures.values()]
 
 
+@pytest.mark.kills("fuzz_malformed_data_crashes")
 @pytest.mark.timeout(400)
-def test_a_hundred_thousand_inputs(tmp_path):
-    ((counts, refused, failures),) = run("torch", 1, in_worker_fuzz, str(tmp_path), INPUTS, SEED, timeout=380)
+@pytest.mark.parametrize(
+    ("inputs", "seed"),
+    [
+        pytest.param(10_000, "kdist 28", id="ten-thousand"),
+        pytest.param(100_000, f"turn {turn()}", id="a-hundred-thousand", marks=pytest.mark.full),
+    ],
+)
+def test_changed_inputs(inputs, seed, tmp_path):
+    ((counts, refused, failures),) = run("torch", 1, in_worker_fuzz, str(tmp_path), inputs, seed, timeout=380)
     assert not failures, "\n".join(failures)
-    assert sum(number for number, _ in counts.values()) >= INPUTS
+    assert sum(number for number, _ in counts.values()) >= inputs
     ignoring = {
         "address of a worker",
         "lifeline",

@@ -8,7 +8,7 @@ import pytest
 import kdist
 from kdist.experimental import CollectiveCommunication, CommunicationOptions
 from tests import by_hand
-from tests.processes import Script, backend_in_turn, run, start_pool
+from tests.processes import Script, each_backend, run, start_pool
 
 
 def hints():
@@ -59,7 +59,8 @@ def hints():
     return [one.num_replicas_in_sync for one in made], ops, logged
 
 
-@backend_in_turn
+@pytest.mark.kills(cross_device_ops_not_handed_on="[tensorflow]", hints_not_warned_about="[torch]")
+@each_backend
 def test_hints_are_followed_or_warned_about(backend):
     replicas, ops, logged = run(backend, 1, hints)[0]
     assert replicas == [2, 2, 2, 1, 1, 1, 1, 1]
@@ -137,7 +138,8 @@ def nccl():
     return [line for line in logged if " has no effect: " in line], weights, kernel - 0.1 * gradient
 
 
-@backend_in_turn
+@pytest.mark.kills(nccl_without_gpus_not_warned_of="torch")
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_nccl_without_gpus_is_a_hint(backend, num_workers):
     for index, (logged, weights, expected) in enumerate(run(backend, num_workers, nccl)):
@@ -171,7 +173,8 @@ MISSING = """
 """
 
 
-@backend_in_turn
+@pytest.mark.kills(missing_gpu_starts_jax="[jax]")
+@each_backend
 def test_a_script_falls_back_to_cpus_where_gpus_are_missing(backend, tmp_path):
     told = {"KERAS_BACKEND": backend, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     script = Script(tmp_path, "missing", MISSING, told)
@@ -196,7 +199,8 @@ def resolvers():
     return found
 
 
-@backend_in_turn
+@pytest.mark.kills("resolver_not_asked_for_devices")
+@each_backend
 def test_a_resolver_that_was_told_of_gpus_is_asked(backend):
     none, unknown, two = run(backend, 1, resolvers)[0]
     assert none == ("cpu:0",) and all(name.startswith(("cpu:", "gpu:")) for name in unknown)

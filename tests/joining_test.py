@@ -56,6 +56,7 @@ def test_the_time_to_wait_is_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None
     assert joining.join_once(cluster("a:1", "b:1"), None, Joined).waited == 2.5
 
 
+@pytest.mark.kills("join_timeout_not_checked")
 @pytest.mark.parametrize("text", ["5 minutes", "0", "inf", "nan"])
 def test_a_time_that_is_none_is_an_error_that_says_the_rule(
     monkeypatch: pytest.MonkeyPatch, text: str

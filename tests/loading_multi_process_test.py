@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 from tests.saving_multi_process_test import assert_same, make_data, make_model, state_of
 
 
@@ -34,7 +34,8 @@ def in_worker_load(path, scoped):
     return results
 
 
-@backend_in_turn
+@pytest.mark.kills(file_without_optimizer="[torch]")
+@each_backend
 def test_a_file_is_loaded_anywhere_and_trains_on(backend, tmp_path):
     path = str(tmp_path / "model.keras")
     saved, continued = run(backend, 2, in_worker_save_for_others, path)[0]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import backend_in_turn, run
+from tests.processes import each_backend, run
 
 X = np.random.RandomState(0).randn(12, 3).astype("float32")
 
@@ -134,7 +134,11 @@ EXPECTED = {
 }
 
 
-@backend_in_turn
+@pytest.mark.kills(
+    jax_own_errors_are_lost_workers=("[connection in a layer-jax]", "[connection in a callback-jax]"),
+    tensorflow_own_errors_are_lost_workers="callback-tensorflow",
+)
+@each_backend
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_keeps_its_name(backend: str, kind: str) -> None:
     for error, text in run(backend, 2, fails, kind):

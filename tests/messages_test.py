@@ -48,6 +48,7 @@ def test_all_succeed():
     assert call_on_all(None, lambda: 3, failed) == (3, [None])
 
 
+@pytest.mark.kills("failure_of_another_worker_not_told")
 def test_the_failure_of_another_one():
     with pytest.raises(CheckpointError, match="worker 1: disk full"):
         call_on_all(TwoWorkers("disk full"), lambda: 3, failed)

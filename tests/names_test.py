@@ -7,6 +7,7 @@ import pytest
 import kdist
 
 
+@pytest.mark.kills("names_left_out_without_a_reason")
 def test_a_wrong_name_is_answered_with_the_nearest_one():
     for module, name, answer in (
         (kdist, "MirorredStrategy", "Did you mean 'MirroredStrategy'?"),

@@ -91,6 +91,7 @@ def _states(folder):
     return {p.name: pickle.loads(p.read_bytes()) for p in sorted(folder.iterdir())}
 
 
+@pytest.mark.kills(orbax_arrays_of_one_process="[jax]", orbax_written_by_all="[torch]")
 @each_backend
 def test_the_workers_write_one_checkpoint_of_the_state_of_plain_keras(backend, tmp_path):
     plain, scoped = tmp_path / "plain", tmp_path / "scoped"
@@ -108,6 +109,7 @@ def test_the_workers_write_one_checkpoint_of_the_state_of_plain_keras(backend, t
             np.testing.assert_allclose(value, wanted[path][1], rtol=1e-5, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.kills("orbax_directories_not_compared")
 def test_on_jax_all_workers_must_save_to_the_same_directory(tmp_path):
     with pytest.raises(WorkerFailure, match=r"(?s)WorkerMismatchError: .*OrbaxCheckpoint"):
         run("jax", 2, in_worker_fit, str(tmp_path), True, True)

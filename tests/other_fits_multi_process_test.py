@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import backend_in_turn, run, run_plain, scope
+from tests.processes import each_backend, run, run_plain, scope
 
 
 def arrays(rows: int = 23) -> Any:
@@ -82,7 +82,12 @@ def limited(under_strategy: bool) -> Any:
     return [history, *model.get_weights()]
 
 
-@backend_in_turn
+@pytest.mark.kills(
+    fit_epochs_not_limited="[limited-1-torch]",
+    queue_stops_while_batches_are_read_ahead="[endless-1-tensorflow]",
+    trainers_not_distributed="[bare_trainer-2-torch]",
+)
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("fits", [bare_trainer, endless, limited])
 def test_it_fits_as_plain_keras(backend: str, num_workers: int, fits: Any) -> None:

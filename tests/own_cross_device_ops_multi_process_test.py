@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kdist
-from tests.processes import BACKENDS, backend_in_turn, run
+from tests.processes import BACKENDS, each_backend, run
 
 X, Y = np.random.default_rng(4).normal(size=(2, 7, 3)).astype("float32")  # 7 rows: replicas have 4 and 3
 RATE = 0.25
@@ -79,6 +79,7 @@ def train():
     return found
 
 
+@pytest.mark.kills(own_cross_device_ops_ignored="[torch]")
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "jax"], scope="module")
 def test_fit_sums_gradients_by_it(backend):
     found = run(backend, 1, train)[0]
@@ -124,7 +125,7 @@ def loop():
     return found
 
 
-@backend_in_turn
+@each_backend
 def test_loops_sum_gradients_by_it(backend):
     found = run(backend, 1, loop)[0]
     loss = np.square(X.sum(1, keepdims=True) - Y).mean()
@@ -168,7 +169,7 @@ def reductions():
     return {name: keras.ops.convert_to_numpy(value).tolist() for name, value in found.items()}, named.calls
 
 
-@backend_in_turn
+@each_backend
 def test_values_are_reduced_by_it(backend):
     found, calls = run(backend, 1, reductions)[0]
     assert found == {
@@ -217,7 +218,7 @@ def mistakes():
     return found
 
 
-@backend_in_turn
+@each_backend
 def test_mistakes_of_it_are_told(backend):
     found = run(backend, 1, mistakes)[0]
     assert "does not define `reduce_implementation`" in found["Bare"]

@@ -264,6 +264,7 @@ def plain() -> dict[Any, Any]:
     return {}
 
 
+@pytest.mark.kills(own_steps_need_a_call="[trains_a_gan-1-tensorflow]")
 @each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("trains", [trains_a_gan, trains_a_vae])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import backend_in_turn, run, run_plain, scope
+from tests.processes import each_backend, run, run_plain, scope
 
 ROWS = np.array([[1, 2, 0], [3, 0, 0], [4, 5, 6], [7, 0, 0], [8, 9, 0], [2, 0, 0], [1, 1, 1]], "float32")
 
@@ -33,7 +33,8 @@ def counts_rows(under_strategy: bool) -> Any:
     return predicted, float(layer.count), layer.last.numpy(), model.predict_on_batch(ROWS[:5])
 
 
-@backend_in_turn
+@pytest.mark.kills(tensorflow_predict_not_aggregated="[1-tensorflow]")
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_what_a_layer_writes_is_aggregated(backend: str, num_workers: int) -> None:
     expected = run_plain(backend, counts_rows, False)
@@ -72,6 +73,7 @@ def ragged(under_strategy: bool) -> Any:
     return kinds, *[values.to_list() for values in (first["ragged"], second, third, empty)], first["sum"]
 
 
+@pytest.mark.kills("predict_ragged_becomes_dense")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_ragged_outputs_stay_ragged(num_workers: int) -> None:
     expected = run_plain("tensorflow", ragged, False)
@@ -104,7 +106,7 @@ def more_rows(under_strategy: bool) -> Any:
     return twice.predict(ROWS, batch_size=4, verbose=0), said
 
 
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_outputs_with_other_numbers_of_rows(backend: str, num_workers: int) -> None:
     for actual, _ in run(backend, num_workers, more_rows, True):
@@ -148,7 +150,10 @@ def draws_lengths() -> None:
     assert model.predict(ROWS[:1], verbose=0).to_list() == [[2 + 3j]]
 
 
-@backend_in_turn
+@pytest.mark.kills(
+    predict_each_worker_its_own_draws="[tensorflow]", predict_lengths_of_each_worker="[tensorflow]"
+)
+@each_backend
 def test_workers_return_the_same_where_a_layer_draws(backend: str) -> None:
     one, two = run(backend, 2, draws, True)
     np.testing.assert_array_equal(one, two)

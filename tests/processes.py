@@ -16,7 +16,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -26,15 +25,11 @@ import pytest
 from kdist.testing import WorkerPool, Workers, free_ports
 from tests import rewriting
 from tests.environment import clean_environment
-from tests.turn import turn
 from tests.zygote import Forked, zygote
 
 BACKENDS = ("tensorflow", "jax", "torch")
 # A first step may have to compile on a busy machine; a hang is cut off here, with all stacks printed.
 TIMEOUT = 180.0
-
-# In the order of the backends, so that a pool is started once a module; see conftest.py for pytest-xdist.
-each_backend = pytest.mark.parametrize("backend", BACKENDS, scope="module")
 
 
 def full_unless(is_pair: bool) -> list[pytest.MarkDecorator]:
@@ -42,11 +37,10 @@ def full_unless(is_pair: bool) -> list[pytest.MarkDecorator]:
     return [] if is_pair else [pytest.mark.full]
 
 
-def backend_in_turn(test: Any) -> Any:
-    """For behavior that no backend decides: `make test` runs the test on one backend, the next backend each turn."""
-    today = (zlib.crc32(test.__name__.encode()) + turn()) % len(BACKENDS)
-    params = [pytest.param(name, marks=full_unless(i == today)) for i, name in enumerate(BACKENDS)]
-    return pytest.mark.parametrize("backend", params, scope="module")(test)
+def each_backend(test: Any) -> Any:
+    """Runs a test on all backends; `make test` on one of them, and on the next with each turn."""
+    each = pytest.mark.parametrize("backend", BACKENDS, scope="module")
+    return pytest.mark.in_turn(len(BACKENDS))(each(test))
 
 
 # Whether the workers of pools are forked; `--full` says no.

@@ -62,6 +62,7 @@ def check_split(num_rows, num_replicas, equally, parts):
         assert share.counts == 1.0
 
 
+@pytest.mark.kills("rows_dropped")
 def test_split_rows():
     thirty_two, two = run("torch", 1, _splits)[0]
     assert thirty_two == [(0, 11, 11 / 32), (11, 22, 11 / 32), (22, 32, 10 / 32)]

@@ -1,8 +1,10 @@
-"""What is printed after the tests: the contract's matrix and the fault matrix."""
+"""Summaries at the end of a test run: the matrix of the contract, the fault matrix, and the slowest modules."""
 
 from __future__ import annotations
 
+import collections
 import importlib.metadata
+import itertools
 import json
 import platform
 import subprocess
@@ -66,6 +68,23 @@ def print_faults(reporter: pytest.TerminalReporter) -> None:
     for row in sorted({row for row, _, _ in cells}):
         found = {place: result for other, place, result in cells if other == row}
         reporter.write_line(f"{row:38}" + "".join(f"{found.get(place, ''):>13}" for place in places))
+
+
+def print_modules(reporter: pytest.TerminalReporter, number: int = 20) -> None:
+    """Prints the modules whose tests took longest in all, and their share of the seconds of all tests."""
+    seconds: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
+    for report in itertools.chain(*reporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            module = report.nodeid.partition("::")[0]
+            seconds[module] += report.duration
+            counts[module] += report.when == "call"
+    whole = sum(seconds.values())
+    if whole < 60:
+        return
+    reporter.section(f"slowest modules of {whole:.0f} s in all processes")
+    for module, spent in seconds.most_common(number):
+        reporter.write_line(f"{spent:6.0f} s {spent / whole:4.0%} {counts[module]:4} tests  {module}")
 
 
 def write_support(reporter: pytest.TerminalReporter, path: str | None) -> None:

@@ -1,6 +1,6 @@
 """The tests that `make test` leaves out, in shards of some twelve minutes, and the ledger of their last results.
 
-    python -m tests.rest [SHARD …] [--count N] [--list]
+    python -m tests.rest [SHARD …] [--count N] [--again] [--list]
 
 runs the named shards, or the N shards that have waited longest (default: 1), and writes each result to
 `tests/ledger.json`: the number of commits at that time, the revision, the result and the seconds. Age is counted in
@@ -13,9 +13,11 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from tests import turn
@@ -37,6 +39,10 @@ PYTEST = (
     "no:cacheprovider",
 )
 COMING = "coming Keras"
+SCORED = "mutation score of"
+# Packages with tests that start no processes; see mutation_score.py.
+PACKAGES = ("cluster", "tracing", "checkpoint", "coordinator", "launch", "doctor", "measuring", "parity")
+MOST_LOST = 0.02
 T = TypeVar("T")
 
 
@@ -49,12 +55,14 @@ class Entry:
         revision: The commit, shortened.
         passed: Whether all tests of the shard passed.
         seconds: The duration of the run.
+        score: Of a mutation shard, the share of changes that the tests noticed.
     """
 
     commits: int
     revision: str
     passed: bool
     seconds: float
+    score: float | None = None
 
 
 def shards() -> dict[str, tuple[str, ...]]:
@@ -62,7 +70,7 @@ def shards() -> dict[str, tuple[str, ...]]:
     nox = ("-m", "nox", "--session")
     sliced = {
         "full": (10, lambda part: (*PYTEST, "--full", "--part", part)),
-        "mutants": (8, lambda part: ("tests/mutants/run.py", "--part", part)),
+        "mutants": (8, lambda part: ("-m", "tests.mutants.run", "--part", part)),
         COMING: (
             4,
             lambda part: (*nox, f"contract-{COMING.replace(' ', '-')}", "--", "--full", "--part", part),
@@ -74,7 +82,8 @@ def shards() -> dict[str, tuple[str, ...]]:
         for i in range(1, number + 1)
     }
     others = [environment.name for environment in ENVIRONMENTS if environment.name != COMING]
-    return found | {f"versions {name}": (*nox, "contract-" + name.replace(" ", "-")) for name in others}
+    found |= {f"versions {name}": (*nox, "contract-" + name.replace(" ", "-")) for name in others}
+    return found | {f"{SCORED} {name}": ("-m", "tests.mutation_score", name) for name in PACKAGES}
 
 
 def part_of(items: Sequence[T], part: str, key: Callable[[T], str] = str) -> list[T]:
@@ -123,13 +132,20 @@ def overdue(entries: Mapping[str, Entry], now: int) -> list[str]:
     ]
 
 
-def run(name: str) -> Entry:
-    """Runs a shard."""
+def run(name: str, before: Entry | None = None) -> Entry:
+    """Runs a shard; a mutation score may be lower than before by `MOST_LOST`."""
     revision = ["git", "rev-parse", "--short=12", "HEAD"]
     said = subprocess.run(revision, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    command = [sys.executable, *shards()[name]]
     start = time.monotonic()
-    done = subprocess.run([sys.executable, *shards()[name]], cwd=ROOT, check=False)
-    return Entry(turn.turn(), said, done.returncode == 0, round(time.monotonic() - start, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "score"
+        if name.startswith(SCORED):
+            least = (before.score or 0.0) - MOST_LOST if before else 0.0
+            command += ["--to", str(file), "--least", str(least)]
+        done = subprocess.run(command, cwd=ROOT, check=False)
+        score = float(file.read_text()) if file.exists() else None
+    return Entry(turn.turn(), said, done.returncode == 0, round(time.monotonic() - start, 1), score)
 
 
 def main() -> int:
@@ -140,11 +156,14 @@ def main() -> int:
     parser.add_argument(
         "--list", action="store_true", help="print the shards, the oldest first, and run nothing"
     )
+    parser.add_argument(
+        "--again", action="store_true", help="choose only from shards that have run before, as CI does"
+    )
     options = parser.parse_args()
     known = shards()
     if unknown := [name for name in options.shards if name not in known]:
         parser.error(f"these shards do not exist: {unknown}. Choose from: {', '.join(known)}")
-    waiting = oldest(read(), known, turn.turn())
+    waiting = oldest(read(), {*known} & {*read()} if options.again else known, turn.turn())
     if options.list:
         for name in waiting:
             print(f"{name:24}", read().get(name, "never run"))
@@ -152,7 +171,7 @@ def main() -> int:
     results = []
     for name in options.shards or waiting[: options.count]:
         print(f"──── {name} ────", flush=True)
-        entry = run(name)
+        entry = run(name, read().get(name))
         results.append(entry)
         write(read() | {name: entry})
         print(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kdist.testing import WorkerFailure
-from tests.processes import backend_in_turn, start_pool
+from tests.processes import each_backend, start_pool
 
 
 def fails(one: int, two: int) -> None:
     assert one + 1 == two
 
 
-@backend_in_turn
+@each_backend
 def test_a_failing_assert_in_a_worker_shows_both_values(backend: str) -> None:
     pool = start_pool(1, backend)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import BACKENDS, Script, backend_in_turn, local_addresses, run, tf_config
+from tests.processes import BACKENDS, Script, each_backend, local_addresses, run, tf_config
 
 COMMUNICATION = {"tensorflow": "grpc", "jax": "gloo", "torch": "gloo"}
 SCRIPT = """
@@ -22,7 +22,9 @@ def said_by_kdist(script: Script) -> list[str]:
     return [line for line in script.stderr().splitlines() if line.startswith("kdist: ")]
 
 
+@pytest.mark.kills(said_by_every_worker="[torch]", said_with_every_strategy="[jax]")
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.in_turn(3)
 def test_the_chief_says_once_what_came_of_the_job(backend: str, tmp_path: Path) -> None:
     addresses = local_addresses(2)
     with contextlib.ExitStack() as stack:
@@ -62,6 +64,7 @@ with kdist.MirroredStrategy(["cpu:0"]).scope():
 
 
 @pytest.mark.parametrize(("backend", "level"), zip(BACKENDS, ("", "info", "loud"), strict=True))
+@pytest.mark.in_turn(3)
 def test_a_process_alone_says_nothing_unless_it_is_asked_to(backend: str, level: str, tmp_path: Path) -> None:
     script = Script(tmp_path, "alone", ALONE, {"KERAS_BACKEND": backend, "KDIST_LOG": level})
     try:
@@ -93,7 +96,7 @@ def names() -> list[str]:
     return [repr(one) for one in made]
 
 
-@backend_in_turn
+@each_backend
 def test_every_strategy_says_what_it_is(backend: str) -> None:
     assert run(backend, 1, names)[0] == [
         f"<kdist.OneDeviceStrategy on {backend}: 1 device (cpu:0)>",

@@ -14,7 +14,7 @@ from tests.environment import clean_environment
 from tests.processes import (
     BACKENDS,
     Script,
-    backend_in_turn,
+    each_backend,
     full_unless,
     local_addresses,
     run,
@@ -147,7 +147,8 @@ def check_saved(results, folder):
     assert not [path.name for path in Path(folder).iterdir() if path.name.startswith(".")]
 
 
-@backend_in_turn
+@pytest.mark.kills(save_not_waited_for="torch")
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_the_chief_writes_and_all_have_the_file_on_return(backend, num_workers, tmp_path):
     with start_pool(num_workers, backend) as pool:  # what kept workers have saved before counts
@@ -191,7 +192,7 @@ def in_worker_doubt(folder):
     return written.names, records, time.monotonic() - start
 
 
-@backend_in_turn
+@each_backend
 def test_in_doubt_a_worker_writes_its_own_file(backend, tmp_path):
     chief, other = run(backend, 2, in_worker_doubt, str(tmp_path))
     assert chief[0] == ["both.keras", "held.keras", "held.keras"]
@@ -257,6 +258,7 @@ for path in sys.argv[1:]:
         for synchronized in (False, True)
     ],
 )
+@pytest.mark.in_turn(2)
 def test_saved_files_open_where_kdist_is_not_installed(backend, synchronized, tmp_path, request):
     if synchronized and backend != "tensorflow":
         reason = "Keras refuses to make a layer with synchronized=True on this backend, and the file says so"
@@ -291,7 +293,8 @@ print("SAVED", flush=True)
 """
 
 
-@backend_in_turn
+@pytest.mark.kills(saving_chief_does_not_stay="[jax]")
+@each_backend
 def test_the_last_line_of_a_script_saves_once_where_another_worker_comes_later(backend, tmp_path):
     addresses = local_addresses(2)
     scripts = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kdist
-from tests.processes import backend_in_turn, run
+from tests.processes import each_backend, run
 
 
 def _model():
@@ -64,7 +64,7 @@ def _remembers_outside():
     assert keras_hooks.strategy_of(outside) is None
 
 
-@backend_in_turn
+@each_backend
 def test_models_remember_the_strategy_they_were_created_under(backend):
     run(backend, 1, _remembers_outside)
 
@@ -118,7 +118,7 @@ def _call_models(calls):
     assert calls == ["fit", "predict_on_batch"]
 
 
-@backend_in_turn
+@each_backend
 def test_models_outside_of_a_scope_run_keras_own_methods(backend):
     run(backend, 1, _calls_of_plain_keras)
 
@@ -179,7 +179,7 @@ EXPECTED = [False, False, True, True, True, True, True, True, "RuntimeError", "R
 EXPECTED += [True, "RuntimeError", True, False, True, "RuntimeError"]
 
 
-@backend_in_turn
+@each_backend
 def test_rules_with_real_strategies(backend):
     for log in run(backend, 1, _scope_rules)[0]:
         assert log == EXPECTED

@@ -84,6 +84,7 @@ def uploads(longest, after):
     return said, len(history["loss"])
 
 
+@pytest.mark.kills(resting_chief_ended="[torch]")
 @each_backend
 def test_a_chief_that_waits_for_an_upload_is_not_ended(backend):
     # Of a heartbeat of 6 s, it is suspected after 4.2.

@@ -11,7 +11,7 @@ import kdist
 from kdist.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolver
 from kdist.errors import InvalidArgumentError
 from kdist.experimental import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
-from tests.processes import BACKENDS, Script, backend_in_turn, run, run_plain, strategy
+from tests.processes import BACKENDS, Script, each_backend, run, run_plain, strategy
 
 # Signatures ---------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ REFUSED = {
 }
 
 
-@backend_in_turn
+@each_backend
 def test_what_cannot_work_is_refused(backend):
     # Without GPUs, whatever this machine has.
     found = run(backend, 1, refused)[0]
@@ -211,6 +211,7 @@ for make in (lambda: kdist.MirroredStrategy(["cpu:0", "cpu:1"]), lambda: kdist.M
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.in_turn(3)
 def test_logical_cpus_that_come_too_late(backend, tmp_path):
     script = Script(tmp_path, "late", TOO_LATE, {"KERAS_BACKEND": backend})
     try:
@@ -248,7 +249,7 @@ def resolvers():
     return found.cluster_resolver.task_id, names
 
 
-@backend_in_turn
+@each_backend
 def test_cluster_resolver_of_one_worker(backend):
     task, names = run(backend, 1, resolvers)[0]
     one, two = names
@@ -266,7 +267,7 @@ def resolver_of_two():
     return resolver.task_type, resolver.task_id, resolver.cluster_spec().as_dict(), writes
 
 
-@backend_in_turn
+@each_backend
 def test_cluster_resolver_of_two_workers(backend):
     one, two = run(backend, 2, resolver_of_two)
     assert one[:2] == ("worker", 0) and two[:2] == ("worker", 1)
@@ -305,7 +306,7 @@ def one_device():
     return [train(lambda name=name: kdist.OneDeviceStrategy(name)) for name in ("cpu:0", "/cpu:1")]
 
 
-@backend_in_turn
+@each_backend
 def test_one_device_strategy_gives_the_numbers_of_plain_keras(backend):
     plain = run_plain(backend, train, lambda: None)
     for other in run(backend, 1, one_device)[0]:

@@ -53,6 +53,7 @@ def _by_hand(x, y):
     return weight
 
 
+@pytest.mark.kills("tpu_slices_train_alone")
 def test_two_slices_train_as_one_device_does(tmp_path):
     (port,) = free_ports(1)
     x, y = np.random.default_rng(3).normal(size=(2, 7, 1)).astype("float32")
@@ -92,6 +93,7 @@ def _refusals():
     return answers
 
 
+@pytest.mark.kills(tpu_trains_on_the_cpu="[jax]")
 @each_backend
 def test_what_cannot_be_is_refused(backend):
     (answers,) = run(backend, 1, _refusals)

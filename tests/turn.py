@@ -5,9 +5,14 @@ A test of a pool meets each backend within three turns, and a case of the contra
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 import subprocess
+import zlib
+from collections.abc import Iterable
+
+import pytest
 
 from tests.environment import ROOT
 
@@ -26,3 +31,20 @@ def turn() -> int:
             return 0
         given = done.stdout.strip() or "0"
     return int(given)
+
+
+def leave_out(items: Iterable[pytest.Item]) -> None:
+    """Marks items `full` whose test has the mark `in_turn(number)`, except every `number`-th of them.
+
+    With every turn the next items run. The first item depends on the module: its tests use one backend per turn, and
+    share its workers.
+    """
+    places: collections.Counter[str] = collections.Counter()
+    for item in items:
+        mark = item.get_closest_marker("in_turn")
+        if mark and not item.get_closest_marker("full"):
+            test = item.nodeid.partition("[")[0]
+            first = zlib.crc32(test.partition("::")[0].encode()) + turn()
+            if (places[test] + first) % mark.args[0]:
+                item.add_marker(pytest.mark.full)
+            places[test] += 1

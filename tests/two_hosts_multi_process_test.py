@@ -12,12 +12,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
-from tests.processes import BACKENDS, Script, full_unless, run_plain
+from tests.processes import BACKENDS, Script, each_backend, full_unless, run_plain
 
 NETWORK = "10.77.0"
+NETWORK_6 = "fd77"
 
 SCRIPT = """
 import json, os, sys
@@ -48,13 +50,18 @@ def ip(*arguments, check=True):
     return subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=check)
 
 
+def link_of(index):
+    """The name of the network interface of a host."""
+    return f"kd{os.getpid() % 100000}-{index}"
+
+
 @pytest.fixture
 def hosts():
-    """The names of two namespaces, whose addresses are 10.77.0.1 and 10.77.0.2."""
+    """The names of two namespaces, with the addresses 10.77.0.1 and 10.77.0.2, and fd77::1 and fd77::2."""
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` on this machine: apt-get install iproute2")
     names = [f"kdist-{os.getpid()}-{i}" for i in (0, 1)]
-    links = [f"kd{os.getpid() % 100000}-{i}" for i in (0, 1)]
+    links = [link_of(i) for i in (0, 1)]
     with contextlib.ExitStack() as cleanup:
         try:
             for name in names:
@@ -65,6 +72,7 @@ def hosts():
             for number, (name, link) in enumerate(zip(names, links, strict=True), start=1):
                 ip("link", "set", link, "netns", name)
                 ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", link)
+                ip("-n", name, "addr", "add", f"{NETWORK_6}::{number}/64", "dev", link, "nodad")
                 ip("-n", name, "link", "set", link, "up")
                 ip("-n", name, "link", "set", "lo", "up")
         except subprocess.CalledProcessError as error:
@@ -80,31 +88,27 @@ def one_device(source):
     return namespace["train"](None)
 
 
-@pytest.mark.parametrize(
-    ("backend", "workers"),
-    # Each worker is a Python of its own, which takes seconds to import its backend: two workers on JAX only.
-    [
-        pytest.param(backend, workers, marks=full_unless((workers == 2) == (backend == "jax")))
-        for backend, workers in itertools.product(BACKENDS, (1, 2))
-    ],
-    scope="module",
-)
-def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
-    # Nothing else listens in a namespace of our own.
-    addresses = f"{NETWORK}.1:5000,{NETWORK}.2:5000"
+@contextlib.contextmanager
+def job(hosts, backend, workers, folder, source, addresses, env=None):
+    """Starts `kdist run` on each host; yields both processes."""
     started = []
     try:
         for index, name in enumerate(hosts):
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "kdist", "run"]
             command += ["--backend", backend, "--num-workers", str(workers)]
             command += ["--hosts", addresses, "--host-index", str(index)]
-            started.append(Script(tmp_path, f"host{index}", SCRIPT, {"KDIST_JOIN_TIMEOUT": "90"}, command))
-        for script in started:
-            assert script.wait() == 0, script.stdout() + script.stderr()
-        printed = "\n".join(script.stdout() for script in started)
+            environment = {"KDIST_JOIN_TIMEOUT": "90"} | (env or {})
+            started.append(Script(folder, f"host{index}", source, environment, command))
+        yield started
     finally:
         for script in started:
             script.kill()
+
+
+def check_numbers(backend, workers, started):
+    for script in started:
+        assert script.wait() == 0, script.stdout() + script.stderr()
+    printed = "\n".join(script.stdout() for script in started)
     found = [
         line.partition("NUMBERS ")[2].partition(" ") for line in printed.splitlines() if "NUMBERS" in line
     ]
@@ -115,3 +119,91 @@ def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
         assert actual.keys() == expected.keys()
         for name in expected:
             assert actual[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
+
+
+# Nothing else listens in a separate namespace.
+IPV4 = f"{NETWORK}.1:5000,{NETWORK}.2:5000"
+IPV6 = f"[{NETWORK_6}::1]:5000,[{NETWORK_6}::2]:5000"
+
+
+@pytest.mark.parametrize(
+    ("backend", "workers"),
+    # Each worker is a Python of its own, which takes seconds to import its backend: two workers on JAX only.
+    [
+        pytest.param(backend, workers, marks=full_unless((workers == 2) == (backend == "jax")))
+        for backend, workers in itertools.product(BACKENDS, (1, 2))
+    ],
+    scope="module",
+)
+@pytest.mark.in_turn(3)
+def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
+    with job(hosts, backend, workers, tmp_path, SCRIPT, IPV4) as started:
+        check_numbers(backend, workers, started)
+
+
+@pytest.mark.full
+@each_backend
+def test_two_hosts_with_ipv6_addresses_train_as_one_device(backend, hosts, tmp_path):
+    for name in hosts:
+        ip("-n", name, "-4", "addr", "flush", "scope", "global")
+    with job(hosts, backend, 1, tmp_path, SCRIPT, IPV6) as started:
+        check_numbers(backend, 1, started)
+
+
+# Networks that fail, or are slow ------------------------------------------------------------------------------
+
+HEARTBEAT = 6.0
+# Of a busy machine, beyond the heartbeat timeout.
+SLACK = 12.0
+
+ENDLESS = """
+import os
+import kdist, keras
+import numpy as np
+
+class Note(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 20:
+            print(f"TRAINS {os.environ['RANK']} ", flush=True)
+
+strategy = kdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.random.RandomState(0).rand(4000, 3)
+model.fit(x, x[:, :1], batch_size=4, epochs=10**6, verbose=0, callbacks=[Note()])
+"""
+
+
+@each_backend
+def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
+    env = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
+    with job(hosts, backend, 1, tmp_path, ENDLESS, IPV4, env) as started:
+        for index, script in enumerate(started):
+            script.wait_for(f"TRAINS {index} ")
+        ip("-n", hosts[0], "link", "set", link_of(0), "down")  # both ends lose the carrier
+        start = time.monotonic()
+        codes = [script.wait(60) for script in started]
+        seconds = time.monotonic() - start
+    for index, (script, code) in enumerate(zip(started, codes, strict=True)):
+        assert code != 0
+        assert f"The job lost worker {1 - index} ({NETWORK}.{2 - index}:5000)" in script.stderr(), (
+            script.stderr()
+        )
+    assert seconds < HEARTBEAT + SLACK
+
+
+@pytest.mark.full
+@each_backend
+def test_a_slow_link_changes_nothing(backend, hosts, tmp_path):
+    if shutil.which("tc") is None:
+        pytest.skip("there is no `tc` on this machine: apt-get install iproute2")
+    for index, name in enumerate(hosts):
+        limit = ("tbf", "rate", "2mbit", "burst", "4kb", "latency", "2s")
+        tc = ["tc", "-n", name, "qdisc", "add", "dev", link_of(index), "root", *limit]
+        done = subprocess.run(tc, capture_output=True, text=True, timeout=20, check=False)
+        if done.returncode:
+            pytest.skip(f"this kernel has no token bucket filter: {done.stderr.strip()}")
+    env = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
+    with job(hosts, backend, 1, tmp_path, SCRIPT, IPV4, env) as started:
+        check_numbers(backend, 1, started)

@@ -37,6 +37,7 @@ def test_an_entry_goes_with_its_variable():
     assert table.get(second) is None
 
 
+@pytest.mark.kills("variable_of_an_old_id_known")
 def test_an_id_that_is_used_again_finds_nothing(monkeypatch: pytest.MonkeyPatch):
     # As if all had the same; the first one's end must not take the second one's entry either.
     monkeypatch.setattr(variable_table, "id", lambda variable: 7, raising=False)

@@ -102,9 +102,15 @@ PAIRS = [(backend, number) for backend in BACKENDS for number in (1, 2)]
 FULL = {("tensorflow", 2), ("jax", 1)}
 
 
+@pytest.mark.kills(
+    saving_variables_of_keras_counted="[torch-2]",
+    tensorflow_optimizers_outside_of_replicas="[tensorflow-1]",
+    tensorflow_scope_is_the_native_one="[tensorflow-1]",
+)
 @pytest.mark.parametrize(
     ("backend", "num_workers"), [pytest.param(*pair, marks=full_unless(pair not in FULL)) for pair in PAIRS]
 )
+@pytest.mark.in_turn(4)
 def test_every_way_to_use_a_variable_gives_what_it_gives_in_plain_keras(
     backend: str, num_workers: int, plain: dict[str, Any], tmp_path: Path
 ) -> None:

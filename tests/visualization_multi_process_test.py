@@ -114,6 +114,7 @@ def test_a_model_without_variables_is_refused(backend):
     run(backend, 1, refused)
 
 
+@pytest.mark.kills("visualize_mixes_mesh_axes")
 def test_the_last_axis_of_a_mesh_is_the_fastest():
     mesh = {"batch": 2, "model": 3}
     assert [_place(number, mesh) for number in (0, 1, 3, 5)] == [

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,7 +50,10 @@ _KDIST = (
 )
 # Whether TensorFlow's functions are optimized; see conftest.py.
 optimizes = True
+# The address of the process that lends zygotes to a process of pytest-xdist; see `lend`.
+lender = ""
 _MOST = 1 << 18
+_LENT = b"lent"
 _START = 120.0  # seconds for the imports, on a busy machine
 
 
@@ -90,36 +94,23 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+_Process = subprocess.Popen[bytes] | Forked
+
+
 class Zygote:
     """The process that forks, seen from the tests.
 
     Args:
-        imports: The modules that it imports.
-        env: Environment variables beyond those of a clean shell.
-        parent: The zygote that it is forked from; without, it is a new process.
+        start: Starts the process; called with the file for its output, and its end of the connection.
     """
 
-    def __init__(self, imports: Sequence[str], env: Mapping[str, str], parent: Zygote | None = None) -> None:
+    def __init__(self, start: Callable[[IO[bytes], socket.socket], _Process | None]) -> None:
         self._children: dict[int, Forked] = {}
         self._lock = threading.Lock()
         self._errors: IO[bytes] = tempfile.TemporaryFile(prefix="kdist-zygote-")  # noqa: SIM115  # kept open
         # Datagrams: an order, and the files that go with it, come as a whole.
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = clean_environment() | env
-        self._process: subprocess.Popen[bytes] | Forked
-        if parent is not None:
-            files = (self._errors, self._errors, theirs)
-            self._process = parent.order({"env": environment, "imports": imports}, *files)
-        else:
-            script = str(ROOT / "tests" / "zygote_process.py")
-            self._process = subprocess.Popen(
-                [sys.executable, script, str(theirs.fileno()), *imports],
-                stdin=subprocess.DEVNULL,
-                stdout=self._errors,
-                stderr=self._errors,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-            )
+        self._process = start(self._errors, theirs)
         theirs.close()
         atexit.register(self.close)
 
@@ -144,7 +135,7 @@ class Zygote:
 
     def order(self, order: Mapping[str, Any], *files: IO[bytes] | socket.socket | int) -> Forked:
         """Forks a process that does as it is told, with these files: its stdout, its stderr, and others."""
-        usual = {"cwd": os.getcwd(), "folder": str(ROOT), "script": None, "imports": ()}
+        usual = {"cwd": os.getcwd(), "folder": str(ROOT), "script": None, "imports": (), "is_zygote": False}
         with self._lock:
             data = json.dumps(usual | dict(order)).encode()
             numbers = [file if isinstance(file, int) else file.fileno() for file in files]
@@ -189,11 +180,12 @@ class Zygote:
             self._orders.close()
         for child in self._children.values():
             child.returncode = -signal.SIGKILL
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(5)
+        if self._process is not None:
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(5)
         self._errors.close()
         atexit.unregister(self.close)
 
@@ -201,16 +193,89 @@ class Zygote:
 @functools.cache
 def zygote(backend: str, plain: bool) -> Zygote:
     """The zygote of a backend, kept until the tests end; in a plain one nothing of kdist touches Keras."""
+    return Zygote(functools.partial(_borrow, lender, backend, plain)) if lender else _own(backend, plain)
+
+
+@functools.cache
+def _own(backend: str, plain: bool) -> Zygote:
     env = {"KERAS_BACKEND": backend}
     if plain:
         quick = () if optimizes or backend != "tensorflow" else ("tests.without_grappler",)
-        return Zygote((*_installed(_KERAS), *quick), env, _frameworks())
-    return Zygote((*_KDIST, f"kdist.backends.{backend}.backend"), env, zygote(backend, True))
+        return Zygote(functools.partial(_fork, _frameworks(), (*_installed(_KERAS), *quick), env))
+    modules = (*_KDIST, f"kdist.backends.{backend}.backend")
+    return Zygote(functools.partial(_fork, _own(backend, True), modules, env))
 
 
 @functools.cache
 def _frameworks() -> Zygote:
-    return Zygote(_installed(_FRAMEWORKS), {})
+    return Zygote(_start)
+
+
+def _start(errors: IO[bytes], theirs: socket.socket) -> _Process:
+    script = str(ROOT / "tests" / "zygote_process.py")
+    return subprocess.Popen(
+        [sys.executable, script, str(theirs.fileno()), *_installed(_FRAMEWORKS)],
+        stdin=subprocess.DEVNULL,
+        stdout=errors,
+        stderr=errors,
+        pass_fds=[theirs.fileno()],
+        env=clean_environment(),
+    )
+
+
+def _fork(
+    parent: Zygote,
+    imports: Sequence[str],
+    env: Mapping[str, str],
+    errors: IO[bytes] | int,
+    theirs: socket.socket | int,
+) -> _Process:
+    order = {"env": clean_environment() | env, "imports": imports, "is_zygote": True}
+    return parent.order(order, errors, errors, theirs)
+
+
+def _borrow(path: str, backend: str, plain: bool, errors: IO[bytes], theirs: socket.socket) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(3 * _START)
+        connection.connect(path)
+        request = json.dumps([backend, plain]).encode()
+        socket.send_fds(connection, [request], [errors.fileno(), theirs.fileno()])
+        if (answer := connection.recv(_MOST)) != _LENT:
+            raise RuntimeError(answer.decode())
+
+
+def lend() -> str:
+    """Lets processes of pytest-xdist fork their zygotes from the zygotes of this process.
+
+    The frameworks are then imported once, and not once per process.
+
+    Returns:
+        The value of `lender` for these processes.
+    """
+    folder = tempfile.mkdtemp(prefix="kdist-zygotes-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = os.path.join(folder, "lender")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen()
+    threading.Thread(target=_lend, args=(listener,), name="lender of zygotes", daemon=True).start()
+    return path
+
+
+def _lend(listener: socket.socket) -> None:
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            data, files, _, _ = socket.recv_fds(connection, _MOST, 2)
+            backend, plain = json.loads(data)
+            answer = _LENT
+            try:
+                _fork(_own(backend, plain), (), {"KERAS_BACKEND": backend}, *files)
+            except RuntimeError as error:
+                answer = str(error).encode()[-_MOST:]
+            for file in files:
+                os.close(file)
+            connection.send(answer)
 
 
 def _installed(modules: Sequence[str]) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def serve(orders: socket.socket) -> tuple[dict[str, Any], list[int]]:
             order = json.loads(data)
             if pid := os.fork():
                 children[os.pidfd_open(pid)] = pid
-                if order["imports"]:
+                if order["is_zygote"]:
                     zygotes.add(pid)
                 for file in files:
                     os.close(file)
@@ -88,7 +88,8 @@ def main() -> None:
     """Serves; in a child, runs what was ordered, as `__main__`."""
     number, imports = int(sys.argv[1]), sys.argv[2:]
     faulthandler.enable()
-    while imports:
+    is_zygote = True
+    while is_zygote:
         orders = socket.socket(fileno=number)
         for name in imports:
             importlib.import_module(name)
@@ -98,7 +99,7 @@ def main() -> None:
         gc.freeze()  # or each collection in a child would look at, and copy, all that was imported
         order, files = serve(orders)
         become(order, files)
-        number, imports = files[-1], order["imports"]
+        number, imports, is_zygote = files[-1], order["imports"], order["is_zygote"]
     if order["script"] is None:
         importlib.import_module("kdist.testing.pool_worker").main([str(files[2])])
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,6 +16,9 @@ from kdist.backends.store import Store
 from kdist.cluster import Cluster
 
 _WAITS = "kdist/waits"
+# Longer messages travel in pieces: the stores of JAX and TensorFlow hold no value of 2 GiB.
+_PIECE = 1 << 26
+_MORE, _LAST = b"+", b"."
 
 
 def folders_of_engine(*files: str) -> tuple[str, ...]:
@@ -84,6 +88,22 @@ class JoinedWorkers(Workers, Board):
         self.names = cluster.worker_names
         self.store = store
         self._stalls = StallWatch(self, self.names, self.worker_index)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Gathers messages of any length, in as many pieces as the longest message needs."""
+        messages: list[list[bytes]] = [[] for _ in range(self.num_workers)]
+        start, has_more = 0, True
+        while has_more:
+            end = start + _PIECE
+            pieces = self._gather_pieces((_MORE if end < len(data) else _LAST) + data[start:end])
+            for message, piece in zip(messages, pieces, strict=True):
+                message.append(piece[1:])
+            start, has_more = end, any(piece.startswith(_MORE) for piece in pieces)
+        return [b"".join(message) for message in messages]
+
+    @abstractmethod
+    def _gather_pieces(self, data: bytes) -> list[bytes]:
+        """Gathers a message that is not too long for the engine from every worker."""
 
     def post(self, key: str, text: str) -> None:
         """Leaves a text in the store."""

@@ -20,10 +20,12 @@ from kdist.whole_files import whole_file
 
 SIGN = ".training-ended"
 _WATCHES = ".evaluator-"
-_SKEW = 5.0  # seconds by which the clock of a file system may be off
+_SKEW = 5.0  # seconds by which the clock of a file system may be off, if it cannot be read
 
 # When this process has last saved a checkpoint to each folder.
 _saved: dict[str, float] = {}
+# Seconds by which the clock of the file system of each watched directory is ahead of this process's clock.
+_ahead: dict[str, float] = {}
 
 
 def begin(directories: Iterable[str]) -> None:
@@ -48,7 +50,7 @@ def watched(directory: str) -> Iterator[None]:
     with contextlib.suppress(OSError):
         os.makedirs(directory, exist_ok=True)
         with open(mine, "x", encoding="utf-8"):
-            pass
+            _ahead[directory] = os.stat(mine).st_mtime - time.time()
     try:
         yield
     finally:
@@ -72,8 +74,9 @@ def has_ended(directory: str) -> bool:
 
 def is_of_now(directory: str) -> bool:
     """Says whether the sign was left while this process ran, and not by an earlier training."""
+    began = _process_began_at() + _ahead.get(directory, 0.0)
     try:
-        return os.stat(os.path.join(directory, SIGN)).st_mtime >= _process_began_at() - _SKEW
+        return os.stat(os.path.join(directory, SIGN)).st_mtime >= began - _SKEW
     except OSError:
         return False
 

@@ -54,15 +54,29 @@ def _is_in_nccl_conf(name: str) -> bool:
 
 
 def _address_towards(host: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing: the kernel only looks up the route
-            return str(probe.getsockname()[0])
-        except OSError:
-            return None
+    with contextlib.suppress(OSError):
+        for family, kind, *_, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing: the kernel only looks up the route
+                return str(probe.getsockname()[0])
+    return None
 
 
 def _interface_of(address: str) -> str | None:
+    return _interface_of_ipv6(address) if ":" in address else _interface_of_ipv4(address)
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
+        for line in file:
+            found, *_, name = line.split()
+            if found == digits:
+                return name
+    return None
+
+
+def _interface_of_ipv4(address: str) -> str | None:
     try:
         import fcntl
     except ImportError:  # not a Unix

@@ -111,8 +111,8 @@ def is_elementwise(optimizer: Any) -> bool:
 
 
 def is_undecayed(optimizer: Any, variable: Any) -> bool:
-    """Says whether a variable was named to `exclude_from_weight_decay`."""
-    return optimizer._var_key(variable) in getattr(optimizer, "_exclude_from_weight_decay", ())
+    """Returns whether `exclude_from_weight_decay` excludes a variable, by itself or by its name."""
+    return not optimizer._use_weight_decay(variable)
 
 
 def learning_rate(optimizer: Any) -> Any:

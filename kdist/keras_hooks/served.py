@@ -190,3 +190,4 @@ def _rename_keys(optimizer: Any) -> None:
             setattr(optimizer, name, {keys[key]: value for key, value in getattr(optimizer, name).items()})
     if excluded := getattr(optimizer, "_exclude_from_weight_decay", None):
         optimizer._exclude_from_weight_decay = {keys.get(key, key) for key in excluded}
+        optimizer._exclude_from_weight_decay_cache = {}  # of the old keys

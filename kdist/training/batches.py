@@ -106,6 +106,10 @@ class GlobalBatches:
             return
         steps_build = get_backend().steps_build
         if self._is_array:
+            if keras_hooks.num_array_rows(self.iterator) == 0:
+                raise InvalidArgumentError(
+                    "The data has no rows.", received={"rows": 0}, hint="Pass at least one row."
+                )
             keras_hooks.build(model, steps_build, iterator=self.iterator)
         else:
             keras_hooks.build(model, steps_build, data_batch=self.peek())

@@ -113,6 +113,7 @@ def in_worker_convert(folder):
     return said, expected, files, found, steps
 
 
+@pytest.mark.kills("checkpoint_bytecode_converted")
 def test_which_model_and_who_makes_it(tmp_path):
     ((said, expected, files, found, steps),) = run("torch", 1, in_worker_convert, str(tmp_path))
     for name, model in {

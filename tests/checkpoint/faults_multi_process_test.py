@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint import jobs
-from tests.processes import Script, backend_in_turn, run
+from tests.processes import Script, each_backend, run
 
 
 def in_worker_two_saves(folder):
@@ -84,13 +84,14 @@ def in_worker_flip_everywhere(path):
     return missed
 
 
-@backend_in_turn
+@pytest.mark.kills(checkpoint_checksum_not_verified="[torch]", checkpoint_header_not_verified="[torch]")
+@each_backend
 def test_every_flipped_byte_is_noticed(backend, two):
     (missed,) = run(backend, 1, in_worker_flip_everywhere, two[1])
     assert missed == []
 
 
-@backend_in_turn
+@each_backend
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(backend, two):
     good, bad = two
     offer = f"checkpoint.restore({good!r})"
@@ -156,7 +157,8 @@ def test_values_of_another_form_are_refused_before_anything_is_assigned(tmp_path
         )
 
 
-@backend_in_turn
+@pytest.mark.kills(checkpoint_model_not_checked="[torch]")
+@each_backend
 def test_a_model_that_does_not_match_is_named(backend, two):
     kind, text = error_of(backend, two[0], 6)
     assert kind == "CheckpointMismatchError"
@@ -192,7 +194,7 @@ def in_worker_status(path):
         kdist.Checkpoint(save=1)
 
 
-@backend_in_turn
+@each_backend
 def test_status_and_wrong_objects(backend, two):
     run(backend, 1, in_worker_status, two[0])
 
@@ -236,6 +238,7 @@ def in_worker_killed(folder, phases):
 
 # A process that has begun to compute on JAX or TensorFlow cannot be forked; what a kill leaves does not depend on it.
 # The fault matrix kills saves on all backends.
+@pytest.mark.kills("checkpoint_visible_too_early")
 def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path):
     phases = [
         ("folders", "clean", 1),  # the folder is there
@@ -322,7 +325,8 @@ def in_worker_failing(folder):
     return heard
 
 
-@backend_in_turn
+@pytest.mark.kills(checkpoint_failed_write_not_told="[torch]", checkpoint_settled_on_some_workers="[torch]")
+@each_backend
 def test_a_failed_write_is_told_on_all_workers_and_harms_nothing(backend, tmp_path):
     for heard in run(backend, 2, in_worker_failing, str(tmp_path)):
         for text in heard:
@@ -373,7 +377,7 @@ DISKS = """
 """
 
 
-@backend_in_turn
+@each_backend
 def test_a_full_disk_and_a_read_only_folder(backend, tmp_path):
     command = ("unshare", "--user", "--map-root-user", "--mount", sys.executable)
     script = Script(tmp_path, "disks", DISKS, {"KERAS_BACKEND": backend}, command)

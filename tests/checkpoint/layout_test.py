@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ def make(folder, name, saved_at):
     (folder / name / "index.json").write_bytes(dump(index))
 
 
+@pytest.mark.kills("checkpoint_latest_by_number")
 def test_the_latest_is_the_one_that_was_saved_last(tmp_path):
     assert kdist.latest_checkpoint(tmp_path / "nothing") is None
     make(tmp_path, "ckpt-9", 5.0)
@@ -39,6 +41,7 @@ def test_the_latest_is_the_one_that_was_saved_last(tmp_path):
     assert kdist.latest_checkpoint(copied, "ckpt") == str(copied / "ckpt-9")
 
 
+@pytest.mark.kills("checkpoint_replaced_one_lost")
 def test_one_that_is_being_replaced_still_counts(tmp_path):
     make(tmp_path, "ckpt-1", 1.0)
     os.rename(tmp_path / "ckpt-1", tmp_path / ".ckpt-1.old-00000000000000aa")  # killed between two renames

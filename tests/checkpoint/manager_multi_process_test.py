@@ -72,6 +72,7 @@ def in_worker_manage(folder):
             kdist.CheckpointManager(again, folder, **wrong)
 
 
+@pytest.mark.kills("checkpoint_shards_overwritten", "checkpoint_too_many_deleted")
 def test_the_manager(tmp_path):
     run("torch", 2, in_worker_manage, str(tmp_path / "managed"))
 
@@ -124,6 +125,8 @@ def python(code, folder, backend="torch"):
     return done.stdout
 
 
+@pytest.mark.kills("checkpoint_header_not_verified")
+@pytest.mark.in_turn(2)
 def test_the_command_line(tmp_path, capsys):
     path, prediction = run("torch", 1, in_worker_save, str(tmp_path))[0]
     out = python(LOOK, tmp_path)
@@ -166,6 +169,7 @@ assert module_utils.tensorflow.available, "it is hidden for the time of a save o
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.in_turn(2)
 def test_saving_does_not_import_tensorflow(backend, tmp_path):
     # Keras does, to see whether an object is of one of its types: four seconds of all workers' time.
     # What is forked has imported TensorFlow.

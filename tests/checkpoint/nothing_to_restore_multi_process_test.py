@@ -51,6 +51,7 @@ def in_worker_one_has_none(folder: str) -> str:
     return str(info.value)
 
 
+@pytest.mark.kills("restore_none_is_no_mismatch")
 def test_one_worker_that_finds_no_checkpoint_is_named(tmp_path: Path) -> None:
     for said in run("torch", 2, in_worker_one_has_none, str(tmp_path)):
         assert "worker_0='a path', worker_1=None" in said

@@ -49,6 +49,7 @@ def test_nothing_is_shown_of_what_is_short(now, monkeypatch, seconds):
     assert read(now, seconds, Stream(), monkeypatch) == []
 
 
+@pytest.mark.kills("progress_in_a_pipe")
 def test_nothing_is_written_to_a_file_or_by_another_worker(now, monkeypatch):
     pipe = Stream()
     pipe.is_terminal = False

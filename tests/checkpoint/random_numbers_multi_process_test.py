@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.processes import each_backend, run
 
 
@@ -62,6 +64,9 @@ def np_normal_is_half_used():
     np.random.randn()  # makes two normal numbers, and keeps one
 
 
+@pytest.mark.kills(
+    checkpoint_random_numbers_not_restored="[torch]", checkpoint_random_numbers_of_the_chief="[torch]"
+)
 @each_backend
 def test_random_numbers_go_on_after_a_restore(backend, tmp_path):
     results = run(backend, 2, in_worker_draw_restore_and_draw, str(tmp_path))

@@ -107,6 +107,7 @@ def in_worker_written_after_the_next_step(folder):
     return saved, keras.ops.convert_to_numpy(weights)
 
 
+@pytest.mark.kills(checkpoint_values_of_a_later_step="[torch]")
 @each_backend
 def test_a_save_in_the_background_writes_the_values_of_its_step(backend, tmp_path):
     ((saved, restored),) = run(backend, 1, in_worker_written_after_the_next_step, str(tmp_path))

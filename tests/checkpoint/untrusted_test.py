@@ -64,6 +64,7 @@ def test_what_kdist_wrote_is_read(checkpoint):
     assert verify(path) == GOOD
 
 
+@pytest.mark.kills("checkpoint_shard_outside_of_it")
 @pytest.mark.parametrize("kind", ["above", "absolute", "other", "hidden"])
 def test_a_shard_outside_of_the_checkpoint_is_refused(checkpoint, tmp_path, kind):
     (tmp_path / "secret.bin").write_bytes(CONTENT)
@@ -84,6 +85,7 @@ def test_a_shard_that_is_a_link_is_refused(checkpoint, tmp_path):
     refuse(path, match="regular file")
 
 
+@pytest.mark.kills("checkpoint_pipe_waited_for")
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", [SHARD, "index.json"])
 def test_a_pipe_does_not_hang_the_reader(checkpoint, name):
@@ -126,6 +128,7 @@ def limited(reader, path):
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.kills("checkpoint_pieces_beyond_their_file")
 @pytest.mark.parametrize("said", [20, 2**40])
 def test_no_tensor_is_allocated_that_the_files_cannot_hold(checkpoint, said):
     size = 2**40 - 4
@@ -177,6 +180,7 @@ def test_fields_of_another_kind_are_refused(checkpoint, changes):
         read_index(checkpoint(**changes))
 
 
+@pytest.mark.kills("checkpoint_cleaning_removes_others")
 def test_cleaning_removes_only_what_kdist_made(tmp_path):
     token = "0123456789abcdef"
     foreign = tmp_path / layout.temporary("data", token)

@@ -24,6 +24,7 @@ def folder_in(path, lost):
     return Folder(str(path), str(path / "ckpt"), [0, 3], 0, "token", lost=lost)
 
 
+@pytest.mark.kills("checkpoint_reports_not_awaited")
 def test_nobody_waits_for_a_worker_that_is_lost(tmp_path):
     began = time.monotonic()
     with pytest.raises(CheckpointError, match="Worker 3 did not write its shard"):
@@ -36,6 +37,7 @@ def test_a_report_counts_though_its_worker_was_lost_afterwards(tmp_path):
     assert writing.wait_for(folder_in(tmp_path, lambda: {3}), 1) == {"file": "x"}
 
 
+@pytest.mark.kills("checkpoint_reports_not_awaited")
 def test_the_loss_of_another_one_is_waited_out(tmp_path):
     asked = []
 
@@ -49,6 +51,7 @@ def test_the_loss_of_another_one_is_waited_out(tmp_path):
     assert len(asked) == 2
 
 
+@pytest.mark.kills("checkpoint_failure_without_its_reason")
 def test_who_finds_a_failure_finds_its_reason(tmp_path, monkeypatch):
     folder = dataclasses.replace(folder_in(tmp_path, set), rank=1)
     known = []
@@ -73,6 +76,7 @@ def priority():
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
+@pytest.mark.kills("checkpoint_writer_hardly_runs")
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priorities of their own")
 def test_whoever_writes_is_a_little_less_important_than_whoever_trains(tmp_path):
     """Not much: the chief waits for it at the end, and others take a chief that waits long for hung."""
@@ -97,6 +101,9 @@ def test_whoever_writes_is_a_little_less_important_than_whoever_trains(tmp_path)
     assert seen == [priority() + 2, min(19, priority() + 2 + 5)]
 
 
+@pytest.mark.kills(
+    "checkpoint_name_not_on_disk", "checkpoint_rename_before_fsync", "checkpoint_shard_not_on_disk"
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for the names of open files")
 def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """A machine that loses power keeps what was synchronised: the order is the promise."""

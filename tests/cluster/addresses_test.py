@@ -131,6 +131,7 @@ def _exchange(clusters, timeout=10.0):
     return found
 
 
+@pytest.mark.kills("cluster_addresses_in_another_order")
 def test_exchange():
     port = free_ports(1)[0]
     found = _exchange(_clusters(3, port))
@@ -175,6 +176,7 @@ def test_exchange_refuses_workers_that_disagree():
     assert isinstance(_exchange(clusters, timeout=2.0)[0], ClusterConfigError)
 
 
+@pytest.mark.kills("cluster_two_workers_of_one_index")
 def test_exchange_refuses_two_workers_of_one_index():
     first, second, _ = _clusters(3, free_ports(1)[0])
     found = _exchange([first, second, second], timeout=2.0)

@@ -71,6 +71,7 @@ def test_pods_of_each_job():
     assert resolver.cluster_spec().num_tasks("worker") == 2  # asked anew each time
 
 
+@pytest.mark.kills("cluster_pods_by_name")
 def test_pods_of_an_indexed_job_are_in_its_order():
     twelve = [pod(f"train-{index}-x", f"10.8.0.{index}", index=str(index)) for index in range(12)]
     client = CoreV1Api({"job-name=tensorflow": twelve[::-1]})
@@ -78,6 +79,7 @@ def test_pods_of_an_indexed_job_are_in_its_order():
     assert found == [f"10.8.0.{index}:8470" for index in range(12)]
 
 
+@pytest.mark.kills("cluster_pods_that_do_not_run")
 @pytest.mark.parametrize(
     ("pods", "message"),
     [
@@ -143,6 +145,7 @@ def test_whose_credentials_are_read(monkeypatch):
     assert api.namespaces == ["of-context", "default"]
 
 
+@pytest.mark.kills("cluster_pods_of_another_namespace")
 def test_only_the_own_namespace_is_asked(tmp_path, monkeypatch):
     # A pod of another tenant with the same label must not become a worker.
     api = CoreV1Api({"job-name=tensorflow": TRAIN})

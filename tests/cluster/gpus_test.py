@@ -42,6 +42,7 @@ def _assigned(environs, gpus):
     return found
 
 
+@pytest.mark.kills("gpus_of_slurm_all_in_each_worker")
 @pytest.mark.parametrize("launcher", [*LAUNCHERS, "kdist run"])
 @pytest.mark.parametrize("visible", ["unset", "all", "one"])
 @pytest.mark.parametrize("gpus", [8, 4, 2, 0])
@@ -63,6 +64,7 @@ def test_workers_of_a_machine_share_its_gpus(launcher, visible, gpus):
     assert _assigned(environs, gpus) == (one if visible == "one" or not gpus else shared[gpus])
 
 
+@pytest.mark.kills("gpus_of_a_bound_task_shared_again")
 def test_gpus_that_the_launcher_gave_each_worker_are_its_own():
     apart = ["0,1", "2,3", "4,5", "6,7"]
     everything = [[0, 1], [2, 3], [4, 5], [6, 7]]

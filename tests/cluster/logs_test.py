@@ -26,6 +26,7 @@ def say_everything() -> None:
     logs.logger.error("broken %d", 5)
 
 
+@pytest.mark.kills("log_level_not_read")
 @pytest.mark.parametrize(
     ("level", "most"), [("debug", 5), (" INFO", 4), (None, 3), ("", 3), ("warning", 2), ("error", 1)]
 )

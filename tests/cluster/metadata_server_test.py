@@ -50,6 +50,7 @@ def test_the_metadata_server_is_asked():
         assert fetch_metadata("x", environ) == "late" and len(asked) == 2
 
 
+@pytest.mark.kills("cluster_other_metadata_server_believed")
 @pytest.mark.parametrize(
     "answer", [(200, "AWS", "{}"), (404, "", ""), (401, "", ""), (500, "Google", "")], ids=str
 )
@@ -61,6 +62,7 @@ def test_another_server_is_not_believed(answer):
         TPUClusterResolver(environ=environ)
 
 
+@pytest.mark.kills("cluster_metadata_server_without_patience")
 def test_no_metadata_server_and_one_that_hangs(monkeypatch):
     start = time.monotonic()
     with pytest.raises(ValueError, match="did not respond within 2 s"):

@@ -71,6 +71,9 @@ PLATFORMS = {
 }
 
 
+@pytest.mark.kills(
+    cluster_flux_tasks_are_those_of_slurm="[Flux]", cluster_lsf_launch_node_is_worker_0="[LSF]"
+)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_what_a_platform_sets_is_its_cluster(platform):
     variables, expected = PLATFORMS[platform]
@@ -98,6 +101,7 @@ def test_tf_job():
         discover(environ={"TF_CONFIG": json.dumps(task)})
 
 
+@pytest.mark.kills("cluster_waits_for_processes_nobody_started")
 def test_several_processes_a_pod_that_nobody_started():
     # 4 pods of 8 processes: WORLD_SIZE counts processes, RANK pods. Only torchrun would have started 8 in each.
     eight = {**PYTORCH_JOB, "WORLD_SIZE": "32", "PET_NPROC_PER_NODE": "8"}
@@ -168,6 +172,7 @@ def test_what_is_nearest_to_the_process_wins():
         assert all(r.says for r in disagreeing.values()) and len(disagreeing) > 1
 
 
+@pytest.mark.kills("cluster_numbered_pods_are_workers")
 def test_numbered_pods_alone_are_no_cluster():
     for variables in ({"JOB_COMPLETION_INDEX": "3"}, without(INDEXED_JOB, "KDIST_NUM_WORKERS")):
         assert discover(environ=variables).num_workers == 1

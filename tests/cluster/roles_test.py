@@ -68,6 +68,7 @@ def test_tf_config_is_what_is_asked():
         server_cluster(CLUSTER)
 
 
+@pytest.mark.kills("addresses_that_two_tasks_share")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -112,6 +113,7 @@ def test_a_chief_that_the_cluster_does_not_have():
     assert 'Rename the job to "chief"' in wrong({"master": ["m:1"], "worker": ["a:1"], "ps": ["b:1"]})
 
 
+@pytest.mark.kills("a_worker_that_makes_a_strategy_with_servers")
 @pytest.mark.parametrize(
     ("task", "hint"),
     [

@@ -118,6 +118,7 @@ NOT_UNDERSTOOD = {
 }  # fmt: skip
 
 
+@pytest.mark.kills("cluster_seen_but_not_understood")
 @pytest.mark.parametrize("case", NOT_UNDERSTOOD)
 def test_a_cluster_that_is_seen_but_not_understood_is_told(case, caplog):
     environ, words = NOT_UNDERSTOOD[case]

@@ -30,6 +30,7 @@ def test_the_token_is_the_secret(directory: Path, monkeypatch: pytest.MonkeyPatc
     assert not directory.exists()
 
 
+@pytest.mark.kills("secret_not_required_on_several_machines")
 @pytest.mark.parametrize(
     "other", ["10.0.0.1:1", "host1:2222", "[fe80::1]:5", "127.example.org:1", "0.0.0.0:1"]
 )
@@ -99,6 +100,7 @@ def make_linked_secret(directory: Path) -> None:
     (directory / "secret").symlink_to(directory.parent / "known")
 
 
+@pytest.mark.kills("secret_file_of_another_user_believed")
 @pytest.mark.parametrize(
     "prepare",
     [make_open, make_link, make_file, make_open_secret, make_short_secret, make_fifo, make_linked_secret],
@@ -111,6 +113,7 @@ def test_a_directory_that_others_may_have_prepared_is_refused(directory: Path, p
         job_secret(["localhost:1"])
 
 
+@pytest.mark.kills("secret_file_of_another_user_believed")
 def test_a_directory_of_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.geteuid()
     job_secret([])

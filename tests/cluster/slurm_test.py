@@ -18,6 +18,7 @@ STEP = {
 }
 
 
+@pytest.mark.kills("slurm_zeros_lost")
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
@@ -92,6 +93,7 @@ def test_tasks_per_node():
             expand_tasks_per_node(text)
 
 
+@pytest.mark.kills("slurm_nodes_sorted")
 def test_cluster_follows_the_order_of_the_nodes():
     resolver = SlurmClusterResolver(environ=STEP)
     # Sorting the names, as TensorFlow does, would put n10 before n9 and give every task a wrong address.

@@ -90,6 +90,7 @@ def test_workers_meet_in_spite_of_a_stranger(name: str, caplog: pytest.LogCaptur
     assert warning.startswith("Dropped a connection from 127.0.0.1: ")
 
 
+@pytest.mark.kills("meeting_proofs_not_checked")
 def test_a_worker_does_not_believe_a_stranger_that_answers_for_worker_0() -> None:
     port = neighbouring_ports(3)
     first, second = workers(port)
@@ -104,6 +105,7 @@ def test_a_worker_does_not_believe_a_stranger_that_answers_for_worker_0() -> Non
     assert taken == [[]]
 
 
+@pytest.mark.kills("meeting_proofs_not_checked")
 def test_another_secret_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     secrets = {True: "one", False: "another"}  # only worker 0 warns
     monkeypatch.setattr(handshake, "secret_if_any", lambda address, warn=False: secrets[warn])
@@ -117,6 +119,7 @@ def test_another_secret_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert "KDIST_CLUSTER_TOKEN" in dropped[0]
 
 
+@pytest.mark.kills("meeting_without_a_secret_stops_for_anybody")
 def test_without_a_secret_workers_of_several_machines_meet_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,6 +175,7 @@ def answer(link: Link) -> bytes:
     return body
 
 
+@pytest.mark.kills("meeting_proofs_work_again")
 def test_what_was_recorded_does_not_work_again(server: socket.socket) -> None:
     recorded: list[bytes] = []
     place = server.getsockname()
@@ -235,6 +239,7 @@ class Full(socket.socket):
         return super().accept()
 
 
+@pytest.mark.kills("meeting_ends_when_too_many_files_are_open")
 def test_too_many_open_files_end_strangers_and_not_the_job(server: socket.socket) -> None:
     place = server.getsockname()
     full = Full(fileno=server.detach())

@@ -110,6 +110,7 @@ def test_blank_is_as_unset(text):
     assert discover(environ={"TF_CONFIG": text}).source == "default"
 
 
+@pytest.mark.kills("cluster_chief_not_first", "cluster_index_off_by_one")
 def test_chief_comes_first():
     text = config({"worker": WORKERS, "chief": ["c:1"], "ps": ["p:1"]}, {"type": "worker", "index": 1})
     cluster = discover(environ={"TF_CONFIG": text})

@@ -86,6 +86,7 @@ def test_one_host():
     assert told(TPUClusterResolver(environ=COLAB, fetch=unreachable)) == (0, 1, 1, {"TPU": 1}, None)
 
 
+@pytest.mark.kills("cluster_tpu_hosts_by_name")
 def test_a_pod_of_four_hosts():
     resolver = TPUClusterResolver(environ={}, fetch=server_of(V4_32))
     assert told(resolver) == (2, 4, 16, {"TPU": 4}, "2x2x4")
@@ -160,6 +161,7 @@ def test_devices_of_each_type(kind, hosts, devices):
     assert TPUClusterResolver(environ=environ).num_accelerators() == ({"TPU": devices} if devices else {})
 
 
+@pytest.mark.kills("tpu_over_the_network")
 def test_a_tpu_over_the_network_is_refused():
     # Each host would train alone, or one process without any TPU.
     for tpu in ("grpc://10.240.1.2:8470,10.240.1.3", ["grpc://10.240.1.2"]):
@@ -190,6 +192,7 @@ def test_a_slice_under_other_names():
     )
 
 
+@pytest.mark.kills("cluster_named_tpu_trains_alone")
 def test_a_name_changes_nothing():
     # TPU_NAME is often set there for other tools; it must not make each host train alone.
     for resolver in (
@@ -255,6 +258,7 @@ def test_no_tpu():
 names = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,12}", fullmatch=True)
 
 
+@pytest.mark.kills("cluster_slices_not_counted")
 @given(st.lists(names, min_size=1, max_size=6, unique=True), st.integers(1, 4), st.data())
 def test_workers_are_numbered_slice_by_slice(hosts, num_slices, data):
     slice_id = data.draw(st.integers(0, num_slices - 1))

@@ -72,6 +72,7 @@ _NOT_ELSEWHERE = (
     Without("loss_scaling", _OWN_SERVERS, _LOSS_SCALING),
     Without("embedding_wrapped", _OWN_SERVERS, _LOSS_SCALING),
     Without("mixed_precision", _OWN_SERVERS, _LOSS_SCALING),
+    Without("overflow", _OWN_SERVERS, _LOSS_SCALING),
     Without(
         "custom_train_step",
         ("tensorflow", "jax", "torch"),

@@ -125,3 +125,23 @@ def classification() -> Numbers:
     loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
     model.compile(keras.optimizers.SGD(0.2), loss, metrics=["accuracy"])
     return a.numbers(model, a.fit(model, x, keras.utils.to_categorical(y, 4)))
+
+
+@case("`sample_weight` of zero for all rows of a replica, and of a batch")
+def zero_weights() -> Numbers:
+    x, y = a.regression()
+    weights = a.weights() + 0.1
+    # With 2, 3 and 4 replicas: all rows of the first replica, of a whole batch, and of the last replica.
+    weights[: a.BATCH // 2] = weights[a.BATCH : 2 * a.BATCH] = weights[-3:] = 0
+    found: Numbers = {}
+    for reduction in ("sum_over_batch_size", "mean_with_sample_weight", "sum"):
+        model = a.mlp()
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        # Adam: the gradients of the batch are zero, but its step is not.
+        model.compile(keras.optimizers.Adam(0.02), loss, metrics=["mae"], weighted_metrics=["mse"])
+        history = a.fit(model, x, y, sample_weight=weights)
+        score = a.evaluate(model, x, y, sample_weight=weights)
+        found |= {
+            f"{reduction} {name}": value for name, value in a.numbers(model, history, score=score).items()
+        }
+    return found

@@ -34,6 +34,14 @@ def adamw() -> Numbers:
     return _train(keras.optimizers.AdamW(0.01, weight_decay=0.1))
 
 
+@case("`AdamW` that leaves named variables without weight decay")
+def adamw_with_exclusions() -> Numbers:
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    model = a.mlp()
+    optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[:1], var_names=["bias"])
+    return a.train(optimizer, model, epochs=2)
+
+
 @case("`RMSprop` and a learning rate schedule")
 def rmsprop_with_schedule() -> Numbers:
     return _train(keras.optimizers.RMSprop(keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)))
@@ -119,6 +127,26 @@ def mixed_precision() -> Numbers:
     # Far from where float16 overflows: which of two sums does so first depends on how they are grouped.
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=256.0)
     return a.train(optimizer)
+
+
+@case("steps that overflow float16 on one replica: skipped, with a smaller loss scale", rtol=5e-3, atol=5e-3)
+def overflow() -> Numbers:
+    keras.config.set_dtype_policy("mixed_float16")
+    x, y = a.regression(4 * a.BATCH + 5)
+    # Two rows overflow at any scale: the last row of the first batch, and the first row of the third batch.
+    y[a.BATCH - 1] = y[2 * a.BATCH] = 1e8
+    scales: list[Any] = []
+
+    def note(epoch: int, logs: Any) -> None:
+        scales.append(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
+
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=256.0, dynamic_growth_steps=2
+    )
+    model = a.mlp()
+    model.compile(optimizer, "mse")
+    a.fit(model, x, y, epochs=3, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=note)])
+    return a.numbers(model, scales=scales, steps=optimizer.inner_optimizer.iterations)
 
 
 # bfloat16 keeps 8 bits, so the activations of other groups of rows differ by up to 2**-8 = 0.004 of themselves.

@@ -54,6 +54,7 @@ def test_each_is_done_once_although_workers_are_lost(seed: int, most: int | None
         worker.join()
 
 
+@pytest.mark.kills("servers_closure_lost_with_its_worker")
 def test_what_was_lost_runs_before_the_others() -> None:
     closures, _, _ = added(3)
     first = closures.take(0)

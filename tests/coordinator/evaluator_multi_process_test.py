@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 X = np.random.RandomState(0).rand(24, 3).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -128,7 +128,10 @@ def play(folder):
     return found
 
 
-@backend_in_turn
+@pytest.mark.kills(
+    evaluator_ends_by_an_old_sign="[torch]", evaluator_leaves_the_last_checkpoint_out="[torch]"
+)
+@each_backend
 def test_what_is_passed_over_and_what_is_an_error(backend, tmp_path):
     found = run(backend, 1, play, str(tmp_path))[0]
     assert "skips a checkpoint" in found["damaged"] and "ckpt-3" in found["damaged"]
@@ -179,7 +182,8 @@ def play_signs(folder):
     return signs
 
 
-@backend_in_turn
+@pytest.mark.kills(evaluator_sign_after_a_failed_fit="[torch]")
+@each_backend
 def test_fit_leaves_a_sign_where_it_has_saved_and_an_evaluator_watches(backend, tmp_path):
     found = run(backend, 1, play_signs, str(tmp_path))[0]
     assert found == [[], [], ["files"], ["files", "own"], ["own"]]
@@ -240,7 +244,8 @@ def play_estimator(folder):
     return results, errors
 
 
-@backend_in_turn
+@pytest.mark.kills(estimator_forgets_earlier_steps="[torch]")
+@each_backend
 def test_train_and_evaluate_alone(backend, tmp_path):
     results, errors = run(backend, 1, play_estimator, str(tmp_path))[0]
     assert results == [[2, 3], [2, 3]]

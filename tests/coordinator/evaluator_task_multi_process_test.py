@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.processes import Script, backend_in_turn, local_addresses
+from tests.processes import Script, each_backend, local_addresses
 
 EPOCHS = 4
 
@@ -109,7 +109,8 @@ def printed(script, word):
     return next(line.partition(" ")[2] for line in script.stdout().splitlines() if line.startswith(word))
 
 
-@backend_in_turn
+@pytest.mark.kills(evaluator_exports_the_last_model="[torch]")
+@each_backend
 def test_an_evaluator_watches_a_chief_and_a_worker(backend, tmp_path):
     chief, worker = local_addresses(2)
     roles, scripts = ("chief", "worker", "evaluator"), {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.coordinator.clusters import cluster, facts
 from tests.processes import each_backend
 
@@ -117,6 +119,7 @@ _FIRST_READS = """
 """
 
 
+@pytest.mark.kills(tensorflow_shards_not_exported="[tensorflow]", torch_served_value_from_no_device="[torch]")
 @each_backend
 def test_the_first_read_on_the_chief_sees_the_values_on_the_servers(backend: str, tmp_path: Path) -> None:
     with cluster(backend, tmp_path) as tasks:

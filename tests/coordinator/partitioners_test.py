@@ -33,6 +33,7 @@ def test_by_hand(partitioner, shape, expected):
     assert partitioner(shape, "float32") == expected
 
 
+@pytest.mark.kills("partitioners_count_bytes_of_the_dtype")
 @pytest.mark.parametrize(
     ("dtype", "size"),
     [

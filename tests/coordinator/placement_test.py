@@ -17,6 +17,7 @@ def into(parts):
     return lambda shape, dtype: [parts, *[1] * (len(shape) - 1)]
 
 
+@pytest.mark.kills("servers_take_turns")
 @given(shapes, st.integers(1, 20), st.integers(1, 5), st.integers(0, 9))
 def test_cut_and_joined_it_is_the_same(shape, parts, num_servers, placed):
     placement = place(shape, "int64", into(parts), num_servers, placed)
@@ -33,6 +34,7 @@ def test_cut_and_joined_it_is_the_same(shape, parts, num_servers, placed):
     assert placement.servers == tuple((placed + shard) % num_servers for shard in range(len(sizes)))
 
 
+@pytest.mark.kills("rows_of_a_part_count_from_its_first")
 @given(st.integers(1, 30), st.integers(1, 8), st.data())
 def test_each_row_that_is_asked_for_is_found_in_one_part(rows, parts, data):
     placement = place((rows, 2), "int64", into(parts), 3)

@@ -299,6 +299,7 @@ def found(backend: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return {"backend": backend} | json.loads(line[line.index("{") :])
 
 
+@pytest.mark.kills(servers_difference_told_twice="[torch]")
 @each_backend
 def test_each_function_counts_once_and_is_as_stale_as_allowed(found: dict[str, Any]) -> None:
     assert found["counted"] == found["iterations"] == found["values"] == 90
@@ -309,6 +310,7 @@ def test_each_function_counts_once_and_is_as_stale_as_allowed(found: dict[str, A
     assert found["updates"] == 12
 
 
+@pytest.mark.kills(servers_draw_alike="[torch]", tensorflow_servers_draw_alike="[tensorflow]")
 @each_backend
 def test_each_worker_has_its_own_values_and_draws(found: dict[str, Any]) -> None:
     assert found["read"] == [[index, 10 + index] for index in range(3) for _ in range(3)]
@@ -316,6 +318,7 @@ def test_each_worker_has_its_own_values_and_draws(found: dict[str, Any]) -> None
     assert len(set(map(tuple, found["draws"]))) == 30  # no worker draws again what another one has
 
 
+@pytest.mark.kills(per_worker_datasets_as_they_are="[jax]")
 @each_backend
 def test_datasets_of_the_workers_own_give_tensors_of_the_backend(found: dict[str, Any]) -> None:
     for name in ("kinds", "kinds of a list"):
@@ -367,6 +370,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.kills(servers_keep_what_is_gone="[torch]")
 @each_backend
 def test_what_cannot_be_is_an_error_that_says_what_can(found: dict[str, Any]) -> None:
     names = [name for name in ERRORS if name in found]

@@ -171,7 +171,13 @@ _LARGE = f"""
 """
 
 
+@pytest.mark.kills(
+    ids_that_rows_say_are_found_before_them="[jax]",
+    rows_are_asked_for_twice="[torch]",
+    tied_tables_by_rows_alone="[jax]",
+)
 @each_own_backend
+@pytest.mark.in_turn(2)
 def test_rows_travel_and_the_numbers_are_those_of_one_device(backend: str, tmp_path: Path) -> None:
     plain = Script(tmp_path, "plain", _PLAIN, {"KERAS_BACKEND": backend})
     try:
@@ -194,7 +200,9 @@ def test_rows_travel_and_the_numbers_are_those_of_one_device(backend: str, tmp_p
         assert share < 0.1 if backend in by_rows else share > 1, (case, share)
 
 
+@pytest.mark.kills(tables_travel_whole="[torch]")
 @each_own_backend
+@pytest.mark.in_turn(2)
 def test_of_a_million_rows_one_percent_is_moved_at_most(backend: str, tmp_path: Path) -> None:
     with cluster(backend, tmp_path, num_workers=1) as tasks:
         chief = tasks.coordinate(_LARGE)

@@ -125,6 +125,7 @@ STRANGERS = {
 }
 
 
+@pytest.mark.kills("servers_caller_not_authenticated")
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_a_caller_that_cannot_prove_that_it_knows_the_secret_is_not_read(kind: str) -> None:
     (address,) = local_addresses(1)
@@ -187,6 +188,7 @@ def test_neither_side_shows_the_secret_or_a_message(service: tuple[Service, str]
     assert b"nobody" not in copied
 
 
+@pytest.mark.kills("servers_slow_handshake_given_up")
 def test_a_slow_handshake_is_waited_for(service: tuple[Service, str]) -> None:
     with in_the_middle(service[1], delay=0.4) as (address, _):
         peer = Peer("ps 0", address, SECRET)
@@ -194,6 +196,7 @@ def test_a_slow_handshake_is_waited_for(service: tuple[Service, str]) -> None:
         peer.close()
 
 
+@pytest.mark.kills("servers_one_key_for_all_secrets")
 def test_the_key_is_that_of_the_secret() -> None:
     def public_key(secret: str, number: int) -> Any:
         from cryptography import x509
@@ -259,6 +262,7 @@ MALFORMED = {
 }
 
 
+@pytest.mark.kills(servers_memory_before_data="[huge]", servers_pointers_taken="[named pointers]")
 @pytest.mark.parametrize("kind", MALFORMED)
 def test_malformed_messages_are_errors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
@@ -289,6 +293,7 @@ def test_a_message_has_a_largest_size(peer: Peer) -> None:
     assert peer.call("echo", {"said": 6})[0] == {"heard": 6}
 
 
+@pytest.mark.kills("servers_calls_without_limit")
 def test_a_service_runs_a_limited_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "_MOST_CALLS", 2)
     (address,) = local_addresses(1)

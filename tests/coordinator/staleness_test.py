@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kdist.coordinator.staleness import Staleness
 
 
+@pytest.mark.kills("servers_staleness_of_those_that_run_alone")
 @given(most=st.none() | st.integers(0, 4), choices=st.lists(st.integers(0, 99), max_size=80))
 def test_as_many_updates_at_most_are_made_meanwhile(most: int | None, choices: list[int]) -> None:
     bound = Staleness(most)
@@ -32,6 +33,7 @@ def test_as_many_updates_at_most_are_made_meanwhile(most: int | None, choices: l
     assert most != 0 or len(began) <= 1
 
 
+@pytest.mark.kills("servers_staleness_ignored")
 @pytest.mark.parametrize("most", [0, 1, 2, 5])
 def test_as_many_run_beside_each_other_as_the_bound_allows(most: int) -> None:
     bound = Staleness(most)

@@ -71,6 +71,7 @@ def repeated() -> Any:
     return pull(store, ["a"])[1][0]
 
 
+@pytest.mark.kills("servers_closure_counts_twice")
 @each_own_engine
 def test_what_is_repeated_counts_once(backend: str) -> None:
     np.testing.assert_array_equal(run(backend, 1, repeated)[0], [2, 2])
@@ -116,6 +117,7 @@ def optimized() -> Any:
     return [array.tolist() for array in pull(store, ["a", "count"])[1]]
 
 
+@pytest.mark.kills("servers_without_constraints")
 @each_own_engine
 def test_an_optimiser_s_steps_and_constraints(backend: str) -> None:
     # [[.5, -1.5 → 0], [1, 1.5]], and then the second row again.
@@ -152,6 +154,7 @@ def read_while_a_closure_ends() -> Any:
     return variable.value.tolist()
 
 
+@pytest.mark.kills("servers_answer_of_an_ended_closure")
 @each_own_engine
 def test_a_value_that_was_read_while_a_closure_ended_is_read_again(backend: str) -> None:
     assert run(backend, 1, read_while_a_closure_ends) == [[1.0, 1.0]]

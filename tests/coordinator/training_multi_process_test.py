@@ -213,6 +213,7 @@ def test_fit_takes_datasets_of_the_workers_own(backend: str, tmp_path: Path) -> 
     assert [found["val_accuracy"], found["val_loss"]] == pytest.approx(found["by_hand"], rel=2e-3)
 
 
+@pytest.mark.kills(servers_threads_run_at_the_end="[torch]")
 @each_backend
 def test_a_lost_server_ends_the_job_with_its_name(backend: str, tmp_path: Path) -> None:
     source = f"""

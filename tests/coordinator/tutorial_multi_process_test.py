@@ -43,6 +43,7 @@ def check(stdout: str, losses: list[float]) -> None:
     assert found["scheduled rows"] == 2 * 8
 
 
+@pytest.mark.kills(servers_threads_keep_the_process="[torch]")
 @each_backend
 def test_in_one_process(backend: str, tmp_path: Path) -> None:
     script = Script(tmp_path, "tutorial", TUTORIAL, {"KERAS_BACKEND": backend})

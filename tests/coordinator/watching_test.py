@@ -44,6 +44,7 @@ def test_one_that_is_passed_over_lets_an_older_one_come(tmp_path):
     assert folder.newest() is None, "the one before is older than what was evaluated"
 
 
+@pytest.mark.kills("evaluator_takes_half_files")
 def test_a_file_counts_once_it_stays_the_same(tmp_path):
     folder = Folder(str(tmp_path), 0.1)
     write(tmp_path, "model.keras", "half", 10)
@@ -87,3 +88,20 @@ def test_the_sign_of_the_end(tmp_path):
     ending.note_saved(folder)
     assert not ending.has_ended(folder) and not ending.is_of_now(folder)
     assert folder in ending.saved_since(0.0) and folder not in ending.saved_since(time.monotonic())
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_the_sign_of_the_end_counts_by_the_clock_of_the_file_system(tmp_path, monkeypatch, ahead):
+    folder, real = str(tmp_path), time.time
+    monkeypatch.setattr(time, "time", lambda: real() - ahead)  # the file system is ahead of this process
+    ending._process_began_at.cache_clear()
+    try:
+        with ending.watched(folder):
+            ending.end([folder])
+            assert ending.is_of_now(folder)
+            began = ending._process_began_at() + ahead
+            os.utime(tmp_path / ending.SIGN, (began - 60, began - 60))
+            assert not ending.is_of_now(folder), "an earlier training has left it"
+    finally:
+        monkeypatch.undo()
+        ending._process_began_at.cache_clear()

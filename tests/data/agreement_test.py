@@ -6,6 +6,8 @@ import random
 import threading
 import time
 
+import pytest
+
 from tests.processes import run
 
 # The steps need Keras's trees, and no backend: one is enough.
@@ -119,6 +121,7 @@ def in_worker_agree():
     return True
 
 
+@pytest.mark.kills("data_error_told_late", "data_last_steps_dropped")
 def test_all_workers_run_the_same_steps():
     assert run(BACKEND, 1, in_worker_agree)[0]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.data.fit_multi_process_test import LIMIT, arrays, in_batches, new_model
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 
 def numbers(batches):
@@ -45,7 +45,7 @@ def in_worker_generator_goes_on():
     return after_fit, float(next(generator)[0][0, 0])
 
 
-@backend_in_turn
+@each_backend
 def test_a_generator_goes_on_where_it_was_left(backend):
     assert run(backend, 2, in_worker_generator_goes_on) == [(6, 8.0)] * 2
 
@@ -65,7 +65,10 @@ def in_worker_reused_buffer(rows):
     return numbers(strategy().experimental_distribute_dataset(refilling, options))
 
 
-@backend_in_turn
+@pytest.mark.kills(
+    data_buffer_not_copied="[torch]", data_whole_batch_not_copied="[torch]", jax_buffer_not_copied="[jax]"
+)
+@each_backend
 def test_a_buffer_may_be_filled_again(backend):
     assert run(backend, 2, in_worker_reused_buffer, 2) == [[[float(n)] for n in range(6)]] * 2
     # Of an odd number of rows every worker keeps the whole batch, on the host.
@@ -120,7 +123,10 @@ def new_model_without_seed():
     return model
 
 
-@backend_in_turn
+@pytest.mark.kills(
+    data_seed_not_shared="[DataLoader-torch]", data_shuffle_alike_py_dataset="[PyDataset-torch]"
+)
+@each_backend
 @pytest.mark.parametrize("kind", ["PyDataset", "DataLoader"])
 def test_workers_shuffle_alike_without_a_seed(backend, kind):
     first, second = run(backend, 2, in_worker_unseeded_shuffle, kind)
@@ -153,7 +159,7 @@ def in_worker_position_after_fit(kind):
     return state, int(keras.ops.convert_to_numpy(model.optimizer.iterations)), again.get_state()
 
 
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize("kind", ["list", "PyDataset"])
 def test_the_position_after_an_epoch_of_fit(backend, kind):
     for state, steps, end in run(backend, 2, in_worker_position_after_fit, kind):
@@ -185,7 +191,7 @@ def in_worker_stop_early():
     return names.count("kdist prefetch")
 
 
-@backend_in_turn
+@each_backend
 def test_no_thread_is_left_after_an_early_end(backend):
     assert run(backend, 2, in_worker_stop_early) == [0, 0]
 
@@ -218,7 +224,7 @@ def leave(index, batch):
     yield batch
 
 
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -253,7 +259,7 @@ def in_worker_small_first_file():
     ]
 
 
-@backend_in_turn
+@each_backend
 def test_a_first_file_that_is_smaller_than_the_replicas(backend):
     first, second = run(backend, 2, in_worker_small_first_file)
     assert sorted(n for step in first + second for n in step) == list(range(6))
@@ -297,6 +303,7 @@ def in_worker_dropped_iterator():
         tf_data._Iterator.__init__ = real
 
 
-@backend_in_turn
+@pytest.mark.kills(dropped_iterator_waited_for="[torch]")
+@each_backend
 def test_nobody_waits_for_an_iterator_that_is_dropped(backend):
     assert run(backend, 1, in_worker_dropped_iterator) == [([0, 1], {"kdist lets an iterator go"})]

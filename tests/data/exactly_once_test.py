@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,6 +89,7 @@ def in_worker_check_readers():
     return True
 
 
+@pytest.mark.kills("data_rows_of_the_chief", "data_skips_too_few")
 def test_every_row_is_delivered_exactly_once():
     assert run(BACKEND, 1, in_worker_check_readers)[0]
 

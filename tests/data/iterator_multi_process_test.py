@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data.fit_multi_process_test import NUM_WORKERS, arrays, in_batches
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 
 def in_worker_iterate():
@@ -32,7 +32,7 @@ def in_worker_iterate():
     return spec, first, last, state, end, rows
 
 
-@backend_in_turn
+@each_backend
 def test_the_iterator(backend):
     x, _ = arrays(10)
     for index, (spec, first, last, state, end, rows) in enumerate(
@@ -123,7 +123,8 @@ def in_worker_positions(kind):
     return epochs, found, json.dumps(states)
 
 
-@backend_in_turn
+@pytest.mark.kills(data_skips_too_few="[numpy-torch]")
+@each_backend
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_belong_to_iterators(backend, kind):
     workers = run(backend, NUM_WORKERS, in_worker_positions, kind)
@@ -176,7 +177,7 @@ def in_worker_cannot_go_back():
     return str(caught.value)
 
 
-@backend_in_turn
+@each_backend
 def test_a_pipeline_that_cannot_go_back_says_so(backend):
     for message in run(backend, NUM_WORKERS, in_worker_cannot_go_back):
         assert "Create the dataset again" in message
@@ -219,7 +220,7 @@ def in_worker_persistent():
     return rows, processes, os.getpid(), len(multiprocessing.active_children())
 
 
-@backend_in_turn
+@each_backend
 def test_a_loader_keeps_its_worker_processes(backend):
     for index, (rows, processes, me, left) in enumerate(run(backend, NUM_WORKERS, in_worker_persistent)):
         expected = [[4 * step + 2 * index, 4 * step + 2 * index + 1] for step in range(12)]

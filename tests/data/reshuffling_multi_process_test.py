@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 ROWS, EPOCHS = 22, 3  # in batches of 4, with a last one of 2
 
@@ -70,7 +70,7 @@ def fit(reshuffles):
     )
 
 
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize("reshuffles", [True, False])
 def test_each_epoch_has_the_order_of_tf_data_and_each_row_once(backend, reshuffles):
     orders = run(backend, 2, own_orders, reshuffles)[0]
@@ -84,7 +84,7 @@ def test_each_epoch_has_the_order_of_tf_data_and_each_row_once(backend, reshuffl
     assert len(different) == (EPOCHS if reshuffles else 1)
 
 
-@backend_in_turn
+@each_backend
 def test_fit_trains_in_the_orders_of_tf_data(backend):
     for reshuffles in (True, False):
         for workers, one_device, same_order in run(backend, 2, fit, reshuffles):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.data.fit_multi_process_test import NUM_WORKERS, arrays, assert_close, flat
-from tests.processes import backend_in_turn, run, run_plain, strategy
+from tests.processes import each_backend, run, run_plain, strategy
 
 
 def in_worker_fit_dictionaries(scope):
@@ -34,7 +34,7 @@ def in_worker_fit_dictionaries(scope):
     return {**model.fit(data, verbose=0).history, "weights": flat(model)}
 
 
-@backend_in_turn
+@each_backend
 def test_dictionaries_and_sample_weights(backend):
     expected = run_plain(backend, in_worker_fit_dictionaries, False)
     for found in run(backend, NUM_WORKERS, in_worker_fit_dictionaries, True):
@@ -63,7 +63,7 @@ def in_worker_fit_words(scope):
     return {**model.fit(dataset, verbose=0).history, "weights": flat(model)}
 
 
-@backend_in_turn
+@each_backend
 def test_preprocessing_layers_in_a_pipeline(backend):
     expected = run_plain(backend, in_worker_fit_words, False)
     for found in run(backend, NUM_WORKERS, in_worker_fit_words, True):
@@ -93,7 +93,7 @@ def in_worker_fit_sparse(scope, plain):
     return {**model.fit(dataset, verbose=0).history, "weights": flat(model)}
 
 
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize("plain", [True, False])
 def test_sparse_tensors(backend, plain):
     if backend == "torch" and plain:
@@ -126,7 +126,7 @@ def in_worker_fit_scipy(scope, distribute):
     return {**history, "predict": predicted, "weights": flat(model)}
 
 
-@backend_in_turn
+@each_backend
 def test_sparse_matrices_of_scipy(backend):
     expected = run_plain(backend, in_worker_fit_scipy, False, False)
     for distribute in (False, True):
@@ -150,7 +150,7 @@ def in_worker_read_native_kinds():
     return text.tolist(), numbers
 
 
-@backend_in_turn
+@each_backend
 def test_strings_and_ragged_tensors(backend):
     workers = run(backend, NUM_WORKERS, in_worker_read_native_kinds)
     assert [text for text, _ in workers] == [[b"a", b"bc"], [b"d", b"e"]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kdist
-from tests.processes import BACKENDS, backend_in_turn, full_unless, run, strategy
+from tests.processes import BACKENDS, each_backend, full_unless, run, strategy
 
 KINDS = ("tf.data", "DataLoader", "Grain", "list", "generator function", "numpy")
 CASES = [
@@ -99,7 +99,8 @@ def test_each_replica_gets_an_element(backend, kind):
         check(run(backend, 1, in_worker, kind, [number]), [number], 2, kind)
 
 
-@backend_in_turn
+@pytest.mark.kills("data_steps_without_an_element")
+@each_backend
 def test_the_data_end_with_the_first_worker(backend):
     check(run(backend, 2, in_worker, "list", [3, 2]), [3, 2], 1, "list")
     check(run(backend, 2, in_worker, "generator function", [2, 4]), [2, 4], 1, "generator function")
@@ -141,7 +142,8 @@ def in_worker_compiled():
     return float(total(dataset)), numbers, refused
 
 
-@backend_in_turn
+@pytest.mark.kills("data_steps_without_an_element")
+@each_backend
 def test_compiled_functions_read_them_and_fit_refuses(backend):
     total, numbers, refused = run(backend, 1, in_worker_compiled)[0]
     assert total == sum(x.sum() for x, _ in elements(4)) and numbers == [0 + 1, 2 + 3]
@@ -165,6 +167,7 @@ def failing():
     return None
 
 
+@pytest.mark.kills("data_first_element_read_alone")
 def test_an_element_that_one_worker_cannot_read_is_an_error_on_all():
     (first, text), (second, _) = run("torch", 2, failing)
     assert (first, second) == ("DatasetError", "OSError")

@@ -98,6 +98,7 @@ def in_worker_read_all():
     return found
 
 
+@pytest.mark.kills(data_rows_swapped="[torch]")
 @each_backend
 def test_global_batches_over_one_to_four_replicas(backend, four_devices):
     found = four_devices.run(in_worker_read_all, timeout=TIMEOUT)[0]
@@ -253,6 +254,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.kills("pieces_without_turns", data_files_of_the_chief="[torch]")
 @each_backend
 def test_policies_over_two_workers(backend, tmp_path):
     for i in range(4):
@@ -279,6 +281,7 @@ def in_worker_shuffled_loader():
     return expected, found, [read(strategy(), unseeded) for _ in range(2)]
 
 
+@pytest.mark.kills(data_seed_not_shared="[torch]")
 @each_backend
 def test_a_loader_that_shuffles_gives_all_workers_one_order(backend):
     workers = run(backend, 2, in_worker_shuffled_loader)

@@ -8,7 +8,8 @@ left. A file has such functions, and at its end
     def test_example(backend: str, name: str, tmp_path: Path) -> None:
         run_example(globals(), backend, name, tmp_path)
 
-Each example runs on one backend: on that of its tab, on that which `runs` names, else on each in turn.
+Each example runs on one backend: on the backend of its tab, on the backend that `runs` names, else on each in turn.
+`make test` runs half of the examples per turn.
 """
 
 from __future__ import annotations
@@ -103,10 +104,11 @@ def each_example(names: Names) -> Callable[[F], F]:
     for name in mine:
         today = BACKENDS[(order.index(name) + turn()) % len(BACKENDS)]
         cases.append((getattr(names[name], "on", None) or EXAMPLES[name][1] or today, name))
-    return pytest.mark.parametrize(
+    each = pytest.mark.parametrize(
         ("backend", "name"),
-        [pytest.param(*case, marks=pytest.mark.xdist_group(f"pool-{case[0]}")) for case in sorted(cases)],
+        [pytest.param(*case, marks=pytest.mark.xdist_group(f"pool-{case[0]}")) for case in cases],
     )
+    return lambda test: pytest.mark.in_turn(2)(each(test))
 
 
 def run_example(names: Names, backend: str, name: str, folder: Path) -> None:

@@ -157,6 +157,7 @@ def commands(name: str) -> list[list[str]]:
     return [shlex.split(line.partition(" | ")[0], comments=True)[1:] for line in lines]
 
 
+@pytest.mark.kills("how_to_job_that_kubernetes_refuses")
 def test_manifests_are_written(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ dataset = [(x[i : i + 128], y[i : i + 128]) for i in range(0, len(x), 128)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.in_turn(3)
 def test_the_loop_of_the_page_learns_digits(backend, tmp_path):
     page = (ROOT / "docs" / "loops.md").read_text(encoding="utf-8")
     example = re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1)

@@ -69,6 +69,7 @@ for _ in range(5):
 
 
 @pytest.mark.parametrize(("page", "backend"), BACKENDS.items())
+@pytest.mark.in_turn(3)
 def test_two_workers_learn_what_one_device_learns(page: str, backend: str, tmp_path: Path) -> None:
     addresses = local_addresses(2)
     scripts = {
@@ -107,6 +108,7 @@ def in_worker_missing(names: list[str]) -> list[str]:
     return missing
 
 
+@pytest.mark.kills("migrating_to_a_name_that_is_gone")
 def test_names_of_kdist_are_there() -> None:
     names = sorted(set(re.findall(r"\bkdist(?:\.[A-Za-z_]\w*)+", "".join(PAGES.values()))))
     assert len(names) > 15

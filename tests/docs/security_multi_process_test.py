@@ -33,6 +33,7 @@ def listening() -> list[str]:
     return found
 
 
+@pytest.mark.kills(docs_chief_listens_everywhere="[torch]")
 @pytest.mark.parametrize(
     "backend", [pytest.param(b, marks=pytest.mark.xdist_group(f"pool-{b}")) for b in BACKENDS]
 )
@@ -44,6 +45,7 @@ def test_workers_of_one_machine_listen_where_the_page_says(backend: str) -> None
         assert bool(everywhere) == (backend == "tensorflow"), everywhere
 
 
+@pytest.mark.kills("docs_pickles_read_elsewhere")
 def test_the_page_names_all_that_read_pickles() -> None:
     readers = set()
     for path in FILES:

@@ -87,6 +87,7 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
         assert not loaded, page
 
 
+@pytest.mark.kills("site_words_with_their_punctuation")
 @pytest.mark.parametrize("query", SEARCHES)
 def test_a_search_finds_the_page_among_the_first_three(search: Search, query: str) -> None:
     first = search.pages(query)[:3]

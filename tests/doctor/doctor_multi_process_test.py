@@ -128,6 +128,7 @@ def test_another_version_of_kdist(tmp_path):
         assert said.count("FAIL") == 1 and "clocks" not in said, "others may be asked other things"
 
 
+@pytest.mark.kills("doctor_does_not_end_by_itself")
 def test_what_does_not_end(tmp_path):
     source = """
         import time
@@ -147,6 +148,7 @@ def test_what_does_not_end(tmp_path):
     assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in said
 
 
+@pytest.mark.kills("doctor_sum_not_looked_at")
 def test_an_engine_that_computes_something_else(tmp_path):
     source = """
         import dataclasses
@@ -194,6 +196,7 @@ def test_kdist_test_starts_workers_itself():
     assert last == "next: kdist run --num-workers 2 train.py"
 
 
+@pytest.mark.kills("doctor_step_not_compared")
 def test_one_step_that_differs(monkeypatch):
     runs = {True: {"loss": 0.5}, False: {"loss": 0.75}}
 

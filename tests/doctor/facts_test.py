@@ -8,6 +8,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from kdist.cluster import discover, free_ports
 from kdist.doctor import facts, probes
 from kdist.doctor.facts import Facts, gather, port_problem, reach, resolve
@@ -121,6 +123,7 @@ def test_a_folder_that_is_shared(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.kills("doctor_folder_not_read")
 def test_folders_that_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(probes, "_PATIENCE", 0.2)
     (tmp_path / "a").mkdir()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.guide.playing import SECTIONS, play, play_all
-from tests.processes import backend_in_turn, run, run_plain
+from tests.processes import each_backend, run, run_plain
 
 KERAS, LOOPS, API = (
     "Guide: Keras",
@@ -55,7 +55,7 @@ def same(weights, by_hand):
     np.testing.assert_allclose(np.concatenate([np.ravel(w) for w in weights]), by_hand, rtol=1e-5, atol=1e-6)
 
 
-@backend_in_turn
+@each_backend
 def test_every_snippet_of_the_guide(backend):
     found: dict[str, Any] = run(backend, 1, play_all, LISTED)[0]
     assert found["Guide: MirroredStrategy"] == [2]
@@ -83,7 +83,8 @@ def test_every_snippet_of_the_guide(backend):
     assert found["API page: TF_CONFIG"] == [{"worker": here}, ["worker", 0]]
 
 
-@backend_in_turn
+@pytest.mark.kills(snippet_of_another_backend_not_told="[1-torch]")
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_every_snippet_for_several_workers(backend, num_workers):
     found = run(backend, num_workers, play_all, ON_WORKERS)
@@ -144,7 +145,8 @@ def fit_under(strategies):
     return found
 
 
-@backend_in_turn
+@pytest.mark.kills(rows_of_the_guide_trained_twice="[1-torch]")
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_fit(backend, num_workers):
     expected = run_plain(backend, fit_under, ["nothing"])["nothing"]
@@ -165,7 +167,7 @@ def loops(strategy):
     return [play(LOOPS, change, rows=rows) for change in changes]
 
 
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_loops(backend, num_workers):
     batches = [[part[i : i + 10] for part in rows()] for i in range(0, 100, 10)]
@@ -196,7 +198,8 @@ def input_of_the_guide():
     return keras.tree.map_structure(keras.ops.convert_to_numpy, seen)
 
 
-@backend_in_turn
+@pytest.mark.kills(rows_of_the_guide_swapped="[torch]")
+@each_backend
 def test_the_input_of_loops(backend):
     seen = run(backend, 1, input_of_the_guide)[0]
     x, y = rows()

@@ -64,6 +64,7 @@ if role == "evaluator":
 """
 
 
+@pytest.mark.kills(evaluator_reads_a_generator_once="[jax]")
 @pytest.mark.parametrize(
     "backend",
     [pytest.param(name, marks=full_unless(name == "jax")) for name in ("tensorflow", "jax", "torch")],

@@ -58,6 +58,7 @@ DEVICES = {
 }
 
 
+@pytest.mark.kills(launch_info_without_torch="[torch]")
 @each_backend
 def test_what_each_backend_is_asked(backend):
     said = run(backend, 1, in_worker_answer, info._DEVICES[backend])[0]
@@ -99,6 +100,7 @@ def test_the_demo_s_options():
         build_parser().parse_args(["demo", "--backend", "numpy"])
 
 
+@pytest.mark.kills("demo_does_not_compare_losses")
 def test_the_demo_says_when_the_runs_disagree():
     one = {"loss": 0.5, "accuracy": 0.9, "steps_per_second": 10.0, "weights": [[[0.5, 1.0]], [2.0]]}
     near, far = one | {"weights": [[[0.5, 1.0005]], [2.0]]}, one | {"weights": [[[0.5, 1.0]], [1.998]]}

@@ -83,6 +83,7 @@ def test_gpus_that_no_task_has_are_named():
     )
 
 
+@pytest.mark.kills("launcher_dry_run_starts")
 def test_a_dry_run_starts_nothing_and_prints_what_each_worker_would_be_told(script, capsys):
     logs = script.parent / "logs"
     call = ["run", "-n", "3", "--dry-run", "--backend", "torch", "--log-dir", str(logs), str(script), "a b"]
@@ -102,6 +103,7 @@ def test_a_dry_run_starts_nothing_and_prints_what_each_worker_would_be_told(scri
     assert len(tasks) == 3
 
 
+@pytest.mark.kills("launcher_dry_run_tells_the_secret")
 def test_a_dry_run_shows_no_secret(script, capsys, monkeypatch):
     shown = []
     monkeypatch.setattr("secrets.token_hex", lambda size: shown.append("5ec2e7") or "5ec2e7")

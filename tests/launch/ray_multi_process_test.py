@@ -19,7 +19,7 @@ from tests import by_hand
 from tests.alive import left_of
 from tests.docs.examples import example
 from tests.environment import ROOT, clean_environment
-from tests.processes import backend_in_turn
+from tests.processes import each_backend
 
 TIMEOUT = 60.0
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -63,6 +63,7 @@ def name_of(pid):
         return pid, file.read().rpartition(b")")[2].split()[19].decode()
 
 
+@pytest.mark.kills("ray_settings_not_told")
 @needs_ray
 def test_results_in_order(nothing_stays, capfd, monkeypatch):
     monkeypatch.setenv("KDIST_HANG_TIMEOUT", "77")
@@ -109,6 +110,7 @@ def test_a_failure_is_raised_with_its_cause(nothing_stays, tmp_path):
     assert left_of([one for path in tmp_path.iterdir() for one in eval(path.read_text())]) == []
 
 
+@pytest.mark.kills(ray_consequence_blamed="[worker]")
 @needs_ray
 @pytest.mark.parametrize("victim", ["worker", "actor"])
 def test_a_killed_worker(nothing_stays, victim):
@@ -162,7 +164,7 @@ def test_a_busy_cluster(nothing_stays, cluster):
 @pytest.mark.timeout(300)  # real workers take long to import their backend
 @pytest.mark.xdist_group("ray_multi_process_test")  # which has a cluster
 @needs_ray
-@backend_in_turn
+@each_backend
 def test_two_workers_train_as_one_device(nothing_stays, backend):
     def train():
         import keras

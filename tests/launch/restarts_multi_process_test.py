@@ -56,6 +56,7 @@ def test_the_job_starts_again_until_it_ends_well(run, tmp_path):
     assert [n for n in range(3) if f"LOG {n}" in (tmp_path / "logs/worker-0.log").read_text()][-1] == 2
 
 
+@pytest.mark.kills("launch_restart_not_counted")
 def test_restarts_have_an_end(run):
     code, starts, err = run("if rank == 0: sys.exit(7)\ntime.sleep(60)", "-n", "2", "--max-restarts", "1")
     assert (code, {s[0] for s in starts}) == (7, {"0", "1"})
@@ -67,6 +68,7 @@ def test_without_the_option_nothing_is_started_again(run):
     assert (code, len(starts)) == (137, 2) and "restart" not in err
 
 
+@pytest.mark.kills("launch_too_few_workers")
 def test_it_goes_on_with_fewer_workers_but_not_too_few(run):
     script = """
     if restart < 3 and rank == int(os.environ["WORLD_SIZE"]) - 1: die()
@@ -81,6 +83,7 @@ def test_it_goes_on_with_fewer_workers_but_not_too_few(run):
     assert (code, len(starts)) == (3, 2)
 
 
+@pytest.mark.kills("launch_preemption_counted")
 def test_preemption_does_not_count(run):
     # The second one is slow to save its share.
     script = "time.sleep(rank)\nsys.exit(75) if restart < 2 else None\nif restart == 2: sys.exit(1)"
@@ -104,6 +107,7 @@ def test_a_stopped_worker_is_the_one_that_is_lost(run):
     assert [s[2] for s in starts if s[0] == "1"] == ["1"]
 
 
+@pytest.mark.kills("launch_heartbeat_not_told")
 def test_what_the_workers_are_told(run, tmp_path):
     script = """
     print("TOLD", restart, os.environ["KDIST_INJECT"], os.environ["KDIST_HEARTBEAT_TIMEOUT"],

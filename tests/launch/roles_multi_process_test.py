@@ -81,6 +81,7 @@ def test_the_failure_of_the_chief_is_the_job_s(start):
     assert left_of(job.named(), 1) == []
 
 
+@pytest.mark.kills("roles_server_lost_unnoticed")
 def test_a_lost_server_ends_the_job_with_its_name(start):
     job = start("if role == 'ps' and index == 1: time.sleep(0.5); die()\nserve()")
     since = time.monotonic()
@@ -94,6 +95,7 @@ def test_a_lost_server_ends_the_job_with_its_name(start):
     assert left_of(job.named(), 1) == []
 
 
+@pytest.mark.kills("roles_chief_has_no_last_words")
 def test_the_chief_may_say_itself_that_a_server_is_lost(start):
     script = """
     if role == "ps" and index == 0:
@@ -118,6 +120,7 @@ def test_the_chief_may_say_itself_that_a_server_is_lost(start):
     assert "go on from step 30\nkdist terminated" in err
 
 
+@pytest.mark.kills("roles_port_held_by_children", "roles_worker_not_started_again")
 def test_a_worker_is_started_again_alone_at_its_port(start, tmp_path):
     script = """
     if role == "worker" and index == 1:
@@ -171,6 +174,7 @@ def test_restarts_have_an_end_and_the_job_goes_on_without_a_worker_but_not_witho
     )
 
 
+@pytest.mark.kills("roles_evaluator_cut_off")
 def test_the_evaluator_has_time_to_end_and_no_more(start, tmp_path):
     script = (
         SERVED
@@ -196,6 +200,7 @@ else:
     assert left_of(job.named(), 1) == []
 
 
+@pytest.mark.kills("roles_evaluator_s_failure_hidden")
 def test_an_evaluator_beside_workers_that_train_alike(start, tmp_path):
     script = """
     if role == "evaluator": sys.exit(6)
@@ -218,6 +223,7 @@ def test_an_evaluator_beside_workers_that_train_alike(start, tmp_path):
     )
 
 
+@pytest.mark.kills(roles_servers_interrupted_with_the_chief="[75-75]")
 @pytest.mark.parametrize(("code", "expected"), [(75, 75), (3, 130)])
 def test_ctrl_c_lets_the_chief_save_while_the_servers_are_there(start, code, expected):
     script = f"""
@@ -242,6 +248,7 @@ def test_ctrl_c_lets_the_chief_save_while_the_servers_are_there(start, code, exp
     assert left_of(job.named(), 1) == []
 
 
+@pytest.mark.kills("roles_one_secret_for_all_jobs")
 def test_the_secret_is_new_and_never_printed(start, tmp_path):
     script = SERVED + 'pathlib.Path("token").write_text(os.environ["KDIST_CLUSTER_TOKEN"])\nsys.exit(1)'
     tokens = []

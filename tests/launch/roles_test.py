@@ -33,6 +33,7 @@ def test_gpus_are_the_workers_first(gpus, expected):
     assert list(shares.values()) == expected
 
 
+@pytest.mark.kills("roles_evaluator_on_a_worker_s_gpu")
 @pytest.mark.parametrize(
     ("num_workers", "gpus", "expected"),
     [
@@ -67,6 +68,7 @@ def test_every_task_finds_its_place_and_knows_the_secret():
         assert set(told(num_ps=1, local_workers=1, name="KDIST_CLUSTER_TOKEN", **own).values()) == {"own"}
 
 
+@pytest.mark.kills("launch_secret_with_servers_only")
 def test_workers_that_are_all_alike_share_a_secret_too():
     secrets = told({}, 2, 0, True, name="KDIST_CLUSTER_TOKEN")
     assert list(secrets) == ["worker 0", "worker 1", "evaluator"]

@@ -42,6 +42,7 @@ def test_aliases_and_variables(run, option):
         assert (variables["RANK"], variables["WORLD_SIZE"]) == (str(index), "2")
 
 
+@pytest.mark.kills("launch_stdin_not_read")
 @pytest.mark.parametrize(("number", "expected"), [("1", "told, and no newline"), ("2", "")])
 def test_a_single_worker_has_no_prefix_and_reads_stdin(run, tmp_path, number, expected):
     (tmp_path / "stdin").write_text("told, and no newline")
@@ -118,6 +119,7 @@ def test_the_failed_worker_ends_the_job(run, tmp_path):
     assert block[-1].endswith(os.path.join("logs", "worker-1.log"))
 
 
+@pytest.mark.kills("launch_exit_code_swallowed")
 @pytest.mark.parametrize("code", [3, 255])
 def test_exit_code(run, code):
     job = run(f"sys.exit({code}) if rank == 0 else time.sleep(100)", "-n", "2")
@@ -125,6 +127,7 @@ def test_exit_code(run, code):
     assert "worker 0 (127.0.0.1:" in job.stderr() and f"exit code {code}" in job.stderr()
 
 
+@pytest.mark.kills("launch_failure_is_success")
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT"])
 def test_exit_code_of_a_signal(run, name):
     job = run(f"os.kill(os.getpid(), signal.{name}) if rank == 1 else time.sleep(100)", "-n", "2")
@@ -134,6 +137,7 @@ def test_exit_code_of_a_signal(run, name):
     )
 
 
+@pytest.mark.kills("launch_last_failure_blamed")
 def test_the_killed_worker_is_blamed_and_not_the_one_that_lost_it(run, tmp_path):
     job = run(
         """
@@ -164,6 +168,7 @@ def test_the_killed_worker_is_blamed_and_not_the_one_that_lost_it(run, tmp_path)
     assert "worker 1" in job.stderr().splitlines()[2] and "SIGKILL" in job.stderr()
 
 
+@pytest.mark.kills("launch_first_exit_blamed")
 def test_the_first_traceback_is_blamed_and_not_the_first_exit(run):
     job = run(
         """

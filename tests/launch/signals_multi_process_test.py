@@ -34,6 +34,7 @@ def test_a_signal_leaves_nothing_behind(run, signum):
     assert "all workers have exited" in job.stderr()
 
 
+@pytest.mark.kills("launch_children_left")
 def test_failure_and_success_leave_nothing_behind(run):
     for end, code in (("sys.exit(4)", 4), ("os._exit(0)", 0)):
         job = run(FAMILY + f"time.sleep(0.5)\n{end}\n", "-n", "2")
@@ -59,6 +60,7 @@ while True: time.sleep(1)
 """
 
 
+@pytest.mark.kills("launch_grace_without_end")
 def test_the_grace_period_ends(run):
     job = run(STUBBORN, "-n", "2", "--grace-period", "0.5")
     job.wait_for("born 0", "born 1")

@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.processes import BACKENDS, full_unless, run
-from tests.turn import turn
+from tests.processes import BACKENDS, run
 
 CLUSTERS = ((1, 2), (1, 3), (2, 2))
 
 
-def _parametrize(name: str, backends: Sequence[str]) -> Any:
-    """Every backend × cluster; in `make test` each backend meets one cluster, and each cluster one backend.
-
-    Where the round begins depends on the test's name and on the turn: every backend meets every cluster.
-    """
-    first = (zlib.crc32(name.encode()) + turn()) % len(CLUSTERS)
-    params = []
-    for backend, (c, (workers, replicas)) in itertools.product(backends, enumerate(CLUSTERS)):
-        is_pair = (first + BACKENDS.index(backend)) % len(CLUSTERS) == c
-        marks = full_unless(is_pair or len(backends) == 1)
-        params.append(
-            pytest.param(
-                backend, workers, replicas, id=f"{replicas}-replicas-on-{workers}-{backend}", marks=marks
-            )
-        )
-    return pytest.mark.parametrize(("backend", "num_workers", "num_replicas"), params, scope="module")
+def _parametrize(backends: Sequence[str]) -> Any:
+    params = [
+        pytest.param(backend, workers, replicas, id=f"{replicas}-replicas-on-{workers}-{backend}")
+        for (workers, replicas), backend in itertools.product(CLUSTERS, backends)
+    ]
+    each = pytest.mark.parametrize(("backend", "num_workers", "num_replicas"), params, scope="module")
+    return lambda test: pytest.mark.in_turn(len(params))(each(test))
 
 
 def each_cluster(test: Any) -> Any:
-    """Runs a test on three backends, with 2 and 3 replicas of one worker and with 2 workers of one each."""
-    return _parametrize(test.__name__, BACKENDS)(test)
+    """Runs a test on three backends, with 2 and 3 replicas of one worker and with 2 workers of one each, in turn."""
+    return _parametrize(BACKENDS)(test)
 
 
 def each_cluster_of(backend: str) -> Any:
-    """As `each_cluster`, for what one backend alone has: on all of the clusters. The test is still told the backend."""
-    return lambda test: _parametrize(test.__name__, [backend])(test)
+    """As `each_cluster`, for behavior of one backend; the test still receives the backend."""
+    return _parametrize([backend])
 
 
 def on_workers(

@@ -171,6 +171,12 @@ def in_worker_forms(num_replicas, kinds, functions):
     return found
 
 
+@pytest.mark.kills(
+    function_does_not_see_the_end="[2-replicas-on-1-tensorflow]",
+    function_loops_go_on_with_the_first_pass="[2-replicas-on-1-tensorflow]",
+    jax_function_traced_first="[3-replicas-on-1-jax]",
+    jax_programs_of_different_shapes="[2-replicas-on-2-jax]",
+)
 @each_cluster
 def test_every_form_of_the_loop(backend, num_workers, num_replicas):
     check_forms(backend, num_workers, num_replicas, KINDS[backend], ["kdist.function"])

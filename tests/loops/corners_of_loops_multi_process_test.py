@@ -8,7 +8,7 @@ import pytest
 import kdist
 from tests.loops.clusters import each_cluster, on_workers
 from tests.loops.datasets import still_reading
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 
 def in_worker_empty(num_replicas):
@@ -51,6 +51,7 @@ def in_worker_empty(num_replicas):
     return found
 
 
+@pytest.mark.kills(function_loops_skip_what_comes_later="tensorflow")
 @each_cluster
 def test_a_loop_without_a_batch_does_nothing(backend, num_workers, num_replicas):
     for found in on_workers(backend, num_workers, num_replicas, in_worker_empty):
@@ -83,6 +84,7 @@ def in_worker_left(num_replicas):
     return found, still_reading(before)
 
 
+@pytest.mark.kills(function_loops_not_ended="tensorflow")
 @each_cluster
 def test_a_loop_that_is_left_leaves_nothing(backend, num_workers, num_replicas):
     for found in on_workers(backend, num_workers, num_replicas, in_worker_left):
@@ -120,7 +122,7 @@ def in_worker_two_threads(num_replicas):
         return alone, [float(future.result()) for future in futures]
 
 
-@backend_in_turn
+@each_backend
 def test_two_threads_loop_each_for_itself(backend):
     assert run(backend, 1, in_worker_two_threads, 2)[0] == (12, [12, 12])
 
@@ -187,6 +189,7 @@ def tensors_of_pytorch():
     return float(argument), [float(row) for row in rows], str(tensor.dtype)
 
 
+@pytest.mark.kills(jax_converts_tensors_by_itself="[jax]")
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_tensors_of_pytorch_are_taken_whatever_their_dtype(backend):
     assert run(backend, 1, tensors_of_pytorch) == [(6.0, [6.0, 22.0], "torch.bfloat16")]

@@ -16,7 +16,7 @@ from tests.loops.clusters import (
     on_workers,
     per_replica,
 )
-from tests.processes import backend_in_turn, run, start_pool, strategy
+from tests.processes import each_backend, run, start_pool, strategy
 
 # Strategy -----------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ def in_worker_one_device():
     return numpy_of([s.reduce("SUM", x, axis=None), s.reduce("MEAN", x, axis=0), s.gather(x, axis=1)])
 
 
-@backend_in_turn
+@each_backend
 def test_one_device_takes_regular_tensors(backend):
     same, mean, gathered = run(backend, 1, in_worker_one_device)[0]
     np.testing.assert_array_equal(same, [[1, 2], [3, 6]])
@@ -186,6 +186,7 @@ def in_worker_wrong_updates(num_replicas):
     return numpy_of([grouped, *listed["x"]])
 
 
+@pytest.mark.kills(update_takes_one_value_a_replica="torch")
 @each_cluster
 def test_updates_take_one_value_for_all_replicas(backend, num_workers, num_replicas):
     for grouped, *listed in on_workers(backend, num_workers, num_replicas, in_worker_wrong_updates):
@@ -269,7 +270,8 @@ def in_worker_unequal_shapes(num_replicas):
     return numpy_of(s.reduce("SUM", s.run(lambda x: x[0, 0], args=(x,)), axis=None))
 
 
-@backend_in_turn
+@pytest.mark.kills(torch_shapes_not_compared="torch")
+@each_backend
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_shapes_differ_along_the_axis_only(backend, num_replicas):
     # Not in a kept pool: TensorFlow's collectives of these devices stay aborted, for whatever asks for one next.
@@ -310,6 +312,7 @@ def in_worker_signature(num_replicas):
     return found, "took another argument"
 
 
+@pytest.mark.kills(tensorflow_specs_of_one_replica="[2-replicas-on-1-tensorflow]")
 @each_cluster_of("tensorflow")
 def test_specs_of_elements_are_a_signature(backend, num_workers, num_replicas):
     everyone = on_workers(backend, num_workers, num_replicas, in_worker_signature)

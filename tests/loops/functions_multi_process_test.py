@@ -7,7 +7,7 @@ import pytest
 
 import kdist
 from tests.loops.clusters import each_cluster, each_cluster_of, number_of, numpy_of, on_workers, per_replica
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 # value_and_grad -----------------------------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ def in_worker_value_and_grad():
     return found, compiled, state, masks
 
 
-@backend_in_turn
+@each_backend
 def test_value_and_grad_outside_of_run(backend):
     found, compiled, (counter, mean, variance), masks = run(backend, 1, in_worker_value_and_grad)[0]
     loss, of_v, of_w, of_unused, aux_loss, aux, of_gamma, aux_of_v, of_frozen = found
@@ -105,7 +105,7 @@ def in_worker_wrong_losses(num_replicas):
     return True
 
 
-@backend_in_turn
+@each_backend
 def test_a_loss_is_one_number(backend):
     assert run(backend, 1, in_worker_wrong_losses, 2)[0]
 
@@ -129,7 +129,7 @@ def in_worker_exceptions_in_losses(num_replicas):
     return float(kdist.value_and_grad(lambda: keras.ops.sum(v), [v])()[0])
 
 
-@backend_in_turn
+@each_backend
 def test_exceptions_in_losses_come_out(backend):
     assert run(backend, 1, in_worker_exceptions_in_losses, 2) == [2.0]
 
@@ -183,7 +183,7 @@ def in_worker_function(options):
     return [first, second, again, third, fourth], float(v.value), traced, numpy_of(decorated(x)), scaled
 
 
-@backend_in_turn
+@each_backend
 def test_a_function_is_compiled_with_its_variables(backend):
     results, v, traced, jitted, scaled = run(backend, 1, in_worker_function, JIT[backend])[0]
     # 3 is added to v before it is used: 4, 7, 10, 13, and 3 after it was set to 0.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 
 def in_worker_losses(num_replicas):
@@ -41,7 +41,7 @@ def in_worker_losses(num_replicas):
     return [float(ops.convert_to_numpy(total)) for total in (*totals, alone)]
 
 
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize(("num_workers", "num_replicas"), [(1, 2), (1, 3), (2, 2)])
 def test_parts_of_losses_add_up_to_the_mean_of_all_rows(backend, num_workers, num_replicas):
     rows = np.arange(4) + 10 * np.arange(num_replicas)[:, None]
@@ -88,6 +88,7 @@ def in_worker_added_losses():
     return keras.ops.convert_to_numpy(totals).tolist()
 
 
-@backend_in_turn
+@pytest.mark.kills("losses_of_other_scopes_known")
+@each_backend
 def test_a_layer_drops_no_losses_that_others_added(backend):
     assert run(backend, 1, in_worker_added_losses) == [[1.0, 10.0, 100.0]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes import BACKENDS, Script, local_addresses, tf_config
+from tests.processes import Script, each_backend, local_addresses, tf_config
 
 # As in `fit`; a busy machine takes some seconds more to print a traceback.
 LIMIT = 25.0
@@ -44,30 +44,19 @@ for step in range(100):
 """
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    """Two workers a backend, all started at once: they mostly wait."""
-    started = {}
-    free = local_addresses(2 * len(BACKENDS))
-    try:
-        for number, backend in enumerate(BACKENDS):
-            addresses, folder = free[2 * number : 2 * number + 2], tmp_path_factory.mktemp(backend)
-            environments = [
-                {"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, i)} for i in range(2)
-            ]
-            scripts = [Script(folder, f"worker{i}", LOOP, env) for i, env in enumerate(environments)]
-            started[backend] = addresses, folder, scripts
-        yield started
-    finally:
-        for _, _, scripts in started.values():
-            for script in scripts:
-                script.kill()
+@pytest.fixture
+def workers(backend, tmp_path):
+    addresses = local_addresses(2)
+    environments = [{"KERAS_BACKEND": backend, "TF_CONFIG": tf_config(addresses, i)} for i in range(2)]
+    scripts = [Script(tmp_path, f"worker{i}", LOOP, env) for i, env in enumerate(environments)]
+    yield addresses, tmp_path, scripts
+    for script in scripts:
+        script.kill()
 
 
-@pytest.mark.xdist_group("lost-worker")
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_backend
 def test_the_other_worker_names_the_one_that_is_lost(backend, workers):
-    addresses, folder, (first, second) = workers[backend]
+    addresses, folder, (first, second) = workers
     assert second.wait() == 9
     assert first.wait() not in (0, 9)
     left, told = ((folder / name).stat().st_mtime for name in ("worker1.out", "worker0.err"))

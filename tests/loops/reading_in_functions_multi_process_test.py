@@ -276,6 +276,7 @@ def in_worker_kinds(num_replicas):
     return totals, len(traces)
 
 
+@pytest.mark.kills(function_iterators_traced_anew="[2-replicas-on-1-tensorflow]")
 @each_cluster_of("tensorflow")
 def test_datasets_of_one_kind_share_what_is_compiled(backend, num_workers, num_replicas):
     for totals, traces in on_workers(backend, num_workers, num_replicas, in_worker_kinds):

@@ -48,6 +48,7 @@ def in_worker_reduce(num_replicas):
     return numpy_of(found)
 
 
+@pytest.mark.kills("reduce_means_of_one_worker")
 @each_cluster
 def test_reduce_adds_or_averages(backend, num_workers, num_replicas):
     ids = np.arange(num_replicas)
@@ -175,6 +176,7 @@ def in_worker_gather(num_replicas):
     )
 
 
+@pytest.mark.kills(torch_padding_gathered="torch")
 @each_cluster
 def test_gather_concatenates(backend, num_workers, num_replicas):
     ids = range(num_replicas)

@@ -77,6 +77,7 @@ def in_worker_all_gather(num_replicas):
     return list(zip(local_results(s, even), local_results(s, s.run(uneven_fn, args=(uneven,))), strict=True))
 
 
+@pytest.mark.kills(torch_padding_gathered="torch")
 @each_cluster
 def test_all_gather_gives_every_replica_all_rows(backend, num_workers, num_replicas):
     ids = range(num_replicas)
@@ -135,6 +136,7 @@ def in_worker_gradients(num_replicas, extra_rows):
         local_results(s, eager), local_results(s, compiled), strict=True)]  # fmt: skip
 
 
+@pytest.mark.kills(torch_gradient_of_a_sum_lost="torch")
 @pytest.mark.parametrize("extra_rows", [0, 1])
 @each_cluster
 def test_gradients_are_the_sums_of_what_all_replicas_pass_back(

@@ -9,7 +9,7 @@ import pytest
 
 import kdist
 from tests.loops.clusters import each_cluster, local_results, numpy_of, on_replicas, on_workers, per_replica
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 # Arguments and results ----------------------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ def in_worker_default():
     )
 
 
-@backend_in_turn
+@each_backend
 def test_the_default_strategy_has_one_replica(backend):
     found = run(backend, 1, in_worker_default)[0]
     x = [[1, 2], [3, 6]]
@@ -372,6 +372,7 @@ def in_worker_other_objects(num_replicas):
     return found, names["traces"] - before
 
 
+@pytest.mark.kills("jax_counters_compile_again", "jax_globals_of_the_first_call")
 @each_cluster
 def test_a_function_works_on_what_its_names_mean_now(backend, num_workers, num_replicas):
     for found, traces in run(backend, num_workers, in_worker_other_objects, num_replicas):

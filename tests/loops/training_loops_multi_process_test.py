@@ -7,7 +7,7 @@ import pytest
 
 import kdist
 from tests.loops.clusters import each_cluster, each_cluster_of, number_of, numpy_of, on_workers, per_replica
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 BATCH, STEPS, RATE = 16, 20, 0.5
 
@@ -138,7 +138,7 @@ def test_the_guides_loop_gives_the_losses_of_one_device(backend, num_workers, nu
     )
 
 
-@backend_in_turn
+@each_backend
 @pytest.mark.parametrize("num_replicas", ["default", 1])
 def test_the_guides_loop_on_one_device(backend, num_replicas):
     check_guide(run(backend, 1, in_worker_guide, num_replicas, portable_step, kdist.function))
@@ -266,6 +266,7 @@ def in_worker_mean_losses(num_replicas):
     )
 
 
+@pytest.mark.kills(loss_of_a_loop_not_divided="torch")
 @each_cluster
 def test_the_sum_of_mean_losses_is_their_mean(backend, num_workers, num_replicas):
     expected = np.mean([(np.arange(4.0) + i) ** 2 for i in range(num_replicas)])

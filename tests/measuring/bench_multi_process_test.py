@@ -29,6 +29,7 @@ def make_model():
 """
 
 
+@pytest.mark.in_turn(2)
 def test_it_measures_a_model_of_the_users(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     arguments = ["bench", "--backend", "torch", "--num-workers", "1,2", "--steps", "3", "--batch-size", "20"]

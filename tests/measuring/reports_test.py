@@ -58,6 +58,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.kills("records_of_repeated_steps_kept")
 def test_records_are_those_of_the_last_time_that_a_step_was_trained(tmp_path: Path) -> None:
     write_worker(tmp_path, 0, 0.05, starts=2)
     (log,) = records.read_run(str(tmp_path)).workers
@@ -280,6 +281,7 @@ def test_it_says_what_it_has_done_where_there_were_fewer_rows_than_it_was_asked_
     assert "global batch size 640," in bench.notes(Plan(batch_size=1000), few)[0]
 
 
+@pytest.mark.kills("bench_promises_by_workers")
 def test_workers_that_share_the_gpus_of_one_promise_no_more_than_it() -> None:
     one, two = measured(1, 2.0, step=0.9), measured(2, 2.0, step=0.9)
     for alike in (one, two):
@@ -293,6 +295,7 @@ def test_the_legend_has_the_shares_of_all_rows() -> None:
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [COMPUTE, PYTHON, PROGRAM]
 
 
+@pytest.mark.kills("bench_makes_up_shares")
 def test_what_cannot_be_told_is_not_made_up() -> None:
     alone, together = measured(1, 2.0, fused=True, step=0.9), measured(2, 1.5, fused=True, step=0.8)
     assert bench.table([alone])[1][4:] == ["90%", "0%", "90%", "0%", "10%"], "one replica exchanges nothing"

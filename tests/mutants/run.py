@@ -1,18 +1,10 @@
-"""Breaks kdist on purpose, one small patch at a time, and says which breaks the tests do not notice.
+"""Changes kdist so that one guarantee breaks at a time, and reports which of these mutants no test notices.
 
-    python tests/mutants/run.py [NAME OR PART OF IT …] [-k PART] [--part I/N] [--jobs 2] [--list] [--no-baseline]
+    python -m tests.mutants.run [NAME OR PART OF IT …] [-k PART] [--changed [REVISION]] [--part I/N] [--jobs 2] [--list]
 
-A mutant is a file `tests/mutants/NAME.patch`: lines of a head, then a unified diff of `kdist/`:
-
-    promise: The gradients of all replicas are summed once.
-    tests: tests/fit_multi_process_test.py::test_it[torch]
-
-`promise` says in one sentence what is broken; `tests` are the arguments of pytest which must turn red, as few and as
-cheap as will do, all of them part of `make test`. `limit: 60` gives them so many seconds instead of 300, and
-`hang: yes` says that running out of time is what the break leads to, and counts as noticed.
-
-Each patch is applied to a copy of the tree, where its tests run. Before that, all these tests must be green on a copy
-without a patch. Exit code 0: every mutant was caught.
+`tests/mutants/*.toml` contain the mutants (see `data.py`). Tests name them with `@pytest.mark.kills` (see `kills.py`).
+Each mutant runs `pytest -x --kills NAME` in a copy of the tree. Before that, all these tests must pass in a copy
+without a change. Exit code 0: with each mutant, a test failed.
 """
 
 from __future__ import annotations
@@ -28,43 +20,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.mutants import data, kills
+from tests.mutants.data import Mutant
+
 ROOT = Path(__file__).resolve().parents[2]
-PATCHES = Path("tests/mutants")
-LIMIT = 300.0
 BASELINE_LIMIT = 3600.0
-_FIELDS = ("promise", "tests", "limit", "hang")
 _LAST_LINES = 25
 
 CAUGHT, SURVIVED, STALE, BROKEN = KINDS = ("caught", "survived", "stale", "broken")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A broken promise.
-
-    Args:
-        path: Of the patch.
-        promise: What is broken.
-        tests: The arguments of pytest.
-        limit: Seconds that the tests may take.
-        may_hang: Whether running out of time means that the break was noticed.
-    """
-
-    path: Path
-    promise: str
-    tests: tuple[str, ...]
-    limit: float = LIMIT
-    may_hang: bool = False
-
-    @property
-    def name(self) -> str:
-        """The file's name without its ending."""
-        return self.path.stem
 
 
 @dataclass(frozen=True)
@@ -72,9 +40,9 @@ class Ended:
     """How a run of pytest ended.
 
     Args:
-        code: The exit code; `None` if the time ran out.
-        output: What it printed.
-        seconds: How long it took.
+        code: The exit code; `None` if it exceeded its limit.
+        output: Its output.
+        seconds: Its duration.
     """
 
     code: int | None
@@ -82,58 +50,59 @@ class Ended:
     seconds: float
 
 
-def read_mutant(path: Path) -> Mutant:
-    """Reads the head of a patch.
-
-    Raises:
-        ValueError: It lacks something, or has what is not known.
-    """
-    head, _, diff = path.read_text(encoding="utf-8").partition("\n--- a/")
-    if not diff:
-        raise ValueError(f"{path.name}: there is no diff of the form --- a/kdist/…")
-    fields: dict[str, str] = {}
-    for line in head.splitlines():
-        if not line or line.startswith(("diff --git ", "index ")):
-            continue
-        name, colon, value = line.partition(": ")
-        if not colon or name not in _FIELDS or name in fields:
-            raise ValueError(f"{path.name}: the head has one line each of {', '.join(_FIELDS)}; not {line!r}")
-        fields[name] = value.strip()
-    if not (fields.get("promise") and fields.get("tests")):
-        raise ValueError(f"{path.name}: the head must say promise: and tests:")
-    return Mutant(
-        path,
-        fields["promise"],
-        tuple(shlex.split(fields["tests"])),
-        float(fields.get("limit", LIMIT)),
-        fields.get("hang", "no") == "yes",
-    )
-
-
 def find_mutants(root: Path, wanted: Sequence[str] = ()) -> list[Mutant]:
-    """Returns the mutants of a tree; of those wanted, each of which is a name or a part of one."""
-    found = [read_mutant(path) for path in sorted((root / PATCHES).glob("*.patch"))]
+    """Returns the mutants of a tree: all, or only the mutants with one of these names or parts of names."""
+    found = data.read(root)
     whole = {mutant.name for mutant in found}
     return [
         m for m in found if not wanted or any(w == m.name or (w not in whole and w in m.name) for w in wanted)
     ]
 
 
+def killing_files(root: Path) -> dict[str, set[Path]]:
+    """Returns the test files that name each mutant."""
+    found: dict[str, set[Path]] = {}
+    for kill in kills.find(root):
+        found.setdefault(kill.mutant, set()).add(kill.file)
+    return found
+
+
+def changed_since(root: Path, revision: str) -> set[Path]:
+    """Returns the files that differ between a revision and the working tree."""
+    commands = (
+        ("diff", "--name-only", "--no-renames", "-z", revision, "--"),
+        ("ls-files", "--others", "--exclude-standard", "-z"),
+    )
+    files: set[Path] = set()
+    for command in commands:
+        listed = subprocess.run(
+            ["git", "-C", str(root), *command],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=_environment(),
+        )
+        if listed.returncode:
+            raise SystemExit(listed.stderr.strip())
+        files |= {Path(name) for name in listed.stdout.split("\0") if name}
+    return files
+
+
 def files_of(root: Path) -> Iterator[Path]:
-    """Yields the files of a tree that git knows or would take, relative to it; all, where there is no git."""
+    """Yields the files of a tree that git tracks or would track, relative to it; without git, all files."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
     if listed.returncode == 0:
         names = [Path(name) for name in listed.stdout.split("\0") if name]
     else:
         names = [path.relative_to(root) for path in root.rglob("*") if "__pycache__" not in path.parts]
-    # An environment may be a link to a folder.
+    # An environment may be a link to a directory.
     return (name for name in names if (root / name).is_file() and not (root / name).is_symlink())
 
 
 @contextlib.contextmanager
 def copy_of(root: Path) -> Iterator[Path]:
-    """Gives a copy of a tree, for as long as it is needed; ends what was started from there and runs on."""
+    """Provides a temporary copy of a tree; at the end, terminates the processes that started there."""
     with tempfile.TemporaryDirectory(prefix="kdist-mutant-", ignore_cleanup_errors=True) as folder:
         copy = Path(folder).resolve() / "tree"
         names = list(files_of(root))
@@ -141,7 +110,7 @@ def copy_of(root: Path) -> Iterator[Path]:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, copy / name)
         for folder in {name.parent for name in names if name.suffix == ".py"}:
-            # What Python has compiled already; of a file that a patch changes it takes no notice.
+            # Compiled files save time; Python ignores them for files that a mutant changes.
             compiled = root / folder / "__pycache__"
             if compiled.is_dir():
                 shutil.copytree(compiled, copy / folder / "__pycache__", dirs_exist_ok=True)
@@ -153,19 +122,10 @@ def copy_of(root: Path) -> Iterator[Path]:
                     os.kill(pid, signal.SIGKILL)
 
 
-def apply(patch: Path, tree: Path, check: bool = False) -> str | None:
-    """Applies a patch to a tree; returns why it cannot be applied, if so.
-
-    Args:
-        patch: The file.
-        tree: The folder.
-        check: Whether to look only, and to change nothing.
-    """
-    # Inside a repository, git would take the paths of the patch as that repository's.
-    environ = _environment() | {"GIT_CEILING_DIRECTORIES": str(tree.parent)}
-    command = ["git", "apply", *(["--check"] if check else []), str(patch)]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False, env=environ)
-    return None if done.returncode == 0 else done.stderr.strip() or f"git ended with {done.returncode}"
+def arguments_for(names: Sequence[str], files: Mapping[str, set[Path]]) -> list[str]:
+    """Returns the arguments of pytest that select the tests of some mutants."""
+    options = [word for name in names for word in ("--kills", name)]
+    return [*options, *sorted({str(file) for name in names for file in files.get(name, ())})]
 
 
 def run_tests(tree: Path, arguments: Sequence[str], limit: float) -> Ended:
@@ -181,7 +141,7 @@ def run_tests(tree: Path, arguments: Sequence[str], limit: float) -> Ended:
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # it ends its workers then
+            process.send_signal(signal.SIGINT)  # pytest then terminates its workers
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
         finally:
@@ -193,53 +153,48 @@ def run_tests(tree: Path, arguments: Sequence[str], limit: float) -> Ended:
 
 
 def verdict(ended: Ended, may_hang: bool) -> str:
-    """Says what a run of a mutant's tests means."""
+    """Returns the meaning of a run of a mutant's tests."""
     if ended.code is None:
         return CAUGHT if may_hang else BROKEN
     if ended.code == 1 and re.search(r"\b[1-9][0-9]* failed\b", ended.output):
         return CAUGHT
-    # Errors of fixtures, and tests that could not be found or imported, say nothing about the promise.
+    # Errors of fixtures, and tests that pytest cannot find or import, prove nothing.
     return SURVIVED if ended.code == 0 else BROKEN
 
 
-def run_mutant(root: Path, mutant: Mutant) -> tuple[str, Ended]:
-    """Runs a mutant's tests in a copy with its patch."""
+def run_mutant(root: Path, mutant: Mutant, files: Mapping[str, set[Path]]) -> tuple[str, Ended]:
+    """Runs a mutant's tests in a copy with its changes."""
+    if mutant.name not in files:
+        return BROKEN, Ended(None, "No test names this mutant in its mark `kills`.", 0.0)
     with copy_of(root) as copy:
-        problem = apply(mutant.path, copy)
-        if problem is not None:
-            return STALE, Ended(None, problem, 0.0)
-        ended = run_tests(copy, ["-x", *mutant.tests], mutant.limit)
+        try:
+            data.apply(mutant, copy)
+        except ValueError as error:
+            return STALE, Ended(None, str(error), 0.0)
+        ended = run_tests(copy, ["-x", *arguments_for([mutant.name], files)], mutant.limit)
         return verdict(ended, mutant.may_hang), ended
 
 
-def baseline(root: Path, mutants: Iterable[Mutant], jobs: int) -> Iterator[Ended]:
-    """Runs the tests of all mutants on a copy without a patch; yields the ends of runs that were not green."""
-    runs: dict[str, set[str]] = {}
-    for mutant in mutants:
-        has_options = any(word.startswith("-") for word in mutant.tests)
-        # Options would choose among the other tests, too.
-        key = shlex.join(mutant.tests) if has_options else ""
-        runs.setdefault(key, set()).update(mutant.tests)
+def baseline(root: Path, mutants: Sequence[Mutant], files: Mapping[str, set[Path]], jobs: int) -> Ended:
+    """Runs the tests of all mutants in a copy without a change."""
+    parallel = ["-n", str(jobs), "--dist", "loadgroup"] if jobs > 1 else []
     with copy_of(root) as copy:
         check_import(copy)
-        for key, tests in runs.items():
-            parallel = ["-n", str(jobs), "--dist", "loadgroup"] if jobs > 1 and not key else []
-            ended = run_tests(copy, [*parallel, *(shlex.split(key) or sorted(tests))], BASELINE_LIMIT)
-            if ended.code != 0:
-                yield ended
+        arguments = arguments_for([mutant.name for mutant in mutants], files)
+        return run_tests(copy, [*parallel, *arguments], BASELINE_LIMIT)
 
 
 def check_import(copy: Path) -> None:
-    """Raises unless Python finds the copy's kdist, and not one that is installed."""
+    """Raises an error unless Python imports kdist from the copy."""
     environ = _environment() | {"PYTHONPATH": str(copy)}
     command = [sys.executable, "-c", "import kdist; print(kdist.__file__)"]
     said = subprocess.run(command, cwd=copy, env=environ, capture_output=True, text=True, check=False)
     if Path(said.stdout.strip()) != copy / "kdist" / "__init__.py":
-        raise SystemExit(f"The copy's kdist would not run, but {said.stdout}{said.stderr}")
+        raise SystemExit(f"Python must import kdist from the copy. Received: {said.stdout}{said.stderr}")
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without what describes a backend, a cluster or a repository."""
+    """This process's environment without variables that describe a backend, a cluster or a repository."""
     dropped = ("KERAS_BACKEND", "TF_CONFIG", "GIT_", "PYTEST_", "KDIST_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return kept | {"TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -255,41 +210,56 @@ def _started_from(copy: Path) -> Iterator[int]:
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="mutants, or parts of their names")
-    parser.add_argument("-k", dest="part", help="those with this in their name")
+    parser.add_argument("names", nargs="*", help="mutants, or parts of their names (default: all)")
+    parser.add_argument("-k", dest="part", help="mutants with this text in their names")
+    parser.add_argument(
+        "--changed",
+        nargs="?",
+        const="HEAD~1",
+        metavar="REVISION",
+        help="only mutants whose source file or test file differs from this revision (default: HEAD~1)",
+    )
     parser.add_argument("--part", dest="part_of", metavar="I/N", help="only this part of them, such as 2/8")
-    parser.add_argument("--jobs", type=int, default=2, help="how many run at once (default 2)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of mutants at a time (default: 2)")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument(
-        "--no-baseline", action="store_true", help="do not run the tests without a patch first"
+        "--no-baseline", action="store_true", help="do not run the tests without a change first"
     )
     options = parser.parse_args(arguments)
     mutants = find_mutants(root, [*options.names, *([options.part] if options.part else [])])
+    files = killing_files(root)
+    if options.changed:
+        differ = changed_since(root, options.changed)
+        mutants = [m for m in mutants if differ & ({c.file for c in m.changes} | files.get(m.name, set()))]
     if options.part_of:
         index, number = map(int, options.part_of.split("/"))
         mutants = mutants[index - 1 :: number]
     if options.list or not mutants:
         for mutant in mutants:
             print(f"{mutant.name:40} {mutant.promise}")
-        return 0 if mutants else 2
+        if not mutants:
+            print("No mutant is selected.")
+        return 0 if mutants or options.changed else 2
     if not options.no_baseline:
-        print("Without a patch …", flush=True)
-        for ended in baseline(root, mutants, options.jobs):
-            print(f"{_last(ended)}\nThe tests must be green before anything is broken: no mutant was run.")
+        print("Without a change …", flush=True)
+        ended = baseline(root, mutants, files, options.jobs)
+        if ended.code != 0:
+            print(f"{_last(ended)}\nThe tests must pass without a change. No mutant ran.")
             return 1
-    return _report(root, mutants, options.jobs)
+    return _report(root, mutants, files, options.jobs)
 
 
-def _report(root: Path, mutants: Sequence[Mutant], jobs: int) -> int:
+def _report(root: Path, mutants: Sequence[Mutant], files: Mapping[str, set[Path]], jobs: int) -> int:
     counts = dict.fromkeys(KINDS, 0)
     with ThreadPoolExecutor(jobs) as pool:
-        runs = [(mutant, pool.submit(run_mutant, root, mutant)) for mutant in mutants]
+        runs = [(mutant, pool.submit(run_mutant, root, mutant, files)) for mutant in mutants]
         for mutant, run in runs:
             result, ended = run.result()
             counts[result] += 1
             print(f"{result:9}{ended.seconds:6.1f} s  {mutant.name}", flush=True)
             if result != CAUGHT:
-                print(f"  {mutant.promise}\n  {shlex.join(mutant.tests)}\n{_last(ended)}", flush=True)
+                command = shlex.join(["pytest", *arguments_for([mutant.name], files)])
+                print(f"  {mutant.promise}\n  {command}\n{_last(ended)}", flush=True)
     print(", ".join(f"{number} {result}" for result, number in counts.items()))
     return 0 if counts[CAUGHT] == len(mutants) else 1
 

@@ -70,6 +70,7 @@ print(json.dumps([kdist.__file__, kdist.__version__, sorted({"keras", "numpy"} &
 """
 
 
+@pytest.mark.kills("command_line_imports_numpy")
 def test_the_wheel_is_what_an_environment_without_the_checkout_imports(
     installed: Path, tmp_path: Path
 ) -> None:

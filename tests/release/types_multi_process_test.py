@@ -59,6 +59,7 @@ def said(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {name: [line for line in lines if line.startswith(name)] for name in ("script.py", "names.py")}
 
 
+@pytest.mark.kills("types_launch_is_a_module", "types_scope_of_any_strategy")
 def test_a_users_script_is_typed(said: dict[str, list[str]]) -> None:
     assert said["script.py"] == []
 
@@ -81,6 +82,7 @@ def _for_types(path: Path) -> Iterator[tuple[str, str]]:
                     yield alias.asname or alias.name, str(inner.module)
 
 
+@pytest.mark.kills(types_name_not_told="[kdist]")
 @pytest.mark.parametrize("module", ["kdist", "kdist.callbacks", "kdist.coordinator"])
 def test_the_lists_of_a_contents_page_agree(module: str) -> None:
     """What is loaded when it is used, what type checkers are told, and what is public: three lists, one content."""

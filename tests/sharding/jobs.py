@@ -22,15 +22,11 @@ def prepare(devices: int) -> None:
         kdist.MirroredStrategy(names) if workers == 1 else kdist.MultiWorkerMirroredStrategy(devices=names)
     )
     number = _strategies["fully"].num_replicas_in_sync
-    _strategies["model"] = kdist.ModelParallelStrategy(
-        {
-            ".*query/kernel": (None, "model", None),
-            ".*up/kernel": (None, "model"),
-            ".*down/kernel": ("model", None),
-        },
-        mesh={"batch": number // 2, "model": 2},
-        devices=names,
-    )
+    layouts = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
+    attention = {".*query/kernel": (None, "model", None)}  # of the transformer
+    for name, layout in {"model": layouts, "attention": layouts | attention}.items():
+        mesh = {"batch": number // 2, "model": 2}
+        _strategies[name] = kdist.ModelParallelStrategy(layout, mesh=mesh, devices=names)
 
 
 def strategy(name: str) -> Any:

@@ -81,6 +81,7 @@ def as_strategies() -> tuple[list[Any], list[str], list[str]]:
     return values, facts, refused
 
 
+@pytest.mark.kills("keras_distribution_ignored")
 def test_distributions_are_strategies_and_the_other_way_round() -> None:
     uneven, even = run_plain("jax", plain)
     ((values, facts, refused),) = run("jax", 1, as_strategies)
@@ -136,6 +137,7 @@ def as_strategies_of_workers() -> tuple[list[Any], list[Any], str]:
     return values, facts, refused
 
 
+@pytest.mark.kills(keras_distribution_workers_named_alike="[2]")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_distributions_are_strategies_on_pytorch(num_workers: int) -> None:
     expected = run_plain("torch", plain_without_normalization)
@@ -184,6 +186,7 @@ print("REPLICAS", strategy.num_replicas_in_sync)
 """
 
 
+@pytest.mark.kills("keras_distribution_devices_not_made")
 def test_keras_starts_jax_so_that_devices_must_be_there_before(tmp_path: Path) -> None:
     first = 'jax.config.update("jax_num_cpu_devices", 2)'
     env = {"KERAS_BACKEND": "jax"}
@@ -217,6 +220,7 @@ else:
 """
 
 
+@pytest.mark.kills(jax_session_of_another_cluster="[refused]")
 @pytest.mark.parametrize("is_refused", [False, True], ids=["adopted", "refused"])
 def test_a_session_of_jax_distributed_is_adopted_if_it_is_the_cluster_s(
     is_refused: bool, tmp_path: Path

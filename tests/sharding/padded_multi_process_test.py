@@ -107,7 +107,9 @@ def _held(variable: Any) -> float:
     return jobs.held_of(keras_hooks.native_value(variable))
 
 
+@pytest.mark.kills(fully_sharded_uneven_axes_whole="[torch-4-adam]", torch_padding_in_a_part="[torch-4-adam]")
 @EACH_TRAINING
+@pytest.mark.in_turn(3)
 def test_an_axis_that_replicas_do_not_divide_is_padded(place: Any, optimizer: str, pools: Pools) -> None:
     expected = run_plain(place[0], train, None, optimizer)
     # Of 13 rows the first of four workers holds four, and of five rows two.
@@ -163,6 +165,7 @@ def load_plain(file: str) -> list[np.ndarray]:
     return [values, jobs.values_of(model)]
 
 
+@pytest.mark.in_turn(2)
 def test_files_have_no_padding_and_any_number_of_workers_reads_them(pools: Pools, tmp_path: Path) -> None:
     for i, (place, other) in enumerate(zip(PLACES, [*PLACES[1:], PLACES[0]], strict=True)):
         folder = tmp_path / str(i)
@@ -237,7 +240,9 @@ def plain_loop() -> dict[str, Any]:
     return {"losses": losses, "values": values, "assigned": _numpy(table), "called": _numpy(model(x[:3]))}
 
 
+@pytest.mark.kills(jax_padding_shown="[jax-4-devices]")
 @EACH_LOOP
+@pytest.mark.in_turn(2)
 def test_a_loop_of_the_user_s_sees_no_padding(place: Any, pools: Pools) -> None:
     expected = run_plain(place[0], plain_loop)
     for actual in pools.run(place, loop):

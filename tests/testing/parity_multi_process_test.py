@@ -47,6 +47,7 @@ def drawing_by_itself():
     return model
 
 
+@pytest.mark.kills(parity_trains_both_on_one_device="[torch]")
 @each_backend
 def test_numbers_of_one_device(backend, workers):
     weights = np.linspace(0.5, 2, len(X)).astype("float32")

@@ -61,6 +61,7 @@ def run_pytest(folder, tests, **env):
     )
 
 
+@pytest.mark.kills("testing_failed_workers_are_kept")
 def test_fixtures(tmp_path):
     done = run_pytest(tmp_path, TESTS)
     said = done.stdout + done.stderr
@@ -74,6 +75,7 @@ def test_fixtures(tmp_path):
             os.kill(pid, 0)
 
 
+@pytest.mark.in_turn(2)
 def test_the_page_s_examples(tmp_path):
     blocks = [example(f"testing_{number}") for number in range(3)]
     done = run_pytest(tmp_path, "\n".join(blocks), KERAS_BACKEND="torch")

@@ -27,6 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+@pytest.mark.kills("measured_validation_is_training")
 def test_a_meter_adds_up_what_each_span_took_by_itself(clock: list[float]) -> None:
     def spend(seconds: float, name: str, category: str, **about: Any) -> None:
         with span(name, category, **about):
@@ -59,6 +60,7 @@ def test_a_meter_adds_up_what_each_span_took_by_itself(clock: list[float]) -> No
     assert span("step", "step") is span("step", "step"), "with nobody who wants to know"
 
 
+@pytest.mark.kills("measured_compiling_counts")
 def test_the_step_that_compiles_is_left_out_unless_there_is_no_other(clock: list[float]) -> None:
     with Meter() as meter:
         for number, seconds in enumerate((60.0, 1.0, 2.0)):
@@ -70,6 +72,7 @@ def test_the_step_that_compiles_is_left_out_unless_there_is_no_other(clock: list
         assert meter.take() == Totals(50.0, 1, 10, {"step": pytest.approx(50.0)}, compiles=True)
 
 
+@pytest.mark.kills("measured_slowest_is_who_waits")
 def test_the_slowest_worker_is_the_one_that_waits_for_nobody() -> None:
     # Ten seconds for all. The second one reads for 4 s, while the others wait for it in the step, or in its exchange.
     fused = [Totals(10.0, 5, 500, {"step": s, "input": i}) for s, i in ((9.0, 0.5), (5.0, 4.0), (8.5, 1.0))]
@@ -158,6 +161,7 @@ def begun(tmp_path: Path) -> Iterator[Path]:
     trace_file._file = None
 
 
+@pytest.mark.kills("trace_written_by_children")
 def test_a_child_writes_nothing_into_its_parents_trace(begun: Path) -> None:
     trace_file.begin(0)
     with span("of the parent", "step"):  # is not on disk yet
@@ -183,6 +187,7 @@ def test_a_child_writes_nothing_into_its_parents_trace(begun: Path) -> None:
     assert event["name"] == "of a child that is a worker itself"
 
 
+@pytest.mark.kills("trace_tasks_are_all_workers")
 @pytest.mark.parametrize(
     ("job", "index", "name"),
     [("chief", 0, "chief"), ("worker", 1, "worker 1"), ("ps", 1, "ps 1"), ("evaluator", 0, "evaluator")],

@@ -15,7 +15,7 @@ import pytest
 from kdist.measuring.records import read_run
 from kdist.tracing import merging
 from kdist.tracing.pace import alone
-from tests.processes import BACKENDS, Script, backend_in_turn, run, strategy
+from tests.processes import BACKENDS, Script, each_backend, run, strategy
 
 ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps an epoch
 SLOW = 0.1  # seconds a step, that the second worker is busy with its own things
@@ -59,7 +59,7 @@ def in_worker_measured(folder: str) -> dict[str, Any]:
     return history
 
 
-@backend_in_turn
+@each_backend
 def test_a_fit_is_measured_alike_on_all_workers(backend: str, tmp_path: Path) -> None:
     history, other = run(backend, 2, in_worker_measured, str(tmp_path))
     assert history == other
@@ -227,6 +227,7 @@ def in_worker_resumed(folder: str) -> None:
         assert log._file is None
 
 
+@pytest.mark.kills("failed_fit_measures_on", "records_of_a_resumed_epoch_lost")
 @pytest.mark.parametrize("backend", BACKENDS[2:])
 def test_an_epoch_of_which_all_steps_were_taken_keeps_its_records(backend: str, tmp_path: Path) -> None:
     run(backend, 1, in_worker_resumed, str(tmp_path))

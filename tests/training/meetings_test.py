@@ -7,6 +7,7 @@ import pytest
 from kdist.training import meetings
 
 
+@pytest.mark.kills("meetings_at_every_step")
 def test_meetings_come_about_as_often_as_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(meetings.time, "monotonic", lambda: clock[0])

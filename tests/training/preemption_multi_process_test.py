@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import backend_in_turn, run, strategy
+from tests.processes import each_backend, run, strategy
 
 
 class Left(Exception):
@@ -75,7 +75,8 @@ def preempted(folder: str) -> Any:
     return weights, terminated.steps, rest.steps, before == after
 
 
-@backend_in_turn
+@pytest.mark.kills(preemption_of_one_worker="[torch]")
+@each_backend
 def test_sigterm_on_one_worker_lets_all_save_and_leave_at_the_same_step(backend: str, tmp_path: Path) -> None:
     results = run(backend, 2, preempted, str(tmp_path))
     for (whole, again), steps, rest, is_restored in results:
@@ -117,7 +118,7 @@ def handled(folder: str) -> Any:
     return stopped, calls, checkpoint.step, saved, [np.array(w) for w in fresh.get_weights()]
 
 
-@backend_in_turn
+@each_backend
 def test_a_handler_saves_and_restores_for_a_loop_of_one_s_own(backend: str, tmp_path: Path) -> None:
     results = run(backend, 2, handled, str(tmp_path))
     assert results[0][0] == results[1][0]
@@ -144,7 +145,7 @@ def drifting(drifts: bool) -> tuple[str, int]:
     return "", len(steps.steps)
 
 
-@backend_in_turn
+@each_backend
 def test_weights_that_drift_apart_are_named(backend: str) -> None:
     for message, steps in run(backend, 2, drifting, True):
         assert "worker 1" in message
@@ -169,6 +170,7 @@ def terminated() -> Any:
     return before, after, ended.value.code, saved
 
 
+@pytest.mark.kills("preemption_exit_code_swallowed")
 @pytest.mark.xdist_group("pool-torch")
 def test_the_exit_code_says_that_the_job_may_go_on() -> None:
     assert run("torch", 1, terminated) == [(False, True, 75, [True])]

@@ -17,7 +17,7 @@ ROWS = 13  # of batches of 4: the last one has fewer rows than there are replica
 SAYS = "gives different results with 2 replicas"
 
 # Two replicas of one worker, and two workers; JAX sees all rows, and probes nothing.
-each_cell = pytest.mark.parametrize(
+_each_cell = pytest.mark.parametrize(
     ("backend", "num_workers"),
     [
         pytest.param(backend, number, marks=full_unless((backend, number) != ("jax", 2)))
@@ -25,6 +25,10 @@ each_cell = pytest.mark.parametrize(
         for number in (1, 2)
     ],
 )
+
+
+def each_cell(test: Any) -> Any:
+    return pytest.mark.in_turn(3)(_each_cell(test))
 
 
 def data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -118,6 +122,14 @@ def one_device(backend: str) -> Any:
     return run_plain(backend, sums, False)[0]
 
 
+@pytest.mark.kills(
+    sum_of_few_rows_counted_by_all="[torch-1]",
+    sums_of_layers_are_means="[torch-1]",
+    sums_of_layers_in_another_order="[torch-1]",
+    sums_of_losses_are_means="[torch-1]",
+    sums_of_metrics_are_means="[torch-1]",
+    sums_of_validation_count_in_training="[torch-1]",
+)
 @each_cell
 def test_sums_over_the_rows_are_added_up_and_means_stay_means(backend, num_workers):
     expected = one_device(backend)
@@ -146,6 +158,7 @@ def seen_by_one_worker(under_strategy: bool) -> Any:
     return [*history["loss"], *map(np.array, model.weights)]
 
 
+@pytest.mark.kills(probe_tells_nobody="[torch]")
 @pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=pytest.mark.full), "torch"])
 def test_all_workers_come_to_the_same_verdict(backend):
     expected = run_plain(backend, seen_by_one_worker, False)
@@ -190,6 +203,7 @@ def of_one_row(under_strategy: bool) -> Any:
     return [*losses, float(metric.result()), *map(np.array, model.weights)]
 
 
+@pytest.mark.kills(probe_takes_a_method_away="[torch-1]", sums_of_one_row_are_means="[torch-1]")
 @pytest.mark.parametrize(("backend", "num_workers"), [("tensorflow", 1), ("torch", 1), ("torch", 2)])
 def test_sums_are_found_out_where_a_replica_has_one_row(backend, num_workers):
     expected = run_plain(backend, of_one_row, False)
@@ -240,6 +254,11 @@ def coupled(probe: str | None, times: int = 2) -> Any:
     return warned
 
 
+@pytest.mark.kills(
+    coupled_rows_not_told="[torch-1]",
+    coupled_rows_told_again="[torch-1]",
+    coupled_rows_told_by_all="[torch-2]",
+)
 @each_cell
 def test_what_couples_the_rows_is_warned_of_once_by_name(backend, num_workers):
     first, *others = run(backend, num_workers, coupled, None)
@@ -300,6 +319,7 @@ def unwritten(probe: str | None) -> Any:
     return history, [*drawn, *variables], warned
 
 
+@pytest.mark.kills("probe_draws_random_numbers", "probe_writes_variables")
 @pytest.mark.parametrize(("backend", "num_workers"), [("tensorflow", 1), ("torch", 2)])
 def test_nothing_is_written_and_no_random_number_drawn(backend, num_workers):
     for (history, state, warned), (without, expected, _) in zip(
@@ -311,6 +331,7 @@ def test_nothing_is_written_and_no_random_number_drawn(backend, num_workers):
             np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.kills(probe_not_left_out="[torch]")
 @pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=pytest.mark.full), "torch"])
 def test_the_environment_leaves_it_out(backend):
     assert run(backend, 1, coupled, "0", 1) == [[]]
@@ -342,6 +363,7 @@ def seeded_after_a_probe() -> Any:
     return counts
 
 
+@pytest.mark.kills("data_shuffles_of_a_seed_of_the_worker_s_own")
 def test_a_probe_leaves_the_workers_shuffles_alike():
     for counts in run("tensorflow", 2, seeded_after_a_probe):
         np.testing.assert_allclose(counts, np.full((2, ROWS), 2.0), rtol=1e-6)

@@ -48,8 +48,8 @@ class JoinedWorkers(workers.JoinedWorkers):
         )
         self._stalls.start()
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers a message from every worker through the key-value store of the service."""
+    def _gather_pieces(self, data: bytes) -> list[bytes]:
+        """Gathers through the key-value store of the service."""
         self._watch.check()
         with self._told():
             return self.mail.gather(data)

@@ -100,8 +100,8 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         everyone = self._gather(tf.pad(local, [[0, padding]] + [[0, 0]] * (len(local.shape) - 1)))
         return tf.concat([everyone[i][: sizes[i]] for i in range(self.num_workers)], axis=0)
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers a message from each worker: short ones in one collective, with their lengths in front."""
+    def _gather_pieces(self, data: bytes) -> list[bytes]:
+        """Gathers short messages in one collective, with their lengths in front."""
         with whereabouts.inside("an exchange of messages"):
             head = len(data).to_bytes(4, "little") + data[: _SHORT - 4]
             heads = self._gather_words(head, _SHORT)

@@ -115,8 +115,8 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             self._finish(dist.all_gather(parts, tensor, group=group, async_op=True), tensor)
         return parts
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers a message from each worker: in one collective, or two where one of them is long."""
+    def _gather_pieces(self, data: bytes) -> list[bytes]:
+        """Gathers in one collective, or in two if a message is long."""
         return self.begin_gather_bytes(data)()
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:

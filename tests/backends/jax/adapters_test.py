@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
+
 from tests.backends.where import in_worker
 
 if in_worker:
@@ -12,6 +14,7 @@ if in_worker:
     from kdist import keras_hooks
 
 
+@pytest.mark.kills("data_adapter_without_super_batch")
 def test_the_adapter_takes_the_arguments_of_keras_own_adapters():
     batches = [1, 2]
     adapter = keras_hooks.data_adapter(2, batches)

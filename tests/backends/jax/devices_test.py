@@ -40,6 +40,7 @@ def test_missing_device_names_the_others() -> None:
         kdist.OneDeviceStrategy("gpu:0")
 
 
+@pytest.mark.kills("gpus_jax_opens_all")
 def test_each_worker_opens_its_own_gpus_alone() -> None:
     def opened(devices: Sequence[str] = (), **environ: str) -> list[Any]:
         found = []
@@ -107,6 +108,7 @@ def _is_ring(cores: list[Core]) -> bool:
     return all(_hops(one, other) == 1 for one, other in zip(cores, [*cores[1:], cores[0]], strict=True))
 
 
+@pytest.mark.kills("tpu_cores_by_number")
 def test_the_mesh_follows_the_links_between_tpu_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = _cores("TPU v5 lite", 4, 2)
     assert not _is_ring(cores)

@@ -114,6 +114,7 @@ def collectives(hlo: str) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.kills("jax_four_collectives_per_normalization", "jax_state_not_donated")
 def test_a_step_of_fit_has_one_sum_of_gradients_and_two_small_collectives_per_normalization(
     pool: WorkerPool,
 ) -> None:
@@ -145,6 +146,7 @@ def normalize(name: str | None, rows: int, offset: float, dtype: str) -> list[np
     return [np.asarray(keras.ops.convert_to_numpy(v)) for v in model.variables]
 
 
+@pytest.mark.kills("jax_moments_of_single_parts")
 @pytest.mark.parametrize(
     ("name", "rows", "dtype", "tolerance"),
     [

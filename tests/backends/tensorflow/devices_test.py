@@ -62,6 +62,7 @@ def _cluster(index: int):
     return discover(environ=environ)
 
 
+@pytest.mark.kills("gpus_tensorflow_sees_all")
 @pytest.mark.parametrize(("gpus", "numbers"), [(8, [4, 5, 6, 7]), (2, [1]), (1, [0]), (0, [])])
 def test_a_worker_of_torchrun_shows_tensorflow_its_own_gpus(gpus: int, numbers: list[int]) -> None:
     with machine(gpus) as made:
@@ -79,6 +80,7 @@ def test_what_the_user_has_hidden_stays_hidden() -> None:
         assert made.numbers == [2, 3]
 
 
+@pytest.mark.kills("gpus_tensorflow_ignores_names")
 def test_named_gpus_are_those_that_compute() -> None:
     with machine(4) as made:
         assert devices.devices_of_worker(_cluster(0), ("gpu:3", "gpu:1")) == ("gpu:0", "gpu:1")

@@ -192,6 +192,7 @@ def compiled_by_xla():
     return found, logged
 
 
+@pytest.mark.kills("tensorflow_xla_off")
 def test_xla_compiles_forward_and_backward_unless_replicas_sum_in_it():
     ((found, logged),) = run("tensorflow", 1, compiled_by_xla)
     assert found["asked"] == (4, {"CPU:0", "CPU:1"})  # both passes of both replicas

@@ -133,5 +133,6 @@ def in_creator_scope():
     return len(asked), [float(part) for part in variable.values]
 
 
+@pytest.mark.kills("tensorflow_creators_asked_again")
 def test_the_creator_of_a_users_scope_is_asked_once():
     assert run("tensorflow", 1, in_creator_scope) == [(1, [2.0, 2.0])]

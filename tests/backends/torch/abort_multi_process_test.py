@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 
 from tests.processes import Script, local_addresses, run_plain, tf_config
 
@@ -94,6 +95,7 @@ def plain():
     return found
 
 
+@pytest.mark.kills("checkpoint_after_an_abort", "saved_after_an_abort", "torch_applied_after_an_abort")
 def test_what_was_computed_after_an_abort_is_neither_applied_nor_saved(tmp_path):
     addresses = local_addresses(2)
     scripts = []

@@ -91,6 +91,7 @@ def expected():
     return run_plain("torch", _plain)
 
 
+@pytest.mark.kills(torch_parts_not_weighted="[4-mesh-0.7]")
 @pytest.mark.parametrize(
     ("num_workers", "kind", "most"),
     [
@@ -99,6 +100,7 @@ def expected():
         pytest.param(4, "mesh", 0.7),
     ],
 )
+@pytest.mark.in_turn(2)
 def test_a_transformer_has_the_numbers_of_one_device_and_each_worker_a_part_of_it(
     expected, num_workers, kind, most
 ):
@@ -170,6 +172,8 @@ def test_whoever_reads_or_writes_a_divided_variable_sees_it_whole():
     assert run("torch", 2, read_and_write) == [True, True]
 
 
+@pytest.mark.kills("torch_gathered_variable_outdated", "torch_norm_of_a_part", "torch_slots_not_divided")
+@pytest.mark.in_turn(2)
 def test_a_loop_of_ones_own_has_the_gradients_of_all_rows():
     def loop():
         import keras
@@ -273,6 +277,7 @@ def _rows():
     return generator.normal(size=(22, 6)).astype("float32"), generator.normal(size=(22, 1)).astype("float32")
 
 
+@pytest.mark.in_turn(2)
 def test_files_and_checkpoints_go_to_other_numbers_of_workers_and_back(tmp_path):
     def first_half(folder):
         import kdist
@@ -317,6 +322,7 @@ def test_files_and_checkpoints_go_to_other_numbers_of_workers_and_back(tmp_path)
             np.testing.assert_allclose(losses_again, losses, rtol=1e-5)
 
 
+@pytest.mark.kills("torch_whole_variables_kept_for_backward")
 def test_a_step_holds_few_whole_variables_at_once():
     def watch(mixed):
         import weakref

@@ -63,6 +63,7 @@ def test_nccl_is_told_its_device():
     assert joining(nccl=False)["backend"] == "gloo" and joining(nccl=False)["device_id"] is None
 
 
+@pytest.mark.kills("torch_engine_runs_out_of_time_first")
 def test_kdist_notices_a_hang_before_the_engine_runs_out_of_time():
     for seconds in (1, 600, 3600, 86400):
         allowed = joining(KDIST_HANG_TIMEOUT=seconds)["timeout"].total_seconds()
@@ -70,6 +71,7 @@ def test_kdist_notices_a_hang_before_the_engine_runs_out_of_time():
     assert joining(timeout_seconds=33)["timeout"].total_seconds() == 33, "the user's own limit stands"
 
 
+@pytest.mark.kills("nccl_interface_of_the_user_overruled")
 def test_nccl_takes_the_interface_that_leads_to_the_others(tmp_path):
     assert joining("10.0.0.1")["NCCL_SOCKET_IFNAME"] == "=eth7"
     assert joining("127.0.0.1")["NCCL_SOCKET_IFNAME"] is None, "one machine"
@@ -80,6 +82,7 @@ def test_nccl_takes_the_interface_that_leads_to_the_others(tmp_path):
     assert joining("10.0.0.1", NCCL_CONF_FILE=conf)["NCCL_SOCKET_IFNAME"] is None
 
 
+@pytest.mark.kills("torch_group_known_by_its_name")
 @pytest.mark.parametrize(
     ("cpu", "gpu", "nccl", "makes_a_group"),
     [
@@ -168,6 +171,7 @@ def in_replicas(body, *names):
     return functions.in_replicas(runtime, mock.Mock(), body)
 
 
+@pytest.mark.kills("torch_replica_on_the_current_gpu_of_the_caller")
 def test_the_device_of_a_replica_is_current_in_its_thread():
     with Cuda().installed() as cuda:
         cuda.set_device(3)
@@ -176,6 +180,7 @@ def test_the_device_of_a_replica_is_current_in_its_thread():
         assert in_replicas(lambda replica, index: cuda.current_device(), "gpu:1") == [1]
 
 
+@pytest.mark.kills("torch_helper_threads_on_the_first_gpu")
 def test_helper_threads_use_the_current_device_of_the_thread_that_starts_them():
     found = []
     with Cuda().installed() as cuda:
@@ -187,6 +192,7 @@ def test_helper_threads_use_the_current_device_of_the_thread_that_starts_them():
     assert found == [5]
 
 
+@pytest.mark.kills("torch_autocast_of_the_first_replica_alone")
 def test_autocast_and_inference_mode_reach_every_replica():
     def body(replica, index):
         product = torch.ones(2, 2) @ torch.ones(2, 2)
@@ -204,6 +210,7 @@ def test_autocast_and_inference_mode_reach_every_replica():
 # Random numbers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.kills("torch_random_state_without_gpus")
 def test_the_random_state_has_that_of_each_gpu():
     generators = {}
     backend = get_backend()
@@ -267,6 +274,7 @@ class Nccl:
         self._log.append("end")
 
 
+@pytest.mark.kills("torch_abort_of_one_group")
 def test_the_groups_of_a_mesh_are_aborted_too():
     log: list = []
     made = [Nccl(log), Nccl(log, "gloo"), Nccl(log)]

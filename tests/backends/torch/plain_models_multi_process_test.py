@@ -104,6 +104,7 @@ def _check(found):
         np.testing.assert_allclose(found["score"][name], value, rtol=1e-5)
 
 
+@pytest.mark.kills("torch_plain_models_become_ddp")
 @pytest.mark.timeout(150)
 def test_the_chief_alone_can_use_a_model_outside_the_strategy(tmp_path):
     found = _run(tmp_path)

@@ -28,6 +28,7 @@ def backward(is_foreign):
         yield
 
 
+@pytest.mark.kills(torch_recomputed_masks_are_others="[2-same-thread-None-scope]")
 @pytest.mark.parametrize("way", ["scope", "function", "nested"])
 @pytest.mark.parametrize("seed", [None, 3])
 @FOREIGN
@@ -100,6 +101,7 @@ def test_a_gradient_of_the_user_s_own_knows_its_replica(is_foreign):
     assert sorted(seen) == [0, 1, 2]
 
 
+@pytest.mark.kills("torch_threads_keep_the_state_of_a_replica")
 def test_threads_of_the_backward_pass_are_left_as_they_were():
     states = []
 

@@ -75,6 +75,7 @@ def transfers_per_step(strategy, blocks):
     return (numbers[2] - numbers[1]) / 4
 
 
+@pytest.mark.kills(torch_scalars_are_copied_to_the_device="[2]", torch_seeds_of_copies_are_read="[3]")
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_transfers_do_not_grow_with_depth_and_little_with_replicas(replicas):
     plain = transfers_per_step(None, 1)
@@ -91,6 +92,7 @@ def test_transfers_do_not_grow_with_depth_where_one_device_holds_the_variables()
     assert transfers_per_step(strategy, 6) == transfers_per_step(strategy, 1)
 
 
+@pytest.mark.kills("torch_seeds_outlive_what_is_written")
 def test_seeds_that_somebody_sets_between_steps_are_drawn_from():
     def masks(strategy, restart):
         with strategy.scope() if strategy else contextlib.nullcontext():

@@ -35,6 +35,7 @@ def test_messages_of_any_length_are_gathered_in_order():
     assert run("torch", 2, gather) == [expected, expected]
 
 
+@pytest.mark.kills("look_at_a_collective_that_just_ended")
 def test_a_collective_that_ends_just_after_a_look_at_the_others_has_ended_well():
     def exchange():
         import random
@@ -224,6 +225,7 @@ FORK = "(os.fork() or (time.sleep(20), os._exit(0))) and os.kill(os.getpid(), si
     ],
     ids=["worker", "chief", "connections stay open", "exception", "exit"],
 )
+@pytest.mark.in_turn(2)
 def test_a_lost_worker_ends_the_others_in_time_and_is_named(tmp_path, num_workers, victim, how, what):
     source = TRAIN.replace("VICTIM", str(victim)).replace("HOW", how)
     with job(tmp_path, source, num_workers) as (workers, names):
@@ -335,12 +337,14 @@ def check_group(printed: str) -> None:
         np.testing.assert_allclose(weights, by_hand.weights(2), rtol=1e-5)
 
 
+@pytest.mark.kills("torch_rows_of_the_first_worker")
 def test_a_process_group_that_the_user_has_made_is_taken(tmp_path):
     with job(tmp_path, GROUP, 2) as (workers, _):
         assert [worker.wait() for worker in workers] == [0, 0], "\n".join(map(_output, workers))
         check_group("".join(worker.stdout() for worker in workers))
 
 
+@pytest.mark.in_turn(2)
 def test_torchrun_starts_it_too(tmp_path):
     host, port = local_addresses(1)[0].split(":")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

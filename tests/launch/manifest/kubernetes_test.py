@@ -59,6 +59,7 @@ def test_the_schema_notices():
         kubernetes_validate.validate(job, "1.29", strict=True)
 
 
+@pytest.mark.kills("manifest_pods_not_found")
 def test_a_pod_for_each_worker_that_the_others_find(objects):
     found = objects(*BASE, "train.py")
     job, service = found["Job"]["spec"], found["Service"]
@@ -84,6 +85,7 @@ def test_the_workers_find_their_cluster(objects, number):
         assert cluster.coordinator == ("big-0.big:3333" if number > 1 else None)
 
 
+@pytest.mark.kills("manifest_preemption_counted")
 def test_a_failure_counts_once_a_worker_and_a_preemption_does_not(objects):
     found = objects(*BASE, "--max-restarts", "2", "train.py")
     job = found["Job"]["spec"]
@@ -148,6 +150,7 @@ def token_of(objects):
     return objects["Secret"]["stringData"][reference["key"]]
 
 
+@pytest.mark.kills("manifest_secret_in_the_pod")
 def test_the_workers_share_a_secret(objects, manifest):
     tokens = {token_of(objects(*BASE, "train.py")) for _ in range(2)}
     assert len(tokens) == 2 and all(len(bytes.fromhex(token)) == 16 for token in tokens), "one per job"

@@ -174,6 +174,7 @@ def test_all_tasks_of_a_job_get_one_secret(sbatch, tmp_path):
 PLAIN = 'import os, sys; rank, start = (int(os.environ[n]) for n in ("SLURM_PROCID", "KDIST_RESTART"))\n'
 
 
+@pytest.mark.kills("manifest_failed_step_not_started_again")
 @pytest.mark.parametrize(
     ("ends", "code", "starts"),
     [
@@ -191,6 +192,7 @@ def test_a_failed_step_is_started_again(sbatch, tmp_path, ends, code, starts):
     assert not (tmp_path / "scontrol").exists()
 
 
+@pytest.mark.kills("manifest_preempted_job_not_requeued")
 def test_a_preempted_job_goes_back_to_the_queue(sbatch, tmp_path):
     done = sbatch(f"{PLAIN}sys.exit(75)", SLURM_RESTART_COUNT="4", SLURM_JOB_ID="123")
     assert done.returncode == 75 and steps_of(tmp_path) == ["4"]

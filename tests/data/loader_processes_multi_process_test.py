@@ -1,0 +1,87 @@
+"""Datasets whose batches come from other processes: Keras's `PyDataset`, and PyTorch's `DataLoader` with "spawn"."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+
+import numpy as np
+
+from tests import by_hand
+from tests.processes import each_backend, run, strategy
+
+EPOCHS = 2
+
+
+class Rows:
+    """All rows in their order; notes which processes read them. A new process finds it in this module."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return by_hand.ROWS
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        note_reader(self.folder)
+        x, y = by_hand.rows()
+        return x[index], y[index]
+
+
+def note_reader(folder: str) -> None:
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+
+
+def in_worker_fit(kind: str, folder: str):
+    """Returns the weights, this process's number, and its child processes that do not end."""
+    import keras
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return by_hand.STEPS
+
+        def __getitem__(self, index: int):
+            note_reader(folder)
+            rows = slice(index * by_hand.BATCH, (index + 1) * by_hand.BATCH)
+            return tuple(part[rows] for part in by_hand.rows())
+
+    with strategy().scope():
+        model = by_hand.model()
+    if kind == "PyDataset":
+        data = Batches(workers=2, use_multiprocessing=True)
+    else:
+        from torch.utils.data import DataLoader
+
+        data = DataLoader(
+            Rows(folder), batch_size=by_hand.BATCH, num_workers=1, multiprocessing_context="spawn"
+        )
+    model.fit(data, epochs=EPOCHS, shuffle=False, verbose=0)
+    del data
+    weights = [float(v) for part in model.get_weights() for v in np.ravel(part)]
+    # Keras closes a pool of processes, and does not wait for their end.
+    deadline = time.monotonic() + 20
+    while (children := multiprocessing.active_children()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return weights, str(os.getpid()), [child.name for child in children]
+
+
+def check(backend, kind, tmp_path):
+    results = run(backend, 2, in_worker_fit, kind, str(tmp_path), timeout=60)
+    readers = set(os.listdir(tmp_path))
+    for weights, _, children in results:
+        np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
+        assert children == []
+    return readers, {pid for _, pid, _ in results}
+
+
+@each_backend
+def test_a_py_dataset_with_processes(backend, tmp_path):
+    readers, workers = check(backend, "PyDataset", tmp_path)
+    assert len(readers - workers) >= 2  # the first batch, whose shapes build the model, is read in the worker
+
+
+@each_backend
+def test_a_data_loader_with_spawned_processes(backend, tmp_path):
+    readers, workers = check(backend, "DataLoader", tmp_path)
+    assert len(readers - workers) >= 2 and not readers & workers

@@ -1,0 +1,217 @@
+"""Ctrl-C in `fit`: workers end at once and quietly, and a notebook's next `fit` works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests.alive import identity_of, left_of
+from tests.processes import (
+    Script,
+    each_backend,
+    local_addresses,
+    run,
+    run_plain,
+    strategy,
+    tf_config,
+)
+
+# The workers end long before the heartbeat timeout, after which they would end anyway.
+SECONDS, HEARTBEAT = 30.0, 120.0
+PATIENT = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
+LINES = 60  # on stderr: one traceback, and no storm
+
+SCRIPT = """
+import os
+import kdist, keras
+import numpy as np
+
+class Note(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 20:
+            print(f"TRAINS {os.getpid()} ", flush=True)
+
+strategy = kdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.random.RandomState(0).rand(4000, 3)
+model.fit(x, x[:, :1], batch_size=4, epochs=1000, verbose=0, callbacks=[Note()])
+print("FINISHED", flush=True)
+"""
+
+
+def check_stderr(text):
+    assert "KeyboardInterrupt" in text, text
+    assert text.count("Traceback (most recent call last)") <= 2, text
+    assert len(text.splitlines()) <= LINES, text
+
+
+@each_backend
+def test_ctrl_c_ends_both_workers(backend, tmp_path):
+    addresses = local_addresses(2)
+    with contextlib.ExitStack() as cleanup:
+        scripts = []
+        for index in (0, 1):
+            env = {"TF_CONFIG": tf_config(addresses, index), "KERAS_BACKEND": backend, **PATIENT}
+            scripts.append(Script(tmp_path, f"worker{index}", SCRIPT, env))
+            cleanup.callback(scripts[-1].kill)
+        for script in scripts:
+            script.wait_for("TRAINS")
+        pids = [script.process.pid for script in scripts]
+        start = time.monotonic()
+        for pid in pids:
+            os.killpg(pid, signal.SIGINT)  # the leader of its process group
+        codes = [script.wait(60) for script in scripts]
+        seconds = time.monotonic() - start
+    for script, code in zip(scripts, codes, strict=True):
+        assert code in (-signal.SIGINT, 128 + signal.SIGINT), script.stderr()
+        assert "FINISHED" not in script.stdout()
+        check_stderr(script.stderr())
+    assert seconds < SECONDS
+
+
+@each_backend
+def test_ctrl_c_ends_a_launched_job(backend, tmp_path):
+    # The launcher gets the signal: its workers have sessions of their own.
+    command = (sys.executable, "-m", "kdist", "run", "--num-workers", "2", "--backend", backend)
+    job = Script(tmp_path, "train", SCRIPT, PATIENT, command)
+    try:
+        deadline = time.monotonic() + 120
+        while len(found := set(re.findall(r"TRAINS (\d+) ", job.stdout()))) < 2:
+            assert job.exit_code is None and time.monotonic() < deadline, job.stderr()
+            time.sleep(0.02)
+        workers = [identity_of(int(pid)) for pid in found]
+        start = time.monotonic()
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(60) == 128 + signal.SIGINT
+        assert time.monotonic() - start < SECONDS
+        assert left_of(workers) == []
+        assert len(job.stderr().splitlines()) <= 2 * LINES, job.stderr()
+    finally:
+        job.kill()
+
+
+# In a notebook -----------------------------------------------------------------------------------------------
+
+
+def data():
+    x = np.random.RandomState(0).randn(40, 3).astype("float32")
+    return x, x[:, :1]
+
+
+def make_model():
+    import keras
+
+    keras.utils.set_random_seed(5)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+
+
+@contextlib.contextmanager
+def keyboard():
+    """The worker of a pool ignores Ctrl-C; a notebook does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def weights_of(model):
+    import keras
+
+    return [keras.ops.convert_to_numpy(w) for w in model.weights]
+
+
+def plain_steps():
+    model = make_model()
+    x, y = data()
+    model.fit(x[:12], y[:12], batch_size=4, shuffle=False, verbose=0)
+    model.fit(x, y, batch_size=4, shuffle=False, epochs=2, verbose=0)
+    return weights_of(model)
+
+
+def in_worker_interrupt():
+    """Presses the stop button after the third step; then trains on."""
+    import keras
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with strategy().scope():
+        model = make_model()
+    with keyboard(), pytest.raises(KeyboardInterrupt):
+        model.fit(*data(), batch_size=4, shuffle=False, verbose=0, callbacks=[Stop()])
+    model.fit(*data(), batch_size=4, shuffle=False, epochs=2, verbose=0)
+    return weights_of(model)
+
+
+@each_backend
+def test_fit_goes_on_after_the_stop_button(backend):
+    expected = run_plain(backend, plain_steps)
+    (actual,) = run(backend, 1, in_worker_interrupt)
+    for one, other in zip(expected, actual, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=2e-6)
+
+
+def in_worker_interrupt_anywhere():
+    """Presses the stop button at any moment of a step, several times; then trains anew."""
+    import threading
+
+    import keras
+
+    x, y = data()
+    with strategy().scope():
+        model = make_model()
+    initial = [0 * w + 0.1 for w in weights_of(model)]
+    for delay in (0.0, 0.001, 0.002, 0.005, 0.01, 0.02):
+        has_begun = threading.Event()
+
+        class Note(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                has_begun.set()  # noqa: B023  # of this round
+
+        def press(delay=delay, has_begun=has_begun):
+            if has_begun.wait(60):
+                time.sleep(delay)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with keyboard():
+            thread = threading.Thread(target=press)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                model.fit(x, y, batch_size=4, epochs=10**4, verbose=0, callbacks=[Note()])
+            thread.join()
+    model.set_weights(initial)
+    with strategy().scope():
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(x, y, batch_size=4, shuffle=False, epochs=2, verbose=0)
+    return initial, weights_of(model)
+
+
+def plain_from(initial):
+    import keras
+
+    model = make_model()
+    model.set_weights(initial)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(*data(), batch_size=4, shuffle=False, epochs=2, verbose=0)
+    return weights_of(model)
+
+
+@each_backend
+def test_fit_works_after_the_stop_button_at_any_moment(backend):
+    ((initial, actual),) = run(backend, 1, in_worker_interrupt_anywhere)
+    for one, other in zip(run_plain(backend, plain_from, initial), actual, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=2e-6)

@@ -1,0 +1,105 @@
+"""Workers whose addresses are IPv6: by `TF_CONFIG`, and by `kdist run --hosts`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+
+import pytest
+
+from kdist.cluster import free_ports
+from tests.processes import Script, each_backend, run_plain, tf_config
+
+SCRIPT = """
+import contextlib, json, os
+import keras
+import numpy as np
+
+def train(strategy):
+    first, second = (keras.initializers.GlorotUniform(seed=seed) for seed in (3, 4))
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        hidden = keras.layers.Dense(3, "tanh", kernel_initializer=first)
+        model = keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(1, kernel_initializer=second)])
+        model.compile("adam", "mse", metrics=["mae"])
+    x = np.random.RandomState(0).randn(30, 4).astype("float32")
+    history = model.fit(x, x[:, :1], batch_size=7, epochs=2, shuffle=False, verbose=0)
+    return history.history | {"predict": model.predict(x, verbose=0)[:, 0].tolist()}
+
+if __name__ == "__main__":
+    import kdist
+    strategy = kdist.MultiWorkerMirroredStrategy()
+    assert strategy.num_replicas_in_sync == 2
+    print("NUMBERS " + json.dumps(train(strategy)), flush=True)
+"""
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        return True
+    except OSError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback address, ::1")
+
+
+def plain():
+    namespace = {"__name__": "plain"}
+    exec(SCRIPT, namespace)
+    return namespace["train"](None)
+
+
+def check_numbers(backend, printed):
+    found = [json.loads(line.partition("NUMBERS ")[2]) for line in printed.splitlines() if "NUMBERS" in line]
+    assert len(found) == 2
+    expected = run_plain(backend, plain)
+    for actual in found:
+        assert actual.keys() == expected.keys()
+        for name in expected:
+            assert actual[name] == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
+
+
+def run_all(scripts):
+    try:
+        for script in scripts:
+            assert script.wait(120) == 0, script.stdout() + script.stderr()
+        return "\n".join(script.stdout() for script in scripts)
+    finally:
+        for script in scripts:
+            script.kill()
+
+
+@each_backend
+def test_workers_with_ipv6_addresses_train_as_one_device(backend, tmp_path):
+    addresses = [f"[::1]:{port}" for port in free_ports(2, "::1")]
+    check_numbers(
+        backend,
+        run_all(
+            [
+                Script(
+                    tmp_path,
+                    f"worker{index}",
+                    SCRIPT,
+                    {"TF_CONFIG": tf_config(addresses, index), "KERAS_BACKEND": backend},
+                )
+                for index in (0, 1)
+            ]
+        ),
+    )
+
+
+@each_backend
+def test_kdist_run_with_ipv6_hosts(backend, tmp_path):
+    hosts = ",".join(f"[::1]:{port}" for port in free_ports(2, "::1"))
+    command = [sys.executable, "-m", "kdist", "run", "--backend", backend, "-n", "1", "--hosts", hosts]
+    check_numbers(
+        backend,
+        run_all(
+            [
+                Script(tmp_path, f"host{index}", SCRIPT, {}, [*command, "--host-index", str(index)])
+                for index in (0, 1)
+            ]
+        ),
+    )

@@ -1,0 +1,111 @@
+"""8 and 16 workers: `fit`, a checkpoint, and an error that all workers agree on, within a bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import zlib
+
+import numpy as np
+import pytest
+
+from tests.processes import BACKENDS, full_unless, run_plain, start_pool, strategy
+from tests.turn import turn
+
+ROWS = 45  # in batches of 20 rows: uneven for 8 and 16 workers, and a last batch with fewer rows than workers
+# Seconds for each step on 2 cores, which 16 workers share.
+LIMIT = 150
+
+
+def data():
+    x = np.random.RandomState(0).randn(ROWS, 6).astype("float32")
+    return x, x[:, :1] - 2 * x[:, 1:2]
+
+
+def make_model(under_strategy):
+    import keras
+
+    keras.utils.set_random_seed(7)
+    with strategy().scope() if under_strategy else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
+    return model
+
+
+def fit(model):
+    import keras
+
+    x, y = data()
+    history = model.fit(
+        x, y, batch_size=20, epochs=2, shuffle=False, verbose=0, validation_data=(x[:9], y[:9])
+    )
+    weights = {f"weight {i}": keras.ops.convert_to_numpy(w) for i, w in enumerate(model.weights)}
+    return weights | {name: np.asarray(values) for name, values in history.history.items()}
+
+
+def plain():
+    return fit(make_model(False))
+
+
+def in_worker_train(folder):
+    import keras
+
+    import kdist
+
+    model = make_model(True)
+    numbers = fit(model)
+    path = kdist.Checkpoint(model=model).save(folder, asynchronous=False)
+    kdist.barrier()
+    trained = [keras.ops.convert_to_numpy(w) for w in model.weights]
+    model.set_weights([0 * w for w in trained])
+    kdist.Checkpoint(model=model).restore(path)
+    for weight, value in zip(model.weights, trained, strict=True):
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(weight), value)
+    shards = sorted(name for name in os.listdir(path) if name.startswith("shard-"))
+    return numbers, shards
+
+
+def in_worker_disagree(who):
+    import kdist
+
+    x, y = data()
+    rows = ROWS - 1 if strategy().runtime.worker_index == who else ROWS
+    with pytest.raises(kdist.errors.WorkerMismatchError) as caught:
+        make_model(True).fit(x[:rows], y[:rows], verbose=0)
+    return str(caught.value)
+
+
+def _params():
+    today = (zlib.crc32(b"many workers") + turn()) % len(BACKENDS)
+    for workers, (place, backend) in itertools.product((8, 16), enumerate(BACKENDS)):
+        yield pytest.param(backend, workers, marks=full_unless(workers == 8 and place == today))
+
+
+@pytest.mark.timeout(4 * LIMIT + 60)
+@pytest.mark.parametrize(("backend", "workers"), _params())
+def test_many_workers_train_as_one_device(backend, workers, tmp_path):
+    expected = run_plain(backend, plain)
+    pool = start_pool(workers, backend, LIMIT)
+    try:
+        pool.run(strategy_is_there)
+        results = pool.run(in_worker_train, str(tmp_path))
+        messages = pool.run(in_worker_disagree, workers - 2)
+    finally:
+        pool.close()
+    assert len(results) == workers
+    for numbers, shards in results:
+        assert shards == [f"shard-{i:05d}-of-{workers:05d}.safetensors" for i in range(workers)]
+        assert numbers.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(numbers[name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+    assert len(set(messages)) == 1
+    assert f"worker {workers - 2}" in messages[0] and str(ROWS - 1) in messages[0], messages[0]
+
+
+def strategy_is_there():
+    """Joins the workers, within a time limit of its own."""
+    import kdist
+
+    assert strategy().num_replicas_in_sync == int(os.environ["WORLD_SIZE"])
+    kdist.barrier()

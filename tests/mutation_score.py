@@ -1,0 +1,80 @@
+"""The mutation score of a package: the share of small automatic changes that its tests without processes notice.
+
+    python -m tests.mutation_score PACKAGE [--least 0.8] [--to FILE] [--jobs 2]
+
+mutmut (https://mutmut.readthedocs.io) makes the changes in a copy of the tree. Only packages that need no framework
+have such tests. The changes in `tests/mutants/` are made by hand instead, each for a promise of the documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.environment import ROOT
+from tests.mutants.run import copy_of
+from tests.rest import PACKAGES
+
+_CONFIGURATION = """
+
+[tool.mutmut]
+source_paths = ["kdist"]
+only_mutate = {files}
+also_copy = {copied}
+pytest_add_cli_args = ["-p", "no:cacheprovider"]
+pytest_add_cli_args_test_selection = {tests}
+"""
+
+
+def tests_of(package: str) -> list[str]:
+    """Returns the test files of a package that start no processes."""
+    found = (ROOT / "tests" / package).rglob("*_test.py")
+    return sorted(str(path.relative_to(ROOT)) for path in found if "multi_process" not in path.name)
+
+
+def configuration(package: str, tree: Path) -> str:
+    """Returns the settings of mutmut for a package, which end pyproject.toml."""
+    copied = sorted(path.name for path in tree.iterdir() if path.name not in ("kdist", "tests"))
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kdist" / package).rglob("*.py"))
+    return _CONFIGURATION.format(
+        files=json.dumps(files), copied=json.dumps(copied), tests=json.dumps(tests_of(package))
+    )
+
+
+def measure(package: str, jobs: int) -> dict[str, int]:
+    """Runs mutmut on a package; returns its numbers of changes by result."""
+    with copy_of(ROOT) as tree:
+        with open(tree / "pyproject.toml", "a", encoding="utf-8") as file:
+            file.write(configuration(package, tree))
+        environ = dict(os.environ)
+        environ.pop("PYTHONPATH", None)  # the changed copy comes first, not this tree
+        mutmut = [sys.executable, "-m", "mutmut"]
+        subprocess.run([*mutmut, "run", "--max-children", str(jobs)], cwd=tree, env=environ, check=True)
+        subprocess.run([*mutmut, "export-cicd-stats"], cwd=tree, env=environ, check=True)
+        results: dict[str, int] = json.loads((tree / "mutants" / "mutmut-cicd-stats.json").read_text())
+        return results
+
+
+def main() -> int:
+    """Runs the command line; 1 if the score is too low."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("package", choices=PACKAGES, help="package of kdist")
+    parser.add_argument("--least", type=float, default=0.0, help="lowest score that passes (default: 0)")
+    parser.add_argument("--to", type=Path, help="file for the score (default: none)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
+    options = parser.parse_args()
+    results = measure(options.package, options.jobs)
+    noticed = results["killed"] + results["timeout"] + results["segfault"]
+    score = round(noticed / max(1, results["total"] - results["skipped"]), 3)
+    print(f"\n{options.package}: the tests notice {noticed} of {results['total']} changes: {score:.1%}")
+    if options.to:
+        options.to.write_text(str(score), encoding="utf-8")
+    return 0 if score >= options.least else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

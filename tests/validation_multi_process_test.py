@@ -1,0 +1,105 @@
+"""Validation data at their corners: no rows, fewer rows than workers, and generators that end early."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+
+from tests.processes import each_backend, run, run_plain, strategy
+
+
+def data(rows=10):
+    x = np.random.RandomState(0).randn(rows, 3).astype("float32")
+    return x, x[:, :1]
+
+
+def batches(number):
+    x, y = data()
+    for start in range(0, 2 * number, 2):
+        yield x[start : start + 2], y[start : start + 2]
+
+
+CASES = {
+    "no rows": lambda: {"validation_data": tuple(array[:0] for array in data())},
+    "no batch": lambda: {"validation_data": batches(0)},
+    # Keras reads the first batch in advance, and evaluates it again in each epoch after the end of the generator.
+    "exhausted": lambda: {"validation_data": batches(2)},
+    "too many steps": lambda: {"validation_data": batches(3), "validation_steps": 5},
+    "one row": lambda: {"validation_split": 0.1},
+    "no row to train": lambda: {"validation_split": 0.95},
+}
+
+
+def fit_each(under_strategy):
+    """Returns the history and the warnings of each case, or its error."""
+    import keras
+
+    found = {}
+    for name, arguments in CASES.items():
+        keras.utils.set_random_seed(3)
+        with strategy().scope() if under_strategy else contextlib.nullcontext():
+            model = keras.Sequential(
+                [keras.Input((3,)), keras.layers.Dense(2, "tanh"), keras.layers.Dense(1)]
+            )
+            model.compile("sgd", "mse", metrics=["mae"])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                history = model.fit(
+                    *data(), batch_size=4, epochs=3, shuffle=False, verbose=0, **arguments()
+                ).history
+            except ValueError as error:
+                found[name] = str(error)
+            else:
+                is_short = any("ran out of data" in str(one.message) for one in warned)
+                found[name] = {key: list(map(float, values)) for key, values in history.items()}, is_short
+    return found
+
+
+@each_backend
+def test_odd_validation_data_has_the_results_of_plain_keras(backend):
+    expected = run_plain(backend, fit_each, False)
+    kinds = {name: type(value) for name, value in expected.items()}
+    assert kinds == dict.fromkeys(CASES, tuple) | {"no batch": str, "no row to train": str}
+    assert "val_loss" not in expected["no rows"][0] and len(expected["one row"][0]["val_loss"]) == 3
+    for found, name in itertools.product(run(backend, 2, fit_each, True), CASES):
+        if isinstance(expected[name], str):
+            assert found[name] == expected[name]
+            continue
+        (history, is_short), (expected_history, expected_short) = found[name], expected[name]
+        assert is_short == expected_short, name
+        assert history.keys() == expected_history.keys(), name
+        for key, values in expected_history.items():
+            assert history[key] == pytest.approx(values, rel=1e-5, abs=2e-6), (name, key)
+
+
+def in_worker_fit_nothing():
+    import keras
+
+    import kdist
+
+    with strategy().scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = data(0)
+    messages = []
+    for method in (model.fit, model.evaluate):
+        with pytest.raises(kdist.errors.InvalidArgumentError) as caught:
+            method(x, y, verbose=0)
+        messages.append(str(caught.value))
+    return messages
+
+
+@each_backend
+def test_no_rows_to_train_is_a_clear_error(backend):
+    for messages in run(backend, 2, in_worker_fit_nothing):
+        for message in messages:
+            assert message.splitlines() == [
+                "The data has no rows.",
+                "Received: rows=0",
+                "Pass at least one row.",
+            ]
