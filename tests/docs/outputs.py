@@ -20,6 +20,8 @@ SAME = "same"
 """The tag of a cell whose text is equal on every backend."""
 VARIES = "varies"
 """The tag of a cell whose numbers are different in each run."""
+BACKEND = "backend"
+"""The tag of a cell whose text depends on the backend."""
 _TOLERANCE = 0.2  # of decimals: backends round differently, and training multiplies the differences
 _FACTOR = 2.0  # by which a figure may contain more or less color
 _NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)(?![\w.]*\d)")
@@ -34,7 +36,7 @@ def difference_of(stored: Any, executed: Any) -> str | None:
     tags = stored.metadata.get("tags", ())
     if SAME in tags and text_of(executed) != text_of(stored):
         return _unified(text_of(stored).splitlines(), text_of(executed).splitlines())
-    if not _agree(_lines(stored), _lines(executed), VARIES in tags):
+    if BACKEND not in tags and not _agree(_lines(stored), _lines(executed), VARIES in tags):
         return _unified(*([line for line, _, _ in _lines(cell)] for cell in (stored, executed)))
     for before, after in zip(_figures(stored), _figures(executed), strict=True):
         paint = "color" if "color" in before else "gray"
