@@ -16,7 +16,6 @@ from tests.alive import identity_of, left_of
 from tests.processes import (
     Script,
     each_backend,
-    each_backend,
     local_addresses,
     run,
     run_plain,
@@ -94,7 +93,7 @@ def wait_until_it_rests(pid):
 @each_backend
 def test_ctrl_c_in_a_collective_is_a_keyboard_interrupt(backend, tmp_path):
     # Worker 1 does not come to the next step; Ctrl-C meets worker 0 in a collective, which then fails.
-    stops = SCRIPT.replace('flush=True)\n\n', 'flush=True)\n            os.kill(os.getpid(), 19)\n\n')
+    stops = SCRIPT.replace("flush=True)\n\n", "flush=True)\n            os.kill(os.getpid(), 19)\n\n")
     assert stops != SCRIPT
     addresses = local_addresses(2)
     with contextlib.ExitStack() as cleanup:
