@@ -81,6 +81,7 @@ _HELD = {
     central_jax_state_stays_on_the_devices="[jax]",
     central_tensorflow_old_weights_after_the_step="[tensorflow]",
     central_tensorflow_optimizer_in_every_replica="[tensorflow]",
+    central_torch_mirrored="[torch]",
 )
 @each_backend
 def test_variables_are_on_the_parameter_device_and_an_optimisers_nowhere_else(backend, tmp_path):

@@ -166,11 +166,14 @@ def _params() -> Iterator[Any]:
     metrics_of_one_replica="[torch-workers-2x2-regression_metrics]",
     numbers_of_no_value="[jax-workers-2x2-sgd]",
     one_row_counted_by_all="[torch-workers-2-one_row_left]",
+    overflow_of_one_replica_seen_by_it_alone="[torch-mirrored-2-overflow]",
     replicas_do_not_watch_unfrozen_layers="[tensorflow-central-2-fine_tuning]",
     sample_weights_of_one_replica="[torch-workers-2x2-reduction_mean_with_sample_weight]",
     scalar_counts_as_one_row="[torch-mirrored-2-custom_metrics]",
     scaled_loss_not_weighted="[torch-mirrored-3-loss_scaling]",
     servers_clip_by_themselves="[torch-servers-in-turn-global_clipnorm]",
+    servers_decay_names_that_were_excluded="[torch-servers-in-turn-adamw_with_exclusions]",
+    servers_decay_variables_that_were_excluded="[torch-servers-2-adamw_with_exclusions]",
     servers_keep_old_trainable_flags="[jax-servers-2-fine_tuning]",
     servers_slots_elsewhere="[torch-servers-in-turn-adamw]",
     tensorflow_ema_per_replica="[tensorflow-workers-3-ema_overwrite]",
@@ -185,6 +188,7 @@ def _params() -> Iterator[Any]:
     torch_replicas_weigh_alike="[torch-workers-2x2-uneven_batches]",
     torch_workers_not_summed="[torch-workers-2-reduction_sum_over_batch_size]",
     validation_cut_short="[torch-workers-2x2-validation]",
+    weights_of_a_batch_are_zero="[torch-workers-2-zero_weights]",
 )
 @pytest.mark.parametrize("cell", _params())
 def test_numbers_are_those_of_one_device(

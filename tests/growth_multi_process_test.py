@@ -78,6 +78,7 @@ def check(backend, folder, steps, fits, saves):
         assert more_memory - memory < limit, f"{(more_memory - memory) / MIB:.1f} MiB more"
 
 
+@pytest.mark.kills(growth_batches_kept="[torch]", growth_folders_stay_locked="[torch]")
 @each_backend
 def test_a_job_does_not_grow(backend, tmp_path):
     check(backend, tmp_path, 100, 5, 20)

@@ -90,6 +90,7 @@ def rings():
     return told, np.concatenate([np.ravel(weight) for weight in model.get_weights()])
 
 
+@pytest.mark.kills("tensorflow_rings_not_passed_on")
 def test_tensorflow_reduces_gradients_in_rings():
     pool = start_pool(2, "tensorflow")
     try:

@@ -54,6 +54,7 @@ def check_stderr(text):
     assert len(text.splitlines()) <= LINES, text
 
 
+@pytest.mark.kills(interrupt_waits_for_the_others="[torch]")
 @each_backend
 def test_ctrl_c_ends_both_workers(backend, tmp_path):
     addresses = local_addresses(2)
@@ -194,6 +195,7 @@ def in_worker_interrupt():
     return weights_of(model)
 
 
+@pytest.mark.kills(interrupt_loses_the_last_steps="[jax]")
 @each_backend
 def test_fit_goes_on_after_the_stop_button(backend):
     expected = run_plain(backend, plain_steps)

@@ -71,6 +71,7 @@ def run_all(scripts):
             script.kill()
 
 
+@pytest.mark.kills(ipv6_chief_listens_on_ipv4="[torch]")
 @each_backend
 def test_workers_with_ipv6_addresses_train_as_one_device(backend, tmp_path):
     addresses = [f"[::1]:{port}" for port in free_ports(2, "::1")]

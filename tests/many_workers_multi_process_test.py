@@ -82,6 +82,7 @@ def _params():
         yield pytest.param(backend, workers, marks=full_unless(workers == 8 and place == today))
 
 
+@pytest.mark.kills(many_workers_lose_a_row="[torch-8]")
 @pytest.mark.timeout(4 * LIMIT + 60)
 @pytest.mark.parametrize(("backend", "workers"), _params())
 def test_many_workers_train_as_one_device(backend, workers, tmp_path):

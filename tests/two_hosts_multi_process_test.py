@@ -141,6 +141,7 @@ def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
         check_numbers(backend, workers, started)
 
 
+@pytest.mark.kills(gloo_interface_of_ipv6_not_found="[torch]")
 @pytest.mark.full
 @each_backend
 def test_two_hosts_with_ipv6_addresses_train_as_one_device(backend, hosts, tmp_path):
@@ -175,6 +176,7 @@ model.fit(x, x[:, :1], batch_size=4, epochs=10**6, verbose=0, callbacks=[Note()]
 """
 
 
+@pytest.mark.kills(partition_noticed_late="[torch]")
 @each_backend
 def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
     env = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
@@ -193,6 +195,7 @@ def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
     assert seconds < HEARTBEAT + SLACK
 
 
+@pytest.mark.kills(slow_link_is_a_lost_worker="[torch]")
 @pytest.mark.full
 @each_backend
 def test_a_slow_link_changes_nothing(backend, hosts, tmp_path):

@@ -60,6 +60,7 @@ def fit_each(under_strategy):
     return found
 
 
+@pytest.mark.kills(validation_of_no_rows_is_zero="[torch]")
 @each_backend
 def test_odd_validation_data_has_the_results_of_plain_keras(backend):
     expected = run_plain(backend, fit_each, False)
@@ -94,6 +95,7 @@ def in_worker_fit_nothing():
     return messages
 
 
+@pytest.mark.kills(data_without_rows_has_no_clear_error="[torch]")
 @each_backend
 def test_no_rows_to_train_is_a_clear_error(backend):
     for messages in run(backend, 2, in_worker_fit_nothing):

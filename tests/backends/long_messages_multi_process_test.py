@@ -30,6 +30,7 @@ def in_worker_gather(sizes):
         del runtime.group._gather_pieces
 
 
+@pytest.mark.kills(messages_of_one_piece="[torch]")
 @each_backend
 def test_long_messages_travel_in_pieces(backend):
     expected = [[message(worker, size) for worker, size in enumerate(each)] for each in SIZES]

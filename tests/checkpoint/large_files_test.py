@@ -6,6 +6,7 @@ import os
 import zlib
 
 import numpy as np
+import pytest
 
 from kdist.checkpoint.checked_reading import read_index, read_tensors
 from kdist.checkpoint.index import File, Index, Piece, Tensor, dump
@@ -17,6 +18,7 @@ LARGE = 5 << 30
 LAST = np.arange(6, dtype="float32").reshape(2, 3)
 
 
+@pytest.mark.kills("checkpoint_offsets_of_32_bits")
 def test_a_tensor_behind_more_than_4_gib_is_written_and_read(tmp_path):
     large, last = Tensor("large", "uint8", (LARGE,)), Tensor("last", "float32", LAST.shape)
     share = Share([large, last], [Span(0, 0, LARGE), Span(1, 0, LAST.size)], lambda: (), {}, {})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests import by_hand
 from tests.processes import each_backend, run, strategy
@@ -83,6 +84,7 @@ def in_worker_write_everywhere(folder: str) -> Any:
     return path, [float(v) for part in loaded.get_weights() for v in np.ravel(part)]
 
 
+@pytest.mark.kills(paths_only_in_ascii="[torch]")
 @each_backend
 def test_symlinked_and_non_ascii_directories(backend: str, tmp_path: Path) -> None:
     real, link = tmp_path / "real" / NAME, tmp_path / "línk"
@@ -110,6 +112,7 @@ def in_worker_fit(folder: str, ends_after: int | None, is_true: bool) -> Any:
     return fit(folder, ends_after, is_true)
 
 
+@pytest.mark.kills(clock_of_files_orders_backups="[torch]")
 @each_backend
 def test_a_job_resumes_if_the_times_of_files_are_wrong(backend: str, tmp_path: Path) -> None:
     for name, at in (("past", 10.0), ("future", time.time() + 1e8)):
@@ -133,6 +136,7 @@ def in_worker_save_with_clock(folder: str, ahead: float) -> Any:
         time.time = real
 
 
+@pytest.mark.kills(clock_that_is_behind_hides_a_backup="[torch]")
 @each_backend
 def test_a_job_resumes_on_a_machine_whose_clock_is_behind(backend: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "backup")

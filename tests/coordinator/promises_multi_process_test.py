@@ -299,7 +299,12 @@ def found(backend: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return {"backend": backend} | json.loads(line[line.index("{") :])
 
 
-@pytest.mark.kills(servers_difference_told_twice="[torch]")
+@pytest.mark.kills(
+    servers_closures_one_at_a_time="[torch]",
+    servers_difference_told_twice="[torch]",
+    servers_staleness_not_passed_on="[tensorflow]",
+    tensorflow_closures_one_at_a_time="[tensorflow]",
+)
 @each_backend
 def test_each_function_counts_once_and_is_as_stale_as_allowed(found: dict[str, Any]) -> None:
     assert found["counted"] == found["iterations"] == found["values"] == 90
@@ -310,7 +315,14 @@ def test_each_function_counts_once_and_is_as_stale_as_allowed(found: dict[str, A
     assert found["updates"] == 12
 
 
-@pytest.mark.kills(servers_draw_alike="[torch]", tensorflow_servers_draw_alike="[tensorflow]")
+@pytest.mark.kills(
+    servers_draw_alike="[torch]",
+    servers_two_workers_draw_alike="[torch]",
+    servers_worker_index_of_datasets_is_0="[jax]",
+    tensorflow_servers_draw_alike="[tensorflow]",
+    tensorflow_two_workers_draw_alike="[tensorflow]",
+    tensorflow_worker_index_of_datasets_is_0="[tensorflow]",
+)
 @each_backend
 def test_each_worker_has_its_own_values_and_draws(found: dict[str, Any]) -> None:
     assert found["read"] == [[index, 10 + index] for index in range(3) for _ in range(3)]

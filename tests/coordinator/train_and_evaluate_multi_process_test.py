@@ -132,6 +132,16 @@ def plain_logs() -> list[dict[str, float]]:
     return logs
 
 
+@pytest.mark.kills(
+    estimator_callbacks_of_training_lost="[jax]",
+    estimator_counts_steps_without_training="[jax]",
+    estimator_evaluates_once="[jax]",
+    estimator_evaluations_not_throttled="[jax]",
+    estimator_evaluator_does_not_wait="[jax]",
+    estimator_keeps_all_checkpoints="[jax]",
+    estimator_seed_not_set="[jax]",
+    estimator_steps_of_an_evaluation_ignored="[jax]",
+)
 @each_backend
 def test_an_evaluator_evaluates_each_checkpoint_as_it_comes(backend: str, tmp_path: Path) -> None:
     chief, worker = local_addresses(2)

@@ -76,6 +76,11 @@ _LOOP = """
 """
 
 
+@pytest.mark.kills(
+    servers_gradients_count_twice="[jax]",
+    servers_half_of_each_batch_lost="[torch]",
+    tensorflow_servers_gradients_count_twice="[tensorflow]",
+)
 @each_backend
 def test_fit_takes_each_step_once_although_a_worker_is_lost(backend: str, tmp_path: Path) -> None:
     """The gradients do not depend on the weights, and all sums are exact: the order of the steps changes nothing."""

@@ -43,7 +43,11 @@ def check(stdout: str, losses: list[float]) -> None:
     assert found["scheduled rows"] == 2 * 8
 
 
-@pytest.mark.kills(servers_threads_keep_the_process="[torch]")
+@pytest.mark.kills(
+    servers_rows_of_metrics_lost="[jax]",
+    servers_threads_keep_the_process="[torch]",
+    servers_tutorial_updates_twice="[torch]",
+)
 @each_backend
 def test_in_one_process(backend: str, tmp_path: Path) -> None:
     script = Script(tmp_path, "tutorial", TUTORIAL, {"KERAS_BACKEND": backend})

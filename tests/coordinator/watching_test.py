@@ -90,6 +90,7 @@ def test_the_sign_of_the_end(tmp_path):
     assert folder in ending.saved_since(0.0) and folder not in ending.saved_since(time.monotonic())
 
 
+@pytest.mark.kills("clock_of_the_file_system_ignored")
 @pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
 def test_the_sign_of_the_end_counts_by_the_clock_of_the_file_system(tmp_path, monkeypatch, ahead):
     folder, real = str(tmp_path), time.time

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.docs.examples import Run, each_example, run_example, runs
 from tests.docs.things import assert_same, model_with_and_without_kdist, new_model, rows
 from tests.processes import strategy
@@ -51,6 +53,7 @@ def cluster_0(example: Run) -> None:
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)
 
 
+@pytest.mark.kills(examples_workers_train_alone="[tensorflow-index_0]")
 @each_example(globals())
 def test_example(backend: str, name: str, tmp_path: Path) -> None:
     run_example(globals(), backend, name, tmp_path)

@@ -12,6 +12,7 @@ from kdist import demo
 from tests.processes import Script
 
 
+@pytest.mark.kills("demo_without_plain_keras")
 @pytest.mark.skipif(
     demo.importlib.util.find_spec("sklearn") is None,
     reason="the digits are scikit-learn's, which is not there",

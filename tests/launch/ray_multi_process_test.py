@@ -161,6 +161,7 @@ def test_a_busy_cluster(nothing_stays, cluster):
         cluster.util.remove_placement_group(group)
 
 
+@pytest.mark.kills(ray_backend_not_passed_on="[jax]")
 @pytest.mark.timeout(300)  # real workers take long to import their backend
 @pytest.mark.xdist_group("ray_multi_process_test")  # which has a cluster
 @needs_ray

@@ -120,6 +120,7 @@ def test_steps_of_a_trace_are_those_of_the_last_start(tmp_path: Path) -> None:
     assert chart is not None and [event["ts"] for event in chart.draw.args[0]] == [900.0]  # type: ignore[attr-defined]
 
 
+@pytest.mark.kills("plot_with_empty_axes")
 def test_a_page_opens_anywhere(folder: Path, capsys: Any) -> None:
     (folder / "trace").mkdir()
     write_trace(folder / "trace", "worker-0.json", 0.0)
@@ -138,6 +139,7 @@ def test_a_page_opens_anywhere(folder: Path, capsys: Any) -> None:
     assert json.loads((folder / "trace" / "trace.json").read_text())[1]["name"] == "step"
 
 
+@pytest.mark.kills("plot_picture_with_empty_axes")
 def test_a_picture_is_one(folder: Path) -> None:
     assert main(["plot", str(folder), "-o", str(folder / "run.png")]) == 0
     pixels = matplotlib.image.imread(folder / "run.png")[..., :3]
@@ -168,6 +170,7 @@ def bars(chart: Chart) -> list[tuple[float, float, float]]:
     ]
 
 
+@pytest.mark.kills("plot_draws_the_first_worker_for_all")
 def test_charts_show_the_records_of_each_worker(folder: Path) -> None:
     write_trace(folder, "worker-0.json", 1000.0)
     losses, times, shares, trace = run_report.read_report(str(folder)).charts

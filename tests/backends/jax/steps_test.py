@@ -292,7 +292,7 @@ def test_a_layer_drops_no_losses_of_others(eagerly: bool) -> None:
     assert model.evaluate(x, y, batch_size=ROWS, verbose=0) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.kills("jax_drifts_over_many_steps")
+@pytest.mark.kills("jax_drifts_over_many_steps", "jax_logs_off_by_a_ten_thousandth")
 def test_many_steps_neither_hang_nor_drift() -> None:
     model = _under(3, by_hand.model)
     by_hand.fit(model, 100)
