@@ -91,6 +91,7 @@ def wait_until_it_rests(pid):
         time.sleep(0.02)
 
 
+@pytest.mark.kills(interrupt_hidden_by_pybind="[tensorflow]")
 @each_backend
 def test_ctrl_c_in_a_collective_is_a_keyboard_interrupt(backend, tmp_path):
     # Worker 1 does not come to the next step; Ctrl-C meets worker 0 in a collective, which then fails.
