@@ -53,7 +53,7 @@ def cluster_0(example: Run) -> None:
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)
 
 
-@pytest.mark.kills(examples_workers_train_alone="[tensorflow-index_0]")
+@pytest.mark.kills(examples_workers_train_alone="-index_0]")
 @each_example(globals())
 def test_example(backend: str, name: str, tmp_path: Path) -> None:
     run_example(globals(), backend, name, tmp_path)
