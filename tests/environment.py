@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,15 +42,12 @@ DESCRIBING = (
 
 
 def keep_bytecode() -> None:
-    """Makes this process find and write the compiled form of modules in the cache, whatever the shell says.
+    """Lets this process and its children write compiled modules, whatever the shell says.
 
-    Asserts are rewritten when a module is compiled, and each worker imports the modules again. A tree in a temporary
-    directory, such as a mutant, leaves nothing in the cache.
+    Asserts are rewritten when a module is compiled, and each worker imports the modules again.
     """
-    if not ROOT.is_relative_to(tempfile.gettempdir()):
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(CACHE / "bytecode")
-        sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 def clean_environment() -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 import time
 
 import numpy as np
+import pytest
 
 from tests import by_hand
 from tests.processes import each_backend, run, strategy
@@ -67,7 +68,7 @@ def in_worker_fit(kind: str, folder: str):
 
 
 def check(backend, kind, tmp_path):
-    results = run(backend, 2, in_worker_fit, kind, str(tmp_path), timeout=60)
+    results = run(backend, 2, in_worker_fit, kind, str(tmp_path), timeout=150)
     readers = set(os.listdir(tmp_path))
     for weights, _, children in results:
         np.testing.assert_allclose(weights, by_hand.weights(EPOCHS), rtol=1e-5, atol=1e-6)
@@ -81,6 +82,7 @@ def test_a_py_dataset_with_processes(backend, tmp_path):
     assert len(readers - workers) >= 2  # the first batch, whose shapes build the model, is read in the worker
 
 
+@pytest.mark.full  # each process that is spawned imports the backend again
 @each_backend
 def test_a_data_loader_with_spawned_processes(backend, tmp_path):
     readers, workers = check(backend, "DataLoader", tmp_path)

@@ -38,7 +38,7 @@ def test_two_workers_train_what_one_device_trains(tmp_path: Path) -> None:
     plain, distributed = out.split("Training on 2 workers, with kdist")
     assert plain.count("Epoch 6/6") == 1 and "MultiWorkerMirrored" not in plain
     assert distributed.count("[worker 0] Epoch 6/6") == 1, "in two processes"
-    assert "MultiWorkerMirrored on jax, 2 workers" in distributed
+    assert "MultiWorkerMirrored on jax/gloo, 2 workers" in script.stderr()
     assert "[worker 1] Epoch" not in out, "of which the chief prints"
 
 
