@@ -93,7 +93,7 @@ def work() -> None:
 
     def test_rows() -> Any:
         x, y = rows(20)
-        return [(x[i : i + 5], y[i : i + 5]) for i in range(0, 20, 5)]
+        return ((x[i : i + 5], y[i : i + 5]) for i in range(0, 20, 5))
 
     waits, notes = Waits(), Notes()
     config = kdist.estimator.RunConfig(
