@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kdist.coordinator.staleness import Staleness
@@ -11,6 +11,8 @@ from kdist.coordinator.staleness import Staleness
 
 @pytest.mark.kills("servers_staleness_of_those_that_run_alone")
 @given(most=st.none() | st.integers(0, 4), choices=st.lists(st.integers(0, 99), max_size=80))
+# The second of two closures ends, a third one must not begin, and the first one ends.
+@example(most=1, choices=[0, 0, 1, 0, 1, 1])
 def test_as_many_updates_at_most_are_made_meanwhile(most: int | None, choices: list[int]) -> None:
     bound = Staleness(most)
     made = 0

@@ -1,4 +1,4 @@
-"""Changes kdist so that one guarantee breaks at a time, and reports which of these mutants no test notices.
+"""Breaks one guarantee of kdist at a time, and reports the breaks (mutants) that no test notices.
 
     python -m tests.mutants.run [NAME OR PART OF IT …] [-k PART] [--changed [REVISION]] [--part I/N] [--jobs 2] [--list]
 
