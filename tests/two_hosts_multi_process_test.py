@@ -185,7 +185,7 @@ def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
             script.wait_for(f"TRAINS {index} ")
         ip("-n", hosts[0], "link", "set", link_of(0), "down")  # both ends lose the carrier
         start = time.monotonic()
-        codes = [script.wait(60) for script in started]
+        codes = [script.wait() for script in started]
         seconds = time.monotonic() - start
     for index, (script, code) in enumerate(zip(started, codes, strict=True)):
         assert code != 0
@@ -207,6 +207,5 @@ def test_a_slow_link_changes_nothing(backend, hosts, tmp_path):
         done = subprocess.run(tc, capture_output=True, text=True, timeout=20, check=False)
         if done.returncode:
             pytest.skip(f"this kernel has no token bucket filter: {done.stderr.strip()}")
-    env = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
-    with job(hosts, backend, 1, tmp_path, SCRIPT, IPV4, env) as started:
+    with job(hosts, backend, 1, tmp_path, SCRIPT, IPV4) as started:
         check_numbers(backend, 1, started)
