@@ -6,7 +6,7 @@ import base64
 import difflib
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import matplotlib.image
@@ -21,22 +21,32 @@ SAME = "same"
 VARIES = "varies"
 """The tag of a cell whose numbers are different in each run."""
 BACKEND = "backend"
-"""The tag of a cell whose text depends on the backend."""
+"""The tag of a cell whose outputs depend on the backend."""
 _TOLERANCE = 0.2  # of decimals: backends round differently, and training multiplies the differences
 _FACTOR = 2.0  # by which a figure may contain more or less color
 _NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)(?![\w.]*\d)")
 _LIST = re.compile(r"\[*#[#,\s\[\]]*")
 
 
-def difference_of(stored: Any, executed: Any) -> str | None:
+def backend_of(cells: Sequence[Any]) -> str | None:
+    """Returns the backend on which the outputs of a tutorial say that it ran."""
+    found = re.search(
+        rf"\b(?:on|backend:) ({'|'.join(BACKENDS)})\b", "".join(map(text_of, cells)), re.IGNORECASE
+    )
+    return found[1] if found else None
+
+
+def difference_of(stored: Any, executed: Any, on_another_backend: bool = False) -> str | None:
     """Returns how the outputs of an executed cell differ from the stored ones, or `None` if they agree."""
+    tags = stored.metadata.get("tags", ())
+    if BACKEND in tags and on_another_backend:
+        return None
     kinds, now = ([_kind(output) for output in cell.outputs] for cell in (stored, executed))
     if now != kinds:
         return f"has the outputs {now}, not {kinds}"
-    tags = stored.metadata.get("tags", ())
     if SAME in tags and text_of(executed) != text_of(stored):
         return _unified(text_of(stored).splitlines(), text_of(executed).splitlines())
-    if BACKEND not in tags and not _agree(_lines(stored), _lines(executed), VARIES in tags):
+    if not _agree(_lines(stored), _lines(executed), VARIES in tags):
         return _unified(*([line for line, _, _ in _lines(cell)] for cell in (stored, executed)))
     for before, after in zip(_figures(stored), _figures(executed), strict=True):
         paint = "color" if "color" in before else "gray"
