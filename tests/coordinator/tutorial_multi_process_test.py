@@ -23,7 +23,7 @@ def plain_losses() -> list[float]:
     x, y = tf.random.uniform((10, 10)), tf.random.uniform((10, 1))
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(10).repeat().batch(64)
     model = keras.Sequential([keras.layers.Dense(10)])
-    model.compile(keras.optimizers.SGD(), loss="mse", steps_per_execution=10)
+    model.compile(keras.optimizers.SGD(), loss="mse")  # plain Keras on PyTorch has no `steps_per_execution`
     losses: list[float] = model.fit(dataset, epochs=5, steps_per_epoch=20, verbose=0).history["loss"]
     return losses
 
