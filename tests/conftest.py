@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "jax")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         # Compiling takes longer than what is compiled; the full run has programs as users have them.
-        zygote.optimizes = False
+        zygote.is_quick = True
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         # An older XLA, which does not know them, ends the process: XLA_FLAGS= in the shell leaves them out.
         os.environ.setdefault(

@@ -48,8 +48,9 @@ _KDIST = (
     "kdist.data.distribute",
     "kdist.data.prefetch",
 )
-# Whether TensorFlow's functions are optimized; see conftest.py.
-optimizes = True
+# Whether forked processes leave out what takes longer than most tests: TensorFlow's optimization of functions, and the
+# deletion of all modules when a script ends. Only `--full` includes both.
+is_quick = False
 # The address of the process that lends zygotes to a process of pytest-xdist; see `lend`.
 lender = ""
 _MOST = 1 << 18
@@ -129,9 +130,14 @@ class Zygote:
         if script is None:
             return self.order({"env": dict(env)}, out, err, *files)
         folder = str(script.parent)
-        return self.order(
-            {"env": dict(env), "cwd": folder, "folder": folder, "script": str(script)}, out, err
-        )
+        order = {
+            "env": dict(env),
+            "cwd": folder,
+            "folder": folder,
+            "script": str(script),
+            "is_quick": is_quick,
+        }
+        return self.order(order, out, err)
 
     def order(self, order: Mapping[str, Any], *files: IO[bytes] | socket.socket | int) -> Forked:
         """Forks a process that does as it is told, with these files: its stdout, its stderr, and others."""
@@ -200,8 +206,8 @@ def zygote(backend: str, plain: bool) -> Zygote:
 def _own(backend: str, plain: bool) -> Zygote:
     env = {"KERAS_BACKEND": backend}
     if plain:
-        quick = () if optimizes or backend != "tensorflow" else ("tests.without_grappler",)
-        return Zygote(functools.partial(_fork, _frameworks(), (*_installed(_KERAS), *quick), env))
+        grappler = ("tests.without_grappler",) if is_quick and backend == "tensorflow" else ()
+        return Zygote(functools.partial(_fork, _frameworks(), (*_installed(_KERAS), *grappler), env))
     modules = (*_KDIST, f"kdist.backends.{backend}.backend")
     return Zygote(functools.partial(_fork, _own(backend, True), modules, env))
 
