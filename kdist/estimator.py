@@ -56,7 +56,7 @@ class TrainSpec:
     Args:
         input_fn: Called once a worker; with a `kdist.InputContext` if it has a parameter. Its dataset gives batches of
             one replica, and no rows that another worker's gives.
-        max_steps: Trains until the optimiser has made so many steps, those before a restart included; `None` to the end
+        max_steps: Trains until the optimizer has made so many steps, those before a restart included; `None` to the end
             of the data.
         callbacks: Keras's callbacks.
     """

@@ -16,11 +16,11 @@ def check_in_sync(model: Any, strategy: Strategy | None = None) -> None:
     """Raises unless all replicas of all workers have the same values of a model's variables.
 
     Replicas drift apart when something other than kdist changes them: a variable that one worker alone assigned,
-    an optimiser of the user's own, weights loaded from different files. All workers must call it. It costs one
+    an optimizer of the user's own, weights loaded from different files. All workers must call it. It costs one
     small message, and the values of the first variable that differs.
 
     Args:
-        model: A model, or a list of Keras variables. Of a model the optimiser, the metrics and the seeds too.
+        model: A model, or a list of Keras variables. Of a model the optimizer, the metrics and the seeds too.
         strategy: Whose replicas are compared; by default the model's, else the one in scope.
 
     Raises:

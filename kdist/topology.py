@@ -37,7 +37,7 @@ class Sharded:
             be `None`: what is left.
         batch_axis: The axis over which a model's step divides the rows.
         layout: Says for the path and the shape of a variable, and the lengths of the axes, how it is divided. Of an
-            optimiser's variables, for the path of the variable that they belong to.
+            optimizer's variables, for the path of the variable that they belong to.
     """
 
     axes: Mapping[str, int | None]

@@ -84,7 +84,7 @@ _HELD = {
     central_torch_mirrored="[torch]",
 )
 @each_backend
-def test_variables_are_on_the_parameter_device_and_an_optimisers_nowhere_else(backend, tmp_path):
+def test_variables_are_on_the_parameter_device_and_an_optimizers_nowhere_else(backend, tmp_path):
     script = Script(tmp_path, "trains", _TRAINS, {"KERAS_BACKEND": backend})
     assert script.wait() == 0, script.stderr()
     found = json.loads(script.stdout().splitlines()[-1])

@@ -13,7 +13,7 @@ import pytest
 from kdist.cluster import complete_addresses, discover, exchange
 from kdist.errors import KdistError
 from tests.fuzz.mutate import change_bytes
-from tests.ports import neighbouring_ports
+from tests.ports import neighboring_ports
 from tests.processes import local_addresses
 
 SEED = "kdist 28"
@@ -46,7 +46,7 @@ def throw(place, good, seed, ended=lambda: False):
 @pytest.mark.timeout(90)
 def test_strangers_where_workers_meet(monkeypatch):
     monkeypatch.setenv("KDIST_CLUSTER_TOKEN", "a secret")
-    port = neighbouring_ports(2)
+    port = neighboring_ports(2)
     environ = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     clusters = [discover(environ={**environ, "RANK": str(rank)}) for rank in range(3)]
     found = {}

@@ -10,7 +10,7 @@ import functools
 from xml.sax.saxutils import escape
 
 from tests.layers import ORDER, ROOT, edges, package_of_module
-from tests.pages.drawing import COLOURS
+from tests.pages.drawing import COLORS
 
 PICTURE = ROOT / "docs" / "layers.svg"
 WORDS = {
@@ -65,8 +65,8 @@ def imported_packages() -> dict[str, set[str]]:
     return {package: there - {package} for package, there in packages.items() if package in WORDS}
 
 
-def _colours(number: int) -> str:
-    c = {name: both[number] for name, both in COLOURS.items()}
+def _colors(number: int) -> str:
+    c = {name: both[number] for name, both in COLORS.items()}
     return (
         f"text{{fill:{c['soft']}}}.name{{fill:{c['ink']}}}path{{stroke:{c['line']}}}"
         f"rect{{fill:{c['box']};stroke:{c['line']}}}.ground{{fill:{c['ground']};stroke:none}}"
@@ -104,7 +104,7 @@ def draw() -> str:
             f'<text x="{x:g}" y="{y + 32:g}">{escape(WORDS[package])}</text>'
         )
     height = 20 + top * LAYER + HEIGHT
-    light, dark = (_colours(number) for number in (0, 1))
+    light, dark = (_colors(number) for number in (0, 1))
     style = (
         "text{font:11px sans-serif;text-anchor:middle}.name{font:bold 13px monospace}path{fill:none;stroke-width:1.2}"
         f"{light}@media (prefers-color-scheme: dark){{{dark}}}"

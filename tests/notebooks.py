@@ -66,10 +66,10 @@ def execute(tutorial: Path, backend: str, folder: Path) -> Any:
         resources={"metadata": {"path": str(folder)}},
     )
     client.execute(env=clean_environment() | QUIET | {"KERAS_BACKEND": backend})
-    return normalised(notebook)
+    return normalized(notebook)
 
 
-def normalised(notebook: Any) -> Any:
+def normalized(notebook: Any) -> Any:
     """Returns the notebook without what differs from run to run."""
     notebook.metadata = nbformat.from_dict(METADATA)
     notebook.nbformat, notebook.nbformat_minor = 4, 5

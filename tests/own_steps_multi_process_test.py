@@ -11,7 +11,7 @@ from tests.processes import each_backend, run, run_plain, scope
 
 
 def gan(backend: str) -> Any:
-    """Two networks, each with an optimiser; what the generator makes counts as 1, what is real as 0."""
+    """Two networks, each with an optimizer; what the generator makes counts as 1, what is real as 0."""
     import keras
     from keras import ops
 
@@ -88,7 +88,7 @@ def gan(backend: str) -> Any:
                 optimizer.apply([w.value.grad for w in weights], weights)
 
     class Jax(GAN):
-        """With one optimiser: Keras's state of a step on JAX has the variables of one."""
+        """With one optimizer: Keras's state of a step on JAX has the variables of one."""
 
         def train_step(self, state: Any, data: Any) -> Any:  # type: ignore[override]
             import jax

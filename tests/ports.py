@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kdist.cluster import free_ports
 
 
-def neighbouring_ports(number: int, hosts: Sequence[str] = ("127.0.0.1",)) -> int:
+def neighboring_ports(number: int, hosts: Sequence[str] = ("127.0.0.1",)) -> int:
     """Returns the first of some ports in a row that are free on each host.
 
     They come from below the range that the system gives to outgoing connections, as those of `free_ports`.

@@ -1,4 +1,4 @@
-"""Variables, metrics and optimisers outside of replicas: every way to use them gives what it gives in plain Keras."""
+"""Variables, metrics and optimizers outside of replicas: every way to use them gives what it gives in plain Keras."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Backend(ABC):
 
     name: str
     native_moments: bool = False
-    """Whether Keras's BatchNormalization can be synchronised by the backend itself."""
+    """Whether Keras's BatchNormalization can be synchronized by the backend itself."""
     steps_build: bool = False
     """Whether the step of a model can create its variables: where it cannot, Keras builds every model before."""
     keeps_batches: bool = False

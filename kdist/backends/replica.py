@@ -139,12 +139,12 @@ class Replica(ReplicaContext):
         """Sums a tensor over all replicas, differentiably.
 
         The global loss is the mean of the replicas' losses weighted by `share`, and gradients are weighted once
-        more when an optimiser sums them. So the gradient that replica i passes on is the sum over all replicas j
+        more when an optimizer sums them. So the gradient that replica i passes on is the sum over all replicas j
         of `share_j / share_i` times the gradient that arrived at j (`gradient_weight` in place of `share`).
         """
 
     def moments(self, x: Any, axes: Sequence[int], keepdims: bool = False) -> tuple[Any, Any]:
-        """Returns mean and variance over the rows of all replicas, for synchronised BatchNormalization.
+        """Returns mean and variance over the rows of all replicas, for synchronized BatchNormalization.
 
         In two passes, since the difference E[x²] - E[x]² loses digits where the mean is large.
         """
@@ -194,7 +194,7 @@ class Replica(ReplicaContext):
         return self.mean_over_rows(gradients)
 
     def _sum_by_own(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Sums by the user's own class, as Keras's optimisers do under `tf.distribute`."""
+        """Sums by the user's own class, as Keras's optimizers do under `tf.distribute`."""
         weight = self.gradient_weight
         weighted = [g * self.scalar(weight, g.dtype) for g in gradients]
 
@@ -205,7 +205,7 @@ class Replica(ReplicaContext):
 
     @property
     def divides_variables(self) -> bool:
-        """Whether `take_variables` divides variables that an optimiser makes in a replica."""
+        """Whether `take_variables` divides variables that an optimizer makes in a replica."""
         return False
 
     def take_variables(self, variables: Sequence[Any]) -> None:

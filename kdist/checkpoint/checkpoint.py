@@ -30,7 +30,7 @@ _serials = itertools.count()
 
 
 class Checkpoint:
-    """Saves and restores models, optimisers, metrics, datasets, numbers: what a job needs to go on.
+    """Saves and restores models, optimizers, metrics, datasets, numbers: what a job needs to go on.
 
     Every worker writes its share of the bytes, in parallel and in the background; the checkpoint becomes visible,
     all at once, when the last byte is on disk. Any number of workers restores it, on any backend. All workers must
@@ -42,8 +42,8 @@ class Checkpoint:
         root: An object that is known by the name "root"; usually there is none.
         random: Whether the state of random numbers is saved and restored too: Python's, NumPy's, Keras's global
             seed and the backend's, those of each worker.
-        **objects: By name: Keras models (with the optimiser and the metrics that they were compiled with), layers,
-            optimisers, metrics, variables and seed generators; distributed datasets and other objects with
+        **objects: By name: Keras models (with the optimizer and the metrics that they were compiled with), layers,
+            optimizers, metrics, variables and seed generators; distributed datasets and other objects with
             `get_state()` and `set_state(state)`; numbers, strings, arrays; and lists and dictionaries of these.
             Each is an attribute of the checkpoint; numbers and strings are set anew as `checkpoint.epoch = 3`.
 
@@ -172,7 +172,7 @@ class Checkpoint:
         """Restores everything that the checkpoint and this object both have. All workers must call it.
 
         The number of workers and the backend may be others than when it was saved. Every byte is checked before
-        anything is assigned; an optimiser without variables gets them first.
+        anything is assigned; an optimizer without variables gets them first.
 
         Args:
             path: What `save` returned, or `kdist.latest_checkpoint(directory)`; of its `None`, where there is no

@@ -19,7 +19,7 @@ _WIDTH = 20
 def progress(what: str, num_bytes: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """Yields a function that is told, by any thread, of further bytes that are done.
 
-    The line is on a terminal or in a notebook alone, has no colours, and is gone at the end. Nothing is written where
+    The line is on a terminal or in a notebook alone, has no colors, and is gone at the end. Nothing is written where
     the output is a file or a pipe.
 
     Args:

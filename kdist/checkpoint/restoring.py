@@ -166,9 +166,9 @@ def _named_damage(path: str, *also: type[Exception]) -> contextlib.AbstractConte
 
 
 def restore_weights(path: str, model: keras.Model) -> None:
-    """Restores, in this process alone, the weights of a model and how many steps its optimiser has made.
+    """Restores, in this process alone, the weights of a model and how many steps its optimizer has made.
 
-    Nothing else of the checkpoint is read: who evaluates needs no slots of an optimiser.
+    Nothing else of the checkpoint is read: who evaluates needs no slots of an optimizer.
 
     Args:
         path: Of a checkpoint that holds one model, by any name, or one by the name "model".

@@ -138,7 +138,7 @@ def _holds_objects(value: Any) -> bool:
 
 
 def _compiled(name: str, model: Any, given: Mapping[int, str], before: list[Part]) -> list[Part]:
-    """The optimiser and the metrics that a model was compiled with, unless they are given by themselves."""
+    """The optimizer and the metrics that a model was compiled with, unless they are given by themselves."""
     parts = []
     optimizer = getattr(model, "optimizer", None)
     taken = any(part.owner is optimizer for part in before)
@@ -190,7 +190,7 @@ def _short(path: str) -> str:
 
 
 def _slot(variable: Any, position: int) -> str:
-    """Of an optimiser's variable: its own ("iteration"), or what it is to the variable that it belongs to."""
+    """Of an optimizer's variable: its own ("iteration"), or what it is to the variable that it belongs to."""
     name = _COUNTER.sub("", variable.path.split("/")[-1])
     # A shape of TensorFlow is true whatever its rank.
     return name if position < 2 and len(variable.shape) == 0 else name.rpartition("_")[2]

@@ -38,7 +38,7 @@ class ClusterSpec:
     """
 
     def __init__(self, cluster: Any) -> None:
-        self._jobs: dict[str, dict[int, str]] = _normalise(cluster)
+        self._jobs: dict[str, dict[int, str]] = _normalize(cluster)
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
@@ -47,7 +47,7 @@ class ClusterSpec:
         if isinstance(other, ClusterSpec):
             return self._jobs == other._jobs
         try:
-            return self._jobs == _normalise(other)
+            return self._jobs == _normalize(other)
         except ClusterConfigError:
             return False
 
@@ -153,11 +153,11 @@ class ClusterSpec:
             ) from None
 
 
-def _normalise(cluster: Any) -> dict[str, dict[int, str]]:
+def _normalize(cluster: Any) -> dict[str, dict[int, str]]:
     if isinstance(cluster, ClusterSpec):
         return {job: dict(tasks) for job, tasks in cluster._jobs.items()}
     if not isinstance(cluster, Mapping) and callable(getattr(cluster, "as_dict", None)):
-        cluster = cluster.as_dict()  # tf.train.ClusterSpec, without importing TensorFlow to recognise it
+        cluster = cluster.as_dict()  # tf.train.ClusterSpec, without importing TensorFlow to recognize it
     if not isinstance(cluster, Mapping):
         raise ClusterTypeError(
             "`cluster` is neither a dictionary from job names to addresses nor a ClusterSpec.",

@@ -256,7 +256,7 @@ class MPIClusterResolver(ProcessClusterResolver):
 def stable_port(names: Iterable[str]) -> int:
     """Returns a port that all processes of one job compute alike from its names, and other jobs probably differently.
 
-    It lies between 20000 and 29998, below the range that the system gives to outgoing connections. Its neighbour
+    It lies between 20000 and 29998, below the range that the system gives to outgoing connections. Its neighbor
     is left free for the exchange of addresses.
     """
     return 20000 + 2 * (zlib.crc32("\n".join(names).encode("utf-8", "surrogateescape")) % 5000)

@@ -31,7 +31,7 @@ class Evaluation:
     Args:
         path: Of the checkpoint.
         number: Its number, 3 of "ckpt-3" and of "model-03.keras"; `None` where it has none.
-        iterations: Steps of the optimiser that it was saved after.
+        iterations: Steps of the optimizer that it was saved after.
         logs: The loss and the metrics, by name.
     """
 

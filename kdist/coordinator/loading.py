@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, and how many steps of the optimiser have made them."""
+"""The weights of a checkpoint, and how many steps of the optimizer have made them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kdist.errors import (
 
 
 def load(item: Watched, model: keras.Model) -> None:
-    """Loads the weights of a checkpoint into a model; the optimiser's `iterations` too, for callbacks.
+    """Loads the weights of a checkpoint into a model; the optimizer's `iterations` too, for callbacks.
 
     Raises:
         CheckpointCorruptError: It is damaged, still being written, or vanished meanwhile.
@@ -55,7 +55,7 @@ def load(item: Watched, model: keras.Model) -> None:
 
 
 def _load_file(path: str, model: keras.Model) -> Any:
-    """Loads a file of Keras's; returns how many steps its optimiser has made, if it has one."""
+    """Loads a file of Keras's; returns how many steps its optimizer has made, if it has one."""
     with ExitStack() as stack:
         source: Any = path
         if path.endswith(".keras"):
@@ -68,7 +68,7 @@ def _load_file(path: str, model: keras.Model) -> Any:
         saved = file.get("optimizer/vars/0")
         iterations = None if saved is None or saved.shape else saved[()]
     with warnings.catch_warnings():
-        # The slots of an optimiser: who evaluates has none.
+        # The slots of an optimizer: who evaluates has none.
         warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
         model.load_weights(path)
     return iterations

@@ -1,4 +1,4 @@
-"""Optimisers, whose steps are made by the servers: each has those for the parts that it holds."""
+"""Optimizers, whose steps are made by the servers: each has those for the parts that it holds."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kdist.coordinator.served import Home, Record, Served
 from kdist.errors import UnsupportedError
 
 NUMBER = "_kdist_number"
-"""The attribute of an optimiser in a closure by which the servers know it."""
+"""The attribute of an optimizer in a closure by which the servers know it."""
 
 
 class Optimizers:
-    """The optimisers of one job, on its coordinator.
+    """The optimizers of one job, on its coordinator.
 
     Args:
         strategy: The coordinator's strategy.
@@ -37,7 +37,7 @@ class Optimizers:
         self._registered: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def reduced(self, optimizer: Any) -> Any:
-        """Returns how an optimiser is pickled for a worker; the servers have it by then."""
+        """Returns how an optimizer is pickled for a worker; the servers have it by then."""
         _check(optimizer)
         number = self._numbers.setdefault(optimizer, len(self._numbers))
         self._by_number[number] = optimizer
@@ -47,7 +47,7 @@ class Optimizers:
         return new, args, state | {NUMBER: number}, *rest
 
     def build(self, number: int, variables: Sequence[Any]) -> None:
-        """Lets an optimiser make its variables, if it has none."""
+        """Lets an optimizer make its variables, if it has none."""
         optimizer = self._by_number[number]
         if not optimizer.built:
             keras_hooks.build_optimizer(optimizer, list(variables))
@@ -94,7 +94,7 @@ class Optimizers:
         return [key for _, where, key in home.keys_to_write(len(self._served.servers)) if where == server]
 
     def _move(self, variable: Any, placement: Placement, is_everywhere: bool = False) -> None:
-        """Puts one of an optimiser's variables where its steps are made."""
+        """Puts one of an optimizer's variables where its steps are made."""
         record = keras_hooks.record_of(variable)
         if (
             record is not None
@@ -141,7 +141,7 @@ def _check_divided(optimizer: Any, variable: Any) -> None:
 
 
 def _unbuilt(optimizer: Any) -> Any:
-    """Returns an optimiser of the same settings without variables, which does not clip: the workers did."""
+    """Returns an optimizer of the same settings without variables, which does not clip: the workers did."""
     config = optimizer.get_config() | {"learning_rate": keras_hooks.learning_rate(optimizer)}
     if not optimizer.gradient_accumulation_steps:
         config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))

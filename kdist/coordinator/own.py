@@ -240,7 +240,7 @@ class OwnCoordination(Coordination):
         return NotImplemented
 
     def _build(self, number: int, variables: Sequence[int]) -> None:
-        """Lets an optimiser make its variables, which a closure has asked for."""
+        """Lets an optimizer make its variables, which a closure has asked for."""
         with self._lock, self._strategy.scope():
             trained = [self.served.records[variable].variable() for variable in variables]
             self.optimizers.build(number, trained)

@@ -27,7 +27,7 @@ class Home:
     Args:
         number: Its number in the job.
         placement: Its parts, and the servers that hold them.
-        is_everywhere: Whether every server has a copy: what an optimiser counts, and its learning rate.
+        is_everywhere: Whether every server has a copy: what an optimizer counts, and its learning rate.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""What one parameter server holds: parts of variables, and the optimisers that update them."""
+"""What one parameter server holds: parts of variables, and the optimizers that update them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Store:
         return _OK
 
     def drop(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Forgets parts of variables that are gone, and optimisers that have none any more."""
+        """Forgets parts of variables that are gone, and optimizers that have none any more."""
         with self._lock:
             for key in header["keys"]:
                 self._parts.pop(key, None)
@@ -106,7 +106,7 @@ class Store:
             return {}, found
 
     def optimize(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Takes an optimiser, for the parts that are here of the variables that it trains.
+        """Takes an optimizer, for the parts that are here of the variables that it trains.
 
         Its own variables take the values that they have here already, and their names.
         """
@@ -129,7 +129,7 @@ class Store:
         return _OK
 
     def commit(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Makes the updates of a closure: gradients for optimisers, differences, and values."""
+        """Makes the updates of a closure: gradients for optimizers, differences, and values."""
         closure = tuple(header["closure"])
         found = iter(arrays)
         with self._lock:

@@ -24,7 +24,7 @@ from kdist.topology import Topology
 
 
 class NotBuilt(BaseException):
-    """An optimiser has no variables yet: the coordinator makes them, and the closure runs again."""
+    """An optimizer has no variables yet: the coordinator makes them, and the closure runs again."""
 
     def __init__(self, optimizer: int, variables: Sequence[int]) -> None:
         super().__init__(optimizer, variables)
@@ -69,7 +69,7 @@ class WorkerStrategy(Strategy):
 
 
 def _described(engine: Engine, optimizer: Any, gradients: list[Any], variables: list[Any]) -> dict[str, Any]:
-    """What a compiled function can return of an optimiser's gradients: their tensors, among names."""
+    """What a compiled function can return of an optimizer's gradients: their tensors, among names."""
     numbers = []
     for variable in variables:
         if (record := keras_hooks.record_of(variable)) is None:

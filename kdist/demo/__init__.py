@@ -25,7 +25,7 @@ def main(num_workers: int, backend: str | None, epochs: int) -> int:
         epochs: How often each run sees the digits.
 
     Returns:
-        0 if the runs agree and more than 95 % of the test digits are recognised, else 1; 2 without the digits.
+        0 if the runs agree and more than 95 % of the test digits are recognized, else 1; 2 without the digits.
     """
     if importlib.util.find_spec("sklearn") is None:
         print(

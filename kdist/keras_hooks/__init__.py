@@ -25,7 +25,7 @@ Every hook does nothing outside a kdist strategy: models created elsewhere behav
 - `Optimizer.add_variable_from_reference`: notes whose variable it is, which is divided as that one.
 - `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after; where variables are
   divided, those that it makes are, too.
-- TensorFlow's optimiser: its own `tf.distribute` branches reduce a second time, or fail in a `cond` and outside of
+- TensorFlow's optimizer: its own `tf.distribute` branches reduce a second time, or fail in a `cond` and outside of
   replicas; but in a strategy of `tf.distribute`'s own, the backend-neutral methods of the base class are right.
 - `SeedGenerator.next`: replicas must draw different random numbers.
 - `torch_seed_generator`: the same for PyTorch's generators, without a transfer from and to the device per draw.
@@ -145,7 +145,7 @@ _installed = False
 
 
 def install(native_moments: bool) -> None:
-    """Puts the hooks into Keras, once a process; told whether the backend's own moments can be synchronised."""
+    """Puts the hooks into Keras, once a process; told whether the backend's own moments can be synchronized."""
     global _installed
     with _lock:
         if _installed:

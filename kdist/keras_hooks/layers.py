@@ -1,4 +1,4 @@
-"""Batch normalisation over all replicas, and modules of PyTorch inside of Keras models."""
+"""Batch normalization over all replicas, and modules of PyTorch inside of Keras models."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def hook_torch_distribution() -> None:
 
 
 def build(model: Any, steps_build: bool, **first: Any) -> None:
-    """Creates the variables of model, metrics, loss and optimiser from the shapes of one global batch.
+    """Creates the variables of model, metrics, loss and optimizer from the shapes of one global batch.
 
     Args:
         model: A compiled model.
@@ -169,7 +169,7 @@ def layer_paths(model: Any) -> list[str]:
 
 
 def all_variables(model: Any) -> list[Any]:
-    """All Keras variables of a model, its seeds, metrics and optimiser included, in one order on all workers."""
+    """All Keras variables of a model, its seeds, metrics and optimizer included, in one order on all workers."""
     optimizer = getattr(model, "optimizer", None)
     parts = [
         *model.variables,

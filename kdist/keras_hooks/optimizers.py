@@ -1,4 +1,4 @@
-"""Optimisers: gradients are summed over the replicas first."""
+"""Optimizers: gradients are summed over the replicas first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kdist.keras_hooks.own import is_own
 from kdist.keras_hooks.variables import stateless_scope
 from kdist.keras_hooks.wrapping import OWNER, running_replica, wrap
 
-# Keras's optimisers whose update of an element depends on that element alone: also on a part of a variable.
+# Keras's optimizers whose update of an element depends on that element alone: also on a part of a variable.
 _ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
 
 
@@ -28,10 +28,10 @@ _taking = _Taking()
 
 @contextlib.contextmanager
 def taking_gradients(taker: Callable[[Any, list[Any], list[Any]], None]) -> Iterator[None]:
-    """Within this, optimisers of this thread do not apply gradients: a function takes them.
+    """Within this, optimizers of this thread do not apply gradients: a function takes them.
 
     Args:
-        taker: Called with the optimiser, the gradients and their variables.
+        taker: Called with the optimizer, the gradients and their variables.
     """
     outer, _taking.taker = _taking.taker, taker
     try:
@@ -41,17 +41,17 @@ def taking_gradients(taker: Callable[[Any, list[Any], list[Any]], None]) -> Iter
 
 
 def owner_in_creation() -> Any:
-    """Returns the variable for which an optimiser makes one of its own now, in this thread; or `None`."""
+    """Returns the variable for which an optimizer makes one of its own now, in this thread; or `None`."""
     return _taking.owner
 
 
 def decays(optimizer: Any, variable: Any) -> bool:
-    """Says whether the weight decay of an optimiser is for a variable."""
+    """Says whether the weight decay of an optimizer is for a variable."""
     return bool(optimizer._use_weight_decay(variable))
 
 
 def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Returns gradients as an optimiser clips them."""
+    """Returns gradients as an optimizer clips them."""
     return list(optimizer._clip_gradients(list(gradients)))
 
 
@@ -66,7 +66,7 @@ def hook_optimizers() -> None:
         replica = running_replica()
         if replica is None or getattr(replica, "applying", False):
             return original(self, grads, trainable_variables)
-        replica.applying = True  # the optimiser inside a LossScaleOptimizer must not sum again
+        replica.applying = True  # the optimizer inside a LossScaleOptimizer must not sum again
         try:
             variables = trainable_variables or self._trainable_variables
             grads = _sum_gradients(replica, list(grads), list(variables))
@@ -106,7 +106,7 @@ def hook_optimizers() -> None:
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Says whether an optimiser, one of Keras's, updates each element by itself; of the user's own nobody knows."""
+    """Says whether an optimizer, one of Keras's, updates each element by itself; of the user's own nobody knows."""
     return type(optimizer).__name__ in _ELEMENTWISE and not is_own(optimizer)
 
 
@@ -116,7 +116,7 @@ def is_undecayed(optimizer: Any, variable: Any) -> bool:
 
 
 def learning_rate(optimizer: Any) -> Any:
-    """Returns the learning rate of an optimiser, as its constructor takes it: a number, or the schedule itself."""
+    """Returns the learning rate of an optimizer, as its constructor takes it: a number, or the schedule itself."""
     import keras
 
     rate = optimizer._learning_rate
@@ -124,12 +124,12 @@ def learning_rate(optimizer: Any) -> Any:
 
 
 def count_step(optimizer: Any) -> None:
-    """Counts a step of an optimiser that has nothing to update."""
+    """Counts a step of an optimizer that has nothing to update."""
     optimizer._iterations.assign_add(1)
 
 
 def build_optimizer(optimizer: Any, variables: list[Any], undecayed: Sequence[Any] = ()) -> None:
-    """Builds an optimiser as its `apply` does."""
+    """Builds an optimizer as its `apply` does."""
     from keras.src.backend import name_scope
 
     if undecayed:
@@ -149,7 +149,7 @@ def _sum_gradients(replica: Any, grads: list[Any], variables: list[Any]) -> list
 
 
 def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
-    """Lets Keras's optimisers for TensorFlow do what they do elsewhere; called once, by the backend.
+    """Lets Keras's optimizers for TensorFlow do what they do elsewhere; called once, by the backend.
 
     Args:
         in_native_scope: Says whether `tf.distribute` has a strategy in scope: unless it runs replicas of

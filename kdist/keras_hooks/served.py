@@ -78,7 +78,7 @@ def new_variable(cls: type, state: dict[str, Any], value: Any = None) -> Any:
 def stays_local(variable: Any) -> bool:
     """Says whether a variable is each task's own: the state of random numbers.
 
-    An optimiser's for another variable go where that one is, once it is known.
+    An optimizer's for another variable go where that one is, once it is known.
     """
     return _is_seed(vars(variable)) or OWNER in vars(variable)
 
@@ -101,7 +101,7 @@ def seed_stride(variable: Any) -> int:
 
 
 def variable_like(array: Any, path: str, trainable: bool) -> Any:
-    """Returns a new Keras variable with the path of another one, by which optimisers know it."""
+    """Returns a new Keras variable with the path of another one, by which optimizers know it."""
     import keras
 
     variable = keras.Variable(array, dtype=array.dtype.name, trainable=trainable, name=path.split("/")[-1])

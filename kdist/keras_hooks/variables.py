@@ -85,7 +85,7 @@ def hook_reading(read: Callable[[Any], Any], shown: Callable[[Any, Any], Any]) -
 
 
 def owner_path(variable: Any) -> str:
-    """Returns the path of a variable; of one of an optimiser's, that of the variable that it belongs to."""
+    """Returns the path of a variable; of one of an optimizer's, that of the variable that it belongs to."""
     return vars(variable).get(OWNER) or variable.path
 
 
@@ -100,7 +100,7 @@ def set_native_value(variable: Any, value: Any) -> None:
 
 
 def first_value(variable: Any) -> Any:
-    """Returns a new value for a variable that has none yet, of its own initialiser."""
+    """Returns a new value for a variable that has none yet, of its own initializer."""
     return variable._initializer(variable.shape, dtype=variable.dtype)
 
 

@@ -14,7 +14,7 @@ from kdist import context
 strategies: weakref.WeakKeyDictionary[Any, context.StrategyLike] = weakref.WeakKeyDictionary()
 
 
-# An attribute of an optimiser's variable: the path of the variable that it belongs to.
+# An attribute of an optimizer's variable: the path of the variable that it belongs to.
 OWNER = "_kdist_owner"
 
 

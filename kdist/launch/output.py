@@ -12,7 +12,7 @@ from typing import Any
 from kdist.cluster import environment
 
 _SPLIT = re.compile(rb"(\r|\n)")
-_COLOUR = re.compile(rb"\x1b\[([0-9;]*)m")
+_COLOR = re.compile(rb"\x1b\[([0-9;]*)m")
 _CUT = re.compile(rb"(\x1b(\[[0-9;]*)?|\xe2\x94?)\Z")  # what may go on in the next piece
 _LONGEST = 65536  # a line without an end is shown from here on
 _LOST = b"The job lost "  # how the error of a worker that has lost another begins
@@ -26,7 +26,7 @@ class Sink:
         self._stream = stream
         self._bytes = getattr(stream, "buffer", None)
         self.is_terminal = bool(getattr(stream, "isatty", lambda: False)())
-        self.has_colours = self.is_terminal and not environment.get("NO_COLOR")
+        self.has_colors = self.is_terminal and not environment.get("NO_COLOR")
         self.open_line: LineStream | None = None
         self.broken = False
 
@@ -65,7 +65,7 @@ class LineStream:
 
     Whole lines are written at once. Half a line (a prompt, a progress bar that redraws itself with a
     carriage return) is shown live on a terminal if `eager`, else after a moment; where the output is not a
-    terminal, only the last state of a redrawn line is kept. Colours are left out there, and where `NO_COLOR` is set.
+    terminal, only the last state of a redrawn line is kept. Colors are left out there, and where `NO_COLOR` is set.
 
     Args:
         sink: Where to write.
@@ -78,7 +78,7 @@ class LineStream:
         self._untouched = prefix is None
         self._prefix = (prefix or "").encode()
         self._eager = eager and sink.is_terminal
-        self._plain = None if sink.has_colours else _Plain()
+        self._plain = None if sink.has_colors else _Plain()
         self._text = b""
         self._shown = 0
         self._redraw = False  # a carriage return came: the next text replaces this line
@@ -152,9 +152,9 @@ class LineStream:
 
 
 class _Plain:
-    """Takes colours out of a text that comes in pieces, cut anywhere.
+    """Takes colors out of a text that comes in pieces, cut anywhere.
 
-    Keras's bar tells what is left from what is done by its colour alone; here it is another line.
+    Keras's bar tells what is left from what is done by its color alone; here it is another line.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class _Plain:
         data = self.rest + data
         cut = _CUT.search(data)
         self.rest = cut[0] if cut else b""
-        parts = _COLOUR.split(data[: cut.start()] if cut else data)
+        parts = _COLOR.split(data[: cut.start()] if cut else data)
         shown = []
         for position, part in enumerate(parts):
             if position % 2:

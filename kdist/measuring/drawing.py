@@ -16,7 +16,7 @@ from kdist.measuring.shares import SHARE_COLORS
 # Seen well on white and on black, and told apart by most eyes.
 COLORS = ("#3b82f6", "#f97316", "#0d9f6e", "#db2777", "#8b5cf6", "#ca8a04", "#0891b2", "#ef4444")
 GREY = "#888888"
-# Stands for the colour of the page's text.
+# Stands for the color of the page's text.
 _INK = "#223344"
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -173,7 +173,7 @@ def _row(tag: str, words: Sequence[str]) -> str:
 
 
 def _inline(svg: str, title: str) -> str:
-    """Makes a drawing a part of a page: its text takes the page's colour, its width the page's."""
+    """Makes a drawing a part of a page: its text takes the page's color, its width the page's."""
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)

@@ -16,7 +16,7 @@ class CentralStorageStrategy(Strategy):
     """Trains one model on several devices of one machine, with its variables on one device, usually the host.
 
     Each replica computes its part of a global batch with copies of the weights; the sum of the gradients is applied
-    to the variables where they are held, and an optimiser's own variables are there alone. On JAX a step of `fit` is
+    to the variables where they are held, and an optimizer's own variables are there alone. On JAX a step of `fit` is
     one program, to whose devices all variables are copied for as long as it runs.
 
     Args:

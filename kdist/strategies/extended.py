@@ -50,7 +50,7 @@ class StrategyExtended:
         return self.should_checkpoint
 
     def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
-        """Returns where an optimiser's own variables lie."""
+        """Returns where an optimizer's own variables lie."""
         return self.parameter_devices
 
     def reduce_to(

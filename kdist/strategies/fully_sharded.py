@@ -1,4 +1,4 @@
-"""Synchronous training with weights, gradients and optimiser state divided over all replicas."""
+"""Synchronous training with weights, gradients and optimizer state divided over all replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AXIS = "replica"
 class FullyShardedStrategy(ShardedStrategy):
     """Trains one model whose variables are divided over all replicas: each holds a part of every large one.
 
-    Weights are gathered where they are needed, gradients and the optimiser's state stay divided: with N replicas
+    Weights are gathered where they are needed, gradients and the optimizer's state stay divided: with N replicas
     each holds about one Nth of the memory of `MirroredStrategy`. Results are those of one device. If N divides no axis
     of a variable, its largest axis is padded where it is stored.
 

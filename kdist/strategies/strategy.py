@@ -105,7 +105,7 @@ class Strategy:
     def scope(self) -> Scope[Self]:
         """Returns a context manager that makes this strategy current.
 
-        Models, optimisers and metrics created inside belong to the strategy, and remember it: `fit` works
+        Models, optimizers and metrics created inside belong to the strategy, and remember it: `fit` works
         outside the scope too. At its end all workers have the chief's values of the variables that were created
         inside: every worker must leave it, having created the same ones. Scopes of the same strategy may be
         nested, those of different ones not; a scope counts for the thread that entered it.

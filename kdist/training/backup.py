@@ -25,7 +25,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     """Saves what `fit` needs to go on, and goes on from it when the same script is started again.
 
     The run that goes on equals one that was never interrupted: it has the same weights, and no sample is repeated
-    or left out. Saved are the weights, the optimiser, metrics, seeds, random states, the position in the data,
+    or left out. Saved are the weights, the optimizer, metrics, seeds, random states, the position in the data,
     the history and what Keras's callbacks count. Every worker writes its share, in the background, and the
     number of workers may change from one start to the next.
 

@@ -12,7 +12,7 @@ from kdist.training.session import progress_of
 
 
 class DriftWatch(keras.callbacks.Callback):
-    """Compares weights, optimiser, metrics and seeds of all workers now and then, and raises where they differ.
+    """Compares weights, optimizer, metrics and seeds of all workers now and then, and raises where they differ.
 
     A worker may drift away because a script changes a variable on one worker only, or because its memory is
     broken; without this, training goes on with garbage. A comparison costs one pass over the values and one small

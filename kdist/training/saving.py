@@ -113,7 +113,7 @@ def _within(flag: ContextVar[bool]) -> Iterator[None]:
 
 
 def fingerprint(model: Any) -> str:
-    """Returns what tells one state of a model (weights and optimiser) from another, on all workers alike."""
+    """Returns what tells one state of a model (weights and optimizer) from another, on all workers alike."""
     variables = list(model.weights)
     if getattr(model, "optimizer", None) is not None:
         variables += model.optimizer.variables

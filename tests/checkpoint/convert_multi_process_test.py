@@ -124,7 +124,7 @@ def test_which_model_and_who_makes_it(tmp_path):
         "own": "own",
     }.items():
         np.testing.assert_array_equal(found[name], expected[model], err_msg=name)
-    assert steps == [2, 2], "the optimiser is in the file"
+    assert steps == [2, 2], "the optimizer is in the file"
     assert files == ["one.keras", "own.weights.h5", "plain.keras", "plain.weights.h5", "second.keras"]
     assert said["the only one"] == (0, "Wrote one.keras.\n")
     for label, words in WRONG.items():

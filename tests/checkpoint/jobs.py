@@ -34,7 +34,7 @@ def data():
 
 
 def values_of(model):
-    """All variables of a model as arrays: weights, seeds, optimiser and metrics."""
+    """All variables of a model as arrays: weights, seeds, optimizer and metrics."""
     import keras
 
     variables = model.variables + model.optimizer.variables + model.metrics_variables
@@ -88,7 +88,7 @@ def _restore(path, model):
         for variable in model.variables + model.optimizer.variables + model.metrics_variables:
             variable.assign(np.zeros(variable.shape))
     dataset = distributed()
-    # The optimiser is the model's, though it was saved by a name of its own, too.
+    # The optimizer is the model's, though it was saved by a name of its own, too.
     checkpoint = kdist.Checkpoint(model=model, dataset=dataset)
     checkpoint.restore(path).assert_consumed()
     assert (checkpoint.epoch, checkpoint.best, checkpoint.save_counter) == (3, (0.5, None), 1)

@@ -106,7 +106,7 @@ def test_whoever_writes_is_a_little_less_important_than_whoever_trains(tmp_path)
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for the names of open files")
 def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """A machine that loses power keeps what was synchronised: the order is the promise."""
+    """A machine that loses power keeps what was synchronized: the order is the promise."""
     done = []
     real = {name: getattr(os, name) for name in ("fsync", "rename")}
 

@@ -18,7 +18,7 @@ import pytest
 from kdist.cluster import Cluster, complete_addresses, discover, exchange, handshake
 from kdist.cluster.handshake import Link, NotOfThisJobError, clients, connect
 from kdist.errors import ClusterConfigError
-from tests.ports import neighbouring_ports
+from tests.ports import neighboring_ports
 
 
 def workers(port: int, host: str = "127.0.0.1", count: int = 2) -> list[Cluster]:
@@ -73,7 +73,7 @@ STRANGERS = {
 
 @pytest.mark.parametrize("name", STRANGERS)
 def test_workers_meet_in_spite_of_a_stranger(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    port = neighbouring_ports(3)
+    port = neighboring_ports(3)
     first, second = workers(port)
     with in_thread(lambda: complete_addresses(first, 20.0)) as found, connected(port + 1) as stranger:
         # Worker 1 comes after the stranger, so that worker 0 cannot have finished before.
@@ -92,7 +92,7 @@ def test_workers_meet_in_spite_of_a_stranger(name: str, caplog: pytest.LogCaptur
 
 @pytest.mark.kills("meeting_proofs_not_checked")
 def test_a_worker_does_not_believe_a_stranger_that_answers_for_worker_0() -> None:
-    port = neighbouring_ports(3)
+    port = neighboring_ports(3)
     first, second = workers(port)
     with socket.create_server(("127.0.0.1", port + 1)) as server:
         stolen = clients(server, "another secret", exchange._purpose(first), time.monotonic() + 1.0)
@@ -109,7 +109,7 @@ def test_a_worker_does_not_believe_a_stranger_that_answers_for_worker_0() -> Non
 def test_another_secret_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     secrets = {True: "one", False: "another"}  # only worker 0 warns
     monkeypatch.setattr(handshake, "secret_if_any", lambda address, warn=False: secrets[warn])
-    first, second = workers(neighbouring_ports(3))
+    first, second = workers(neighboring_ports(3))
     with in_thread(lambda: complete_addresses(first, 1.5)) as found:
         with pytest.raises(ClusterConfigError, match=r"(?s)same secret.*export KDIST_CLUSTER_TOKEN="):
             complete_addresses(second, 1.5)
@@ -124,7 +124,7 @@ def test_without_a_secret_workers_of_several_machines_meet_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("KDIST_CLUSTER_TOKEN", raising=False)
-    port = neighbouring_ports(3)
+    port = neighboring_ports(3)
     first, second = workers(port, "0.0.0.0")  # not a loopback address, but this machine
     third = dataclasses.replace(second, num_workers=3, addresses=(*second.addresses, None))
     with in_thread(lambda: complete_addresses(first, 20.0)) as found:

@@ -1,4 +1,4 @@
-"""Optimisers, and what they do with gradients before and after the sum over the replicas."""
+"""Optimizers, and what they do with gradients before and after the sum over the replicas."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rmsprop_with_schedule() -> Numbers:
 
 def _train_each(*optimizers: Any) -> Numbers:
     """Trains with one after the other, each from where the last has come to."""
-    x, y = a.regression(a.BATCH)  # batches of one size: the engines compile once for each optimiser
+    x, y = a.regression(a.BATCH)  # batches of one size: the engines compile once for each optimizer
     model = a.mlp()
     found: Numbers = {}
     for optimizer in optimizers:

@@ -13,7 +13,7 @@ from tests.contract.case import Numbers, case
 
 
 class Block(keras.layers.Layer):
-    """A block of a transformer, with a normalisation over the batch."""
+    """A block of a transformer, with a normalization over the batch."""
 
     def __init__(self, width: int, **options: Any) -> None:
         super().__init__(**options)

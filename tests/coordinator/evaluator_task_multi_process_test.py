@@ -17,9 +17,9 @@ import keras
 import numpy as np
 
 random = np.random.RandomState(0)
-centres = random.normal(size=(3, 6)).astype("float32")
+centers = random.normal(size=(3, 6)).astype("float32")
 labels = random.randint(3, size=240)
-rows = centres[labels] + random.normal(size=(240, 6)).astype("float32")
+rows = centers[labels] + random.normal(size=(240, 6)).astype("float32")
 train, test = (rows[:160], labels[:160]), (rows[160:], labels[160:])
 
 def make_model(seed):

@@ -88,7 +88,7 @@ _MODELS = """
             weight.assign(10 * weight)
         return model
 """
-# What is trained, how, by which optimiser; and where rows alone travel.
+# What is trained, how, by which optimizer; and where rows alone travel.
 _BOTH, _TORCH, _NOWHERE = ("jax", "torch"), ("torch",), ()
 _CASES = [
     ("lookups", "fit", "clipped", _BOTH),

@@ -119,7 +119,7 @@ def optimized() -> Any:
 
 @pytest.mark.kills("servers_without_constraints")
 @each_own_engine
-def test_an_optimiser_s_steps_and_constraints(backend: str) -> None:
+def test_an_optimizer_s_steps_and_constraints(backend: str) -> None:
     # [[.5, -1.5 → 0], [1, 1.5]], and then the second row again.
     assert run(backend, 1, optimized) == [[[[0.5, 0.0], [0.0, 1.0]], 3]]
 

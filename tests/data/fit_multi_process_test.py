@@ -45,7 +45,7 @@ _models = {}
 
 
 def same_model(scope=True):
-    """A model as `new_model` makes it, with the same weights and a fresh optimiser, at the first call made anew."""
+    """A model as `new_model` makes it, with the same weights and a fresh optimizer, at the first call made anew."""
     if scope not in _models:
         model = new_model(scope)
         with strategy().scope() if scope else contextlib.nullcontext():

@@ -14,7 +14,7 @@ import pytest
 
 from tests.docs.outputs import backend_of, difference_of
 from tests.environment import ROOT
-from tests.notebooks import TUTORIALS, normalised, text_of
+from tests.notebooks import TUTORIALS, normalized, text_of
 from tests.processes import BACKENDS, full_unless
 from tests.turn import turn
 
@@ -127,7 +127,7 @@ def test_tutorial_is_stored_with_its_outputs(tutorial: Path) -> None:
 @each_tutorial
 def test_tutorial_is_stored_as_it_is_after_any_run(tutorial: Path) -> None:
     text = tutorial.read_text(encoding="utf-8")
-    assert text == nbformat.writes(normalised(nbformat.reads(text, as_version=4))) + "\n"
+    assert text == nbformat.writes(normalized(nbformat.reads(text, as_version=4))) + "\n"
     assert len(text) <= MOST_BYTES
     said = "".join(text_of(cell) for cell in code_cells(tutorial))
     assert not re.search(r"/(tmp|work|root|home)\b|\b0x[0-9a-f]{6,}", said), (

@@ -16,7 +16,7 @@ import pytest
 from tests.environment import clean_environment
 
 TIMEOUT = 60
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
 SCRIPT = """
 import importlib.util, os, sys, time, types
 
@@ -59,7 +59,7 @@ def command(tmp_path):
 def screen(written: str) -> list[str]:
     """What stands on a terminal to which this was written, of more columns than any line has."""
     lines, column = [""], 0
-    for piece in re.split(r"(\n|\r|\x08|\x1b\[K)", COLOUR.sub("", written)):
+    for piece in re.split(r"(\n|\r|\x08|\x1b\[K)", COLOR.sub("", written)):
         if piece == "\n":
             lines.append("")
             column = 0
@@ -123,9 +123,9 @@ def test_a_pipe_gets_each_bar_once_and_no_control_characters(command):
     assert sum("/8 " in line for line in done.stdout.splitlines()) == 2
 
 
-@pytest.mark.parametrize("no_colour", ["", "1"])
-def test_a_terminal_gets_a_bar_that_moves(command, no_colour, tmp_path):
-    written = on_terminal(command, NO_COLOR=no_colour)
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_gets_a_bar_that_moves(command, no_color, tmp_path):
+    written = on_terminal(command, NO_COLOR=no_color)
     check(
         [
             line
@@ -134,9 +134,9 @@ def test_a_terminal_gets_a_bar_that_moves(command, no_colour, tmp_path):
         ]
     )
     assert written.count("\r[worker 0] ") > 2, "it is drawn anew"
-    assert bool(COLOUR.search(written)) == (not no_colour)
+    assert bool(COLOR.search(written)) == (not no_color)
     halves = re.findall(r"[1-7]/8 (━+)(─+) ", written)
-    assert bool(halves) == bool(no_colour), "what is left is told without colours, too"
+    assert bool(halves) == bool(no_color), "what is left is told without colors, too"
     assert all(len(done + left) == 20 for done, left in halves)
     log = (tmp_path / "logs" / "worker-0.log").read_text()
     assert not set("\x1b\r\x08") & set(log) and log.count("8/8 ") == log.count("/8 ") == 2, "each bar once"

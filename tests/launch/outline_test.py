@@ -13,7 +13,7 @@ from kdist.cluster import logs
 from kdist.command_line import main
 from kdist.launch import linux, outline
 from kdist.launch.roles import plan_roles
-from tests.ports import neighbouring_ports
+from tests.ports import neighboring_ports
 
 GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 
@@ -59,7 +59,7 @@ def test_the_line_has_workers_devices_and_backend():
 
 
 def test_the_workers_of_this_machine_are_told_from_all():
-    port = neighbouring_ports(4)
+    port = neighboring_ports(4)
     hosts = [f"127.0.0.1:{port}", f"127.0.0.1:{port + 2}"]
     assert line(2, hosts=hosts, host_index=1)[0].startswith("2 of 4 workers × 4 gpu on jax")
 

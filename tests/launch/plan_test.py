@@ -16,7 +16,7 @@ from kdist.launch.output import LineStream, Sink, Tail
 from kdist.launch.plan import JobPlan, check_backend, idle_gpus, parse_hosts, plan_job, resolve_num_workers
 from kdist.launch.report import MOST_LINES, failure_block, last_traceback, shell_exit_code
 from kdist.launch.supervisor import Supervisor
-from tests.ports import neighbouring_ports
+from tests.ports import neighboring_ports
 
 # ---- the plan
 
@@ -44,7 +44,7 @@ def test_tf_config_and_torchruns_variables_agree():
 
 
 def test_hosts():
-    port = neighbouring_ports(2)
+    port = neighboring_ports(2)
     hosts = ["192.0.2.7:5000", f"127.0.0.1:{port}"]
     plan = plan_job(2, hosts=hosts, host_index=1, environ={}, backend="JAX")
     assert [worker.index for worker in plan.workers] == [2, 3]
@@ -167,7 +167,7 @@ def test_a_redrawn_line_is_live_on_a_terminal():
     assert written == b"[0] 1/2\r[0] 2/2\x1b[K\n[1] x\n[0] 3/2\n"
 
 
-def test_colours_are_for_terminals_and_who_wants_them(monkeypatch):
+def test_colors_are_for_terminals_and_who_wants_them(monkeypatch):
     bar = ((0, b"\x1b[1m1/2\x1b[0m \x1b[3"), (0, b"2m==\x1b[0m done\n"))
     assert _lines(*bar) == b"[0] 1/2 == done\n"
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -176,7 +176,7 @@ def test_colours_are_for_terminals_and_who_wants_them(monkeypatch):
     assert _lines(*bar, terminal=True) == b"[0] 1/2 == done\n"
 
 
-def test_what_is_left_of_a_bar_is_told_without_colours_too():
+def test_what_is_left_of_a_bar_is_told_without_colors_too():
     bar = "1/2 \x1b[32m━━\x1b[0m\x1b[37m━━\x1b[0m ━\n".encode()
     whole = "[0] 1/2 ━━── ━\n".encode()
     assert _lines((0, bar)) == whole

@@ -8,7 +8,7 @@ import pytest
 
 from kdist.cluster.roles import server_cluster
 from kdist.launch.roles import plan_roles
-from tests.ports import neighbouring_ports
+from tests.ports import neighboring_ports
 
 
 def told(environ, *args, name="CUDA_VISIBLE_DEVICES", **kwargs):
@@ -80,7 +80,7 @@ def test_workers_that_are_all_alike_share_a_secret_too():
 
 
 def test_of_several_machines_the_first_has_the_evaluator():
-    port = neighbouring_ports(2)
+    port = neighboring_ports(2)
     hosts = [f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"]
     first = plan_roles(1, 0, True, hosts=hosts, host_index=0, environ={})
     assert [task.name for task in first.workers] == ["worker 0", "evaluator"]

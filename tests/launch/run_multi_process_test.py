@@ -13,7 +13,7 @@ from kdist.launch import supervisor
 from tests.alive import left_of
 from tests.environment import ROOT
 from tests.launch.jobs import TIMEOUT
-from tests.ports import neighbouring_ports
+from tests.ports import neighboring_ports
 
 
 def test_success(run):
@@ -201,7 +201,7 @@ def test_the_first_traceback_is_blamed_and_not_the_first_exit(run):
 
 
 def test_two_hosts_on_one_machine(run, tmp_path):
-    first = neighbouring_ports(2, ("127.0.0.1", "127.0.0.2"))
+    first = neighboring_ports(2, ("127.0.0.1", "127.0.0.2"))
     hosts = f"127.0.0.1:{first},127.0.0.2:{first}"
     script = """
         cluster = json.loads(os.environ["TF_CONFIG"])["cluster"]

@@ -64,7 +64,7 @@ def test_value_and_grad_outside_of_run(backend):
         np.testing.assert_array_equal(of_unused, np.zeros(3))
     else:
         assert of_unused is None
-    # Columns (1, 3) and (2, 8) normalise to (-1, 1).
+    # Columns (1, 3) and (2, 8) normalize to (-1, 1).
     assert aux_loss == 0 and aux["text"] == "aux" and aux["none"] is None
     np.testing.assert_allclose(aux["y"], [[-1, -1], [1, 1]], rtol=1e-6)
     np.testing.assert_allclose(of_gamma, [0, 0], atol=1e-6)

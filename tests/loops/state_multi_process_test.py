@@ -257,7 +257,7 @@ def test_replicas_draw_different_random_numbers(backend, num_workers, num_replic
         np.testing.assert_array_equal(calls[0]["unseeded"], repeated[0]["unseeded"])
 
 
-# Batch normalisation ------------------------------------------------------------------------------------------
+# Batch normalization ------------------------------------------------------------------------------------------
 
 ROWS = np.random.RandomState(0).randn(12, 2) * 2 + 3
 OTHER = np.random.RandomState(1).randn(12, 2)
@@ -293,7 +293,7 @@ def in_worker_batch_normalization(num_replicas, synchronized):
 
 
 def normalize_by_hand(x, other, weights):
-    """Outputs, statistics and gradients (gamma, beta, scale) of one normalised batch."""
+    """Outputs, statistics and gradients (gamma, beta, scale) of one normalized batch."""
     mean, variance = x.mean(0), x.var(0)
     deviation = np.sqrt(variance + EPSILON)
     y = (x - mean) / deviation

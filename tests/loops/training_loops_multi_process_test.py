@@ -155,7 +155,7 @@ def test_backward_gives_them_too(backend, num_workers, num_replicas):
     check_guide(on_workers(backend, num_workers, num_replicas, in_worker_guide, backward_step, eager))
 
 
-# Optimisers: against Keras's own loop on one device --------------------------------------------------------------
+# Optimizers: against Keras's own loop on one device --------------------------------------------------------------
 
 
 def optimizers():
@@ -239,7 +239,7 @@ NAMES = ("clipnorm", "global_clipnorm", "clipvalue", "weight decay", "average", 
 
 
 @each_cluster
-def test_optimisers_do_what_they_do_on_one_device(backend, num_workers, num_replicas):
+def test_optimizers_do_what_they_do_on_one_device(backend, num_workers, num_replicas):
     for found in on_workers(backend, num_workers, num_replicas, in_worker_optimizers, NAMES):
         for name, (
             (losses, state, iterations),

@@ -1,15 +1,15 @@
 """A sheet to draw on, which becomes an SVG that is legible on light and on dark pages.
 
-An image that a page shows does not know the page's colours. So each drawing has a ground of its own, and takes the
-light or the dark colours as the reader's system asks for.
+An image that a page shows does not know the page's colors. So each drawing has a ground of its own, and takes the
+light or the dark colors as the reader's system asks for.
 """
 
 from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-# Light and dark. Replicas have the colours of Okabe and Ito, which colour-blind people tell apart.
-COLOURS = {
+# Light and dark. Replicas have the colors of Okabe and Ito, which color-blind people tell apart.
+COLORS = {
     "ground": ("#ffffff", "#1b1e26"),
     "ink": ("#1f2733", "#e6e9ef"),
     "soft": ("#566072", "#aab3c2"),
@@ -39,12 +39,12 @@ class Drawing:
         self._parts: list[str] = []
 
     def box(
-        self, x: float, y: float, width: float, height: float, colour: str = "box", dashed: bool = False
+        self, x: float, y: float, width: float, height: float, color: str = "box", dashed: bool = False
     ) -> None:
         """A rectangle with round corners."""
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self._parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" class="b {colour}"{dash}/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" class="b {color}"{dash}/>'
         )
 
     def text(self, x: float, y: float, words: str, style: str = "", anchor: str = "middle") -> None:
@@ -60,19 +60,19 @@ class Drawing:
         end = ' marker-end="url(#head)"' if head else ""
         self._parts.append(f'<path d="M{way}" class="a"{end}/>')
 
-    def rows(self, x: float, y: float, colours: list[str], size: float = 16) -> None:
-        """Rows of a batch, side by side, each in a colour."""
-        for number, colour in enumerate(colours):
-            self.box(x + number * (size + 2), y, size, size, colour)
+    def rows(self, x: float, y: float, colors: list[str], size: float = 16) -> None:
+        """Rows of a batch, side by side, each in a color."""
+        for number, color in enumerate(colors):
+            self.box(x + number * (size + 2), y, size, size, color)
 
     def svg(self) -> str:
         """Returns the picture."""
 
         def rules(dark: bool) -> str:
-            colours = {name: both[dark] for name, both in COLOURS.items()}
-            fills = "".join(f".{name}{{fill:{colour}}}" for name, colour in colours.items())
-            lines = f".b,.a{{stroke:{colours['line']}}}marker path{{fill:{colours['line']}}}"
-            return f"{fills}text{{fill:{colours['ink']}}}text.soft{{fill:{colours['soft']}}}{lines}"
+            colors = {name: both[dark] for name, both in COLORS.items()}
+            fills = "".join(f".{name}{{fill:{color}}}" for name, color in colors.items())
+            lines = f".b,.a{{stroke:{colors['line']}}}marker path{{fill:{colors['line']}}}"
+            return f"{fills}text{{fill:{colors['ink']}}}text.soft{{fill:{colors['soft']}}}{lines}"
 
         style = (
             f"text{{font:14px {_FONTS}}}.bold{{font-weight:600}}.small{{font-size:12px}}"

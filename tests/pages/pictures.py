@@ -52,9 +52,9 @@ def step() -> str:
         680, 470, "A step: three replicas share a global batch of eight rows and keep equal weights"
     )
     shares, columns = (3, 3, 2), (20, 240, 460)
-    colours = [f"replica{replica}" for replica, share in enumerate(shares) for _ in range(share)]
+    colors = [f"replica{replica}" for replica, share in enumerate(shares) for _ in range(share)]
     sheet.text(340, 26, "a global batch of 8 rows", "bold")
-    sheet.rows(268, 36, colours)
+    sheet.rows(268, 36, colors)
     for replica, (x, share) in enumerate(zip(columns, shares, strict=True)):
         middle = x + 100
         sheet.arrow((340, 56), (340, 70), (middle, 70), (middle, 92))
@@ -181,8 +181,8 @@ def holders() -> str:
             sheet.box(x + 2, y + 2, 84, 70)
             sheet.text(x + 44, y + 18, name, "small")
             asynchronous = strategy.startswith("Parameter")
-            colour = [f"replica{worker if asynchronous else row // 2}" for row in ALL]
-            sheet.rows(x + 9, y + 26, [colour[row] if row in rows else "ground" for row in ALL])
+            color = [f"replica{worker if asynchronous else row // 2}" for row in ALL]
+            sheet.rows(x + 9, y + 26, [color[row] if row in rows else "ground" for row in ALL])
             sheet.rows(x + 9, y + 48, ["model" if part in parts else "ground" for part in ALL])
     return sheet.svg()
 

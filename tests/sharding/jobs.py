@@ -61,14 +61,14 @@ def data(rows: int = 21) -> tuple[np.ndarray, np.ndarray]:
 
 
 def values_of(model: Any) -> list[np.ndarray]:
-    """All variables of a model as arrays, those of its optimiser too."""
+    """All variables of a model as arrays, those of its optimizer too."""
     import keras
 
     return [keras.ops.convert_to_numpy(v).copy() for v in (*model.variables, *model.optimizer.variables)]
 
 
 def held(model: Any) -> float:
-    """The bytes of weights and optimiser state that the first device of this worker holds."""
+    """The bytes of weights and optimizer state that the first device of this worker holds."""
     variables = {id(v): v for v in (*model.variables, *model.optimizer.variables)}
     return sum(held_of(v.value) for v in variables.values())
 

@@ -122,7 +122,7 @@ def as_strategies_of_workers() -> tuple[list[Any], list[Any], str]:
         library.set_distribution(distribution)
         ours = kdist.KerasDistributionStrategy(distribution)
         with ours.scope():
-            model = jobs.small(False)  # replicas normalise by themselves there
+            model = jobs.small(False)  # replicas normalize by themselves there
         library.set_distribution(None)
         values.append(_trained(model))
         own = ours.keras_distribution

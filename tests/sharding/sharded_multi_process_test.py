@@ -19,7 +19,7 @@ FOUR_DEVICES = ("jax", 1, 4)
 TORCH_WORKERS = ("torch", 2, 1)
 # Where dropout draws one mask for the global batch, the numbers are those of one device with it, too.
 RATES = {"jax": 0.1}
-# How much of weights and optimiser state a device may hold, by strategy and replicas. The layouts of "attention" divide
+# How much of weights and optimizer state a device may hold, by strategy and replicas. The layouts of "attention" divide
 # somewhat more than half of them by two.
 SHARES = {("fully", 2): 0.6, ("fully", 4): 0.35, ("attention", 4): 0.8}
 

@@ -38,7 +38,7 @@ def with_dropout():
 def with_batch_statistics():
     import keras
 
-    return make_model(keras.layers.BatchNormalization(name="normalises"))
+    return make_model(keras.layers.BatchNormalization(name="normalizes"))
 
 
 def drawing_by_itself():
@@ -67,7 +67,7 @@ def test_numbers_of_one_device(backend, workers):
     ("layer", "reason"),
     [
         (with_dropout, "Dropout 'drops' uses random numbers"),
-        (with_batch_statistics, "BatchNormalization 'normalises' computes .* Pass synchronized=True"),
+        (with_batch_statistics, "BatchNormalization 'normalizes' computes .* Pass synchronized=True"),
     ],
 )
 def test_layers_that_are_suspected(layer, reason, workers):

@@ -1,4 +1,4 @@
-"""Every way to use variables, metrics and optimisers that Keras has: a table of small functions.
+"""Every way to use variables, metrics and optimizers that Keras has: a table of small functions.
 
 Each gets fresh `Things` and returns what it saw; plain Keras on one device says what that is.
 """

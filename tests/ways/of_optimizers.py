@@ -1,4 +1,4 @@
-"""Ways to read, set, apply, build and save optimisers."""
+"""Ways to read, set, apply, build and save optimizers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from tests.ways.things import Things, np, ops, way, ways
 
 
-# Optimisers.
+# Optimizers.
 @way
 def learning_rate_read(t: Things) -> Any:
     rate = t.model.optimizer.learning_rate

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Things:
-    """What the ways are tried on: variables, metrics, a built model with its optimiser, and other optimisers.
+    """What the ways are tried on: variables, metrics, a built model with its optimizer, and other optimizers.
 
     Args:
         folder: Where a way may write; the same on all workers.

@@ -19,7 +19,7 @@ class JaxEngine(Engine):
 
     def __init__(self) -> None:
         tables.hook_lookups()
-        # The programs by which optimisers update the variables that are named.
+        # The programs by which optimizers update the variables that are named.
         self._programs: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -46,7 +46,7 @@ class JaxEngine(Engine):
 
     def train_step(self, model: Any, data: Any) -> Any:
         """Runs Keras's stateless step over the variables as they are in the scope around it."""
-        # The optimiser's step happens elsewhere: of what it keeps for each variable nothing is needed here.
+        # The optimizer's step happens elsewhere: of what it keeps for each variable nothing is needed here.
         own = [
             v.value if v.ndim == 0 else jax.numpy.zeros(v.shape, v.dtype) for v in model.optimizer.variables
         ]
@@ -62,7 +62,7 @@ class JaxEngine(Engine):
         return logs
 
     def apply(self, optimizer: Any, gradients: Sequence[np.ndarray], variables: Sequence[Any]) -> None:
-        """Compiles the optimiser's step once for the variables that it is for."""
+        """Compiles the optimizer's step once for the variables that it is for."""
         programs = self._programs.setdefault(optimizer, {})
         key = tuple(map(id, variables))
         if key not in programs:

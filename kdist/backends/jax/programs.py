@@ -1,6 +1,6 @@
 """What a compiled function needs of stateful Keras code: which variables it reads and writes.
 
-JAX compiles pure functions; Keras layers, optimisers and metrics change variables. While a function is traced, a
+JAX compiles pure functions; Keras layers, optimizers and metrics change variables. While a function is traced, a
 `keras.StatelessScope` shows it the values that came in as arguments, and keeps what it writes, to be handed out
 as results. A first trace, without arguments for the state, finds out which variables there are.
 """

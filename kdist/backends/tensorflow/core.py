@@ -32,7 +32,7 @@ class TensorFlowCore(Runtime):
         """Mirrors new variables over the devices, or puts them on the one that holds them.
 
         The native scope is entered for the creation alone: within it TensorFlow refuses to turn a variable into a
-        number and to apply an optimiser, and Keras divides losses by the number of replicas.
+        number and to apply an optimizer, and Keras divides losses by the number of replicas.
         """
         with tf.variable_creator_scope(self._mirrored):
             yield

@@ -36,7 +36,7 @@ class Write:
 
 @dataclass
 class Update:
-    """A call of an optimiser's `apply`."""
+    """A call of an optimizer's `apply`."""
 
     optimizer: Any
     variables: list[Any]
@@ -100,7 +100,7 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
         self._written[id(variable)] = Write(variable, is_addition), tf.cast(value, variable.dtype)
 
     def take_gradients(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Called in place of an optimiser's `apply`: it is applied on the servers."""
+        """Called in place of an optimizer's `apply`: it is applied on the servers."""
         self._updates.append((Update(optimizer, list(variables)), list(grads)))
 
     def take(self, variable: Any, indices: Any) -> Any:
@@ -259,7 +259,7 @@ class Plan:
 
 
 class CommitScope(keras.StatelessScope):
-    """Lets optimisers update each variable on its server, those in shards shard by shard."""
+    """Lets optimizers update each variable on its server, those in shards shard by shard."""
 
     def __init__(self) -> None:
         super().__init__(initialize_variables=False)
@@ -302,7 +302,7 @@ class CommitScope(keras.StatelessScope):
     def _backend_update_step(
         self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
     ) -> None:
-        """Called in place of the optimiser's method: updates each variable where it is."""
+        """Called in place of the optimizer's method: updates each variable where it is."""
         elementwise = keras_hooks.is_elementwise(optimizer)
         for grad, variable in zip(grads, variables, strict=True):
             native = keras_hooks.native_value(variable)
@@ -320,7 +320,7 @@ class CommitScope(keras.StatelessScope):
                     self._shard = None
 
     def _apply_weight_decay(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Called in place of the optimiser's method."""
+        """Called in place of the optimizer's method."""
         for variable in variables if optimizer.weight_decay is not None else ():
             if keras_hooks.decays(optimizer, variable):
                 for shard in shards_of(keras_hooks.native_value(variable)):

@@ -179,7 +179,7 @@ class TensorFlowScope(ReplicaScope):
         """Returns the `tf.Variable` on this replica's device."""
         if keras_hooks.native_value(variable) is None:
             self._initialize(variable)
-        if self.is_untracked:  # optimisers write to what they read
+        if self.is_untracked:  # optimizers write to what they read
             self.touched[id(variable)] = variable
         is_on_read = self.has_component(variable)
         if not is_on_read and not is_shared(variable, self._num_local):

@@ -40,7 +40,7 @@ def offsets_of(native: Any) -> list[int]:
 class Placement:
     """Puts new variables on the servers in turn, in shards if the partitioner says so.
 
-    What an optimiser keeps of a variable is put beside it, shard by shard.
+    What an optimizer keeps of a variable is put beside it, shard by shard.
 
     Args:
         devices: The device of each server.

@@ -20,7 +20,7 @@ class SynchronousRuntime(TensorFlowRuntime):
     """Replicas on the workers of a cluster, as those of `CentralStorageStrategy` are on the devices of a machine.
 
     TensorFlow runs the coordinator's programs over all tasks. Variables are whole: each replica copies those that it
-    reads, and optimisers run where they are.
+    reads, and optimizers run where they are.
     """
 
     def __init__(self, cluster: ServerCluster, timeout: float) -> None:

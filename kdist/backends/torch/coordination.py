@@ -50,7 +50,7 @@ class TorchEngine(Engine):
         return model.train_step(keras.tree.map_structure(_tensor, data))
 
     def apply(self, optimizer: Any, gradients: Sequence[np.ndarray], variables: Sequence[Any]) -> None:
-        """Runs the optimiser as it is."""
+        """Runs the optimizer as it is."""
         tensors = [keras.ops.convert_to_tensor(gradient) for gradient in gradients]
         with torch.no_grad():
             optimizer.apply(tensors, variables)

@@ -2,7 +2,7 @@
 
 Any function of PyTorch's gets the gathered tensor in its place, and whoever writes to it writes the part; so Keras's
 layers, modules of PyTorch's and whoever saves a model need not know. Two things are done on the parts alone, as the
-`DTensor`s that they are: gradients arrive summed and divided, and optimisers compute with them (`on_parts`).
+`DTensor`s that they are: gradients arrive summed and divided, and optimizers compute with them (`on_parts`).
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _completed(tensor: DTensor) -> DTensor:
 
 @contextlib.contextmanager
 def on_parts() -> Iterator[None]:
-    """Within this, whatever is computed with divided parameters is computed on their parts: for optimisers."""
+    """Within this, whatever is computed with divided parameters is computed on their parts: for optimizers."""
     with _OnParts():
         yield
 

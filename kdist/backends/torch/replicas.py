@@ -145,7 +145,7 @@ class TorchReplica(Replica):
         return self.strategy.runtime.storage is not None
 
     def take_variables(self, variables: Sequence[Any]) -> None:
-        """Divides the variables that an optimiser has made."""
+        """Divides the variables that an optimizer has made."""
         self.strategy.runtime.storage.take(variables)
 
     def apply_gradients(self, apply: Callable[[], Any]) -> Any:
@@ -331,7 +331,7 @@ class TorchScope(ReplicaScope):
         return result
 
     def _initialize(self, variable: Any) -> None:
-        # Keras defers the value of a variable created in a scope until a scope is left that initialises.
+        # Keras defers the value of a variable created in a scope until a scope is left that initializes.
         with self.suspended(), keras.StatelessScope():
             pass
         self.replica.strategy.runtime.broadcast_variables([variable])

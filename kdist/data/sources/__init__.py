@@ -1,6 +1,6 @@
 """The kinds of datasets that kdist reads: the one place that tells them apart.
 
-A kind is recognised by the name of its class, so that no framework is imported for data of another.
+A kind is recognized by the name of its class, so that no framework is imported for data of another.
 """
 
 from __future__ import annotations

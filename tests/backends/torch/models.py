@@ -17,7 +17,7 @@ ATOL = 1e-6
 
 
 class Twice(keras.Model):
-    """A step of the user's own with two optimisers, the second of which sees what the first has done."""
+    """A step of the user's own with two optimizers, the second of which sees what the first has done."""
 
     def __init__(self):
         super().__init__()

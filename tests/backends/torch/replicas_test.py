@@ -36,7 +36,7 @@ SIZES = [(7, 2), (8, 3), (6, 3), (2, 3)]
 
 
 @pytest.mark.parametrize(("rows", "replicas"), SIZES)
-def test_synchronised_moments_and_their_gradients_are_those_of_all_rows(rows, replicas):
+def test_synchronized_moments_and_their_gradients_are_those_of_all_rows(rows, replicas):
     x = torch.randn(rows, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3 + 100
     weight = torch.linspace(0.5, 1.5, 3, dtype=torch.float64)
     factor = torch.randn(rows, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))

@@ -29,7 +29,7 @@ REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 3])
 
 
 @REPLICAS
-def test_a_step_with_two_optimisers(replicas):
+def test_a_step_with_two_optimizers(replicas):
     def make(_):
         model = Twice()
         model.compile()
@@ -59,7 +59,7 @@ def test_torch_modules_inside_a_model(replicas):
 
 @REPLICAS
 @pytest.mark.parametrize("rows", [35, 33, 1])
-def test_synchronised_batch_normalization_is_that_of_one_device(replicas, rows):
+def test_synchronized_batch_normalization_is_that_of_one_device(replicas, rows):
     def make(strategy):
         model = keras.Sequential(
             [
@@ -80,7 +80,7 @@ def test_synchronised_batch_normalization_is_that_of_one_device(replicas, rows):
 
 
 @pytest.mark.kills("torch_moments_of_many_replicas_travel_apart")
-def test_synchronised_batch_normalization_of_many_replicas_sends_no_more_for_each(monkeypatch):
+def test_synchronized_batch_normalization_of_many_replicas_sends_no_more_for_each(monkeypatch):
     sizes = []
     original = TorchReplica.all_reduce_sum
 
