@@ -26,10 +26,12 @@ from kdist.testing import WorkerPool, Workers, free_ports
 from tests import rewriting
 from tests.environment import clean_environment
 from tests.zygote import Forked, zygote
+from tests.zygote_process import STACKS
 
 BACKENDS = ("tensorflow", "jax", "torch")
-# A first step may have to compile on a busy machine; a hang is cut off here, with all stacks printed.
-TIMEOUT = 180.0
+# A first step may have to compile on a busy machine; a hang ends here, with all stacks printed, and before
+# pytest-timeout ends the test without them.
+TIMEOUT = 150.0
 
 
 def full_unless(is_pair: bool) -> list[pytest.MarkDecorator]:
@@ -204,6 +206,9 @@ class Script:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
+            if isinstance(self.process, Forked):
+                self.process.send_signal(STACKS)
+                time.sleep(2)  # it writes its stacks
             raise AssertionError(
                 f"Not finished within {timeout:g} s:\n{self.stdout()}\n{self.stderr()}"
             ) from None

@@ -27,6 +27,8 @@ from typing import Any, NoReturn
 
 _MOST = 1 << 18  # bytes of an order
 _FILES = 8
+# Lets a forked process write the stacks of its threads to stderr; kdist and its users have other signals.
+STACKS = signal.SIGRTMIN + 7
 
 
 def serve(orders: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -105,6 +107,7 @@ def main() -> None:
     if order["script"] is None:
         importlib.import_module("kdist.testing.pool_worker").main([str(files[2])])
         return
+    faulthandler.register(STACKS)
     try:
         run(order["script"])
     except Exception:
