@@ -65,14 +65,18 @@ def _kind(output: Any) -> str:
 def _lines(cell: Any) -> list[tuple[str, str, list[str]]]:
     """Returns the lines of a cell without the backend's name, sorted, since workers print in any order.
 
-    Each comes with its text without numbers, and with its numbers.
+    Each comes with its text without numbers, and with its numbers. NumPy pads numbers with spaces, so these count once.
     """
     text = "\n".join(
         output["text"] if "text" in output else output.data.get("text/plain", "") for output in cell.outputs
     )
     text = re.sub(rf"\b({'|'.join(BACKENDS)})\b", "BACKEND", text)
-    lines = [(line, _NUMBER.sub("#", line), _NUMBER.findall(line)) for line in text.splitlines()]
+    lines = [(line, _words(line), _NUMBER.findall(line)) for line in text.splitlines()]
     return sorted(lines, key=lambda line: (line[1], line[0]))
+
+
+def _words(line: str) -> str:
+    return re.sub(r"\s+(?=\s|\])", "", _NUMBER.sub("#", line))
 
 
 def _agree(stored: Any, executed: Any, varies: bool) -> bool:

@@ -35,6 +35,7 @@ def figure(num_colored: int, ink: float = 0.0, text: str = "<Figure size 800x140
 EQUAL = {
     "the backend's name": ([], "Keras on jax, 2 replicas\n", "Keras on torch, 2 replicas\n"),
     "rounding": ([], "loss 0.513, accuracy 97.3%\n", "loss 0.543, accuracy 96.0%\n"),
+    "a padded number": ([], "[8.318  7.5  ]\n", "[8.3177 7.5191]\n"),
     "the order of workers": ([], "[worker 0] jax\n[worker 1] jax\n", "[worker 1] jax\n[worker 0] jax\n"),
     "numbers that vary": ([VARIES], "rows [[4, 5], [20]] of 9\n", "rows [[1], [2, 3, 4]] of 8\n"),
     "ports": ([VARIES], '"127.0.0.1:42727"\n', '"127.0.0.1:1727"\n'),
