@@ -40,11 +40,11 @@ def _kind(name: str) -> tuple[str, bool, bool]:
 
 
 def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
-    """The backends and configurations of a case in `make test`: it meets each backend and each kind of strategy.
+    """The two backends and configurations of a case in `make test`.
 
-    With every turn the backends change places, and after a round of them the configurations of a kind. Of several
-    devices, several workers, and both, a case meets two per turn. Of the strategies that hold their variables in
-    another way, it meets one kind per turn; three times of four on PyTorch, whose cells are quick.
+    One holds the variables as mirrors: with several devices, several workers, or both, which take turns, as do the
+    backends, and after a round of them the configurations of a kind. The other holds them in another way: one kind per
+    turn; three times of four on PyTorch, whose cells are quick.
     """
     groups = [[*names] for _, names in itertools.groupby(CONFIGURATIONS, _kind)]
     elsewhere = [
@@ -64,7 +64,7 @@ def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
     meets_all = [chosen for chosen in itertools.product(*backends) if {*chosen} == {*case.backends}]
     rounds, place = divmod(turn, len(meets_all))
     for position, (backend, names) in enumerate(zip(meets_all[place], kinds, strict=True)):
-        if len(kinds) < 3 or position != turn % len(kinds):
+        if position == turn % len(kinds):
             yield backend, names[rounds % len(names)]
 
 

@@ -149,6 +149,7 @@ def test_the_others_end_and_name_the_worker(
     assert not cell.problem, cell.report()
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.kills(resume_nothing_restored_by_the_launcher="[jax]")
 @pytest.mark.parametrize(
     "backend",

@@ -135,6 +135,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(backend, 
     assert kind == "CheckpointNotFoundError" and offer in text
 
 
+@pytest.mark.in_turn(3)
 def test_values_of_another_form_are_refused_before_anything_is_assigned(tmp_path):
     from kdist.checkpoint.index import dump, parse
 

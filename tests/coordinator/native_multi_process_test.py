@@ -222,6 +222,7 @@ def contract_in_turn() -> Iterator[Any]:
             yield pytest.param(mode, names, id="-".join([mode, *names]), marks=marks)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.kills(tensorflow_servers_without_weight_decay="[max_staleness=0-sgd-adam-adamw]")
 @pytest.mark.parametrize(("mode", "names"), contract_in_turn())
 def test_the_contract(job, tmp_path, mode, names):

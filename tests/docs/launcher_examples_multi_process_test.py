@@ -7,10 +7,13 @@ import re
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from tests.docs.examples import example
 from tests.processes import Script
 
 
+@pytest.mark.in_turn(2)
 def test_the_launchers_example(tmp_path: Path) -> None:
     data = """
         import numpy as np

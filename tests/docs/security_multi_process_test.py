@@ -33,6 +33,7 @@ def listening() -> list[str]:
     return found
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.kills(docs_chief_listens_everywhere="[torch]")
 @pytest.mark.parametrize(
     "backend", [pytest.param(b, marks=pytest.mark.xdist_group(f"pool-{b}")) for b in BACKENDS]

@@ -1,4 +1,4 @@
-"""The tutorials: executed unchanged, a third of them per turn, and stored with what they say and draw."""
+"""The tutorials: executed unchanged, a fifth of them per turn, and stored with what they say and draw."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def code_cells(path: Path) -> list[Any]:
 
 
 def runs(place: int, tutorial: Path) -> list[Any]:
-    """Of three tutorials `make test` runs one per turn, on the next backend each time."""
-    rounds, offset = divmod(turn() + place, 3)
+    """Of five tutorials `make test` runs one per turn, on the next backend each time."""
+    rounds, offset = divmod(turn() + place, 5)
     return [
         pytest.param(
             tutorial,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import pytest
+
 from tests.keras_suite.run import run_tests
 
 TESTS = """
@@ -40,6 +42,7 @@ class TestD(unittest.TestCase):
 """
 
 
+@pytest.mark.in_turn(3)
 def test_a_test_that_hangs_or_dies_does_not_stop_the_others(tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     tests.mkdir()

@@ -12,6 +12,7 @@ from kdist import demo
 from tests.processes import Script
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.kills("demo_without_plain_keras")
 @pytest.mark.skipif(
     demo.importlib.util.find_spec("sklearn") is None,

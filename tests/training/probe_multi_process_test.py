@@ -203,6 +203,7 @@ def of_one_row(under_strategy: bool) -> Any:
     return [*losses, float(metric.result()), *map(np.array, model.weights)]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.kills(probe_takes_a_method_away="[torch-1]", sums_of_one_row_are_means="[torch-1]")
 @pytest.mark.parametrize(("backend", "num_workers"), [("tensorflow", 1), ("torch", 1), ("torch", 2)])
 def test_sums_are_found_out_where_a_replica_has_one_row(backend, num_workers):
@@ -319,6 +320,7 @@ def unwritten(probe: str | None) -> Any:
     return history, [*drawn, *variables], warned
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.kills("probe_draws_random_numbers", "probe_writes_variables")
 @pytest.mark.parametrize(("backend", "num_workers"), [("tensorflow", 1), ("torch", 2)])
 def test_nothing_is_written_and_no_random_number_drawn(backend, num_workers):

@@ -222,6 +222,7 @@ def goes_on_at_once(folder: str) -> Any:
         faults.point = point
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.kills("resume_a_save_is_not_awaited")
 def test_the_next_fit_waits_for_a_backup_that_is_being_written(tmp_path: Path) -> None:
     check(run("torch", 2, goes_on_at_once, str(tmp_path)))

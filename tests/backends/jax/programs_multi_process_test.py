@@ -146,6 +146,7 @@ def normalize(name: str | None, rows: int, offset: float, dtype: str) -> list[np
     return [np.asarray(keras.ops.convert_to_numpy(v)) for v in model.variables]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.kills("jax_moments_of_single_parts")
 @pytest.mark.parametrize(
     ("name", "rows", "dtype", "tolerance"),
@@ -207,6 +208,7 @@ def export_steps(name: str) -> list[tuple[tuple[str, ...], int]]:
     return [(e.platforms, e.nr_devices) for e in (*fitted.exported, *ran.exported)]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", ["mirrored", "fully", "model"])
 def test_gpus_and_tpus_have_all_that_a_step_does(name: str, pool: WorkerPool) -> None:
     (exported,) = pool.run(export_steps, name)

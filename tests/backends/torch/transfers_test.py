@@ -75,6 +75,7 @@ def transfers_per_step(strategy, blocks):
     return (numbers[2] - numbers[1]) / 4
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.kills(torch_scalars_are_copied_to_the_device="[2]", torch_seeds_of_copies_are_read="[3]")
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_transfers_do_not_grow_with_depth_and_little_with_replicas(replicas):
