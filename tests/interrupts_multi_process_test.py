@@ -73,7 +73,9 @@ def test_ctrl_c_ends_both_workers(backend, tmp_path):
         codes = [script.wait() for script in scripts]
         seconds = time.monotonic() - start
     for script, code in zip(scripts, codes, strict=True):
-        assert code in (-signal.SIGINT, 128 + signal.SIGINT), script.stderr()
+        # JAX aborts a worker whose chief has ended; kdist ends it with the number of that signal.
+        aborted = {signal.SIGABRT} if backend == "jax" else set()
+        assert code in {-signal.SIGINT, 128 + signal.SIGINT} | aborted, script.stderr()
         assert "FINISHED" not in script.stdout()
         check_stderr(script.stderr())
     assert seconds < SECONDS

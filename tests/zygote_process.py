@@ -113,6 +113,7 @@ def main() -> None:
     except Exception:
         if not order["is_quick"]:
             raise
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()  # as the interpreter does
         sys.excepthook(*sys.exc_info())
         end(1)
     except SystemExit as ending:
