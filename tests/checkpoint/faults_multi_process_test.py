@@ -239,6 +239,7 @@ def in_worker_killed(folder, phases):
 
 # A process that has begun to compute on JAX or TensorFlow cannot be forked; what a kill leaves does not depend on it.
 # The fault matrix kills saves on all backends.
+@pytest.mark.in_turn(2)
 @pytest.mark.kills("checkpoint_visible_too_early")
 def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path):
     phases = [

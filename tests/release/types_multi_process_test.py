@@ -16,6 +16,9 @@ import kdist
 from tests.environment import ROOT
 from tests.release.conftest import call
 
+# To install what the tests look at takes longer than the tests.
+pytestmark = pytest.mark.in_turn(2)
+
 MODULES = (
     "kdist",
     "kdist.callbacks",

@@ -200,9 +200,11 @@ PLACES = {
 }
 
 
-@each_backend
-def test_a_run_goes_on_from_anywhere(backend: str, tmp_path: Path) -> None:
-    check(run(backend, 2, interrupted, str(tmp_path), "arrays", list(PLACES.values())))
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("backend", BACKENDS, scope="module")
+def test_a_run_goes_on_from_anywhere(backend: str, place: str, tmp_path: Path) -> None:
+    check(run(backend, 2, interrupted, str(tmp_path), "arrays", [PLACES[place]]))
 
 
 def goes_on_at_once(folder: str) -> Any:
