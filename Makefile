@@ -25,8 +25,8 @@ demo: .venv-demo-$(BACKEND)/ready
 	.venv-demo-$*/bin/python $(PIP) $(EDITABLE) '.[demo]' $(PACKAGES_$*)
 	touch $@
 
-# Two tests more at a time than there are cores: most wait for worker processes for a while, which share them.
-PYTEST = -m pytest -n 4 --dist loadgroup --no-loadscope-reorder --durations 20
+# One test more at a time than there are cores: most wait for worker processes for a while, which share them.
+PYTEST = -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations 20
 
 # What CI runs: pairs instead of products. The linters run beside the tests.
 test: .venv/ready

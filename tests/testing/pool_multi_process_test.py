@@ -142,11 +142,16 @@ def test_orphans_are_ended_too():
     wait_for_the_end_of([orphan])
 
 
-def test_a_worker_that_dies(monkeypatch):
+def test_a_worker_that_dies(monkeypatch, tmp_path):
     monkeypatch.setattr("kdist.testing.pool._AFTER_FAILURE", 0.5)
+    reached = tmp_path / "reached"
 
     def die():
-        if rank() == 0:
+        if rank() == 1:
+            reached.touch()
+        else:
+            while not reached.exists():
+                time.sleep(0.01)
             print("last words", file=sys.stderr, flush=True)
             os.kill(os.getpid(), 9)
         time.sleep(100)
