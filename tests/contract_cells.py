@@ -57,15 +57,17 @@ def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
         rounds, place = divmod(turn, len(elsewhere))
         able = elsewhere[place]
         quick = [pair for pair in able if rounds % 4 and pair[0] == "torch"]
-        yield quick[rounds % len(quick)] if quick else able[rounds % len(able)]
+        yield quick[(rounds - rounds // 4) % len(quick)] if quick else able[(rounds // 4) % len(able)]
     kinds = [names for names in groups if CONFIGURATIONS[names[0]].strategy == "Mirrored"]
     backends = [[b for b in case.backends if b in CONFIGURATIONS[names[0]].backends] for names in kinds]
     kinds, backends = [k for k, b in zip(kinds, backends, strict=True) if b], [b for b in backends if b]
     meets_all = [chosen for chosen in itertools.product(*backends) if {*chosen} == {*case.backends}]
     rounds, place = divmod(turn, len(meets_all))
-    for position, (backend, names) in enumerate(zip(meets_all[place], kinds, strict=True)):
-        if position == turn % len(kinds):
-            yield backend, names[rounds % len(names)]
+    # Without the shift, places and positions would advance together, and some of their pairs never come.
+    shift = 0 if len(meets_all) % len(kinds) else rounds
+    position = (turn + shift) % len(kinds)
+    names = kinds[position]
+    yield meets_all[place][position], names[rounds // len(kinds) % len(names)]
 
 
 def chosen(turn: int) -> set[tuple[str, str, str]]:
@@ -98,3 +100,9 @@ def missing_pairs(first: int, turns: int) -> set[tuple[str, object]]:
 
     every = {(cell.backend, cell.configuration, cell.case) for cell in CELLS}
     return pairs(every) - pairs(set().union(*(chosen(first + turn) for turn in range(turns))))
+
+
+def missing_cells(first: int, turns: int) -> set[tuple[str, str, str]]:
+    """Cells that no turn of several runs."""
+    every = {(cell.backend, cell.configuration, cell.case) for cell in CELLS}
+    return every - set().union(*(chosen(first + turn) for turn in range(turns)))

@@ -25,7 +25,7 @@ import pytest
 from kdist.testing import WorkerFailure, WorkerPool
 from tests import processes
 from tests.contract import CASES, CONFIGURATIONS, compare, make_strategy, run_case
-from tests.contract_cells import BACKENDS, CELLS, Cell, missing_pairs
+from tests.contract_cells import BACKENDS, CELLS, Cell, missing_cells, missing_pairs
 from tests.environment import CACHE, ROOT
 from tests.foreign_backward import foreign_backward
 from tests.processes import full_unless, start_pool
@@ -285,6 +285,11 @@ def test_every_backend_and_strategy_is_in_the_matrix() -> None:
     assert {cell.case for cell in CELLS} == set(CASES)
 
 
-@pytest.mark.parametrize("first", [0, 1, 5, 100])
-def test_twelve_turns_run_every_case_on_every_backend_and_kind_of_strategy(first: int) -> None:
-    assert missing_pairs(first, 1) and not missing_pairs(first, 12)
+@pytest.mark.parametrize("first", [0, 82, 100, 916])
+def test_eighteen_turns_run_every_case_on_every_backend_and_kind_of_strategy(first: int) -> None:
+    assert missing_pairs(first, 1) and not missing_pairs(first, 18)
+
+
+@pytest.mark.parametrize("first", [0, 7, 916])
+def test_a_hundred_turns_run_every_cell(first: int) -> None:
+    assert missing_cells(first, 50) and not missing_cells(first, 100)

@@ -1,6 +1,6 @@
 """Which part of a product `make test` runs today: the choice moves on with every commit, so that nothing is left out.
 
-A test of a pool meets each backend within three turns, and a case of the contract each kind of storage within twelve.
+A test of a pool meets each backend within three turns, and a case of the contract each kind of storage within eighteen.
 """
 
 from __future__ import annotations

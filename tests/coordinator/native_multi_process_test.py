@@ -209,20 +209,26 @@ NOT_YET = ("losses_of_outputs", "attention")
 ABLE = [
     name
     for name, case in CASES.items()
-    if not case.needs and name not in NOT_YET and CONFIGURATIONS["servers-in-turn"].can(name, "tensorflow")
+    if "tensorflow" in case.backends
+    and not case.needs
+    and name not in NOT_YET
+    and CONFIGURATIONS["servers-in-turn"].can(name, "tensorflow")
 ]
 
 
 def contract_in_turn() -> Iterator[Any]:
-    """Three cases of the contract per turn: their variables are whole, unlike in the cells of the contract."""
+    """Three cases of the contract per turn, in the other mode in the next round.
+
+    Their variables are whole, unlike in the cells of the contract.
+    """
     groups = [ABLE[first : first + 3] for first in range(0, len(ABLE), 3)]
-    for mode in ("synchronous=True", "max_staleness=0"):
+    rounds, place = divmod(turn(), len(groups))
+    for position, mode in enumerate(("synchronous=True", "max_staleness=0")):
         for number, names in enumerate(groups):
-            marks = full_unless(number == turn() % len(groups))
+            marks = full_unless(number == place and position == rounds % 2)
             yield pytest.param(mode, names, id="-".join([mode, *names]), marks=marks)
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.kills(tensorflow_servers_without_weight_decay="[max_staleness=0-sgd-adam-adamw]")
 @pytest.mark.parametrize(("mode", "names"), contract_in_turn())
 def test_the_contract(job, tmp_path, mode, names):
