@@ -22,16 +22,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kdist.testing import WorkerFailure, WorkerPool
+from kdist.testing import WorkerFailure
 from tests import processes
 from tests.contract import CASES, CONFIGURATIONS, compare, make_strategy, run_case
 from tests.contract_cells import BACKENDS, CELLS, Cell, missing_cells, missing_pairs
+from tests.contract_pools import Pools, without_kdist
 from tests.environment import CACHE, ROOT
 from tests.foreign_backward import foreign_backward
-from tests.processes import full_unless, start_pool
+from tests.processes import full_unless
 
-# A first step may have to compile on a busy machine; a hang is cut off here, with every worker's stack printed.
-TIMEOUT = 120
 # The packages that decide the results of plain Keras.
 _DECIDING = (
     "keras",
@@ -44,36 +43,6 @@ _DECIDING = (
     "torch",
     "keras-hub",
 )
-
-
-class Pools:
-    """The worker processes of one backend and configuration, kept until another one is asked for."""
-
-    def __init__(self) -> None:
-        self._key: tuple[str, str] | None = None
-        self._pools: list[WorkerPool] = []
-
-    def get(self, backend: str, configuration: str) -> WorkerPool:
-        """The workers."""
-        if self._key != (backend, configuration):
-            self.close()
-            self._key = (backend, configuration)
-            self._pools.append(start_pool(CONFIGURATIONS[configuration].num_workers, backend, TIMEOUT))
-            # Before anything is computed, as in a user's script.
-            self._pools[0].run(_prepare, configuration)
-        return self._pools[0]
-
-    def plain(self) -> WorkerPool:
-        """A process for the numbers of one device; most of them are in a file already."""
-        if len(self._pools) < 2:
-            assert self._key is not None
-            self._pools.append(start_pool(1, self._key[0], TIMEOUT, plain=True))
-        return self._pools[1]
-
-    def close(self) -> None:
-        while self._pools:
-            self._pools.pop().close()
-        self._key = None
 
 
 @pytest.fixture(scope="module")
@@ -97,18 +66,6 @@ def oracle_folder() -> Path:
     return folder
 
 
-def _prepare(configuration: str) -> None:
-    make_strategy(configuration)
-
-
-def _plain(name: str) -> Any:
-    numbers = run_case(name)
-    touching = ("kdist.keras_hooks", "kdist.strategies", "kdist.training")
-    found = [module for module in sys.modules if module.startswith(touching)]
-    assert not found, f"An oracle must not run in a process in which kdist touches Keras: {found}"
-    return numbers
-
-
 def _under_strategy(name: str, configuration: str, is_foreign: bool = False) -> Any:
     with warnings.catch_warnings(), foreign_backward() if is_foreign else contextlib.nullcontext():
         # What the contract holds for must not be warned of.
@@ -120,7 +77,7 @@ def _under_strategy(name: str, configuration: str, is_foreign: bool = False) -> 
 def _oracle(pools: Pools, backend: str, case: str, folder: Path) -> Any:
     path = folder / f"{backend}-{case}"
     if not path.exists():
-        numbers = pools.plain().run(_plain, case)[0]
+        numbers = pools.plain().run(without_kdist, run_case, case)[0]
         part = path.with_name(f"{path.name}.{os.getpid()}")
         part.write_bytes(pickle.dumps(numbers))
         part.rename(path)

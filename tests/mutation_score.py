@@ -52,9 +52,18 @@ def measure(package: str, jobs: int) -> dict[str, int]:
             file.write(configuration(package, tree))
         environ = dict(os.environ)
         environ.pop("PYTHONPATH", None)  # the changed copy comes first, not this tree
-        mutmut = [sys.executable, "-m", "mutmut"]
-        subprocess.run([*mutmut, "run", "--max-children", str(jobs)], cwd=tree, env=environ, check=True)
-        subprocess.run([*mutmut, "export-cicd-stats"], cwd=tree, env=environ, check=True)
+        for command in (["run", "--max-children", str(jobs)], ["export-cicd-stats"]):
+            # mutmut draws its progress several times per second, which would fill a log.
+            done = subprocess.run(
+                [sys.executable, "-m", "mutmut", *command],
+                cwd=tree,
+                env=environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+            if done.returncode:
+                raise SystemExit(done.stdout.decode("utf-8", "replace")[-5000:])
         results: dict[str, int] = json.loads((tree / "mutants" / "mutmut-cicd-stats.json").read_text())
         return results
 

@@ -59,6 +59,7 @@ def in_worker_measured(folder: str) -> dict[str, Any]:
     return history
 
 
+@pytest.mark.kills(measured_rows_of_each_worker="[torch]")
 @each_backend
 def test_a_fit_is_measured_alike_on_all_workers(backend: str, tmp_path: Path) -> None:
     history, other = run(backend, 2, in_worker_measured, str(tmp_path))

@@ -1,0 +1,59 @@
+"""The worker processes of the contract's tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from kdist.testing import WorkerPool
+from tests.contract import CONFIGURATIONS, make_strategy
+from tests.processes import start_pool
+
+# A first step may have to compile on a busy machine. A hang ends here, and the error shows the stacks of all workers.
+TIMEOUT = 120
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Pools:
+    """The worker processes of one backend and configuration, kept until another one is asked for."""
+
+    def __init__(self) -> None:
+        self._key: tuple[str, str] | None = None
+        self._pools: list[WorkerPool] = []
+
+    def get(self, backend: str, configuration: str) -> WorkerPool:
+        """The workers."""
+        if self._key != (backend, configuration):
+            self.close()
+            self._key = (backend, configuration)
+            self._pools.append(start_pool(CONFIGURATIONS[configuration].num_workers, backend, TIMEOUT))
+            # Before anything is computed, as in a user's script.
+            self._pools[0].run(_prepare, configuration)
+        return self._pools[0]
+
+    def plain(self) -> WorkerPool:
+        """A process for the numbers of one device; most of them are in a file already."""
+        if len(self._pools) < 2:
+            assert self._key is not None
+            self._pools.append(start_pool(1, self._key[0], TIMEOUT, plain=True))
+        return self._pools[1]
+
+    def close(self) -> None:
+        while self._pools:
+            self._pools.pop().close()
+        self._key = None
+
+
+def _prepare(configuration: str) -> None:
+    make_strategy(configuration)
+
+
+def without_kdist(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls a function in a process without kdist's parts that change Keras, and checks this afterwards."""
+    result = function(*args, **kwargs)
+    touching = ("kdist.keras_hooks", "kdist.strategies", "kdist.training")
+    found = [module for module in sys.modules if module.startswith(touching)]
+    assert not found, f"An oracle must not run in a process in which kdist touches Keras: {found}"
+    return result
