@@ -64,7 +64,7 @@ def processes():
         for backend, victim in itertools.product(BACKENDS, (0, 1))
     ],
 )
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 def test_a_launched_job_ends_at_once(backend, victim, tmp_path, capsys):
     source = SCRIPT.replace("os.environ['WHO']", "os.environ['RANK']")
     command = (sys.executable, "-m", "kdist", "run", "--num-workers", "2", "--backend", backend)

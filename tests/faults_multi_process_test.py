@@ -100,8 +100,8 @@ class Runner:
 
 
 @pytest.mark.parametrize("first", [0, 7, 100])
-def test_six_turns_run_every_kind_at_every_place_on_every_backend(first: int) -> None:
-    turns = [cell for now in range(first, first + 6) for b in BACKENDS for cell in all_cells(b, now)]
+def test_nine_turns_run_every_kind_at_every_place_on_every_backend(first: int) -> None:
+    turns = [cell for now in range(first, first + 9) for b in BACKENDS for cell in all_cells(b, now)]
     chosen = [cell for cell in turns if cell.is_pair]
     for names in (("kind", "place", "backend", "strategy"), ("kind", "victim", "num_workers")):
         met = [{tuple(getattr(cell, n) for n in names) for cell in cells} for cells in (chosen, CELLS)]

@@ -1,4 +1,4 @@
-"""Ten thousand changed inputs for everything that kdist parses; with `--full` a hundred thousand others each turn.
+"""Five thousand changed inputs for everything that kdist parses; with `--full` a hundred thousand others each turn.
 
 Nothing but errors of kdist may come out. No input may take more than a few seconds or much memory, open a file
 elsewhere, unpickle or start anything. A failure prints its seed: `target.make(Random(seed))` makes the input again.
@@ -53,7 +53,7 @@ def in_worker_fuzz(folder, inputs, seed, only=None):
 @pytest.mark.parametrize(
     ("inputs", "seed"),
     [
-        pytest.param(10_000, "kdist 28", id="ten-thousand"),
+        pytest.param(5_000, "kdist 28", id="five-thousand"),
         pytest.param(100_000, f"turn {turn()}", id="a-hundred-thousand", marks=pytest.mark.full),
     ],
 )

@@ -39,10 +39,16 @@ def full_unless(is_pair: bool) -> list[pytest.MarkDecorator]:
     return [] if is_pair else [pytest.mark.full]
 
 
-def each_backend(test: Any) -> Any:
-    """Runs a test on all backends; `make test` on one of them, and on the next with each turn."""
+def each_backend_within(turns: int) -> Callable[[Any], Any]:
+    """Returns a decorator that runs a test on all backends; `make test` within a number of turns."""
     each = pytest.mark.parametrize("backend", BACKENDS, scope="module")
-    return pytest.mark.in_turn(len(BACKENDS))(each(test))
+    return lambda test: pytest.mark.in_turn(turns)(each(test))
+
+
+# `make test` runs the test on one backend, and on the next with each turn.
+each_backend = each_backend_within(len(BACKENDS))
+# For long tests of whole programs.
+each_backend_in_six_turns = each_backend_within(2 * len(BACKENDS))
 
 
 # Whether the workers of pools are forked; `--full` says no.

@@ -258,7 +258,7 @@ for path in sys.argv[1:]:
         for synchronized in (False, True)
     ],
 )
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_saved_files_open_where_kdist_is_not_installed(backend, synchronized, tmp_path, request):
     if synchronized and backend != "tensorflow":
         reason = "Keras refuses to make a layer with synchronized=True on this backend, and the file says so"

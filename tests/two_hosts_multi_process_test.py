@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from tests.processes import BACKENDS, Script, each_backend, full_unless, run_plain
+from tests.processes import BACKENDS, Script, each_backend, each_backend_in_six_turns, full_unless, run_plain
 
 NETWORK = "10.77.0"
 NETWORK_6 = "fd77"
@@ -135,7 +135,7 @@ IPV6 = f"[{NETWORK_6}::1]:5000,[{NETWORK_6}::2]:5000"
     ],
     scope="module",
 )
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
     with job(hosts, backend, workers, tmp_path, SCRIPT, IPV4) as started:
         check_numbers(backend, workers, started)
@@ -143,7 +143,7 @@ def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
 
 @pytest.mark.kills(gloo_interface_of_ipv6_not_found="[torch]")
 @pytest.mark.full
-@each_backend
+@each_backend_in_six_turns
 def test_two_hosts_with_ipv6_addresses_train_as_one_device(backend, hosts, tmp_path):
     for name in hosts:
         ip("-n", name, "-4", "addr", "flush", "scope", "global")
@@ -177,7 +177,7 @@ model.fit(x, x[:, :1], batch_size=4, epochs=10**6, verbose=0, callbacks=[Note()]
 
 
 @pytest.mark.kills(partition_noticed_late="[torch]")
-@each_backend
+@each_backend_in_six_turns
 def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
     env = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
     with job(hosts, backend, 1, tmp_path, ENDLESS, IPV4, env) as started:

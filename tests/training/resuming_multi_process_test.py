@@ -185,7 +185,7 @@ ITERATED = ("tf.data", "distributed tf.data", "DataLoader", "PyDataset")
     ],
     scope="module",
 )
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 def test_two_workers_go_on_at_the_same_batch(backend: str, kind: str, after: int, tmp_path: Path) -> None:
     check(run(backend, 2, interrupted, str(tmp_path), kind, [(1, 1, after)]))
 
@@ -200,7 +200,7 @@ PLACES = {
 }
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("backend", BACKENDS, scope="module")
 def test_a_run_goes_on_from_anywhere(backend: str, place: str, tmp_path: Path) -> None:
