@@ -260,6 +260,10 @@ class Runtime(ABC):
         again as soon as this returns. What the backend has no type for (strings) stays as it is.
         """
 
+    def place_for_step(self, parts: Sequence[Any]) -> list[Any]:
+        """Does the same right before a step: the parts are for this step only, and no other code reads them."""
+        return self.place(parts)
+
     @abstractmethod
     def run(
         self, strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

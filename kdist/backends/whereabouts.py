@@ -48,6 +48,11 @@ def inside(name: str) -> Iterator[None]:
         collective = ""
 
 
+def position() -> tuple[str, int, int]:
+    """Returns the phase, the epoch and the step of this process, for `words`."""
+    return phase, epoch, step
+
+
 def describe() -> str:
     """Returns where this process is; "a place outside of fit" where kdist does not know.
 
@@ -59,6 +64,11 @@ def describe() -> str:
     'step 30 of epoch 2'
     >>> whereabouts.enter("")
     """
+    return words(*position())
+
+
+def words(phase: str, epoch: int, step: int) -> str:
+    """Returns a position in words."""
     if not phase:
         return "a place outside of fit"
     if phase == "step":

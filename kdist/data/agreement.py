@@ -285,4 +285,4 @@ def split_batch(runtime: Runtime, batch: Any) -> ReplicaBatches:
         parts = [batch] * len(runtime.devices)
     else:
         parts = rows.cut(batch, [split[i] for i in runtime.replica_ids])
-    return ReplicaBatches(runtime.place(parts), split)
+    return ReplicaBatches(runtime.place_for_step(parts), split)

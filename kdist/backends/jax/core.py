@@ -18,7 +18,7 @@ import jax
 import keras
 import numpy as np
 from jax.experimental import sparse
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from kdist import keras_hooks, tracing
 from kdist.arrays.rows import is_ragged, is_scipy, is_tf_sparse, to_dense, torch_to_numpy
@@ -64,7 +64,12 @@ class JaxCore(Runtime):
             shape = sharded.mesh_shape(len(everyone))
             self.mesh, batch_axis = Mesh(everyone.reshape(shape), tuple(sharded.axes)), sharded.batch_axis
         self.storage = None if sharded is None else Storage(self, sharded)
-        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        # One device needs no mesh: a step takes NumPy arrays and returns plain arrays, as plain Keras's does.
+        self._is_single = self.num_replicas == 1 and sharded is None and not self.is_central
+        self._takes_host_arrays = self._is_single and self.holder.platform == "cpu"
+        self.replicated: Any = NamedSharding(self.mesh, PartitionSpec())
+        if self._is_single:
+            self.replicated = SingleDeviceSharding(self.holder)
         self.by_rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         self.by_batch = NamedSharding(self.mesh, PartitionSpec(batch_axis))
         local_mesh = Mesh(np.array(self.local_devices), (BATCH_AXIS,))
@@ -157,6 +162,18 @@ class JaxCore(Runtime):
             for part, device in zip(parts, self.local_devices, strict=True)
         ]
 
+    def place_for_step(self, parts: Sequence[Any]) -> list[Any]:
+        """Places the parts of a batch; the compiled step copies NumPy arrays to a single CPU device itself."""
+        if not self._takes_host_arrays:
+            return self.place(parts)
+
+        def own(leaf: Any) -> Any:
+            if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV":
+                return np.array(leaf)  # a pipeline may fill its array again while the step runs
+            return self.place([leaf])[0]
+
+        return [keras.tree.map_structure(own, part) for part in parts]
+
     def place_eagerly(self, data: Any) -> Any:
         """Returns data of this worker's for a step outside of any program, on its first device, or beside any array."""
         if self.storage is None:
@@ -174,6 +191,8 @@ class JaxCore(Runtime):
 
         Each device has its rows, or all of them: `divide` splits the work inside the program then.
         """
+        if self._is_single:
+            return batch.parts[0]
         is_whole = have_all_rows(batch.split)
         sharding = self.replicated if is_whole else self.by_rows
 
@@ -215,6 +234,9 @@ class JaxCore(Runtime):
 
         XLA pads the last part and masks the padding in every reduction, so numbers do not change.
         """
+
+        if self._is_single:
+            return batch
 
         def constrain(leaf: Any) -> Any:
             if not isinstance(leaf, jax.Array) or leaf.ndim == 0 or not self._divides(leaf.shape[0]):
@@ -264,6 +286,8 @@ class JaxCore(Runtime):
 
     def show(self, values: Any) -> Any:
         """Returns this worker's view of replicated arrays: plain arrays of one device, copied only to a holder."""
+        if self._is_single:
+            return values
         local = jax.tree.map(lambda value: value.addressable_data(0), values)
         return jax.device_put(local, self.holder) if self.is_central else local
 

@@ -10,7 +10,7 @@ import jax
 from kdist.backends import whereabouts
 
 # One array of each program, and where in the training that was.
-_dispatched: collections.deque[tuple[Any, str]] = collections.deque(maxlen=64)
+_dispatched: collections.deque[tuple[Any, tuple[str, int, int]]] = collections.deque(maxlen=64)
 
 
 def note_dispatched(values: Any) -> None:
@@ -20,14 +20,14 @@ def note_dispatched(values: Any) -> None:
     while _dispatched and _has_ended(_dispatched[0][0]):
         _dispatched.popleft()
     if isinstance(values, jax.Array):
-        _dispatched.append((values, whereabouts.describe()))
+        _dispatched.append((values, whereabouts.position()))
 
 
 def first_unfinished() -> str | None:
     """Returns where in the training the first program was dispatched that has not ended well."""
     for array, where in list(_dispatched):
         if not _has_ended(array):
-            return where
+            return whereabouts.words(*where)
     return None
 
 
