@@ -66,7 +66,7 @@ def in_worker_reused_buffer(rows):
 
 
 @pytest.mark.kills(
-    data_buffer_not_copied="[torch]", data_whole_batch_not_copied="[torch]", jax_buffer_not_copied="[jax]"
+    data_buffer_not_copied="[torch]", data_whole_batch_not_copied="[jax]", jax_buffer_not_copied="[jax]"
 )
 @each_backend
 def test_a_buffer_may_be_filled_again(backend):

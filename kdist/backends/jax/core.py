@@ -163,16 +163,15 @@ class JaxCore(Runtime):
         ]
 
     def place_for_step(self, parts: Sequence[Any]) -> list[Any]:
-        """Places the parts of a batch; the compiled step copies NumPy arrays to a single CPU device itself."""
+        """Places the parts of a batch. With a single CPU device, NumPy arrays stay: the program takes them."""
         if not self._takes_host_arrays:
             return self.place(parts)
 
-        def own(leaf: Any) -> Any:
-            if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV":
-                return np.array(leaf)  # a pipeline may fill its array again while the step runs
-            return self.place([leaf])[0]
+        def placed(leaf: Any) -> Any:
+            is_array = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV"
+            return leaf if is_array else self.place([leaf])[0]
 
-        return [keras.tree.map_structure(own, part) for part in parts]
+        return [keras.tree.map_structure(placed, part) for part in parts]
 
     def place_eagerly(self, data: Any) -> Any:
         """Returns data of this worker's for a step outside of any program, on its first device, or beside any array."""

@@ -22,7 +22,7 @@ if in_worker:
     from kdist.data.agreement import split_batch
 
 # Numbers of devices, each of which is a replica.
-REPLICAS = pytest.mark.parametrize("replicas", [2, 3])
+REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 3])
 
 ROWS = 46
 BATCH = 10  # divides neither by 3 nor into the rows; 2 replicas do divide it, but not the last batch of 6...
