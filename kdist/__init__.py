@@ -1,7 +1,7 @@
 """kdist: `tf.distribute` for Keras 3, on TensorFlow, JAX and PyTorch.
 
-This module is a contents page. Names are loaded when they are first used, so that `import kdist` imports
-neither Keras nor a framework: a launcher must not hold a GPU.
+Names are loaded when they are first used. Therefore `import kdist` imports neither Keras nor a framework, and
+a launcher does not occupy a GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _MODULES = (
 )
 _HOME = {name: module for module, names in _CONTENTS.items() for name in names}
 
-# What Keras's own methods hand over to, for a model that was created under a strategy.
+# Keras's own methods call these handlers for a model that was created under a strategy.
 handlers.register(
     {
         "kdist.training.batches": ("refuse_distributed",),
@@ -80,7 +80,7 @@ handlers.register(
     }
 )
 
-# Written out: type checkers take what stands here, and nothing else, as kdist's own. A test compares the three lists.
+# Written out, because type checkers treat only literal entries as public. A test compares the three lists.
 __all__ = [
     "AutoShardPolicy",
     "Checkpoint",
@@ -174,7 +174,7 @@ if TYPE_CHECKING:
     from kdist.data.input_context import InputContext
     from kdist.data.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
     from kdist.functions import function, value_and_grad
-    from kdist.launch.function import launch  # the package is called as this function is
+    from kdist.launch.function import launch  # at runtime it is the package, which is also callable
     from kdist.strategies.default import get_replica_context, get_strategy
     from kdist.strategies.extended import StrategyExtended
     from kdist.strategies.fully_sharded import FullyShardedStrategy

@@ -1,7 +1,7 @@
-"""Callbacks for `model.fit` under a strategy. A table of contents.
+"""Callbacks for `model.fit` under a strategy.
 
-They run on all workers, but for `SidecarEvaluatorModelExport`, which is the evaluator's. Keras's own callbacks work
-too; see "Saving".
+They run on all workers, except `SidecarEvaluatorModelExport`, which runs in the evaluator. You can also use
+Keras's own callbacks; see the page "Save a model from several workers".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["BackupAndRestore", "DriftWatch", "RunLog", "SidecarEvaluatorModelExp
 
 
 def __getattr__(name: str) -> Any:
-    # They are Keras's callbacks; importing kdist imports no Keras.
+    # The callbacks are subclasses of Keras's, but `import kdist` must not import Keras.
     if name not in _HOME:
         raise AttributeError(f"module 'kdist.callbacks' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

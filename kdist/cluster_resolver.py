@@ -1,4 +1,4 @@
-"""Resolvers under the names of `tf.distribute.cluster_resolver`."""
+"""Cluster resolvers, with the names of `tf.distribute.cluster_resolver`."""
 
 from __future__ import annotations
 

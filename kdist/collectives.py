@@ -1,4 +1,4 @@
-"""What workers exchange outside of `Strategy.run`: values, objects, and that all are there."""
+"""Collectives that workers call outside of `Strategy.run`: `broadcast`, `all_gather_object` and `barrier`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kdist.errors import DatasetError, InvalidArgumentError, WorkerTimeoutError
 
 
 def broadcast(value: Any, source: int = 0, strategy: StrategyLike | None = None) -> Any:
-    """Gives every worker the value that one worker has. All workers must call it.
+    """Returns the value of one worker on all workers. All workers must call it.
 
     Args:
-        value: A structure of tensors, arrays, numbers, strings and `None`; counts on worker `source` alone.
-        source: The worker whose value it is.
-        strategy: Whose workers take part; by default the one in scope, else the one that joined workers.
+        value: A structure of tensors, arrays, numbers, strings and `None`. Only used on worker `source`.
+        source: The index of the worker that provides the value.
+        strategy: The strategy to use; by default the current strategy, else the strategy that joined workers.
 
     Returns:
-        The value of worker `source`, with tensors of the backend in place of tensors and arrays.
+        The value of worker `source`. Its tensors and numeric arrays become tensors of the backend.
 
     Raises:
-        InvalidArgumentError: There is no such worker, or it has something else in its value.
+        InvalidArgumentError: If `source` is not a worker, or its value contains an unsupported object.
 
     Example:
 
@@ -48,20 +48,20 @@ def broadcast(value: Any, source: int = 0, strategy: StrategyLike | None = None)
 
 
 def all_gather_object(value: Any, strategy: StrategyLike | None = None) -> list[Any]:
-    """Returns the objects of all workers, in their order. All workers must call it.
+    """Returns the objects of all workers. All workers must call it.
 
-    Nothing is pickled: what may travel are numbers, strings, `None`, arrays (as NumPy arrays), and lists,
-    tuples and dictionaries of these.
+    Objects are not pickled. You can pass numbers, strings, `None`, arrays, and lists, tuples and dictionaries
+    of them. Arrays arrive as NumPy arrays.
 
     Args:
-        value: This worker's object.
-        strategy: As in `broadcast`.
+        value: The object of this worker.
+        strategy: See `broadcast`.
 
     Returns:
-        One object a worker.
+        A list with one object per worker, in the order of the workers.
 
     Raises:
-        InvalidArgumentError: Some worker has something else; on all workers.
+        InvalidArgumentError: On all workers, if the object of any worker contains another type.
 
     Example:
 
@@ -78,17 +78,17 @@ def all_gather_object(value: Any, strategy: StrategyLike | None = None) -> list[
 def barrier(
     name: str = "barrier", timeout: float | None = None, strategy: StrategyLike | None = None
 ) -> None:
-    """Waits until all workers have come here.
+    """Waits until all workers reach this barrier.
 
     Args:
-        name: Which barrier it is; workers at barriers of different names are told so.
-        timeout: Seconds to wait; `None` for as long as all workers are alive. After a timeout this process can
-            take part in nothing else, and should end.
-        strategy: As in `broadcast`.
+        name: The name of the barrier. Workers that wait at barriers with different names raise an error.
+        timeout: Seconds to wait; `None` to wait as long as all workers are alive. After a timeout, this
+            process cannot use other collectives and should exit.
+        strategy: See `broadcast`.
 
     Raises:
-        WorkerMismatchError: A worker has come to another barrier.
-        WorkerTimeoutError: A worker did not come in time.
+        WorkerMismatchError: If a worker is at another barrier.
+        WorkerTimeoutError: If a worker does not reach the barrier in time.
 
     Example:
 
@@ -107,7 +107,7 @@ def _within(timeout: float | None, name: str, function: Callable[[], Any]) -> No
     if timeout is None:
         function()
         return
-    # No engine can be told how long to wait for this one message.
+    # No backend has a timeout for a single message, so a thread sends it.
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def wait() -> None:
@@ -130,15 +130,15 @@ def _within(timeout: float | None, name: str, function: Callable[[], Any]) -> No
 
 
 def runtime_of(strategy: StrategyLike | None) -> Runtime | None:
-    """Returns the runtime of a strategy; of `None`, that of the one in scope, else of the one that joined workers."""
+    """Returns the runtime of `strategy`, of the current strategy, or of the strategy that joined workers."""
     chosen = strategy or current_strategy()
-    if not hasattr(chosen, "runtime"):  # the default strategy, which is no one's choice
+    if not hasattr(chosen, "runtime"):  # `None`, or the default strategy, which creates no runtime
         chosen = joined_strategy()
     return None if chosen is None else chosen.runtime
 
 
 def _exchange(runtime: Runtime, value: Any) -> list[Any]:
-    """Gathers a value from every worker; where one cannot be sent, all raise."""
+    """Gathers a value from every worker. If one worker cannot send its value, all workers raise."""
     from kdist.arrays.gathering import decode
 
     def failed(index: int, text: str) -> Exception:

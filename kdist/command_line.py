@@ -1,4 +1,4 @@
-"""The command line: `kdist run`, `demo`, `doctor`, `test`, `info`, `bench`, `plot`, `checkpoint`, `manifest`."""
+"""The command `kdist`: `run`, `demo`, `doctor`, `test`, `info`, `bench`, `plot`, `checkpoint`, `manifest`."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ exit codes:
 
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
-# What other launchers call an option.
+# Names of options in other launchers, such as torchrun.
 _OTHER_NAMES = {"--nnodes": "--hosts", "--node-rank": "--host-index", "--node_rank": "--host-index"}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parses commands and subcommands. It keeps the line breaks of examples, and rejects abbreviated options.
+    """Parses commands and subcommands. Keeps the line breaks of examples, and rejects abbreviated options.
 
     Each subcommand reports its errors itself, with its usage and the nearest option or choice.
     """
@@ -154,11 +154,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        argv: The arguments; by default those of the process.
+        argv: The arguments; by default the arguments of the process.
 
     Returns:
-        The exit code: 0 for success, 2 for a wrong call, otherwise the exit code of the worker that failed first, or
-        128 plus the number of its signal.
+        The exit code: 0 for success, and 2 for invalid arguments. Otherwise, the exit code of the worker that
+        failed first, or 128 plus the number of its signal.
 
     Example:
 
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return manifest_command.main(options)
         if options.command in ("bench", "plot"):
             return measuring_command.main(options)
-        from kdist.demo import main as demo_main  # not on top: the demo needs NumPy, the launcher does not
+        from kdist.demo import main as demo_main  # needs NumPy, unlike the launcher
 
         return demo_main(options.num_workers, options.backend, options.epochs)
     except KdistError as error:

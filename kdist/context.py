@@ -1,4 +1,4 @@
-"""The current strategy of this thread."""
+"""The current strategy and replica of each thread."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kdist.values import ReduceOp
 
 
 class StrategyLike(Protocol):
-    """What the rooms below the strategies need to know of a `kdist.Strategy`."""
+    """The parts of a `kdist.Strategy` that lower layers use."""
 
     new_variables: Any
     """The `NewVariables` of its scope."""
     own_ops: Any
-    """The `CrossDeviceOps` of the user's own by which gradients and values are reduced; `None` for the engine's."""
+    """The custom `CrossDeviceOps` that reduces gradients and values; `None` if the backend reduces them."""
 
     @property
     def runtime(self) -> Any:
@@ -26,10 +26,10 @@ class StrategyLike(Protocol):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas over all workers."""
+        """The number of replicas of all workers."""
 
     def scope(self) -> Scope[Any]:
-        """Returns a context manager that makes it current."""
+        """Returns a context manager that makes this strategy the current one."""
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
         """Reduces a value over all replicas."""
@@ -44,19 +44,19 @@ class _ThreadState(threading.local):
 
 
 _state = _ThreadState()
-# The strategy by which this process has joined others: a process joins once, and for good. So it is kept, though the
-# user may drop it: `broadcast` would give each worker its own value else, without a word.
+# The strategy that joined this process to other workers. A process joins only once, so the strategy is kept
+# even if the user drops it. Otherwise, `broadcast` would silently return each worker's own value.
 _joined: list[StrategyLike] = []
 
 
 def in_function() -> bool:
-    """Says whether a function of `kdist.function` runs in this thread."""
+    """Returns whether a function of `kdist.function` runs in this thread."""
     return _state.functions > 0
 
 
 @contextlib.contextmanager
 def entered_function() -> Iterator[None]:
-    """Within this, `in_function` is true."""
+    """Makes `in_function` return `True` within a `with` block."""
     _state.functions += 1
     try:
         yield
@@ -65,35 +65,35 @@ def entered_function() -> Iterator[None]:
 
 
 def note_joined(strategy: StrategyLike) -> None:
-    """Remembers the strategy by which this process has joined other workers."""
+    """Stores the strategy that joined this process to other workers."""
     _joined[:] = [strategy]
 
 
 def joined_strategy() -> StrategyLike | None:
-    """Returns the strategy by which this process has joined other workers, if there is one."""
+    """Returns the strategy that joined this process to other workers, or `None`."""
     return _joined[0] if _joined else None
 
 
 class ReplicaContext:
-    """What a function learns about the replica that runs it, inside `Strategy.run` or a training step.
+    """The replica that runs the current function, inside `Strategy.run` or a training step.
 
     Source: `tf.distribute.ReplicaContext`,
     https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
 
     Args:
         strategy: The strategy that runs the replica.
-        replica_id_in_sync_group: Index of the replica over all workers, from 0.
+        replica_id_in_sync_group: The index of the replica among the replicas of all workers, from 0.
     """
 
     def __init__(self, strategy: StrategyLike, replica_id_in_sync_group: int) -> None:
         self._strategy = strategy
         self._replica_id_in_sync_group = replica_id_in_sync_group
-        # A thread of autograd's may enter it while its own thread waits there.
+        # A list, because an autograd thread may enter the replica while the replica's own thread waits.
         self._outer: list[ReplicaContext | None] = []
 
     @property
     def is_entered(self) -> bool:
-        """Whether a thread runs this replica."""
+        """Whether a thread currently runs this replica."""
         return bool(self._outer)
 
     @property
@@ -103,36 +103,35 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """Index of this replica over all workers, from 0."""
+        """The index of this replica among the replicas of all workers, from 0."""
         return self._replica_id_in_sync_group
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas over all workers."""
+        """The number of replicas of all workers."""
         return self._strategy.num_replicas_in_sync
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device of this replica, as a tuple of one name."""
+        """The device of this replica, as a tuple with one name; empty for the default strategy."""
         return ()
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
-        """Reduces a value over all replicas; every replica gets the result. Differentiable.
+        """Reduces a value and returns the result on all replicas. You can differentiate through it.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
 
         Args:
             reduce_op: `kdist.ReduceOp.SUM` or `MEAN`, or its name.
-            value: This replica's tensor or structure of tensors; of equal shapes on all replicas.
-            options: A `kdist.experimental.CommunicationOptions`, for the sake of the signature: the strategy's
-                options count.
+            value: The tensor or structure of tensors of this replica. All replicas must pass equal shapes.
+            options: A `kdist.experimental.CommunicationOptions`. Ignored: the options of the strategy apply.
 
         Returns:
             A structure like `value`. The `MEAN` of integers is floating point, as in `Strategy.reduce`.
 
         Raises:
-            InvalidArgumentError: There is no such operation, or the value is a distributed one.
-            StrategyScopeError: This is not the context of the replica that runs.
+            InvalidArgumentError: If `reduce_op` is unknown, or `value` contains a distributed value.
+            StrategyScopeError: If this thread does not run this replica.
 
         Example:
 
@@ -155,22 +154,22 @@ class ReplicaContext:
         return self._map("all_reduce", reduce, value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Concatenates the tensors of all replicas along an axis; every replica gets the result. Differentiable.
+        """Concatenates the tensors of all replicas along an axis. You can differentiate through it.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
 
         Args:
-            value: This replica's tensor, or structure of tensors, of rank 1 at least. Only the lengths along
-                `axis` may differ between replicas.
+            value: The tensor or structure of tensors of this replica, of rank 1 or higher. Only the lengths
+                along `axis` may differ between replicas.
             axis: The axis to concatenate along.
-            options: As in `all_reduce`.
+            options: See `all_reduce`.
 
         Returns:
-            A structure like `value`.
+            A structure like `value`, equal on all replicas.
 
         Raises:
-            InvalidArgumentError: A tensor has no such axis, or the value is a distributed one.
-            StrategyScopeError: This is not the context of the replica that runs.
+            InvalidArgumentError: If a tensor does not have the axis, or `value` contains a distributed value.
+            StrategyScopeError: If this thread does not run this replica.
         """
 
         def gather(tensor: Any) -> Any:
@@ -181,38 +180,38 @@ class ReplicaContext:
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls a function once for all replicas of this worker, in cross-replica context.
+        """Calls a function once for all replicas of this worker, in the cross-replica context.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
 
         Args:
-            merge_fn: Called with the strategy, then `args` and `kwargs`, in which the values of all local
-                replicas are joined to `kdist.DistributedValues`.
-            args: This replica's positional arguments.
-            kwargs: This replica's keyword arguments.
+            merge_fn: The function. It gets the strategy, then `args` and `kwargs`, in which the values of all
+                local replicas are joined into `kdist.DistributedValues`.
+            args: The positional arguments of this replica.
+            kwargs: The keyword arguments of this replica.
 
         Returns:
-            What the function returns; of distributed values, this replica's component.
+            The result of `merge_fn`. If it contains distributed values, this replica's components of them.
 
         Raises:
-            StrategyScopeError: This is not the context of the replica that runs.
+            StrategyScopeError: If this thread does not run this replica.
         """
         self.require_running("merge_call")
         with cross_replica(self._strategy):
             return merge_fn(self._strategy, *args, **(kwargs or {}))
 
     def reduce_tensor(self, op: ReduceOp, tensor: Any) -> Any:
-        """Reduces one tensor over all replicas, of which the default strategy has one."""
+        """Reduces a tensor over all replicas. The default strategy has only one replica."""
         return tensor
 
     def gather_tensor(self, tensor: Any, axis: int) -> Any:
-        """Concatenates one tensor of each replica."""
+        """Concatenates a tensor over all replicas."""
         return tensor
 
     def require_running(self, method: str) -> None:
-        """Raises unless this is the context of the replica that this thread runs.
+        """Raises an error unless this thread runs this replica.
 
-        A collective of another one, or of one that has ended, would wait for replicas that never come.
+        A collective of another replica, or of a replica that has ended, would wait for the others forever.
         """
         is_default = type(self) is ReplicaContext and not has_strategy()
         if _state.replica is not self and not is_default:
@@ -243,7 +242,7 @@ S = TypeVar("S", bound=StrategyLike)
 
 
 class Scope(Generic[S]):
-    """The context manager that `Strategy.scope` returns: makes a strategy the current one of this thread."""
+    """The context manager that `Strategy.scope` returns. It sets the current strategy of this thread."""
 
     def __init__(self, strategy: S, resources: Any) -> None:
         self._strategy = strategy
@@ -252,7 +251,7 @@ class Scope(Generic[S]):
 
     @property
     def strategy(self) -> S:
-        """The strategy whose scope this is."""
+        """The strategy of this scope."""
         return self._strategy
 
     def __enter__(self) -> S:
@@ -288,7 +287,7 @@ class Scope(Generic[S]):
 
 
 def checked_axis(axis: int, rank: int) -> int:
-    """Returns an axis of a tensor as a number from 0; raises unless the tensor has it."""
+    """Returns an axis of a tensor as a non-negative number. Raises an error if there is no such axis."""
     if isinstance(axis, int) and -rank <= axis < rank:
         return axis % rank
     raise InvalidArgumentError(
@@ -302,7 +301,7 @@ def checked_axis(axis: int, rank: int) -> int:
 
 @contextlib.contextmanager
 def cross_replica(strategy: StrategyLike) -> Iterator[None]:
-    """Within this, a thread that runs a replica speaks for all of them."""
+    """Switches a thread that runs a replica to the cross-replica context, within a `with` block."""
     replica, scopes = _state.replica, _state.scopes
     _state.replica, _state.scopes = None, [Scope(strategy, contextlib.nullcontext)]
     try:
@@ -312,14 +311,14 @@ def cross_replica(strategy: StrategyLike) -> Iterator[None]:
 
 
 def current_strategy() -> StrategyLike | None:
-    """Returns the strategy whose scope is the innermost one of this thread, or whose replica it runs, or `None`."""
+    """Returns the strategy of the replica that this thread runs, or of its innermost scope, or `None`."""
     if _state.replica is not None:
         return _state.replica.strategy
     return _state.scopes[-1].strategy if _state.scopes else None
 
 
 def has_strategy() -> bool:
-    """Says whether this thread is in the scope of a strategy other than the default one.
+    """Returns whether this thread is in the scope of a strategy other than the default strategy.
 
     Returns:
         `True` inside `strategy.scope()` and inside a replica of a strategy.
@@ -334,11 +333,11 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Says whether this thread speaks for all replicas at once.
+    """Returns whether this thread is in the cross-replica context, in which it acts for all replicas.
 
     Returns:
-        `True` inside `strategy.scope()` and outside `strategy.run`; `False` in a replica, and where no
-        strategy is in scope, since the default strategy has only a replica context.
+        `True` inside `strategy.scope()` and outside `strategy.run`. `False` in a replica, and if no strategy
+        is in scope, because the default strategy has only a replica context.
 
     Example:
 
@@ -350,20 +349,20 @@ def in_cross_replica_context() -> bool:
 
 
 def current_replica() -> ReplicaContext | None:
-    """Returns the context of the replica that a strategy runs in this thread, or `None` outside of one."""
+    """Returns the context of the replica that this thread runs, or `None`."""
     return _state.replica
 
 
 def experimental_set_strategy(strategy: StrategyLike | None) -> None:
     """Makes a strategy the current one of this thread without a `with` block.
 
-    Meant for notebooks, where a scope cannot span cells.
+    Use it in notebooks, because a scope cannot span cells.
 
     Args:
-        strategy: The strategy to set, or `None` to go back to the default strategy.
+        strategy: The strategy to set, or `None` to return to the default strategy.
 
     Raises:
-        StrategyScopeError: Inside `with strategy.scope():` (a `RuntimeError`).
+        StrategyScopeError: If you call it inside `with strategy.scope():`. This is a `RuntimeError`.
 
     Example:
 

@@ -39,7 +39,7 @@ class KdistError(Exception):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors travel between worker processes; the default would call __init__ with the whole message.
+        # Errors are pickled between processes. By default, unpickling calls __init__ with the whole message.
         return _rebuild, (type(self), self.problem, self.received, self.hint)
 
 
@@ -120,11 +120,11 @@ _OF_DATA = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
 
 @contextlib.contextmanager
 def malformed_as(make: Callable[[str], KdistError], *also: type[Exception]) -> Iterator[None]:
-    """Turns what Python raises for data of an unexpected form into an error of kdist.
+    """Converts errors that Python raises for malformed data into an error of kdist.
 
     Args:
-        make: Returns the error; called with the words of Python's own.
-        also: Further classes of errors that malformed data may cause.
+        make: A function that returns the error. It gets the type and the message of Python's error.
+        also: Additional classes of errors that malformed data may cause.
 
     Example:
 

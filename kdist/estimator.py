@@ -1,6 +1,6 @@
 """`kdist.estimator`: `train_and_evaluate` of `tf.estimator`, with Keras models, on every backend.
 
-The strategy comes with a `RunConfig`, and the data from functions that are called once a worker.
+A `RunConfig` contains the strategies. Functions that are called once per worker return the data.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = ["Estimator", "EvalSpec", "RunConfig", "TrainSpec", "train_and_evaluat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """How and where a model is trained.
+    """The checkpoints and the strategies of a training job.
 
     Args:
-        model_dir: The folder of the checkpoints, which all workers see; `None` for a temporary one, alone.
-        tf_random_seed: Seed of all random numbers, set before the model is made.
-        save_checkpoints_steps: Steps from one checkpoint to the next; the last step has one in any case.
-        keep_checkpoint_max: How many checkpoints are kept; `None` for all.
-        train_distribute: The strategy to train under; `None` for plain Keras.
-        eval_distribute: The strategy to evaluate under; `None` for plain Keras.
+        model_dir: The shared directory of the checkpoints; by default, for one task, a temporary directory.
+        tf_random_seed: The seed of all random numbers, set before the model is created.
+        save_checkpoints_steps: The number of steps between two checkpoints. The last step is always saved.
+        keep_checkpoint_max: The number of checkpoints to keep; `None` for all.
+        train_distribute: The strategy for training; `None` for plain Keras.
+        eval_distribute: The strategy for evaluation; `None` for plain Keras.
     """
 
     model_dir: str | os.PathLike[str] | None = None
@@ -51,14 +51,14 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
-    """What to train with.
+    """The data and the options of training.
 
     Args:
-        input_fn: Called once a worker; with a `kdist.InputContext` if it has a parameter. Its dataset gives batches of
-            one replica, and no rows that another worker's gives.
-        max_steps: Trains until the optimizer has made so many steps, those before a restart included; `None` to the end
-            of the data.
-        callbacks: Keras's callbacks.
+        input_fn: A function that returns a dataset with batches for one replica, and different rows on each
+            worker. Called once per worker, with a `kdist.InputContext` if it has a parameter for one.
+        max_steps: The number of steps of the optimizer after which training ends, including steps before a
+            restart; `None` for the end of the data.
+        callbacks: Keras callbacks.
     """
 
     input_fn: Callable[..., Any]
@@ -68,14 +68,14 @@ class TrainSpec:
 
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """What to evaluate with.
+    """The data and the options of evaluation.
 
     Args:
-        input_fn: As that of `TrainSpec`, but called for each evaluation.
-        steps: Batches of an evaluation; `None` to the end of the data.
-        start_delay_secs: Seconds before the first evaluation, on a task of its own.
-        throttle_secs: The least seconds from one evaluation to the next; the last checkpoint is evaluated in any case.
-        callbacks: Keras's callbacks, such as `kdist.callbacks.SidecarEvaluatorModelExport`.
+        input_fn: Like the `input_fn` of `TrainSpec`, but called for each evaluation.
+        steps: The number of batches per evaluation; `None` for all.
+        start_delay_secs: Seconds before the first evaluation, on the task "evaluator".
+        throttle_secs: The minimum seconds between evaluations. The last checkpoint is always evaluated.
+        callbacks: Keras callbacks, such as `kdist.callbacks.SidecarEvaluatorModelExport`.
     """
 
     input_fn: Callable[..., Any]
@@ -86,15 +86,15 @@ class EvalSpec:
 
 
 class Estimator:
-    """A Keras model that is trained and evaluated from its checkpoints, each under a strategy of its own.
+    """Trains a Keras model and evaluates its checkpoints, with separate strategies for both.
 
     Args:
-        model: A function without arguments that makes a compiled model; called in the scope of each strategy. Or a
-            compiled model, which is trained itself if it was created under `train_distribute`, and copied otherwise.
+        model: A function that returns a compiled model, called in the scope of each strategy. Or a compiled
+            model, which is trained itself if it was created under `train_distribute`, and copied otherwise.
         config: A `RunConfig`.
 
     Raises:
-        InvalidArgumentError: `model` is neither.
+        InvalidArgumentError: If `model` is neither a function nor a compiled model.
 
     Example:
 
@@ -129,17 +129,17 @@ class Estimator:
         callbacks: Sequence[Any] = (),
         after_saving: Callable[[], Any] | None = None,
     ) -> Estimator:
-        """Trains, from the newest checkpoint on. All workers must call it.
+        """Trains the model, starting from the newest checkpoint. All workers must call it.
 
         Args:
-            input_fn: As that of `TrainSpec`.
-            steps: So many more steps.
-            max_steps: As that of `TrainSpec`.
-            callbacks: Keras's callbacks.
-            after_saving: Called on each worker once a checkpoint is complete.
+            input_fn: See `TrainSpec`.
+            steps: The number of additional steps to train.
+            max_steps: See `TrainSpec`. Ignored if `steps` is set.
+            callbacks: Keras callbacks.
+            after_saving: A function that is called on each worker when a checkpoint is complete.
 
         Returns:
-            The estimator.
+            This estimator.
         """
         strategy, model = self.config.train_distribute, self.model(trains=True)
         manager = CheckpointManager(Checkpoint(model=model), self.model_dir, self.config.keep_checkpoint_max)
@@ -165,19 +165,19 @@ class Estimator:
         checkpoint_path: str | None = None,
         callbacks: Sequence[Any] = (),
     ) -> dict[str, Any]:
-        """Evaluates a checkpoint, by default the newest.
+        """Evaluates a checkpoint.
 
         Args:
-            input_fn: As that of `EvalSpec`.
-            steps: As that of `EvalSpec`.
-            checkpoint_path: Of the checkpoint.
-            callbacks: Keras's callbacks.
+            input_fn: See `EvalSpec`.
+            steps: See `EvalSpec`.
+            checkpoint_path: The path of the checkpoint; by default the newest checkpoint.
+            callbacks: Keras callbacks.
 
         Returns:
-            The loss and the metrics by name, and `global_step`, the steps that the checkpoint was trained for.
+            A dictionary with the loss, the metrics, and `global_step`, the number of steps of the checkpoint.
 
         Raises:
-            CheckpointNotFoundError: There is none yet.
+            CheckpointNotFoundError: If there is no checkpoint.
         """
         from kdist.checkpoint.restoring import restore_weights
 
@@ -196,7 +196,7 @@ class Estimator:
         return logs | {"global_step": _steps_of(model)}
 
     def model(self, trains: bool) -> Any:
-        """Returns the model that is trained, or the one that is evaluated; made at the first call."""
+        """Returns the model for training or for evaluation, and creates it on the first call."""
         import keras
 
         if trains not in self._models:
@@ -225,24 +225,24 @@ class Estimator:
 def train_and_evaluate(
     model: Any, train_spec: TrainSpec, eval_spec: EvalSpec, config: RunConfig | None = None
 ) -> dict[str, Any] | None:
-    """Trains a model and evaluates its checkpoints. The same script runs on every task of the cluster.
+    """Trains a model and evaluates its checkpoints. Run the same script on every task of the cluster.
 
-    On the task "evaluator" it evaluates each checkpoint as it appears, until training has ended; on the others it
-    trains. Alone it does both in turn.
+    The task "evaluator" evaluates each new checkpoint until training has ended. All other tasks train. A
+    single process alternates between training and evaluation.
 
     Source: https://www.tensorflow.org/versions/r2.15/api_docs/python/tf/estimator/train_and_evaluate
 
     Args:
-        model: An `Estimator`, or what one is made of.
+        model: An `Estimator`, or the argument `model` of an `Estimator`.
         train_spec: A `TrainSpec`.
         eval_spec: An `EvalSpec`.
-        config: A `RunConfig`; that of the estimator, where `model` is one.
+        config: A `RunConfig`. Ignored if `model` is an `Estimator`.
 
     Returns:
-        What the last evaluation gave, with its `global_step`; `None` on a task that does not evaluate.
+        The results of the last evaluation, with its `global_step`; `None` on tasks that do not evaluate.
 
     Raises:
-        InvalidArgumentError: Several tasks have no folder or no strategy in common.
+        InvalidArgumentError: If there are several tasks, but no `model_dir` or no strategy that joins them.
 
     Example:
 
@@ -276,7 +276,7 @@ def train_and_evaluate(
         after_saving=turns,
     )
     if cluster.is_chief:
-        ending.end([estimator.model_dir])  # also where nothing was left to train
+        ending.end([estimator.model_dir])  # even if no steps were left to train
     return None if turns is None else turns.last()
 
 
@@ -314,7 +314,7 @@ def _evaluate_as_they_come(
 
 
 class _Evaluator(SidecarEvaluator):
-    """Calls the function of an `EvalSpec` for each evaluation."""
+    """Limits `steps` to the number of batches in the data."""
 
     def _arguments(self) -> dict[str, Any]:
         found = super()._arguments()
@@ -322,7 +322,7 @@ class _Evaluator(SidecarEvaluator):
 
 
 class _Turns:
-    """Evaluates between two steps of training, where there is no task for it."""
+    """Evaluates between two training steps, if there is no evaluator task."""
 
     def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
         self._estimator, self._spec = estimator, spec
@@ -335,7 +335,7 @@ class _Turns:
             self.last()
 
     def last(self) -> dict[str, Any]:
-        """Returns what the newest checkpoint gives."""
+        """Returns the results of the newest checkpoint, and evaluates it first if necessary."""
         newest = latest_checkpoint(self._estimator.model_dir)
         if newest is None or newest != self._path:
             self._began, spec = time.monotonic(), self._spec
@@ -356,8 +356,8 @@ def _dataset(strategy: Strategy | None, input_fn: Callable[..., Any]) -> Any:
 
 
 def _at_most(steps: int | None, data: Any) -> int | None:
-    """Steps that the data have: more are a warning of Keras's."""
-    with contextlib.suppress(TypeError):  # data of an unknown length
+    """Limits `steps` to the length of the data, because Keras warns about more steps."""
+    with contextlib.suppress(TypeError):  # the length of the data is unknown
         return min(steps, len(data)) if steps is not None else None
     return steps
 

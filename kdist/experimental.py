@@ -18,7 +18,7 @@ from kdist.strategies.tpu import ExperimentalTPUStrategy as TPUStrategy
 from kdist.synchrony import check_in_sync
 from kdist.training.preemption import PreemptionCheckpointHandler, TerminationConfig
 
-# The older name of the same class.
+# An older name for the same class.
 CollectiveCommunication = CommunicationImplementation
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Faults on purpose: does what `kdist run --inject` has ordered, at the named points of a training."""
+"""Injects the faults of `kdist run --inject` at named points of the training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SIGNALS = {"kill": "SIGKILL", "sigterm": "SIGTERM", "freeze": "SIGSTOP"}
 
 
 def point(phase: str, step: int | None = None) -> None:
-    """Marks a point at which users can let a worker fail; does nothing unless they have asked for it.
+    """Marks a point where users can make a worker fail. Does nothing unless a fault is requested.
 
     Args:
-        phase: "begin", "step", "validation" or "epoch-end"; a phase of a save is "save-" and its name.
-        step: The training step that comes next, counted from 1 over all epochs; by default the last one there was.
+        phase: "begin", "step", "validation" or "epoch-end". For a phase of a save, "save-" and its name.
+        step: The number of the next training step, from 1 over all epochs; by default the last step.
 
     Raises:
-        RuntimeError: The fault is an exception.
+        RuntimeError: If the fault is "exception".
 
     Example:
 
@@ -37,11 +37,11 @@ def point(phase: str, step: int | None = None) -> None:
 
 
 def enter_steps(begin: int, end: int) -> None:
-    """The point before training steps that run as one; also notes where the training is.
+    """Marks the point before training steps that run as one, and records the progress of training.
 
     Args:
-        begin: The first step, counted from 0 in each epoch.
-        end: The last one.
+        begin: The index of the first step, from 0 in each epoch.
+        end: The index of the last step.
     """
     whereabouts.enter("step", None, begin + 1)
     if _ordered():
@@ -71,7 +71,7 @@ def _is_due(fault: Fault, phase: str, step: int, number: int) -> bool:
         step = whereabouts.step
     if fault.step is None:
         return True
-    # Other points than steps come rarely: the first one after the step.
+    # Other points are rarer than steps, so the fault happens at the first such point after the step.
     return step <= fault.step < step + number if phase == "step" else step >= fault.step
 
 

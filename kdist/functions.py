@@ -11,23 +11,23 @@ from kdist.errors import InvalidArgumentError
 
 
 def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Compiles a function that speaks for all replicas, such as a training step that calls `strategy.run`.
+    """Compiles a function that acts for all replicas, such as a training step that calls `strategy.run`.
 
-    What `tf.function` is for TensorFlow, for three backends: `tf.function` on TensorFlow (without AutoGraph: use
-    `keras.ops.cond` and `while_loop`, or pass `autograph=True`); on JAX, where
-    `strategy.run` compiles what it runs, a function that calls it runs as it is, and any other one runs as it is
-    at its first call and is then compiled by `jax.jit`, with the Keras variables that it reads and writes; on
-    PyTorch the function as it is, or compiled by `torch.compile` with `jit_compile=True`.
+    - TensorFlow uses `tf.function` without AutoGraph. For control flow, use `keras.ops.cond` and
+      `while_loop`, or pass `autograph=True`.
+    - JAX does not compile functions that call `strategy.run`, which compiles itself, or that read a dataset.
+      It compiles all others with `jax.jit` from the second call on, with the Keras variables that they use.
+    - PyTorch does not compile the function, unless you pass `jit_compile=True` for `torch.compile`.
 
-    It may read distributed datasets: with `next(iterator)`, which raises an `OutOfRangeError` at the end (as in
-    `tf.distribute`, and unlike outside, where `StopIteration` does), or with `for batch in dataset`, which on
-    TensorFlow is a loop of the graph, made by AutoGraph.
+    The function can read distributed datasets with `for batch in dataset`, which is a loop of the graph on
+    TensorFlow, or with `next(iterator)`. At the end, `next` raises `OutOfRangeError` inside the function and
+    `StopIteration` outside, as in `tf.distribute`.
 
-    May be called in a replica, where it does nothing on JAX and PyTorch: what `run` runs is compiled, or eager.
+    In a replica, TensorFlow and JAX do not compile the function separately from `run`.
 
     Args:
-        fn: The function; `None` to use `function` as a decorator with options.
-        **options: `jit_compile`, and what else the backend's own `function` or `compile` takes.
+        fn: The function. Omit it to use `function` as a decorator with options.
+        **options: `jit_compile`, and other options of `tf.function` or `torch.compile`. Ignored on JAX.
 
     Returns:
         A function with the same arguments and results.
@@ -64,23 +64,23 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 def value_and_grad(
     fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Returns a function that gives the result of `fn` and its gradients with respect to variables.
+    """Returns a function that computes the result of `fn` and its gradients with respect to variables.
 
-    The gradients are those of this replica's loss: inside `strategy.run`, hand them to `optimizer.apply`, which
-    sums them over the replicas. What `fn` writes to other variables (moving statistics, seeds, metrics) is kept.
+    In `strategy.run` these are the gradients of this replica's loss, and `optimizer.apply` sums them over the
+    replicas. Values that `fn` writes to other variables are kept (moving statistics, seeds, metrics).
 
     Args:
-        fn: Returns a scalar loss of floating point; with `has_aux`, a pair of the loss and anything else.
+        fn: Returns a scalar floating-point loss, or with `has_aux` a pair of the loss and any other value.
         variables: Keras variables, such as `model.trainable_variables`.
         has_aux: Whether `fn` returns a pair.
 
     Returns:
         A function with the arguments of `fn` that returns `(loss, gradients)`, or `((loss, aux), gradients)`.
-        The gradients are a list in the order of `variables`, with `None` for a variable that the loss does not
-        depend on (zeros, on JAX).
+        The gradients are a list in the order of `variables`. If the loss does not depend on a variable, its
+        gradient is `None`, or zeros on JAX.
 
     Raises:
-        InvalidArgumentError: When called: the loss is no scalar, or there is no pair.
+        InvalidArgumentError: When called, if the loss is not a scalar, or `fn` does not return a pair.
 
     Example:
 

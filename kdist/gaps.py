@@ -1,4 +1,4 @@
-"""What a strategy cannot do on a backend, and what to use instead: the one place that errors, tables and pages read."""
+"""Features that a strategy does not support on a backend, with alternatives, for errors, tables and pages."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ CAPABILITIES = {
 
 @dataclass(frozen=True)
 class Gap:
-    """One thing that a strategy cannot do on one backend.
+    """A feature that a strategy does not support on one backend.
 
     Args:
-        strategy: Name of its class; "Strategy" for all.
+        strategy: The class name of the strategy; "Strategy" for all strategies.
         backend: "tensorflow", "jax" or "torch".
-        capability: A key of `CAPABILITIES`; without "create" there is nothing else.
-        reason: Why, in one sentence.
-        remedy: What to use instead, ready to be pasted where that is possible.
+        capability: A key of `CAPABILITIES`. If "create" is missing, all other capabilities are also missing.
+        reason: The reason, in one sentence.
+        remedy: The alternative; if possible, code that the user can paste.
     """
 
     strategy: str
@@ -49,7 +49,7 @@ class Gap:
     def error(
         self, received: Mapping[str, object] | None = None, kind: type[KdistError] = UnsupportedError
     ) -> KdistError:
-        """Returns the error that says so."""
+        """Returns the error with the reason and the alternative."""
         return kind(self.reason, received=received, hint=self.remedy)
 
 
@@ -124,7 +124,7 @@ _BY_KEY = {(gap.strategy, gap.backend, gap.capability): gap for gap in GAPS}
 
 
 def find(strategy: str, backend: str, capability: str) -> Gap | None:
-    """Returns the gap that keeps a strategy from something on a backend, or `None`."""
+    """Returns the gap if a strategy does not have a capability on a backend, or `None`."""
     keys = ((strategy, backend, "create"), (strategy, backend, capability), ("Strategy", backend, capability))
     return next((_BY_KEY[key] for key in keys if key in _BY_KEY), None)
 
@@ -132,7 +132,7 @@ def find(strategy: str, backend: str, capability: str) -> Gap | None:
 def require(
     strategy: str, backend: str, capability: str = "create", received: Mapping[str, object] | None = None
 ) -> None:
-    """Raises an `UnsupportedError` if there is such a gap."""
+    """Raises an `UnsupportedError` if a strategy does not have a capability on a backend."""
     gap = find(strategy, backend, capability)
     if gap is not None:
         raise gap.error({"strategy": strategy, "backend": backend, **(received or {})})

@@ -1,7 +1,7 @@
 """Handlers in higher layers for kdist's hooks in Keras.
 
-The hooks are in a low layer and cannot import their handlers. `kdist/__init__.py` registers the names of the handlers
-here; a handler is loaded when a hook first calls it.
+The hooks are in a low layer and cannot import their handlers. `kdist/__init__.py` registers the names of the
+handlers here. A handler is loaded when a hook first calls it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _homes: dict[str, str] = {}
 
 
 def register(names: Mapping[str, Sequence[str]]) -> None:
-    """Notes which module each handler is in.
+    """Registers the module of each handler.
 
     Args:
-        names: The handlers of each module.
+        names: Maps each module to the names of its handlers.
     """
     _homes.update({name: module for module, handlers in names.items() for name in handlers})
 
@@ -26,11 +26,11 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
     """Calls a handler.
 
     Args:
-        name: What it is called in its module.
-        *args: What it is given.
-        **kwargs: As `args`.
+        name: The name of the handler in its module.
+        *args: The positional arguments of the handler.
+        **kwargs: The keyword arguments of the handler.
 
     Returns:
-        What it returns.
+        The result of the handler.
     """
     return getattr(importlib.import_module(_homes[name]), name)(*args, **kwargs)

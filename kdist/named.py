@@ -1,4 +1,4 @@
-"""What a command line names: a function of the user's."""
+"""Functions that a user names on the command line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kdist.errors import InvalidArgumentError
 
 
 def call_function(model: str) -> Any:
-    """Returns what a function of a module returns, by the name "module:function".
+    """Calls a function by its name "module:function", and returns the result.
 
     Raises:
-        InvalidArgumentError: There is none.
+        InvalidArgumentError: If the module or the function does not exist.
     """
     module, _, function = model.partition(":")
     sys.path.insert(0, os.getcwd())  # where `python -m` looks first

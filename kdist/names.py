@@ -39,12 +39,12 @@ LEFT_OUT = {
 
 
 def no_such_name(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Returns the error for a name that a module does not have: why it is left out, or the nearest name.
+    """Returns the error for a missing name, with the reason if kdist omits it, or else with the nearest name.
 
     Args:
-        module: The module's name.
-        name: What it was asked for.
-        known: The names that it has.
+        module: The name of the module.
+        name: The missing name.
+        known: The names in the module.
     """
     message = f"module {module!r} has no attribute {name!r}"
     reason = LEFT_OUT.get(f"{module}.{name}".removeprefix("kdist."))
@@ -55,7 +55,7 @@ def no_such_name(module: str, name: str, known: Iterable[str]) -> AttributeError
 
 
 class _LeftOut:
-    """A member that is not there: `hasattr` says so, and whoever asks for it is told why."""
+    """An omitted member: `hasattr` returns `False`, and access raises an error with the reason."""
 
     def __init__(self, name: str, reason: str) -> None:
         self._name, self._reason = name, reason
@@ -66,7 +66,7 @@ class _LeftOut:
 
 
 def without_left_out(kind: _Class) -> _Class:
-    """Decorates a class of which members are left out: they say why, also in classes that are made from it."""
+    """Makes omitted members of a class, and of its subclasses, raise an error with the reason."""
     for name, reason in LEFT_OUT.items():
         owner, _, member = name.partition(".")
         if owner == kind.__name__:

@@ -1,4 +1,4 @@
-"""`kdist.nn`: losses of a replica that add up to the loss of the global batch, as `tf.nn` has them."""
+"""`kdist.nn`: losses per replica that add up to the loss of the global batch, with the names of `tf.nn`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from kdist.strategies.default import get_replica_context
 def compute_average_loss(
     per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
 ) -> Any:
-    """Divides a replica's losses by the number of rows of all replicas, so that their sum is the mean loss.
+    """Divides the losses of a replica by the number of rows of all replicas, and returns their sum.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
 
     Args:
-        per_example_loss: The losses of this replica's rows, of rank 1 or more.
-        sample_weight: Weights, of a shape that broadcasts to the losses'; `None` for ones.
-        global_batch_size: Rows of all replicas, a number. `None` for this replica's rows times the number of
-            replicas, which is right where all have as many.
+        per_example_loss: The losses of this replica's rows, of rank 1 or higher.
+        sample_weight: Weights with a shape that broadcasts to the shape of the losses; `None` for ones.
+        global_batch_size: The number of rows of all replicas. `None` for this replica's rows times the number
+            of replicas, which is only correct if all replicas have the same number of rows.
 
     Returns:
-        A scalar: this replica's part of the mean. `strategy.reduce("SUM", …)` gives the mean, and so do the
-        gradients, which `optimizer.apply` sums.
+        A scalar: this replica's part of the mean loss. `strategy.reduce("SUM", …)` adds the parts. In the
+        same way, `optimizer.apply` adds the gradients.
 
     Raises:
-        InvalidArgumentError: The losses are a scalar, or the batch size is no whole number.
-        StrategyScopeError: In cross-replica context.
+        InvalidArgumentError: If the losses are a scalar, or the batch size is not an integer.
+        StrategyScopeError: If you call it in the cross-replica context.
 
     Example:
 
@@ -64,18 +64,18 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """Divides a regularisation loss, which every replica has in full, by the number of replicas.
+    """Divides a regularization loss by the number of replicas, because every replica computes all of it.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
 
     Args:
-        regularization_loss: A tensor, or a list of them (`model.losses`); they are added up.
+        regularization_loss: A tensor, or a list of tensors to add, such as `model.losses`.
 
     Returns:
-        A scalar: this replica's part.
+        A scalar: this replica's part of the loss.
 
     Raises:
-        StrategyScopeError: In cross-replica context.
+        StrategyScopeError: If you call it in the cross-replica context.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""`check_in_sync`: whether all replicas have the same variables, and by how much they differ."""
+"""`check_in_sync`: compares the variables of all replicas."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 def check_in_sync(model: Any, strategy: Strategy | None = None) -> None:
-    """Raises unless all replicas of all workers have the same values of a model's variables.
+    """Checks that all replicas of all workers have equal values of a model's variables.
 
-    Replicas drift apart when something other than kdist changes them: a variable that one worker alone assigned,
-    an optimizer of the user's own, weights loaded from different files. All workers must call it. It costs one
-    small message, and the values of the first variable that differs.
+    Replicas drift apart if anything other than kdist changes variables. Examples are an assignment on only
+    one worker, a custom optimizer, or different weight files. All workers must call this function. It costs
+    one small message, and the values of the first variable that differs.
 
     Args:
-        model: A model, or a list of Keras variables. Of a model the optimizer, the metrics and the seeds too.
-        strategy: Whose replicas are compared; by default the model's, else the one in scope.
+        model: A list of Keras variables, or a model, with its optimizer, metrics and seeds.
+        strategy: The strategy to check; by default the strategy of the model, else the current strategy.
 
     Raises:
-        WorkerMismatchError: Names the first variable that differs, the worker (or its replica) and the largest
-            difference to worker 0; on all workers.
-        InvalidArgumentError: There is no strategy.
+        WorkerMismatchError: On all workers, if a variable differs. The message contains the first such
+            variable, the worker (and its replica), and the largest difference from worker 0.
+        InvalidArgumentError: If there is no strategy.
 
     Example:
 

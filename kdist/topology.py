@@ -1,6 +1,6 @@
-"""`Topology`: who computes, who holds the variables and in which layout.
+"""`Topology`: the devices that compute, the devices that hold the variables, and their layout.
 
-A strategy decides it, a backend builds its runtime from it, and what writes or reads variables asks for it.
+A strategy creates it, and a backend builds its runtime from it. Code that reads or writes variables uses it.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from kdist.cluster import Cluster
 from kdist.errors import InvalidArgumentError
 
 Layout = tuple[str | None, ...]
-"""For each axis of a variable, the axis of the mesh over which it is divided; `None` where it is whole."""
+"""For each axis of a variable, the mesh axis over which it is sharded; `None` if the axis is not sharded."""
 
 
 @dataclass(frozen=True)
 class Mirrored:
-    """Every replica holds every variable, whole."""
+    """Every replica holds a full copy of every variable."""
 
 
 @dataclass(frozen=True)
 class Central:
-    """One device of the worker holds the variables; its replicas compute with copies."""
+    """One device of the worker holds the variables; the replicas compute with copies."""
 
     device: str
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """The devices of all workers form a mesh, over whose axes the variables are divided.
+    """The devices of all workers form a mesh, and the variables are sharded over its axes.
 
     Args:
-        axes: Name and length of each axis, the devices of worker 0 first and the last axis fastest. One length may
-            be `None`: what is left.
-        batch_axis: The axis over which a model's step divides the rows.
-        layout: Says for the path and the shape of a variable, and the lengths of the axes, how it is divided. Of an
-            optimizer's variables, for the path of the variable that they belong to.
+        axes: The name and length of each axis. The devices of worker 0 come first, and the last axis varies
+            fastest. One length may be `None`; kdist computes it from the number of devices.
+        batch_axis: The axis over which a step of a model divides the rows.
+        layout: Returns the layout of a variable for its path, its shape and the lengths of the axes. For a
+            variable of an optimizer, the path is the path of the model's variable that it belongs to.
     """
 
     axes: Mapping[str, int | None]
@@ -45,14 +45,14 @@ class Sharded:
     layout: Callable[[str, tuple[int, ...], Mapping[str, int]], Layout]
 
     def unused_rules(self) -> list[str]:
-        """Returns the rules of the layout, where it has any, that were for nothing yet."""
+        """Returns the rules of the layout that have not matched anything yet, if the layout has rules."""
         return sorted(getattr(self.layout, "unused", ()))
 
     def mesh_shape(self, num_devices: int) -> tuple[int, ...]:
         """Returns the lengths of all axes.
 
         Raises:
-            InvalidArgumentError: They need another number of devices.
+            InvalidArgumentError: If the mesh needs a different number of devices.
         """
         known = math.prod(length for length in self.axes.values() if length is not None)
         rest, left = divmod(num_devices, known)
@@ -69,12 +69,12 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Topology:
-    """Who computes, who holds the variables and in which layout.
+    """The devices that compute, the devices that hold the variables, and the layout of the variables.
 
     Args:
-        devices: Those of this worker, a replica each; `()` for those that the backend prefers.
-        cluster: Who takes part, and the role of each task; `None` for this process alone.
-        storage: Who holds the variables: `Mirrored`, `Central` or `Sharded`.
+        devices: The devices of this worker, one per replica; `()` for the default devices of the backend.
+        cluster: The tasks and their roles; `None` for a single process.
+        storage: The devices that hold the variables: `Mirrored`, `Central` or `Sharded`.
     """
 
     devices: tuple[str, ...]
@@ -83,10 +83,10 @@ class Topology:
 
     @property
     def worker_index(self) -> int:
-        """The number of this worker, from 0."""
+        """The index of this worker, from 0."""
         return 0 if self.cluster is None else self.cluster.worker_index
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The devices of this worker that hold variables, or parts of them."""
+        """The devices of this worker that hold variables or shards of variables."""
         return (self.storage.device,) if isinstance(self.storage, Central) else self.devices

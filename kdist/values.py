@@ -1,4 +1,4 @@
-"""`DistributedValues` and `PerReplica`: one value for each replica of this worker; `ReduceOp`."""
+"""`DistributedValues` and `PerReplica`, with one value per replica of this worker, and `ReduceOp`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kdist.errors import InvalidArgumentError
 
 
 class ReduceOp(enum.Enum):
-    """How the values of all replicas become one.
+    """The operation that reduces the values of all replicas to one value.
 
     * `SUM`: Add all the values.
     * `MEAN`: Take the arithmetic mean of the values.
 
-    Wherever one is asked for, its name does as well, in either case: `"SUM"`, `"mean"`.
+    You can also pass its name, in upper or lower case: `"SUM"`, `"mean"`.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReduceOp
     """
@@ -25,12 +25,12 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def of(cls, value: Any) -> ReduceOp:
-        """Returns the operation of a name, or an operation as it is.
+        """Returns the operation for a name or an operation.
 
         Raises:
-            InvalidArgumentError: There is no such operation.
+            InvalidArgumentError: If there is no such operation.
         """
-        name = getattr(value, "name", value)  # that of `tf.distribute`, too
+        name = getattr(value, "name", value)  # also accepts the `ReduceOp` of `tf.distribute`
         if isinstance(name, str) and name.upper() in cls.__members__:
             return cls[name.upper()]
         raise InvalidArgumentError(
@@ -41,11 +41,11 @@ class ReduceOp(enum.Enum):
 
 
 class DistributedValues:
-    """A value that has a component for each replica of this worker.
+    """A value with one component per replica of this worker.
 
-    What iterating over a distributed dataset, `Strategy.experimental_distribute_values_from_function` and
-    `Strategy.run` give where a worker has several replicas. `Strategy.experimental_local_results` returns the
-    components.
+    If a worker has several replicas, distributed datasets yield such values. `Strategy.run` and
+    `Strategy.experimental_distribute_values_from_function` return them. To get the components, call
+    `Strategy.experimental_local_results`.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
 
@@ -95,12 +95,12 @@ def is_same(leaves: Sequence[Any]) -> bool:
 def regroup(parts: Sequence[Any], map_structure: Callable[..., Any], always_wrap: bool = True) -> Any:
     """Turns one structure per replica into one structure of `PerReplica` leaves.
 
-    As in `tf.distribute`, a worker with a single replica gets its structure as it is.
+    As in `tf.distribute`, the structure of a single replica is returned unchanged.
 
     Args:
         parts: Structures of the same shape, one per local replica.
-        map_structure: `keras.tree.map_structure`; this module does not import Keras.
-        always_wrap: If `False`, a leaf that is the same in all replicas stays one value. `None` always does.
+        map_structure: `keras.tree.map_structure`, because this module does not import Keras.
+        always_wrap: If `False`, leaves that are equal in all replicas stay one value. `None` always does.
     """
     if len(parts) == 1:
         return parts[0]
@@ -113,7 +113,7 @@ def regroup(parts: Sequence[Any], map_structure: Callable[..., Any], always_wrap
 
 
 def component(value: Any, index: int, map_structure: Callable[..., Any]) -> Any:
-    """Returns one local replica's part of a structure; what is not distributed is the same for all."""
+    """Returns one local replica's part of a structure. Plain values are the same for all replicas."""
 
     def take(leaf: Any) -> Any:
         if not isinstance(leaf, DistributedValues):
@@ -132,7 +132,7 @@ def component(value: Any, index: int, map_structure: Callable[..., Any]) -> Any:
 def local_results(
     value: Any, num_local: int, map_structure: Callable[..., Any], is_nested: Callable[[Any], bool]
 ) -> tuple[Any, ...]:
-    """Returns one structure per local replica: the reverse of `regroup`; `(value,)` for anything else."""
+    """Returns one structure per local replica, the reverse of `regroup`; `(value,)` for a plain value."""
     if not is_nested(value) and not isinstance(value, DistributedValues):
         return (value,)
     return tuple(component(value, i, map_structure) for i in range(num_local))

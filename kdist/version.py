@@ -1,3 +1,3 @@
-"""The version of kdist: read by the build, and written into checkpoints."""
+"""The version of kdist. The build reads it, and checkpoints contain it."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Files that appear as a whole: written beside their place, and moved into it by one rename."""
+"""Files that appear only when they are complete: written to a temporary path, and then renamed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _FILES = (".keras", ".h5", ".hdf5", ".json")
 
 
 def is_remote(path: str) -> bool:
-    """Says whether a path is that of an object store (`gs://…`, `hf://…`), which has no half files."""
+    """Returns whether a path is in an object store (`gs://…`, `hf://…`), which never shows partial files."""
     return "://" in path
 
 
 def normal(path: str | os.PathLike[str]) -> str:
-    """Returns what a path is called on all workers."""
+    """Returns the absolute path, which is equal on all workers; paths in object stores are unchanged."""
     text = os.fspath(path)
     return text if is_remote(text) else os.path.abspath(text)
 
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Within this, a file is written; it has its name once it is complete.
+    """Opens a file for writing. The file gets its name when the `with` block succeeds.
 
     Example:
 
@@ -40,7 +40,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     >>> os.listdir(folder)
     ['new']
     """
-    part = f"{os.fspath(path)}.{os.urandom(4).hex()}.part"  # others may write the same file
+    part = f"{os.fspath(path)}.{os.urandom(4).hex()}.part"  # other processes may write the same file
     try:
         with open(part, "xb") as file:
             yield file
@@ -51,10 +51,10 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def check_output(path: str) -> None:
-    """Raises, before any work is done, if `whole_file` could not write this.
+    """Checks that `whole_file` can write to a path, before any work is done.
 
     Raises:
-        InvalidArgumentError: There is no such folder, it is read-only, or the name is that of a folder.
+        InvalidArgumentError: If the directory does not exist or is read-only, or the path is a directory.
     """
     try:
         if os.path.isdir(path):
@@ -74,18 +74,18 @@ def check_output(path: str) -> None:
 
 
 def write_whole(path: str, write: Callable[[Any], Any], worker_index: int) -> tuple[Any, str]:
-    """Calls a function that writes a file or a folder, and shows what it wrote once it is complete.
+    """Calls a function that writes a file or directory, and moves the result to its path when it is complete.
 
-    It writes into a hidden folder beside `path`. A process that is killed leaves that behind, and the next
-    save to the same path removes it.
+    The function writes into a hidden directory next to `path`. If the process is killed, the hidden directory
+    stays until the next save to the same path.
 
     Args:
-        path: Where the result belongs.
-        write: Writes to the path that it is given, which has the same name in another folder.
-        worker_index: Makes the hidden folder this worker's own.
+        path: The final path.
+        write: A function that writes to its argument, a path with the same name in the hidden directory.
+        worker_index: The index of this worker, which makes the name of the hidden directory unique.
 
     Returns:
-        What `write` returned, and the path of the file that was moved last.
+        The result of `write`, and the path of the file that was moved last.
     """
     real = os.path.realpath(path) if not is_remote(path) else path
     staging = os.path.join(os.path.dirname(real), f".{os.path.basename(real)}.worker-{worker_index}")
@@ -95,7 +95,7 @@ def write_whole(path: str, write: Callable[[Any], Any], worker_index: int) -> tu
         shutil.rmtree(staging, ignore_errors=True)
         os.mkdir(staging)
     except OSError:
-        # No such folder: Keras's own error. Or one in which only the file itself may be written.
+        # The directory does not exist, which Keras reports, or only the file itself is writable.
         return write(path), path
     try:
         result = write(os.path.join(staging, os.path.basename(real)))
@@ -105,7 +105,7 @@ def write_whole(path: str, write: Callable[[Any], Any], worker_index: int) -> tu
 
 
 def _move(staging: Path, folder: Path) -> str | None:
-    """Moves all files to the same places below `folder`; those that list others come last."""
+    """Moves all files to the same places below `folder`. Files that list other files come last."""
     files = [file for file in staging.rglob("*") if file.is_file()]
     for file in files:
         with open(file, "rb+") as stream:

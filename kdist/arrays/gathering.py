@@ -1,7 +1,7 @@
-"""Rows that travel: where the replicas' parts differ in length, every worker gets the whole global batch.
+"""Sends rows between workers, so that every worker gets the whole global batch.
 
-The last batches of unequal pipelines are the only ones that travel. A step on the whole batch has the numbers
-of one device, whatever the replicas had; and no replica is left without a row, whose loss would be 0 / 0.
+This only happens if the replicas' parts differ in length, as in the last batches of unequal pipelines. A step
+on the whole batch gives the results of one device. No replica is without rows, where the loss would be 0 / 0.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 from kdist.arrays import rows
 from kdist.errors import DatasetError, malformed_as
 
-_FAILED = b"!"  # what starts no JSON
+_FAILED = b"!"  # JSON never starts with it
 
 
 class Messenger(Protocol):
-    """The workers, who gather messages."""
+    """Gathers messages from all workers."""
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]: ...
 
 
 def gather_rows(messenger: Messenger, parts: Sequence[Any]) -> Any:
-    """Returns the rows of all replicas, in their order, of one batch or `None` for each local one. All must call it."""
+    """Returns the rows of all replicas, from a batch or `None` per replica. All workers must call it."""
     local = [rows.to_host(part) for part in parts if part is not None]
     received = _gather(messenger, lambda: encode(rows.join(local)) if local else b"")
     batches = [decode(data) for data in received if data]
@@ -42,7 +42,7 @@ def gather_rows(messenger: Messenger, parts: Sequence[Any]) -> Any:
 
 
 def _gather(messenger: Messenger, encoded: Callable[[], bytes]) -> list[bytes]:
-    """Gathers messages; where one worker cannot make its own, all raise."""
+    """Gathers messages. If one worker cannot encode its message, all workers raise."""
     error: Exception | None = None
     message = b""
     try:
@@ -62,7 +62,7 @@ def _gather(messenger: Messenger, encoded: Callable[[], bytes]) -> list[bytes]:
 
 
 def encode(batch: Any) -> bytes:
-    """Encodes a batch of NumPy arrays: a line of JSON that says its structure, then the arrays' bytes."""
+    """Encodes a batch of NumPy arrays: a line of JSON with its structure, then the bytes of the arrays."""
     arrays: list[np.ndarray] = []
 
     def describe(value: Any) -> Any:
@@ -93,10 +93,10 @@ def encode(batch: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Returns what `encode` was given.
+    """Decodes a batch that `encode` encoded.
 
     Raises:
-        DatasetError: The message has another form.
+        DatasetError: If the message has an unknown format.
     """
     with malformed_as(
         lambda error: DatasetError(
@@ -156,7 +156,7 @@ def _from_text(item: list[str]) -> bytes | str:
 
 
 def empty_parts(messenger: Messenger, parts: Sequence[Any]) -> list[Any]:
-    """Puts batches of no rows in place of `None`. All workers must call it; one of them has rows."""
+    """Replaces `None` by batches without rows. All workers must call it, at least one with a batch."""
     like = next((rows.empty_like(rows.to_host(part)) for part in parts if part is not None), None)
     messages = _gather(messenger, lambda: b"" if like is None else encode(like))
     if like is None:

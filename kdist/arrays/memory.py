@@ -1,4 +1,4 @@
-"""Memory that engines take as it is."""
+"""Arrays in memory that backends can use without a copy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-_ALIGNMENT = 64  # bytes: TensorFlow and JAX copy arrays that begin elsewhere
+_ALIGNMENT = 64  # bytes; TensorFlow and JAX copy arrays with another alignment
 
 
 def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns an array with any numbers in it, which TensorFlow and JAX can hold as their own without copying it."""
+    """Returns an uninitialized array that TensorFlow and JAX can use without a copy."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
@@ -20,5 +20,5 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def unchanging(array: np.ndarray) -> np.ndarray:
-    """Returns an array with the numbers that it has now, whatever is written to it: a copy, if anybody can."""
+    """Returns an array with the current values that later writes do not change: a copy if it is writable."""
     return array.copy() if array.flags.writeable else array

@@ -1,7 +1,7 @@
-"""Rows of batches: counting, taking and joining them, whatever the arrays are.
+"""Counts, takes and joins the rows of batches, for all types of arrays.
 
-A batch is a structure (tuples, lists, dictionaries, `None`) whose leaves are arrays with the rows first: NumPy
-arrays, tensors of any framework, TensorFlow's sparse and ragged tensors, SciPy's sparse matrices.
+A batch is a structure (tuples, lists, dictionaries, `None`) of arrays whose first axis is the rows: NumPy
+arrays, tensors of any framework, TensorFlow's sparse and ragged tensors, and SciPy's sparse matrices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kdist.errors import DatasetError
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    """Returns the arrays of a batch, without the parts that are `None`."""
+    """Returns the arrays of a batch, without `None`."""
     return [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
 
 
@@ -25,7 +25,7 @@ def num_rows(batch: Any) -> int:
     """Returns the number of rows of a batch.
 
     Raises:
-        DatasetError: There is no array, one has no rows, or they differ in their rows.
+        DatasetError: If there is no array, an array has no axis for rows, or the numbers of rows differ.
     """
     leaves = leaves_of(batch)
     if not leaves:
@@ -52,7 +52,7 @@ def num_rows(batch: Any) -> int:
 
 
 def is_single(batch: Any) -> bool:
-    """Says whether this is one element of a dataset that was not batched: it has a scalar, which has no rows."""
+    """Returns whether a batch is an element of an unbatched dataset, because it contains a scalar."""
     return any(getattr(leaf, "shape", None) is not None and len(leaf.shape) == 0 for leaf in leaves_of(batch))
 
 
@@ -70,7 +70,7 @@ def _rows_of(leaf: Any) -> int | None:
 
 
 def cut(batch: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:
-    """Returns parts of a batch: of the first row of each and the one after its last, which is the next one's first."""
+    """Returns the parts of a batch for adjacent pairs (start, stop) of rows; `stop` is not included."""
     leaves = [_cut_leaf(leaf, bounds) for leaf in keras.tree.flatten(batch)]
     return [keras.tree.pack_sequence_as(batch, list(part)) for part in zip(*leaves, strict=True)]
 
@@ -82,15 +82,15 @@ def _cut_leaf(leaf: Any, bounds: Sequence[tuple[int, int]]) -> Sequence[Any]:
 
 
 def _cut_tensor(tensor: Any, bounds: Sequence[tuple[int, int]]) -> Sequence[Any]:
-    """Cuts a tensor of TensorFlow's where it is: by themselves, its operations would run on a GPU."""
+    """Cuts a TensorFlow tensor on its device. By default, the operations would run on a GPU."""
     tf = _tensorflow()
     first, last = bounds[0][0], bounds[-1][1]
     others = len(tensor.shape) - 1
-    # Eager also where a function is being traced that reads.
+    # Eager even while TensorFlow traces a function that reads batches.
     with tf.init_scope(), tf.device(tensor.device):
         if (first, last) != (0, tensor.shape[0]):
             tensor = tf.slice(tensor, [first, *[0] * others], [last - first, *[-1] * others])
-        # Faster than a slice for each part.
+        # Faster than one slice per part.
         return [tensor] if len(bounds) == 1 else tf.split(tensor, [stop - start for start, stop in bounds])
 
 
@@ -102,10 +102,10 @@ def _take(leaf: Any, start: int, stop: int) -> Any:
 
 
 def to_host(batch: Any) -> Any:
-    """Returns a batch whose dense arrays are NumPy's, in host memory. Sparse and ragged tensors stay sparse.
+    """Returns a batch with NumPy arrays in host memory. Sparse and ragged tensors stay so, except PyTorch's.
 
-    Nothing is copied that need not be: the arrays may be the user's. See `owned`. On TensorFlow its own tensors
-    stay, too: they have rows like arrays, and nobody can write to them.
+    Arrays are copied only if necessary, so they may be the user's arrays; see `owned`. On the TensorFlow
+    backend, its tensors on the CPU stay tensors, because they have rows like arrays and cannot be written to.
     """
     return keras.tree.map_structure(_leaf_to_host, batch)
 
@@ -115,19 +115,19 @@ def _leaf_to_host(leaf: Any) -> Any:
         return leaf
     if hasattr(leaf, "detach"):
         return torch_to_numpy(leaf)
-    if is_eager(leaf) and keras.ops.is_tensor(leaf) and "CPU" in leaf.device:  # on no other backend
+    if is_eager(leaf) and keras.ops.is_tensor(leaf) and "CPU" in leaf.device:  # only with TensorFlow
         return leaf
     if is_scipy(leaf):
-        return leaf.tocsr()  # the one that has rows
+        return leaf.tocsr()  # the format with rows
     if type(leaf).__module__.startswith("jax.experimental.sparse"):
         return leaf
     return np.asarray(leaf)
 
 
 def owned(batch: Any) -> Any:
-    """Returns a batch on the host whose arrays nobody else writes to.
+    """Returns a batch on the host whose arrays no other code writes to.
 
-    For batches that wait for their step on the host: a generator may fill the same array again and again.
+    Use it for batches that wait for their step on the host, because a generator may reuse the same array.
     """
     return keras.tree.map_structure(
         lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) or is_scipy(leaf) else leaf, batch
@@ -135,58 +135,58 @@ def owned(batch: Any) -> Any:
 
 
 def is_scipy(leaf: Any) -> bool:
-    """Says whether an array is a sparse one of SciPy."""
+    """Returns whether an array is a sparse matrix of SciPy."""
     return hasattr(leaf, "tocsr")
 
 
 def torch_to_numpy(tensor: Any) -> Any:
-    """Returns a tensor of PyTorch's, of any device and dtype, as an array; the others ask for its `detach` first."""
+    """Returns a PyTorch tensor, of any device and dtype, as a NumPy array."""
     tensor = tensor.detach().cpu()
     tensor = tensor.to_dense() if tensor.is_sparse else tensor
     if str(tensor.dtype) != "torch.bfloat16":
         return tensor.numpy()
-    import ml_dtypes  # Keras needs it, too
+    import ml_dtypes  # a dependency of Keras
 
     torch = sys.modules["torch"]
     return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
 
 
 def is_tf_sparse(leaf: Any) -> bool:
-    """Says whether an array is a `tf.SparseTensor`."""
+    """Returns whether an array is a `tf.SparseTensor`."""
     return type(leaf).__name__ == "SparseTensor" and type(leaf).__module__.startswith("tensorflow.")
 
 
 def is_eager(leaf: Any) -> bool:
-    """Says whether an array is a dense tensor of TensorFlow's, with numbers that are there."""
+    """Returns whether an array is a dense TensorFlow tensor with known values."""
     return type(leaf).__name__ == "EagerTensor"
 
 
 def dtype_name(leaf: Any) -> str:
-    """Returns what an array consists of, in the same words for all frameworks."""
+    """Returns the dtype of an array as a name that is the same for all frameworks."""
     name = getattr(leaf.dtype, "name", str(leaf.dtype)).removeprefix("torch.")
     return "string" if name in ("object", "string") or name.startswith(("str", "bytes")) else name
 
 
 def has_sparse(batch: Any) -> bool:
-    """Says whether a part of a batch is sparse."""
+    """Returns whether a batch contains a sparse array."""
     return any(is_tf_sparse(leaf) or not hasattr(leaf, "__array__") for leaf in leaves_of(batch))
 
 
 def is_ragged(leaf: Any) -> bool:
-    """Says whether an array is a `tf.RaggedTensor`."""
+    """Returns whether an array is a `tf.RaggedTensor`."""
     return type(leaf).__name__ == "RaggedTensor" and type(leaf).__module__.startswith("tensorflow.")
 
 
 def _tensorflow() -> Any:
-    # Somebody has made a tensor of it.
+    # TensorFlow is already imported, because the array is one of its tensors.
     return sys.modules["tensorflow"]
 
 
 def to_dense(leaf: Any) -> Any:
-    """Returns an array of any kind as NumPy's dense one.
+    """Returns an array of any type as a dense NumPy array.
 
     Raises:
-        DatasetError: It is ragged, which only TensorFlow has a type for.
+        DatasetError: If the array is ragged, because only TensorFlow has ragged tensors.
     """
     if is_ragged(leaf):
         raise DatasetError(
@@ -200,7 +200,7 @@ def to_dense(leaf: Any) -> Any:
 
 
 def empty_like(batch: Any) -> Any:
-    """Returns a batch of no rows, with the structure, dtypes and inner shapes of another."""
+    """Returns a batch without rows, with the structure, dtypes and inner shapes of another batch."""
     return cut(batch, [(0, 0)])[0]
 
 

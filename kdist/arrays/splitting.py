@@ -1,6 +1,6 @@
-"""Which rows of a global batch each replica has: the one place that decides it.
+"""Decides which rows of a global batch each replica gets.
 
-On JAX, of a batch that every replica has whole, the program of the step divides the rows (`JaxCore.divide`).
+On JAX, if every replica has the whole batch, the program of the step divides the rows (`JaxCore.divide`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 
 def even_split(rows: int, replicas: int) -> list[tuple[int, int]]:
-    """Splits the rows of a global batch over the replicas: as even as possible, the larger parts first.
+    """Splits the rows of a global batch over the replicas as evenly as possible, the larger parts first.
 
-    As TensorFlow rebatches full batches (`experimental_distribute_dataset`): some replicas get
-    ⌈rows / replicas⌉ rows and the others ⌊rows / replicas⌋. Short last batches are split likewise.
+    TensorFlow splits full batches in the same way (`experimental_distribute_dataset`). Some replicas get
+    ⌈rows / replicas⌉ rows and the others ⌊rows / replicas⌋. kdist also splits short last batches like this.
 
     Example:
 
@@ -27,10 +27,10 @@ def even_split(rows: int, replicas: int) -> list[tuple[int, int]]:
 
 
 def split_rows(num_rows: int, num_replicas: int, equally: bool = False) -> list[tuple[int, int]]:
-    """Says which rows of a global batch each replica has in the step of a model: a pair (start, stop) for each.
+    """Returns a pair (start, stop) per replica: its rows of a global batch in the step of a model.
 
-    Those of `even_split`; all rows for each replica where there are too few for all, or where all replicas need the
-    same number and they cannot be split equally. See `have_all_rows`.
+    The rows are split with `even_split`. However, every replica gets all rows if there are fewer rows than
+    replicas, or if `equally` is set and the rows cannot be split equally. See `have_all_rows`.
 
     Example:
 
@@ -44,5 +44,5 @@ def split_rows(num_rows: int, num_replicas: int, equally: bool = False) -> list[
 
 
 def have_all_rows(split: Sequence[tuple[int, int]]) -> bool:
-    """Says whether `split_rows` gives every replica the whole batch; so it does to the only one."""
+    """Returns whether `split_rows` gave every replica the whole batch, also for a single replica."""
     return split[0] == split[-1]

@@ -1,4 +1,4 @@
-"""Structures of tensors, as the collectives of a replica take them."""
+"""Structures of tensors in the collectives of a replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kdist.values import DistributedValues, PerReplica, is_same
 
 
 def map_tensors(method: str, function: Callable[[Any], Any], value: Any) -> Any:
-    """Calls a function for each tensor of a structure of tensors, arrays and numbers; the method is for the error."""
+    """Calls a function for each leaf of a structure, as a tensor. The error message contains `method`."""
 
     def apply(leaf: Any) -> Any:
         if isinstance(leaf, DistributedValues):
@@ -27,17 +27,17 @@ def map_tensors(method: str, function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Joins what the local replicas bring to a `merge_call`, one structure each.
+    """Joins the arguments of the local replicas in a `merge_call`, with one structure per replica.
 
-    Tensors become `PerReplica` values. Objects and constants that are the same in all replicas (a variable, a name)
-    stay what they are.
+    Tensors become `PerReplica` values. Objects and constants that are the same in all replicas (a variable, a
+    name) stay unchanged.
     """
 
     if len(parts) == 1:
         return parts[0]
 
     def join(*leaves: Any) -> Any:
-        # To TensorFlow a Keras variable is a tensor.
+        # On TensorFlow, `is_tensor` also returns `True` for a Keras variable.
         is_tensor = keras.ops.is_tensor(leaves[0]) and not isinstance(leaves[0], keras.Variable)
         return leaves[0] if is_same(leaves) and not is_tensor else PerReplica(leaves)
 
@@ -45,13 +45,13 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def is_integer(tensor: Any) -> bool:
-    """Says whether a tensor holds whole numbers or truth values, whose mean is of another dtype."""
+    """Returns whether a tensor contains integers or Booleans, whose mean has another dtype."""
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     return "int" in dtype or dtype == "bool"
 
 
 def as_float(tensor: Any) -> Any:
-    """Returns an integer tensor in the dtype in which TensorFlow divides it, which `tf.distribute` uses for means.
+    """Casts an integer tensor to the dtype of TensorFlow's division, which `tf.distribute` uses for means.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/math/truediv
     """

@@ -1,6 +1,6 @@
-"""Which cluster a process belongs to: `ClusterSpec`, the resolvers, and `discover`.
+"""Cluster detection: `ClusterSpec`, the resolvers, and `discover`.
 
-Standard library only. Nothing here imports Keras or a framework, so nothing here can hold a device.
+This package uses only the standard library. It does not import Keras or a framework, so it holds no device.
 """
 
 from __future__ import annotations

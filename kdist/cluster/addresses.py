@@ -1,4 +1,4 @@
-"""Addresses and ports: reading `host:port`, finding free ports, saying which port is taken."""
+"""Addresses and ports: parses `host:port`, finds free ports, and reports used ports."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import socket
 
 from kdist.errors import ClusterConfigError
 
-# Ports above these are handed out by the system to outgoing connections, at any moment.
+# The system may assign ports above this range to outgoing connections at any time.
 _LOWEST, _HIGHEST = 15000, 32000
 
 
 def split_address(address: object, field: str = "address") -> tuple[str, int]:
-    """Splits `host:port` and checks both halves.
+    """Splits `host:port` and validates both parts.
 
     Args:
-        address: The text to split; an IPv6 host stands in square brackets.
-        field: What to call the text in an error message.
+        address: The text to split. An IPv6 host must be in square brackets.
+        field: The name of the text for error messages.
 
     Returns:
         The host (without brackets) and the port.
 
     Raises:
-        ClusterConfigError: If it is not of the form `host:port` or the port is not in 1..65535.
+        ClusterConfigError: If the address does not have the form `host:port`, or the port is not in 1..65535.
 
     Example:
 
@@ -64,12 +64,12 @@ def _address_error(field: str, address: object, problem: str) -> ClusterConfigEr
 
 
 def join_address(host: str, port: int) -> str:
-    """Joins a host and a port; an IPv6 host gets its square brackets."""
+    """Joins a host and a port. Puts an IPv6 host in square brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Says whether a host's name or number can only mean the machine it is used on."""
+    """Returns whether a host name or IP address is certainly a loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -77,23 +77,23 @@ def is_loopback(host: str) -> bool:
 
 
 def hold_free_ports(count: int, host: str = "127.0.0.1") -> list[socket.socket]:
-    """Finds free ports and keeps them, so that nobody else gets them before they are needed.
+    """Finds free ports and binds them, so that no other process takes them before they are needed.
 
-    Ports are taken from below the range that the system gives to outgoing connections: one of these could be
-    given away between closing the returned socket and the worker's own `bind`.
+    The ports are below the range for outgoing connections. The system could assign a port in that range
+    between the close of the returned socket and the worker's `bind`.
 
     Returns:
-        Bound sockets; read the port with `getsockname()[1]` and close them just before the ports are used.
+        Bound sockets. Get the ports with `getsockname()[1]`. Close each socket just before you use its port.
 
     Raises:
-        ClusterConfigError: If there are not so many free ports.
+        ClusterConfigError: If there are not enough free ports.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held: list[socket.socket] = []
     chooser = random.SystemRandom()
     candidates = chooser.sample(range(_LOWEST, _HIGHEST), min(200 + 20 * count, _HIGHEST - _LOWEST))
     try:
-        for port in [*candidates, *[0] * count]:  # 0, the system's choice, is the last resort
+        for port in [*candidates, *[0] * count]:  # as the last resort, 0 lets the system choose
             if len(held) == count:
                 break
             candidate = socket.socket(family, socket.SOCK_STREAM)
@@ -127,10 +127,10 @@ def _close(sockets: list[socket.socket]) -> None:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Returns the numbers of ports that are free on a host of this machine at this moment.
+    """Returns the numbers of ports that are currently free on an address of this machine.
 
     Raises:
-        ClusterConfigError: If there are not so many free ports.
+        ClusterConfigError: If there are not enough free ports.
 
     Example:
 
@@ -148,7 +148,7 @@ def check_port_free(address: str) -> None:
     """Checks that this machine can listen at an address.
 
     Raises:
-        ClusterConfigError: If the port is in use, or the host is not this machine.
+        ClusterConfigError: If the port is in use, or the host is not this machine or cannot be resolved.
 
     Example:
 
@@ -165,7 +165,7 @@ def check_port_free(address: str) -> None:
             hint=f"Check the name on this machine:\ngetent hosts {host}",
         ) from error
     with socket.socket(family, kind, protocol) as probe:
-        # As servers do: a port whose last connection is only just closed (TIME_WAIT) counts as free.
+        # Servers also set this option, so a port with a recently closed connection (TIME_WAIT) is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(where)
@@ -174,7 +174,7 @@ def check_port_free(address: str) -> None:
 
 
 def port_error(address: str, port: int, error: OSError) -> ClusterConfigError:
-    """Returns the error of a worker that cannot listen at an address, for that of the system."""
+    """Converts the system's error into the error of a worker that cannot listen at an address."""
     if error.errno == errno.EADDRNOTAVAIL:
         return ClusterConfigError(
             "Cannot listen at the address of this worker: it is not an address of this machine.",
@@ -190,6 +190,6 @@ def port_error(address: str, port: int, error: OSError) -> ClusterConfigError:
 
 
 def cannot_listen(address: str) -> ClusterConfigError:
-    """Returns the error of a task whose engine could not listen, and does not say why."""
+    """Returns the error of a task if its framework could not listen and does not report the reason."""
     error = OSError(errno.EADDRINUSE, "another process listens there")
     return port_error(address, split_address(address)[1], error)

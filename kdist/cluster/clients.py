@@ -1,4 +1,4 @@
-"""The official clients of clouds, which are imported when they are needed, and what is said where one fails."""
+"""Imports the official clients of cloud APIs when they are needed, and converts their errors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def import_client(module: str, package: str, instead: str) -> Any:
     """Imports a module of a client.
 
     Args:
-        module: The module's name.
-        package: The name under which it is installed.
-        instead: The argument that makes it unnecessary.
+        module: The name of the module.
+        package: The name of its package for `pip install`.
+        instead: The argument that users can pass instead.
 
     Raises:
-        ClusterImportError: If it is not installed. It is an `ImportError`.
+        ClusterImportError: If the module cannot be imported. It is also an `ImportError`.
 
     Example:
 
@@ -40,10 +40,10 @@ def import_client(module: str, package: str, instead: str) -> Any:
 
 @contextlib.contextmanager
 def asking(problem: str, hint: str) -> Iterator[None]:
-    """Turns whatever a client raises (no network, no permission, an answer without a field) into kdist's error.
+    """Converts all errors of a client (no network, no permission, a missing field) into an error of kdist.
 
     Raises:
-        ClusterRuntimeError: If it fails. It is a `RuntimeError`.
+        ClusterRuntimeError: If the `with` block fails. It is also a `RuntimeError`.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""`ClusterSpec`: which tasks make up a cluster, and where each of them listens."""
+"""`ClusterSpec`, the tasks of a cluster and their addresses."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _EXAMPLE = 'Describe the cluster as in this example:\nClusterSpec({"worker": ["h
 
 
 class ClusterSpec:
-    """The tasks of a cluster, grouped into jobs, with the address of each.
+    """The tasks of a cluster and their addresses, grouped into jobs.
 
-    It has the methods of `tf.train.ClusterSpec` and needs no TensorFlow. A job is a list of addresses, or a
-    dictionary from task index to address when only some of the addresses are known.
+    It has the methods of `tf.train.ClusterSpec`, but does not need TensorFlow. A job is a list of addresses.
+    If you know only some of the addresses, a job is a dictionary from task index to address.
 
     Args:
-        cluster: A dictionary from job name to a list of addresses or to a dictionary of index and address;
-            or another `ClusterSpec` (a `tf.train.ClusterSpec` is taken too).
+        cluster: A dictionary from job name to a list of addresses or to a dictionary from task index to
+            address. You can also pass another `ClusterSpec` or a `tf.train.ClusterSpec`.
 
     Raises:
-        ClusterTypeError: If `cluster`, a job or an address has the wrong type. It is a `TypeError`.
-        ClusterConfigError: If a task index is not a non-negative integer. It is a `ValueError`.
+        ClusterTypeError: If `cluster`, a job or an address has the wrong type. It is also a `TypeError`.
+        ClusterConfigError: If a task index is not a non-negative integer. It is also a `ValueError`.
 
     Example:
 
@@ -51,7 +51,7 @@ class ClusterSpec:
         except ClusterConfigError:
             return False
 
-    __hash__ = None  # type: ignore[assignment]  # as tf.train.ClusterSpec: equal to dictionaries, so unhashable
+    __hash__ = None  # type: ignore[assignment]  # unhashable, as in TensorFlow, because it equals dicts
 
     def __repr__(self) -> str:
         jobs = self.as_dict()
@@ -62,8 +62,8 @@ class ClusterSpec:
         """Returns the cluster as a plain dictionary.
 
         Returns:
-            A dictionary from job name to a list of addresses if the job's indices have no gap, else to a
-            dictionary from index to address.
+            A dictionary from job name to a list of addresses. If the indices of a job have a gap, the value
+            is a dictionary from index to address instead.
         """
         described: dict[str, list[str] | dict[int, str]] = {}
         for job, tasks in self._jobs.items():
@@ -74,11 +74,11 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
-        """The names of the jobs, in the order in which they were given."""
+        """The names of the jobs, in the order of the constructor's argument."""
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """Returns how many tasks of a job are known.
+        """Returns the number of tasks in a job that have an address.
 
         Args:
             job_name: The job's name.
@@ -113,10 +113,10 @@ class ClusterSpec:
             task_index: The task's index within the job.
 
         Returns:
-            The address, as it was given.
+            The address, unchanged.
 
         Raises:
-            ClusterConfigError: If there is no such job, or no such task in it.
+            ClusterConfigError: If there is no such job or task.
         """
         tasks = self._job(job_name)
         if task_index not in tasks:
@@ -128,13 +128,13 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Returns the addresses of a job in the order of the tasks' indices.
+        """Returns the addresses of a job's tasks, in the order of their indices.
 
         Args:
             job_name: The job's name.
 
         Returns:
-            A list in which position `i` holds the address of task `i`, or `None` where it is unknown.
+            A list with the address of task `i` at position `i`, or `None` if it is unknown.
 
         Raises:
             ClusterConfigError: If there is no such job.
@@ -157,7 +157,7 @@ def _normalize(cluster: Any) -> dict[str, dict[int, str]]:
     if isinstance(cluster, ClusterSpec):
         return {job: dict(tasks) for job, tasks in cluster._jobs.items()}
     if not isinstance(cluster, Mapping) and callable(getattr(cluster, "as_dict", None)):
-        cluster = cluster.as_dict()  # tf.train.ClusterSpec, without importing TensorFlow to recognize it
+        cluster = cluster.as_dict()  # detects tf.train.ClusterSpec without importing TensorFlow
     if not isinstance(cluster, Mapping):
         raise ClusterTypeError(
             "`cluster` is neither a dictionary from job names to addresses nor a ClusterSpec.",

@@ -1,4 +1,4 @@
-"""`discover`: which cluster this process belongs to, whatever started it."""
+"""`discover`, which finds the cluster of this process with any launcher."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _TASK_HINT = (
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The cluster that was found, and this process's place in it.
+    """A cluster and the task of this process in it.
 
     Args:
-        resolver: The resolver that described it; `None` where nothing describes a cluster.
-        spec: The tasks and addresses as far as they are known.
-        task_type: The job this process belongs to.
-        task_id: Its index within the job.
-        num_workers: How many processes train (the chief and the workers).
-        worker_index: This one's number among them; 0 is the chief.
-        addresses: The workers' addresses in the order of `worker_index`, `None` where the source is silent.
-        coordinator: The address of worker 0, `None` for a single worker.
-        local_rank: This worker's number among those of its machine.
-        local_workers: How many workers its machine has.
-        rpc_layer: The protocol that TensorFlow's tasks speak, where it is given.
-        source: Where the description came from, such as "TF_CONFIG".
-        coordinator_taken: Whether the launcher itself listens at `coordinator` (torchrun's agent does), so
-            that no worker can.
+        resolver: The resolver that describes the cluster, or `None` if no source describes one.
+        spec: The known tasks and addresses.
+        task_type: The job of this process.
+        task_id: The index of this process within the job.
+        num_workers: The number of processes that train (the chief and the workers).
+        worker_index: The index of this process among them. The chief has index 0.
+        addresses: The addresses of the workers in the order of `worker_index`. Unknown addresses are `None`.
+        coordinator: The address of worker 0, or `None` for a single worker.
+        local_rank: The index of this worker among the workers on its machine.
+        local_workers: The number of workers on its machine.
+        rpc_layer: The protocol of TensorFlow's tasks, or `None`.
+        source: The name of the source of the description, such as "TF_CONFIG".
+        coordinator_taken: Whether the launcher itself listens at `coordinator`, as torchrun's agent does.
+            In this case, no worker can listen there.
     """
 
     resolver: Any
@@ -62,12 +62,12 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is worker 0, the one that prints and writes shared files."""
+        """Whether this is worker 0, which prints progress and writes shared files."""
         return self.worker_index == 0
 
     @property
     def worker_names(self) -> tuple[str, ...]:
-        """How messages name the workers, such as "worker 1 (host1:2222)"."""
+        """The names of the workers for messages, such as "worker 1 (host1:2222)"."""
         return tuple(
             f"worker {index} ({address})" if address else f"worker {index}"
             for index, address in enumerate(self.addresses)
@@ -76,7 +76,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class SourceReport:
-    """What one source says, for `kdist info`."""
+    """The result of one source, for `kdist info`."""
 
     source: str
     variables: dict[str, str]
@@ -88,21 +88,21 @@ class SourceReport:
 def discover(resolver: Any = None, environ: Mapping[str, str] | None = None) -> Cluster:
     """Finds the cluster that this process belongs to.
 
-    The first of these that describes one wins: the resolver passed here, `TF_CONFIG`, torchrun's variables, Flux's,
-    those of LSF's `jsrun`, Slurm's, MPI's (Open MPI, PMI), `KERAS_DISTRIBUTION_*`, those of a Kubernetes Indexed Job,
-    of JAX programs, torchrun's options (`PET_*`), those of a LeaderWorkerSet, SageMaker's, Vertex AI's, those of a TPU
-    runtime that name several hosts. Without any, the process is a single worker; if variables speak of several
-    nevertheless, a warning names them. No source asks the network.
+    It uses the first source that describes a cluster: `resolver`, `TF_CONFIG`, torchrun, Flux, LSF's `jsrun`,
+    Slurm, MPI (Open MPI, PMI), `KERAS_DISTRIBUTION_*`; then a Kubernetes Indexed Job, JAX programs,
+    torchrun's options (`PET_*`), a LeaderWorkerSet, SageMaker, Vertex AI, a TPU runtime with several hosts.
+    Without any, this process is a single worker. It logs a warning if variables still indicate several
+    workers. No source uses the network.
 
     Args:
-        resolver: A resolver of kdist or of `tf.distribute.cluster_resolver`, which wins over everything.
-        environ: The environment to read; by default the process's own.
+        resolver: A resolver of kdist or `tf.distribute.cluster_resolver`. It overrides all other sources.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Returns:
         A `Cluster`.
 
     Raises:
-        ClusterConfigError: If the winning description is wrong; the message names the field or variable.
+        ClusterConfigError: If the description in use is invalid. The message names the field or variable.
 
     Example:
 
@@ -125,9 +125,9 @@ def discover(resolver: Any = None, environ: Mapping[str, str] | None = None) -> 
 
 
 def alone_by_mistake(environ: Mapping[str, str], found: Cluster | None = None) -> str | None:
-    """Returns a warning for a process that trains alone although variables speak of several; else `None`.
+    """Returns a warning if this process trains alone although variables indicate several, else `None`.
 
-    `TF_CONFIG` is set for kdist or by it, so what it says is meant.
+    `TF_CONFIG` is set for or by kdist, so a single worker in it is intentional.
     """
     found = found or _found(None, environ)
     signs = {} if found.num_workers > 1 or found.source == "TF_CONFIG" else signs_of_several(environ)
@@ -161,9 +161,9 @@ def _found(resolver: Any, environ: Mapping[str, str]) -> Cluster:
 
 
 def survey(environ: Mapping[str, str] | None = None) -> list[SourceReport]:
-    """Lists every source of which a variable is set, what it says, which one wins and why.
+    """Lists each source that has a variable set, its result, and why `discover` uses it or not.
 
-    They are in the order in which `discover` asks them.
+    The sources are in the order in which `discover` reads them.
 
     Example:
 
@@ -214,7 +214,7 @@ def _from_resolver(resolver: Any, source: str) -> Cluster:
             '{"worker": ["host0:5000", "host1:5000"]}), task_type="worker", task_id=0)',
         )
     spec = ClusterSpec(resolver.cluster_spec())
-    # Asked after cluster_spec(): TensorFlow's Slurm resolver knows its task only then.
+    # Read after cluster_spec(), because TensorFlow's Slurm resolver sets its task there.
     task_type, task_id, rpc_layer = resolver.task_type, resolver.task_id, getattr(resolver, "rpc_layer", None)
     if not spec:
         return _single(resolver, spec, task_type or "worker", task_id or 0, rpc_layer, source)
@@ -273,7 +273,7 @@ def _check_task(spec: ClusterSpec, task_type: Any, task_id: Any, source: str) ->
         **described,
     )
     if task_type == "evaluator":
-        return  # it may be missing from the cluster: nobody connects to it
+        return  # the cluster need not contain it, because no task connects to it
     require(
         task_type in spec.jobs,
         f"{source}: the task type of this process is not a job of the cluster.",
@@ -298,7 +298,7 @@ def _check_task(spec: ClusterSpec, task_type: Any, task_id: Any, source: str) ->
     if "worker" in spec.jobs:
         known = spec.task_indices("worker")
         missing = sorted(set(range(max(known, default=-1) + 1)) - set(known))
-        # Kubeflow numbers the workers behind a chief from 1 on, or from 0; both name every worker.
+        # If there is a chief, Kubeflow numbers the workers from 0 or from 1. Both lists are complete.
         require(
             not missing or (missing == [0] and chiefs == 1),
             f"{source}: the cluster has no address for the workers {missing}.",

@@ -1,4 +1,4 @@
-"""The one place where the rest of kdist reads and writes the process environment."""
+"""Reads and sets environment variables of this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GPU_FILES = "/dev/nvidia[0-9]*"
 
 
 def get(name: str, default: str | None = None, environ: Mapping[str, str] | None = None) -> str | None:
-    """Returns an environment variable, or `default` where it is not set.
+    """Returns the value of an environment variable, or `default` if it is not set.
 
     Example:
 
@@ -25,13 +25,13 @@ def get(name: str, default: str | None = None, environ: Mapping[str, str] | None
 
 
 def set_default(name: str, value: object) -> str:
-    """Sets an environment variable unless the user has set it already; returns the value that holds now."""
+    """Sets an environment variable unless it is already set. Returns its value."""
     return os.environ.setdefault(name, str(value))
 
 
 @contextlib.contextmanager
 def patched(**variables: object) -> Iterator[None]:
-    """Sets environment variables for the duration of a `with` block and restores them after it; `None` removes one.
+    """Sets environment variables in a `with` block, and restores them afterwards. `None` unsets a variable.
 
     Example:
 
@@ -58,9 +58,9 @@ def _write(variables: Mapping[str, object]) -> None:
 
 
 def cluster_token(environ: Mapping[str, str] | None = None) -> str | None:
-    """Returns the secret that the tasks of a job share, `None` where there is none.
+    """Returns the secret that the tasks of a job share, or `None` if it is not set.
 
-    A server lets only those connect that know it. `kdist run` makes one for each job, unless it is set already.
+    A server accepts only clients with the same secret. Unless it is set, `kdist run` creates one per job.
 
     Example:
 
@@ -72,10 +72,10 @@ def cluster_token(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def keras_backend_choice(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Returns the name of the Keras backend that will be used, and a phrase that says where that was decided.
+    """Returns the name of the Keras backend that will be used, and the reason as a phrase.
 
-    Keras itself is not imported. The order is Keras's own: the variable `KERAS_BACKEND`, then the
-    configuration file, then "tensorflow". The name is in lower case, and not checked for being a known one.
+    This function does not import Keras. As in Keras, the variable `KERAS_BACKEND` comes first, then the
+    configuration file, then "tensorflow". The name is in lower case and is not validated.
 
     Example:
 
@@ -92,7 +92,7 @@ def keras_backend_choice(environ: Mapping[str, str] | None = None) -> tuple[str,
     try:
         with open(path, encoding="utf-8") as file:
             configured = json.load(file).get("backend")
-    except (OSError, ValueError, AttributeError):  # no file, not JSON, not an object: Keras ignores it too
+    except (OSError, ValueError, AttributeError):  # no file, not JSON or not an object: Keras also ignores it
         configured = None
     if isinstance(configured, str) and configured.strip():
         return configured.strip().lower(), f"set in {path}"
@@ -100,15 +100,15 @@ def keras_backend_choice(environ: Mapping[str, str] | None = None) -> tuple[str,
 
 
 def keras_backend_name(environ: Mapping[str, str] | None = None) -> str:
-    """Returns the name of the Keras backend that will be used, as `keras_backend_choice` does."""
+    """Returns the name of the Keras backend that will be used. See `keras_backend_choice`."""
     return keras_backend_choice(environ)[0]
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Returns the GPUs that this process may use, as they are written in `CUDA_VISIBLE_DEVICES`.
+    """Returns the GPUs that this process may use, as entries of `CUDA_VISIBLE_DEVICES`.
 
-    No framework is asked, so no GPU is held by asking: `CUDA_VISIBLE_DEVICES` is read, and where it is not
-    set the driver's device files are counted.
+    If the variable is not set, this function counts the driver's device files. It does not use a framework,
+    because a framework could hold the GPUs.
 
     Example:
 
@@ -123,6 +123,6 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[str]:
     gpus: list[str] = []
     for gpu in (part.strip() for part in chosen.split(",")):
         if not gpu or gpu.startswith("-") or gpu.lower() in ("nodevfiles", "none", "void"):
-            break  # CUDA too ignores everything after the first entry that names no device
+            break  # CUDA also ignores everything after the first entry that is not a device
         gpus.append(gpu)
     return gpus

@@ -1,7 +1,7 @@
-"""Cluster errors that are also the built-in error which `tf.distribute` documents for the same mistake.
+"""Cluster errors that also derive from the built-in errors that `tf.distribute` raises in the same cases.
 
-Scripts that were written for `tf.distribute` catch `TypeError`, `KeyError` or `RuntimeError`; new ones can
-catch `ClusterConfigError` for all of them.
+Scripts written for `tf.distribute` catch `TypeError`, `KeyError` or `RuntimeError`. New scripts can catch
+`ClusterConfigError` instead.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from kdist.errors import ClusterConfigError
 
 
 class ClusterTypeError(ClusterConfigError, TypeError):
-    """A part of a cluster's description has the wrong type."""
+    """Part of a cluster description has the wrong type."""
 
 
 class ClusterKeyError(ClusterConfigError, KeyError):
-    """Two descriptions of one cluster claim the same task."""
+    """Two descriptions of the same cluster contain the same task."""
 
-    # KeyError shows the repr of its argument, which would put the whole message in quotes.
+    # str() of a KeyError is the repr of its argument, which would put the whole message in quotes.
     __str__ = Exception.__str__
 
 
 class ClusterRuntimeError(ClusterConfigError, RuntimeError):
-    """The workload manager's variables are missing or promise less than was asked for."""
+    """The workload manager's variables are missing, or it provides fewer resources than requested."""
 
 
 class ClusterImportError(ClusterConfigError, ImportError):
-    """The package that asks a cloud is not installed."""
+    """The client package for a cloud API is not installed."""

@@ -1,7 +1,7 @@
-"""`complete_addresses`: how every worker learns every worker's address when the launcher tells only one.
+"""`complete_addresses`, which exchanges the addresses of all workers if the launcher provides only one.
 
-TensorFlow needs them all; torchrun and MPI tell worker 0's. Each worker opens a connection to worker 0, says
-where it can be reached, and gets the full list back. Where there is a secret, both sides prove that they know it.
+TensorFlow needs all addresses, but torchrun and MPI provide only worker 0's. Each worker connects to worker
+0, sends its address and receives the full list. If there is a secret, both sides prove that they know it.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from kdist.cluster.handshake import Link, NotOfThisJobError, secret_error
 from kdist.cluster.process_variables import stable_port
 from kdist.errors import ClusterConfigError, WorkerTimeoutError, malformed_as
 
-_MOST_CHARACTERS = 512  # of one worker's address; a host name has up to 253
-_SLACK = 3.0  # workers outwait worker 0, whose message says who is missing
+_MOST_CHARACTERS = 512  # per address; a host name has up to 253
+_SLACK = 3.0  # seconds that workers wait longer than worker 0, whose error names the missing workers
 
 
 def complete_addresses(
     cluster: Cluster, timeout: float = 60.0, note: Callable[[Collection[int]], None] = lambda missing: None
 ) -> tuple[str, ...]:
-    """Returns the address of every worker, asking the others where the launcher told only worker 0's.
+    """Returns the address of every worker. The workers exchange addresses if only worker 0's is known.
 
-    All workers must call it together. Where all addresses are known nothing is sent. Otherwise worker 0
-    listens beside its port for as long as the exchange takes; each worker picks a free port on the
-    interface that leads to worker 0.
+    All workers must call it together. If all addresses are known, it sends nothing. Otherwise, worker 0
+    listens at a port next to its own during the exchange. The other workers choose free ports on the network
+    interface towards worker 0.
 
     Args:
-        cluster: The cluster, as `discover` found it.
-        timeout: How many seconds to wait for all workers.
-        note: Called while it waits, about once a second, with the numbers of those that are missing: on worker 0 of
-            all, on the others of worker 0 until it answers; and with those on account of whom it gives up.
+        cluster: The cluster, as returned by `discover`.
+        timeout: The time to wait for all workers, in seconds.
+        note: A callback with the indices of missing workers, called about once per second and before a
+            timeout. Worker 0 passes all missing workers. The others pass worker 0 until it responds.
 
     Returns:
-        One address for each worker, the same on all of them.
+        One address per worker. The list is the same on all workers.
 
     Raises:
-        WorkerTimeoutError: If a worker does not come in time; the message names it.
-        ClusterConfigError: If the workers do not belong together, or the port is taken.
+        WorkerTimeoutError: If a worker does not join in time. The message names it.
+        ClusterConfigError: If the workers do not belong to the same job, or no port is free.
 
     Example:
 
@@ -70,10 +70,10 @@ def complete_addresses(
 
 
 def _meeting_places(cluster: Cluster) -> list[tuple[str, int]]:
-    """Where worker 0 may listen, in the order in which it tries.
+    """Returns the addresses at which worker 0 tries to listen, in order.
 
-    torchrun's agent may hold the port itself, so they are those beside it; and some below the range from
-    which the system gives ports to outgoing connections, for those beside may be taken at any moment.
+    torchrun's agent may use the port itself, so the first ones are next to it. Outgoing connections may take
+    these at any time, so the other ones are below the range for outgoing connections.
     """
     host, port = split_address(cluster.coordinator)
     beside = [port + step if port + step <= 65535 else port - step for step in (1, 2)]
@@ -82,7 +82,7 @@ def _meeting_places(cluster: Cluster) -> list[tuple[str, int]]:
 
 
 def _purpose(cluster: Cluster) -> str:
-    """Names the connection, so that no worker takes worker 0 of another job of the same user for its own."""
+    """Names the connection, so that a worker cannot join worker 0 of another job of the same user."""
     return f"addresses of {cluster.coordinator}"
 
 
@@ -96,7 +96,7 @@ def _own_address(cluster: Cluster, host: str) -> str:
 def _gather(
     cluster: Cluster, timeout: float, deadline: float, note: Callable[[Collection[int]], None]
 ) -> tuple[str, ...]:
-    """Worker 0's side: waits for the others, then sends the list to all of them."""
+    """Runs on worker 0: waits for the other workers, then sends the list to all of them."""
     addresses: dict[int, str] = {0: _own_address(cluster, split_address(cluster.coordinator)[0])}
     joined: list[Link] = []
     secret = handshake.secret_if_any(str(cluster.coordinator), warn=True)
@@ -115,7 +115,7 @@ def _gather(
             elif secret:
                 _tell([*joined, link], {"problem": problem})
                 raise _mismatch_error(problem)
-            else:  # anybody could stop the job if this were an error
+            else:  # with an error, anybody could stop the job
                 _tell([link], {"problem": problem})
                 logs.logger.warning("Ignored a worker from %s: %s", link.host, _mismatch_error(problem))
             if len(addresses) == cluster.num_workers:
@@ -137,7 +137,7 @@ def _missing(cluster: Cluster, addresses: Mapping[int, str]) -> list[int]:
 def _listen(cluster: Cluster) -> socket.socket:
     refused: dict[str, str] = {}
     for host, port in _meeting_places(cluster):
-        # Of several machines, the others reach worker 0 by a name that may mean the loopback interface here.
+        # With several machines, the name of worker 0 may resolve to a loopback address on its own machine.
         where = host if is_loopback(host) else ""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -152,7 +152,7 @@ def _listen(cluster: Cluster) -> socket.socket:
 
 
 def _admit(said: Mapping[str, Any], cluster: Cluster, addresses: dict[int, str]) -> dict[str, Any] | None:
-    """Notes the address of a worker; returns what is wrong if it does not belong to these workers."""
+    """Stores the address of a worker, or returns the mismatch if it does not belong to this job."""
     index, count, address = (said.get(name) for name in ("worker", "num_workers", "address"))
     agrees = count == cluster.num_workers
     if agrees and type(index) is int and 0 < index < cluster.num_workers and index not in addresses:
@@ -189,7 +189,7 @@ def _tell(links: Sequence[Link], message: Mapping[str, Any]) -> None:
 def _report(
     cluster: Cluster, timeout: float, deadline: float, note: Callable[[Collection[int]], None]
 ) -> tuple[str, ...]:
-    """The side of every other worker: sends its own address to worker 0 and reads the list."""
+    """Runs on the other workers: sends the worker's address to worker 0 and receives the list."""
     note([0])
     link = _connect(cluster, timeout, deadline, note)
     with link.connection:
@@ -236,7 +236,7 @@ def _connect(
             except OSError as error:  # worker 0 may still be importing its framework
                 problem = error
         note([0])
-        # Thousands of workers must not all try again at once.
+        # Keeps thousands of workers from retrying at the same time.
         time.sleep(random.uniform(0.5, 1.5) * min(2.0, 0.1 + cluster.num_workers / 1000))
     if stranger is not None:
         raise secret_error(str(cluster.coordinator), stranger) from stranger

@@ -1,4 +1,4 @@
-"""`GCEClusterResolver`: the machines of an instance group of Google Compute Engine."""
+"""`GCEClusterResolver`, which lists the machines of a Google Compute Engine instance group."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from kdist.cluster.resolver import ClusterResolver, master_of_task
 
 
 class GCEClusterResolver(ClusterResolver):
-    """Takes every running machine of an instance group for a task, with Google's Python client.
+    """Lists the running machines of an instance group with Google's Python client. Each one is a task.
 
-    Google does not say which of the machines asks: pass `task_id`. They are numbered in the order of their
-    addresses as text, as `tf.distribute` does.
+    The API does not identify the machine of this process, so pass `task_id`. As in `tf.distribute`, the tasks
+    are numbered in the alphabetical order of their addresses.
 
     Args:
-        project: The project.
-        zone: The zone of the group.
-        instance_group: The group's name.
+        project: The name of the project.
+        zone: The zone of the instance group.
+        instance_group: The name of the instance group.
         port: The port at which every task listens.
-        task_type: The job that the machines belong to.
-        task_id: This process's index.
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        credentials: Google's credentials; "default" for those of the machine.
-        service: What `googleapiclient.discovery.build("compute", "v1")` returns; by default one is made.
+        task_type: The job of all machines.
+        task_id: The index of this process.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        credentials: Google credentials, or "default" for the credentials of the machine.
+        service: A service from `googleapiclient.discovery.build("compute", "v1")`. Created by default.
 
     Raises:
-        ClusterImportError: If the package is needed and not installed. It is an `ImportError`.
+        ClusterImportError: If the client package is needed but not installed. It is also an `ImportError`.
 
     Example:
 
@@ -39,7 +39,7 @@ class GCEClusterResolver(ClusterResolver):
     strategy = kdist.MultiWorkerMirroredStrategy(resolver)
     ```
 
-    The service, which is asked when the cluster is, may be one's own:
+    You can pass a custom service. The resolver uses it only in `cluster_spec()`:
 
     >>> from kdist.cluster import GCEClusterResolver
     >>> GCEClusterResolver("my-project", "us-west1-a", "my-group", 8470, task_id=1, service=object()).task_id
@@ -68,7 +68,7 @@ class GCEClusterResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        """The job that the machines belong to."""
+        """The job of all machines."""
         return self._task_type
 
     @task_type.setter
@@ -80,13 +80,13 @@ class GCEClusterResolver(ClusterResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        """Asks Google for the machines that run now.
+        """Requests the running machines from the Compute Engine API.
 
         Returns:
-            A `ClusterSpec` with the one job.
+            A `ClusterSpec` with one job.
 
         Raises:
-            ClusterRuntimeError: If none runs, or Google does not answer. It is a `RuntimeError`.
+            ClusterRuntimeError: If no machine is running, or the request fails. It is also a `RuntimeError`.
         """
         with asking(
             "The Compute Engine API did not list the machines of the instance group.",
@@ -117,12 +117,12 @@ class GCEClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of this task or of the task that is named; an empty string where neither is known."""
+        """Returns the address of the given task. Defaults to this task, or to "" if it is unknown."""
         return master_of_task(self, task_type, task_id, rpc_layer)
 
 
 def _build_service(credentials: Any) -> Any:
-    """Makes the client of Compute Engine's API."""
+    """Creates a client of the Compute Engine API."""
     discovery = import_client("googleapiclient.discovery", "google-api-python-client", "service")
     given = None if credentials == "default" else credentials
     with asking(

@@ -1,4 +1,4 @@
-"""Decides which GPUs of a machine belong to which of its workers, for all engines. No engine is started."""
+"""Assigns the GPUs of a machine to its workers, for all backends, without importing a framework."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from kdist.cluster.environment import get, visible_gpus
 from kdist.cluster.process_variables import MPIClusterResolver, TorchrunClusterResolver
 from kdist.cluster.slurm import SlurmClusterResolver
 
-# Of NVIDIA, of NVIDIA below Windows, and of AMD.
+# Device files of NVIDIA, NVIDIA in WSL, and AMD.
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 
 
 def own_gpus(cluster: Cluster | None, count: int, environ: Mapping[str, str] | None = None) -> range:
-    """Returns the part of the visible GPUs that belongs to this worker.
+    """Returns the visible GPUs that this worker uses.
 
-    Workers of one machine that see the same GPUs share them: each takes an equal part, or one GPU that it shares
-    if there are more workers than GPUs. A worker whose launcher gave it GPUs of its own takes all that it sees.
+    If the workers on a machine see the same GPUs, each one uses an equal part. If there are more workers than
+    GPUs, they share GPUs. If the launcher assigned GPUs to each worker, a worker uses all visible GPUs.
 
     Args:
-        cluster: The cluster of this worker; `None` for a single process.
-        count: How many GPUs this process sees.
-        environ: The environment to read; by default the process's own.
+        cluster: The cluster of this worker, or `None` for a single process.
+        count: The number of GPUs that this process sees.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Returns:
-        The positions of the worker's GPUs among those that the process sees.
+        The positions of the worker's GPUs in the list of visible GPUs.
 
     Example:
 
@@ -45,19 +45,19 @@ def own_gpus(cluster: Cluster | None, count: int, environ: Mapping[str, str] | N
 
 
 def _are_own(cluster: Cluster, environ: Mapping[str, str] | None) -> bool:
-    """Whether the launcher, or the user, has given each worker GPUs of its own."""
+    """Whether the launcher or the user assigned separate GPUs to each worker."""
     if isinstance(cluster.resolver, SlurmClusterResolver) and cluster.resolver.has_own_gpus:
         return True
     if get("CUDA_VISIBLE_DEVICES", environ=environ) is None:
         return False
-    # These launchers hand one environment to all workers. `kdist run`, and whoever writes TF_CONFIG, does not.
+    # These launchers pass the same environment to all workers. `kdist run` and TF_CONFIG do not.
     return not isinstance(
         cluster.resolver, (SlurmClusterResolver, TorchrunClusterResolver, MPIClusterResolver)
     )
 
 
 def may_have_gpus(environ: Mapping[str, str] | None = None) -> bool:
-    """Returns `False` if this machine has no GPU for sure, as far as that can be found without an engine."""
+    """Returns `False` if this machine certainly has no GPU, without importing a framework."""
     if get("CUDA_VISIBLE_DEVICES", environ=environ) is not None:
         return bool(visible_gpus(environ))
     return sys.platform != "linux" or any(glob.glob(files) for files in _DEVICE_FILES)

@@ -1,7 +1,7 @@
 """Connections on which both sides prove that they know the secret of the job, without sending it.
 
-The client sends a nonce; the server answers with its own nonce. From then on, each message carries a proof that covers
-both nonces, the role of the sender, and the message. Messages are JSON of limited size; nothing is unpickled.
+The client sends a nonce, and the server responds with its own nonce. From then on, each message has a proof,
+which covers both nonces, the sender's role and the message. Messages are JSON of limited size, never pickles.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from kdist.errors import ClusterConfigError
 _HEADER = struct.Struct("!4sI")
 _MAGIC = b"kdh1"
 NONCE_BYTES = 16
-_MOST_BYTES = 4096  # of a message from a client
-_MOST_PENDING = 512  # connections that have not proved anything yet
+_MOST_BYTES = 4096  # limit for a message from a client
+_MOST_PENDING = 512  # connections without a proof so far
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class NotOfThisJobError(ConnectionError):
-    """The other side of a connection does not prove that it knows the secret of the job."""
+    """The other side of a connection did not prove that it knows the secret of the job."""
 
 
 def secret_if_any(address: str, *, warn: bool = False) -> str:
-    """Returns the secret of a job that meets at `address`; "" if there is none, and other machines take part."""
+    """Returns the secret of a job, or "" if it is not set and `address` is not a loopback address."""
     if cluster_token() or is_loopback(split_address(address)[0]):
         return job_secret([address])
     if warn:
@@ -49,7 +49,7 @@ def secret_if_any(address: str, *, warn: bool = False) -> str:
 
 
 def secret_error(address: str, error: NotOfThisJobError) -> ClusterConfigError:
-    """Returns the error of a process that has reached another one, but not of its job."""
+    """Returns the error of a process that connected to a process of another job."""
     return ClusterConfigError(
         "The process at this address uses a different secret, or belongs to another job.",
         received={"address": address, "error": str(error)},
@@ -61,10 +61,10 @@ class Link:
     """One side of a connection. `connect` and `clients` create links; their callers close the connections.
 
     Args:
-        connection: The connection.
-        secret: The secret of the job. With an empty one, the proofs prove nothing.
-        purpose: The kind of the connection, the same on both sides.
-        roles: The own role, and that of the other side.
+        connection: The connected socket.
+        secret: The secret of the job. If it is empty, the connection is not authenticated.
+        purpose: The kind of the connection, which must be the same on both sides.
+        roles: The role of this side and the role of the other side.
     """
 
     def __init__(self, connection: socket.socket, secret: str, purpose: str, *roles: str) -> None:
@@ -75,7 +75,7 @@ class Link:
         self._received, self._wanted = b"", _HEADER.size
 
     def send(self, message: Mapping[str, Any], first: bytes = b"") -> None:
-        """Sends a message with its proof; `first` goes before both."""
+        """Sends a message with its proof, preceded by `first`."""
         text = json.dumps(message).encode()
         self.send_bytes(first + self._prove(self._roles[0], text) + text)
 
@@ -85,7 +85,7 @@ class Link:
         self.connection.sendall(_HEADER.pack(_MAGIC, len(body)) + body)
 
     def receive(self, deadline: float, most: int = _MOST_BYTES, after: int = 0) -> dict[str, Any]:
-        """Waits for a message; the nonce of the other side may come `after` so many bytes of it."""
+        """Waits for a message. Its first `after` bytes are the nonce of the other side."""
         while (left := deadline - time.monotonic()) > 0:
             if (body := self.read(left, most)) is not None:
                 if after:
@@ -94,7 +94,7 @@ class Link:
         raise TimeoutError("the other side did not respond in time")
 
     def read(self, timeout: float, most: int = _MOST_BYTES) -> bytes | None:
-        """Reads once. Never reads beyond the message: the bytes after it may have another format."""
+        """Reads once, and returns the message if it is complete. Never reads bytes after the message."""
         self.connection.settimeout(timeout)
         received = self.connection.recv(min(self._wanted - len(self._received), 1 << 20))
         if not received:
@@ -111,7 +111,7 @@ class Link:
         return body
 
     def check(self, body: bytes) -> dict[str, Any]:
-        """Returns the message in `body` if its proof is right."""
+        """Returns the message in `body` if its proof is valid."""
         proof, text = body[:PROOF_BYTES], body[PROOF_BYTES:]
         if not hmac.compare_digest(proof, self._prove(self._roles[1], text)):
             raise NotOfThisJobError(f"the other side uses a different secret, or none ({TOKEN_VARIABLE})")
@@ -126,11 +126,11 @@ class Link:
 
 
 def connect(place: tuple[str, int], secret: str, purpose: str, timeout: float, answer: float) -> Link:
-    """Connects to a server of the same job within `timeout` seconds, and waits for its answer for `answer` seconds.
+    """Connects to a server of this job within `timeout` seconds. Waits `answer` seconds for its response.
 
     Raises:
         NotOfThisJobError: If the server does not prove that it knows the secret.
-        OSError: If there is no server, or its answer is late.
+        OSError: If there is no server, or it does not respond in time.
     """
     link = Link(socket.create_connection(place, timeout), secret, purpose, "client", "server")
     try:
@@ -145,11 +145,11 @@ def connect(place: tuple[str, int], secret: str, purpose: str, timeout: float, a
 def clients(
     server: socket.socket, secret: str, purpose: str, deadline: float
 ) -> Generator[tuple[Link, dict[str, Any]] | None]:
-    """Yields the first message of each client that proves to know the secret, with its link, until the deadline.
+    """Yields a link and the first message for each client that proves that it knows the secret.
 
-    Yields `None` at least once a second. Closes other connections, and logs the first of them.
+    Until the deadline, also yields `None` once per second. Closes other connections, and logs the first one.
     """
-    pending: dict[Link, None] = {}  # in the order in which they came
+    pending: dict[Link, None] = {}  # in the order of their arrival
     reported = False
     server.settimeout(0.0)
     with selectors.DefaultSelector() as selector:
@@ -158,7 +158,7 @@ def clients(
         def accept() -> None:
             try:
                 link = Link(server.accept()[0], secret, purpose, "server", "client")
-            except OSError as error:  # the client may have gone
+            except OSError as error:  # the client may have disconnected
                 if error.errno in _NO_MORE_FILES and not pending:
                     time.sleep(0.1)
                 elif error.errno in _NO_MORE_FILES:
@@ -182,14 +182,14 @@ def clients(
                     if link is None:
                         accept()
                         continue
-                    if link not in pending:  # dropped a moment ago, to make room
+                    if link not in pending:  # just dropped, because there are too many
                         continue
                     try:
                         message = _advance(link)
                     except OSError as error:
                         drop(link)
                         begun, closed = "client" in link.nonces, isinstance(error, ConnectionResetError)
-                        # A probe that only looks whether the port is open sends nothing.
+                        # A probe that checks whether the port is open sends nothing.
                         if not reported and (begun or not closed):
                             reported = True
                             why = f"it rejected the secret ({TOKEN_VARIABLE})" if begun and closed else error
@@ -210,7 +210,7 @@ def clients(
 
 
 def _advance(link: Link) -> dict[str, Any] | None:
-    """Reads what a client has sent, and answers its first message; returns the second one."""
+    """Reads from a client without waiting. Responds to its first message, and returns the second one."""
     try:
         body = link.read(0.0)
     except BlockingIOError:

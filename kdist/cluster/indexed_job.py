@@ -1,4 +1,4 @@
-"""`IndexedJobClusterResolver`: the cluster of a Kubernetes Job that numbers its pods."""
+"""`IndexedJobClusterResolver`, which reads the cluster of a Kubernetes Job with indexed pods."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ INDEX, COUNT, COORDINATOR = "JOB_COMPLETION_INDEX", "KDIST_NUM_WORKERS", "KDIST_
 
 
 class IndexedJobClusterResolver(ProcessClusterResolver):
-    """Reads the cluster of a Kubernetes Job with `completionMode: Indexed`: every pod is a worker.
+    """Reads the cluster of a Kubernetes Job with `completionMode: Indexed`. Every pod is a worker.
 
-    Kubernetes numbers the pods in `JOB_COMPLETION_INDEX`. The Job's manifest says in `KDIST_NUM_WORKERS` how many
-    there are, and in `KDIST_COORDINATOR_ADDRESS` where pod 0 can be reached: `<job>-0.<service>:<port>`, by a
-    headless service that publishes addresses of pods that are not ready yet.
+    Kubernetes sets `JOB_COMPLETION_INDEX`, the index of the pod. In the manifest, set `KDIST_NUM_WORKERS` to
+    the number of pods, and `KDIST_COORDINATOR_ADDRESS` to the address of pod 0, `<job>-0.<service>:<port>`.
+    The service must be headless and publish the addresses of pods that are not ready yet.
 
     Args:
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environ: The environment to read; by default the process's own.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Faults that users order with `kdist run --inject`, to rehearse what happens when a worker fails."""
+"""Parses the faults of `kdist run --inject`, which make workers fail on purpose to test fault tolerance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kdist.errors import InvalidArgumentError
 VARIABLE = "KDIST_INJECT"
 KINDS = ("kill", "hang", "freeze", "slow", "exit", "sigterm", "exception")
 PHASES = ("begin", "step", "validation", "save", "epoch-end")
-# A save has phases of its own, which its author names: "save-write".
+# The code that saves a checkpoint defines further phases, such as "save-write".
 _PHASE = re.compile(r"(?:begin|step|validation|epoch-end|save(?:-[a-z]+)*)")
 _SYNONYMS = {"fit step": "step", "fit-step": "step"}
 _OPTIONS = ("worker", "step", "epoch", "phase", "seconds", "always")
@@ -22,16 +22,16 @@ _EXAMPLE = (
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Something that is to go wrong, and where.
+    """A fault, and the worker and the time at which it happens.
 
     Args:
         kind: One of `KINDS`.
-        worker: The index of the worker; `None` for every worker.
-        step: The number of the training step, from 1; over all epochs, or within `epoch` where that is given.
+        worker: The index of the worker, or `None` for all workers.
+        step: The number of the training step, from 1. Counts all steps, or the steps of `epoch` if it is set.
         epoch: The number of the epoch, from 1.
         phase: One of `PHASES`, or a phase of a save such as "save-write".
-        seconds: How long "slow" keeps the worker busy.
-        always: Whether it happens again after a restart.
+        seconds: The duration of "slow", in seconds.
+        always: Whether the fault happens again after a restart.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Fault:
         return ":".join([self.kind, ",".join(given)]) if given else self.kind
 
     def is_at(self, phase: str) -> bool:
-        """Says whether it happens in a phase: "save" stands for the first phase of a save."""
+        """Returns whether the fault happens in a phase. "save" matches every phase of a save."""
         return phase == self.phase or (self.phase == "save" and phase.startswith("save-"))
 
 
@@ -60,10 +60,10 @@ def _as_text(value: object) -> str:
 
 
 def parse(text: str) -> Fault:
-    """Reads a fault as it stands after `--inject`: `KIND` or `KIND:OPTION=VALUE,...`.
+    """Parses a value of `--inject`: `KIND` or `KIND:OPTION=VALUE,...`.
 
     Raises:
-        InvalidArgumentError: If there is no such kind or option, or a value that cannot be.
+        InvalidArgumentError: If the kind or an option is unknown, or a value is invalid.
 
     Example:
 
@@ -112,10 +112,10 @@ def _value(text: str, name: str, value: str) -> object:
 
 
 def join(faults: Iterable[Fault]) -> str:
-    """Returns the value of `KDIST_INJECT` for faults."""
+    """Formats faults as a value of `KDIST_INJECT`."""
     return ";".join(map(str, faults))
 
 
 def split(text: str | None) -> list[Fault]:
-    """Returns the faults of a value of `KDIST_INJECT`."""
+    """Parses the faults in a value of `KDIST_INJECT`."""
     return [parse(part) for part in (text or "").split(";") if part.strip()]

@@ -1,4 +1,4 @@
-"""The network interface that leads from this worker to the others, for gloo and for NCCL."""
+"""Chooses the network interface from this worker to the others, for gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kdist.cluster import environment
 from kdist.cluster.addresses import is_loopback, split_address
 from kdist.cluster.discovery import Cluster
 
-_SIOCGIFADDR = 0x8915  # of Linux: the address of a network interface
+_SIOCGIFADDR = 0x8915  # on Linux, gets the address of a network interface
 
 
 def interface_towards(cluster: Cluster) -> str | None:
-    """Returns the network interface by which this worker reaches the others; `None` to leave it to the engine.
+    """Returns the network interface from this worker to the others, or `None` to let the backend choose.
 
-    gloo takes the address that this machine's name resolves to. That may be the loopback interface, by which
-    nobody else can be reached, or a public one for a job of one machine.
+    By default, gloo uses the address of this machine's host name. This may be a loopback address, which other
+    machines cannot reach, or a public address although the job uses only one machine.
     """
     hosts = [split_address(address)[0] for address in (cluster.coordinator, *cluster.addresses) if address]
     if not hosts or all(is_loopback(host) for host in hosts):
@@ -32,17 +32,17 @@ def interface_towards(cluster: Cluster) -> str | None:
 
 
 def choose_nccl_interface(cluster: Cluster) -> None:
-    """Lets NCCL find the other machines by the interface that leads to them, unless the user has chosen one.
+    """Sets the interface on which NCCL connects to the other machines, unless the user has set one.
 
-    NCCL takes the first interface that is up. That may be one of Docker's, by which no other machine can be reached,
-    and the first collective hangs. InfiniBand carries the data as before.
+    By default, NCCL uses the first interface that is up. An interface of Docker, for example, cannot reach
+    other machines, so the first collective hangs. InfiniBand still carries the data if it is available.
     """
     hosts = [split_address(address)[0] for address in (cluster.coordinator, *cluster.addresses) if address]
     chosen = environment.get("NCCL_SOCKET_IFNAME") or environment.get("NCCL_COMM_ID")
     if chosen or all(is_loopback(host) for host in hosts) or _is_in_nccl_conf("NCCL_SOCKET_IFNAME"):
         return
     if interface := interface_towards(cluster):
-        environment.set_default("NCCL_SOCKET_IFNAME", f"={interface}")  # = for exactly this name
+        environment.set_default("NCCL_SOCKET_IFNAME", f"={interface}")  # = requires an exact match
 
 
 def _is_in_nccl_conf(name: str) -> bool:
@@ -57,7 +57,7 @@ def _address_towards(host: str) -> str | None:
     with contextlib.suppress(OSError):
         for family, kind, *_, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(address)  # sends nothing: the kernel only looks up the route
+                probe.connect(address)  # sends nothing; the kernel only looks up the route
                 return str(probe.getsockname()[0])
     return None
 
@@ -79,7 +79,7 @@ def _interface_of_ipv6(address: str) -> str | None:
 def _interface_of_ipv4(address: str) -> str | None:
     try:
         import fcntl
-    except ImportError:  # not a Unix
+    except ImportError:  # not on Unix
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -1,6 +1,6 @@
-"""Resolvers for what Kubeflow writes into pods: the variables of JAX, and torchrun's options (`PET_*`).
+"""Resolvers for variables that Kubeflow sets in pods: variables of JAX, and torchrun's options (`PET_*`).
 
-Its `TFJob` sets `TF_CONFIG`, and its `PyTorchJob` what torchrun sets; these have resolvers of their own.
+Kubeflow's `TFJob` sets `TF_CONFIG`, and `PyTorchJob` sets torchrun's variables. Other resolvers read them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kdist.cluster.process_variables import (
 )
 from kdist.cluster.resolver import require
 
-# Of Trainer's TrainJob (and of scripts that call jax.distributed.initialize); of the older JAXJob.
+# Trainer's TrainJob and jax.distributed.initialize use JAX_NAMES. The older JAXJob uses JAXJOB_NAMES.
 JAX_NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 JAXJOB_NAMES = ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID")
 PET_NAMES = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 
 
 def jax_names(environ: Mapping[str, str]) -> tuple[str, str, str, str] | None:
-    """Returns the names under which the environment describes processes of JAX; `None` where it does not."""
+    """Returns the names of the variables that describe JAX processes, or `None` if they are not set."""
     for names in (JAX_NAMES, JAXJOB_NAMES):
         numbered = [name for name in names[2:] if name in environ]
-        # An address alone is for jax.distributed, which may know the rest from elsewhere.
+        # If only an address is set, jax.distributed may get the other values from elsewhere.
         if len(numbered) == 2 or (numbered and names[0] in environ):
             return names
     return None
@@ -36,13 +36,13 @@ def jax_names(environ: Mapping[str, str]) -> tuple[str, str, str, str] | None:
 class JAXClusterResolver(ProcessClusterResolver):
     """Reads the cluster from the variables of JAX programs, on every backend.
 
-    They are `JAX_COORDINATOR_ADDRESS` (`host:port`, or the host alone and `JAX_COORDINATOR_PORT`),
-    `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, as Kubeflow Trainer sets them; Kubeflow's older `JAXJob` leaves out
-    `JAX_`. Where both are there, those with `JAX_` are read.
+    Kubeflow Trainer sets `JAX_COORDINATOR_ADDRESS` (`host:port`, or only the host with
+    `JAX_COORDINATOR_PORT`), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Kubeflow's older `JAXJob` sets them
+    without `JAX_`. If both are set, the resolver reads the names with `JAX_`.
 
     Args:
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environ: The environment to read; by default the process's own.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Example:
 
@@ -73,15 +73,15 @@ class JAXClusterResolver(ProcessClusterResolver):
 
 
 class PETClusterResolver(ProcessClusterResolver):
-    """Reads the cluster from torchrun's options as variables (`PET_*`), in a script that torchrun did not start.
+    """Reads the cluster from torchrun's `PET_*` variables, in a script that torchrun did not start.
 
-    Kubeflow Trainer sets `PET_NNODES`, `PET_NODE_RANK`, `PET_MASTER_ADDR` and `PET_MASTER_PORT` in each pod;
-    `PyTorchJob` sets the first two beside `MASTER_ADDR` and `MASTER_PORT`. They describe nodes: a script that is
-    started directly is one worker a node, with all the node's devices, whatever `PET_NPROC_PER_NODE` says.
+    Kubeflow Trainer sets `PET_NNODES`, `PET_NODE_RANK`, `PET_MASTER_ADDR` and `PET_MASTER_PORT` in each pod.
+    `PyTorchJob` sets the first two, and `MASTER_ADDR` and `MASTER_PORT`. These variables count nodes, so a
+    script without torchrun is one worker per node. It uses all devices and ignores `PET_NPROC_PER_NODE`.
 
     Args:
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environ: The environment to read; by default the process's own.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""`KubernetesClusterResolver`: the pods that the API of Kubernetes finds by their labels."""
+"""`KubernetesClusterResolver`, which finds pods by their labels with the Kubernetes API."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kdist.cluster.errors import ClusterRuntimeError, ClusterTypeError
 from kdist.cluster.resolver import ClusterResolver, master_of_task
 from kdist.errors import InvalidArgumentError
 
-_TIMEOUT = 10.0  # of one try, in seconds; the client tries a few times
+_TIMEOUT = 10.0  # seconds per attempt; the client makes several attempts
 _NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 _COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 _EXAMPLE = 'Pass a list, for example:\nKubernetesClusterResolver({"worker": ["job-name=train"]})'
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where the program runs that asks Kubernetes: this decides whose credentials are read.
+    """The location of this program, which determines the Kubernetes credentials.
 
-    `WITHIN_CLUSTER` is a pod, with its service account; `OFF_CLUSTER` is anywhere else, with the user's
-    configuration file.
+    `WITHIN_CLUSTER` is a pod, which uses its service account. `OFF_CLUSTER` is any other machine, which uses
+    the kubeconfig file.
     """
 
     WITHIN_CLUSTER = 0
@@ -31,26 +31,26 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Finds the tasks of each job by the labels of their pods, with Kubernetes's Python client.
+    """Finds the tasks of each job by the labels of their pods, with the Kubernetes Python client.
 
-    Kubernetes does not say which of the pods asks: set `task_type` and `task_id`. The pods of a selector are
-    numbered as their Indexed Job numbers them, else in the order of their names. An address is the pod's own, as
-    `tf.distribute` documents it; TensorFlow's resolver gives the node's, which is the same with `hostNetwork`.
+    The API does not identify the pod of this process, so set `task_type` and `task_id`. Pods of an Indexed
+    Job are ordered by their index, other pods by their name. The addresses are pod addresses, as documented
+    by `tf.distribute`. TensorFlow returns node addresses, which are the same with `hostNetwork`.
 
     Args:
-        job_to_label_mapping: A dictionary from job name to a list of label selectors; by default
+        job_to_label_mapping: A dictionary from job name to a list of label selectors. Defaults to
             `{"worker": ["job-name=tensorflow"]}`.
         tf_server_port: The port at which every task listens.
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        override_client: A `kubernetes.client.CoreV1Api` that has its credentials; by default one is made.
-        executable_location: Where this program runs.
-        namespace: Beyond `tf.distribute`, which asks for pods of all namespaces: the namespace of the pods. By default
-            it is the one of this pod's service account, or off the cluster that of the current context.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        override_client: A `kubernetes.client.CoreV1Api` with credentials. Created by default.
+        executable_location: The location of this program.
+        namespace: The namespace of the pods (`tf.distribute` searches all namespaces). Defaults to the
+            namespace of this pod's service account or, off the cluster, of the current context.
 
     Raises:
-        ClusterImportError: If the package `kubernetes` is needed and not installed. It is an `ImportError`.
-        ClusterRuntimeError: If there are no credentials. It is a `RuntimeError`.
-        InvalidArgumentError: If `executable_location` is none. It is a `ValueError`.
+        ClusterImportError: If `kubernetes` is needed but not installed. It is also an `ImportError`.
+        ClusterRuntimeError: If there are no credentials. It is also a `RuntimeError`.
+        InvalidArgumentError: If `executable_location` has the wrong type. It is also a `ValueError`.
 
     Example:
 
@@ -60,7 +60,7 @@ class KubernetesClusterResolver(ClusterResolver):
     strategy = kdist.MultiWorkerMirroredStrategy(resolver)
     ```
 
-    With a client of one's own, here one that always finds the same pod:
+    You can pass a custom client. The client in this example always returns the same pod:
 
     >>> from types import SimpleNamespace as Object
     >>> from kdist.cluster import KubernetesClusterResolver
@@ -98,18 +98,18 @@ class KubernetesClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
         off_cluster = executable_location is KubernetesExecutableLocation.OFF_CLUSTER
         self._client = override_client or _make_client(off_cluster)
-        # Anyone who may start pods in another namespace could give one this job's label.
+        # Users who can start pods in another namespace could give a pod this job's label.
         self._namespace = namespace or _own_namespace(off_cluster and override_client is None)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Asks Kubernetes for the pods.
+        """Requests the pods from the Kubernetes API.
 
         Returns:
-            A `ClusterSpec` with the jobs that the constructor was given.
+            A `ClusterSpec` with the jobs passed to the constructor.
 
         Raises:
-            ClusterRuntimeError: If a pod does not run, or a selector finds none, or Kubernetes does not answer. It
-                is a `RuntimeError`.
+            ClusterRuntimeError: If a pod is not running, a selector matches no pod, or the request fails. It
+                is also a `RuntimeError`.
         """
         return ClusterSpec(
             {
@@ -149,12 +149,12 @@ class KubernetesClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of this task or of the task that is named; an empty string where neither is known."""
+        """Returns the address of the given task. Defaults to this task, or to "" if it is unknown."""
         return master_of_task(self, task_type, task_id, rpc_layer)
 
 
 def _completion_index(pod: Any) -> int:
-    """The number that an Indexed Job gives a pod. Names do not sort by it: train-10-x comes before train-2-y."""
+    """Returns the index in an Indexed Job, because names sort differently (train-10-x before train-2-y)."""
     labels = pod.metadata.labels
     index = labels.get(_COMPLETION_INDEX, "") if isinstance(labels, Mapping) else ""
     return int(index) if index.isdigit() else -1
@@ -172,7 +172,7 @@ def _own_namespace(off_cluster: bool) -> str:
         with open(_NAMESPACE_FILE, encoding="utf-8") as file:
             return file.read(300).strip() or "default"
     except (OSError, UnicodeDecodeError):
-        return "default"  # as kubectl does it
+        return "default"  # like kubectl
 
 
 def _make_client(off_cluster: bool) -> Any:

@@ -1,4 +1,4 @@
-"""How long a worker may be silent, and the exit codes by which workers and the launcher understand each other."""
+"""Timeouts for dead and hung workers, and the exit codes that workers report to the launcher."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ HEARTBEAT_VARIABLE = "KDIST_HEARTBEAT_TIMEOUT"
 HANG_VARIABLE = "KDIST_HANG_TIMEOUT"
 JOIN_VARIABLE = "KDIST_JOIN_TIMEOUT"
 RESTART_VARIABLE = "KDIST_RESTART"
-# What sysexits.h calls EX_TEMPFAIL: the worker was preempted, its checkpoint is saved, start it again.
+# EX_TEMPFAIL in sysexits.h: the worker was preempted and saved a checkpoint, so it can be restarted.
 PREEMPTED = 75
-# EX_SOFTWARE: the worker's main thread did not move any more, and the worker has ended itself.
+# EX_SOFTWARE in sysexits.h: the main thread of the worker hung, so the worker exited.
 STALLED = 70
 
 _LEAST_SECONDS = 1.0
 
 
 def heartbeat_timeout(environ: Mapping[str, str] | None = None) -> float:
-    """Returns after how many seconds a worker that is dead or stopped must have been noticed; by default 15.
+    """Returns the time after which a dead or stopped worker is reported, in seconds (default: 15).
 
     Raises:
-        InvalidArgumentError: If `KDIST_HEARTBEAT_TIMEOUT` is no number of at least 1.
+        InvalidArgumentError: If `KDIST_HEARTBEAT_TIMEOUT` is not a number of at least 1.
 
     Example:
 
@@ -36,36 +36,36 @@ def heartbeat_timeout(environ: Mapping[str, str] | None = None) -> float:
 
 
 def hang_timeout(environ: Mapping[str, str] | None = None) -> float:
-    """Returns after how many seconds a worker ends that stands still while others wait for it.
+    """Returns the time after which a hung worker exits while other workers wait for it, in seconds.
 
-    By default it is 600: an upload may take that long.
+    The default is 600, because an upload may take that long.
 
     Raises:
-        InvalidArgumentError: If `KDIST_HANG_TIMEOUT` is no number of at least 1.
+        InvalidArgumentError: If `KDIST_HANG_TIMEOUT` is not a number of at least 1.
     """
     return _read(HANG_VARIABLE, 600.0, environ)
 
 
 def engine_timeout(environ: Mapping[str, str] | None = None) -> float:
-    """Returns how many seconds a collective of the engine may wait, where the user sets no limit.
+    """Returns the default timeout of a collective in the framework, in seconds.
 
-    An engine that runs out of time ends the process without a word about the worker that hangs. So kdist, which says
-    which worker hangs and where, comes first. A worker that saves or compiles meanwhile gets as much time again.
+    After its timeout, a framework terminates the process without naming the hung worker. kdist names it, so
+    its hang timeout must end first. The factor 2 allows a worker to save or compile in between.
     """
     return max(1800.0, 2 * hang_timeout(environ) + heartbeat_timeout(environ))
 
 
 def join_timeout(environ: Mapping[str, str] | None = None) -> float:
-    """Returns how many seconds the workers wait for each other at the start.
+    """Returns how long workers wait for each other at startup, in seconds.
 
     Args:
-        environ: The environment to read; by default the process's own.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Returns:
-        The value of `KDIST_JOIN_TIMEOUT`, else 300.
+        The value of `KDIST_JOIN_TIMEOUT`. Defaults to 300.
 
     Raises:
-        InvalidArgumentError: If it is no number of at least 1.
+        InvalidArgumentError: If the value is not a number of at least 1.
     """
     return _read(JOIN_VARIABLE, 300.0, environ)
 
@@ -73,10 +73,10 @@ def join_timeout(environ: Mapping[str, str] | None = None) -> float:
 def parse_seconds(
     text: object, name: str, example: str = "kdist run --heartbeat-timeout 60 --hang-timeout 900 train.py"
 ) -> float:
-    """Checks one of these timeouts; `name` is what the user has set, and an example how to.
+    """Parses a timeout. The error message contains the `name` of the setting and an `example`.
 
     Raises:
-        InvalidArgumentError: If it is no number of at least 1.
+        InvalidArgumentError: If the value is not a number of at least 1.
     """
     try:
         seconds = float(str(text))

@@ -1,6 +1,6 @@
-"""What kdist says, and from which level on: the one place where its logger is set up.
+"""Sets up the logger of kdist and its level.
 
-It is the logger "kdist" of Python's `logging`. Everything goes to stderr, so that what a script prints stays as it is.
+This is the logger "kdist" of Python's `logging`. It writes to stderr, so the script's stdout is unchanged.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kdist.errors import InvalidArgumentError
 
 VARIABLE = "KDIST_LOG"
 NOTICE = 25
-"""What a job of several tasks says by itself, between `info` and `warning`: its plan, and for whom it waits."""
+"""The default level, between `info` and `warning`: the plan of a job and the workers it waits for."""
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 
 logger = logging.getLogger("kdist")
 
 
 class _Stderr(logging.Handler):
-    """Writes to what is stderr by then, unless the program shows messages of all loggers itself."""
+    """Writes to the current `sys.stderr`, unless the root logger has handlers."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.root.handlers or sys.stderr is None:
@@ -30,14 +30,14 @@ class _Stderr(logging.Handler):
             sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()
         except (OSError, ValueError):
-            pass  # nobody reads any more
+            pass  # stderr is closed
 
 
 def set_up(environ: Mapping[str, str] | None = None) -> None:
-    """Sets the level that `KDIST_LOG` says; where it says none, a level of the user's own stands.
+    """Sets the log level from `KDIST_LOG`. If it is not set, keeps the current level.
 
     Raises:
-        InvalidArgumentError: It is none of "debug", "info", "warning" and "error".
+        InvalidArgumentError: If the value is not "debug", "info", "warning" or "error".
 
     Example:
 
@@ -63,7 +63,7 @@ def set_up(environ: Mapping[str, str] | None = None) -> None:
 
 
 def notice(message: str, *values: object) -> None:
-    """Says what a job of several tasks says by itself."""
+    """Logs a message at the level `NOTICE`."""
     logger.log(NOTICE, message, *values)
 
 

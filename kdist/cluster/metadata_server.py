@@ -1,4 +1,4 @@
-"""What Google Cloud tells a machine about itself: the metadata server, asked with a short patience."""
+"""Reads from the metadata server of Google Cloud, with a short timeout."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 
 from kdist.cluster.errors import ClusterRuntimeError
 
-# Returns the text at a path such as "instance/zone", or None where the server has none.
+# Returns the text at a path such as "instance/zone", or None if the server has no such entry.
 Fetch = Callable[[str], "str | None"]
 
-# The server's documented number: its name, metadata.google.internal, may take a resolver elsewhere long to refuse.
+# The documented IP address. Outside Google Cloud, looking up metadata.google.internal may take long.
 _HOST = "169.254.169.254"
 _TIMEOUT = 2.0
 _TRIES = 3
@@ -20,18 +20,18 @@ _MOST_BYTES = 1 << 20
 
 
 def fetch_metadata(path: str, environ: Mapping[str, str], timeout: float = _TIMEOUT) -> str | None:
-    """Asks the metadata server of the machine on which this process runs.
+    """Returns an entry of the metadata server of this machine.
 
     Args:
-        path: What to ask for, below `computeMetadata/v1`.
-        environ: The environment, in which `GCE_METADATA_HOST` or `GCE_METADATA_IP` may name another server.
-        timeout: How many seconds to wait for an answer.
+        path: The path of the entry, below `computeMetadata/v1`.
+        environ: The environment variables. `GCE_METADATA_HOST` or `GCE_METADATA_IP` may set another server.
+        timeout: The timeout of a request, in seconds.
 
     Returns:
-        The text, or `None` where the server has nothing of that name.
+        The text, or `None` if the server has no such entry.
 
     Raises:
-        ClusterRuntimeError: If there is no such server, or it does not answer in time. It is a `RuntimeError`.
+        ClusterRuntimeError: If there is no server, or it does not respond. It is also a `RuntimeError`.
 
     Example:
 
@@ -45,7 +45,7 @@ def fetch_metadata(path: str, environ: Mapping[str, str], timeout: float = _TIME
     host = environ.get("GCE_METADATA_HOST") or environ.get("GCE_METADATA_IP") or _HOST
     url = f"http://{host}/computeMetadata/v1/{path}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-    # A proxy would answer for another machine.
+    # A proxy would return the metadata of another machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for tried in range(1, _TRIES + 1):
         try:
@@ -58,7 +58,7 @@ def fetch_metadata(path: str, environ: Mapping[str, str], timeout: float = _TIME
                 return None
             if error.code < 500 or tried == _TRIES:
                 raise _no_answer(url, timeout, error) from error
-            time.sleep(0.2)  # it is busy, as at the start of a machine
+            time.sleep(0.2)  # the server is busy, for example while the machine boots
         except (OSError, ValueError) as error:
             raise _no_answer(url, timeout, error) from error
     raise AssertionError("unreachable")

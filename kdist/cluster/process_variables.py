@@ -1,4 +1,4 @@
-"""Resolvers for launchers that number the processes and tell where the first one is: torchrun, MPI, Keras."""
+"""Resolvers for launchers that set each process's index and the first address: torchrun, MPI, Keras."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kdist.cluster.addresses import join_address, split_address
 from kdist.cluster.cluster_spec import ClusterSpec
 from kdist.cluster.resolver import ClusterResolver, Task, format_master, require
 
-MOST_WORKERS = 100_000  # a WORLD_SIZE of 999999999 is a mistake, for which no list of addresses is made
+MOST_WORKERS = 100_000  # a WORLD_SIZE of 999999999 is a mistake, and its list of addresses would be too large
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessLayout:
-    """What a launcher's variables say: how many workers, which one this is, and who listens where."""
+    """The contents of a launcher's variables: the number of workers, the addresses, this worker's index."""
 
     num_workers: int
     worker_index: int
@@ -27,19 +27,19 @@ class ProcessLayout:
 
     @property
     def coordinator(self) -> str | None:
-        """The address of worker 0, where it is known."""
+        """The address of worker 0, or `None` if it is unknown."""
         return self.addresses[0]
 
 
 class ProcessClusterResolver(ClusterResolver):
-    """Base of the resolvers whose source numbers processes: every process is a worker.
+    """Base class of resolvers for sources that number the processes. Every process is a worker.
 
     Args:
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environ: The environment to read; by default the process's own.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environ: The environment variables. Defaults to `os.environ`.
     """
 
-    _task_type: str | None = "worker"  # which needs no variable to be read
+    _task_type: str | None = "worker"  # fixed, so that it is available without reading a variable
 
     def __init__(self, rpc_layer: str | None = None, *, environ: Mapping[str, str] | None = None) -> None:
         self._rpc_layer = rpc_layer
@@ -51,23 +51,23 @@ class ProcessClusterResolver(ClusterResolver):
 
     @abc.abstractmethod
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
-        """Reads and checks the variables. Called at each question.
+        """Reads and validates the variables. The properties call it at each access.
 
         Raises:
-            ClusterConfigError: If a variable is missing or wrong; the message names it.
+            ClusterConfigError: If a variable is missing or invalid. The message contains its name.
         """
 
     @property
     def layout(self) -> ProcessLayout:
-        """What the variables say now."""
+        """The current contents of the variables."""
         return self.read_layout(self._environ)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster as far as the variables tell it.
+        """Returns the cluster, with the addresses that the variables contain.
 
         Returns:
-            A `ClusterSpec` with the job "worker". It is sparse where only the first address is known, and
-            empty for a single worker without an address.
+            A `ClusterSpec` with the job "worker". It is sparse if only the first address is known, and empty
+            for a single worker without an address.
         """
         known = {i: address for i, address in enumerate(self.layout.addresses) if address is not None}
         return ClusterSpec({"worker": known} if known else {})
@@ -75,7 +75,7 @@ class ProcessClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of worker 0, or of the task whose type and index are given."""
+        """Returns the address of the given task. Defaults to worker 0."""
         if task_type is not None and task_id is not None:
             return format_master(
                 self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer
@@ -85,7 +85,7 @@ class ProcessClusterResolver(ClusterResolver):
 
 
 def read_count(environ: Mapping[str, str], name: str, hint: str, default: int | None = None) -> int:
-    """Reads a non-negative integer; the error names the variable."""
+    """Reads a non-negative integer. Errors contain the name of the variable."""
     text = environ.get(name)
     if text is None and default is not None:
         return default
@@ -97,7 +97,7 @@ def read_count(environ: Mapping[str, str], name: str, hint: str, default: int | 
 
 
 def read_index(environ: Mapping[str, str], index_name: str, count_name: str, hint: str) -> tuple[int, int]:
-    """Reads the number of a process and how many there are, and checks that they agree."""
+    """Reads the index of a process and the number of processes, and checks that they are consistent."""
     index, count = (read_count(environ, name, hint) for name in (index_name, count_name))
     require(
         1 <= count <= MOST_WORKERS,
@@ -117,7 +117,7 @@ def read_index(environ: Mapping[str, str], index_name: str, count_name: str, hin
 def read_place(
     environ: Mapping[str, str], names: tuple[str, str, str, str], hint: str
 ) -> tuple[int, int, int, int]:
-    """Reads index, count, local index and local count, and checks that they agree."""
+    """Reads the index, count, local index and local count, and checks that they are consistent."""
     index_name, count_name, local_index_name, local_count_name = names
     index, count = read_index(environ, index_name, count_name, hint)
     local_index = read_count(environ, local_index_name, hint, default=0)
@@ -133,7 +133,7 @@ def read_place(
 
 
 def read_address(environ: Mapping[str, str], host_name: str, port_name: str, hint: str) -> str:
-    """Reads worker 0's host and port from two variables, and joins them."""
+    """Reads the address of worker 0 from two variables with its host and port."""
     host = (environ.get(host_name) or "").strip()
     require(
         bool(host),
@@ -152,15 +152,15 @@ def _master_address(environ: Mapping[str, str], hint: str) -> str:
 
 
 class TorchrunClusterResolver(ProcessClusterResolver):
-    """Reads the cluster from the variables that torchrun sets, and Kubeflow's `PyTorchJob`, and Ray's `TorchTrainer`.
+    """Reads the cluster from the variables of torchrun, Kubeflow's `PyTorchJob` and Ray's `TorchTrainer`.
 
-    They are `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, and where there are several workers on a
-    machine `LOCAL_RANK` and `LOCAL_WORLD_SIZE`. Only worker 0's address is known; see
-    `kdist.cluster.complete_addresses` for the others.
+    These are `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. With several workers per machine,
+    `LOCAL_RANK` and `LOCAL_WORLD_SIZE` are also set. They contain only the address of worker 0. To get the
+    other addresses, use `kdist.cluster.complete_addresses`.
 
     Args:
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environ: The environment to read; by default the process's own.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Example:
 
@@ -178,23 +178,23 @@ class TorchrunClusterResolver(ProcessClusterResolver):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         index, count, local_index, local_count = read_place(environ, names, self._HINT)
         first = _master_address(environ, self._HINT) if count > 1 else None
-        # torchrun's agent listens at MASTER_PORT itself, so no worker can; and the process group of Ray's TorchTrainer,
-        # which alone sets the second pair.
+        # torchrun's agent listens at MASTER_PORT itself, so no worker can. The process group of Ray's
+        # TorchTrainer does the same, and only Ray sets both of the other variables.
         agent = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
         taken = count > 1 and (agent or {"RAY_RAYLET_PID", "ACCELERATE_TORCH_DEVICE"} <= environ.keys())
         return ProcessLayout(count, index, (first, *[None] * (count - 1)), local_index, local_count, taken)
 
 
 class MPIClusterResolver(ProcessClusterResolver):
-    """Reads the cluster from the variables that `mpirun` sets: those of Open MPI, or those of PMI.
+    """Reads the cluster from the variables that `mpirun` sets, with Open MPI or PMI.
 
-    PMI covers MPICH, Intel MPI and their kin. MPI does not say where rank 0 listens. On one machine kdist
-    derives a loopback port from the job's name; on several, pass `MASTER_ADDR` and `MASTER_PORT`. Open MPI 4
-    names the machine of `mpirun`, which is taken for rank 0's where nothing else is given.
+    MPICH, Intel MPI and similar packages use PMI. MPI does not provide the address of rank 0. On one machine,
+    kdist uses a loopback port derived from the job's name. On several machines, set `MASTER_ADDR` and
+    `MASTER_PORT`. By default, kdist uses the machine of `mpirun`, if Open MPI 4 provides it.
 
     Args:
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environ: The environment to read; by default the process's own.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Example:
 
@@ -236,7 +236,7 @@ class MPIClusterResolver(ProcessClusterResolver):
             return _master_address({"MASTER_PORT": str(self._job_port(environ)), **environ}, self._HINT)
         if alone:
             return join_address("127.0.0.1", self._job_port(environ))
-        # "1234.0;tcp://10.0.0.1,172.17.0.1:39000": the interfaces of the machine on which mpirun was called
+        # "1234.0;tcp://10.0.0.1,172.17.0.1:39000" contains the interfaces of the machine where mpirun runs
         _, _, where = environ.get("OMPI_MCA_orte_hnp_uri", "").partition("tcp://")
         host = where.partition(",")[0].partition(":")[0].partition(";")[0]
         require(
@@ -254,10 +254,10 @@ class MPIClusterResolver(ProcessClusterResolver):
 
 
 def stable_port(names: Iterable[str]) -> int:
-    """Returns a port that all processes of one job compute alike from its names, and other jobs probably differently.
+    """Returns a port derived from names of the job. It is the same in all processes of the job.
 
-    It lies between 20000 and 29998, below the range that the system gives to outgoing connections. Its neighbor
-    is left free for the exchange of addresses.
+    Other jobs probably get a different port. The port is even, between 20000 and 29998, below the range for
+    outgoing connections. The next port stays free for the exchange of addresses.
     """
     return 20000 + 2 * (zlib.crc32("\n".join(names).encode("utf-8", "surrogateescape")) % 5000)
 
@@ -265,12 +265,12 @@ def stable_port(names: Iterable[str]) -> int:
 class KerasClusterResolver(ProcessClusterResolver):
     """Reads the cluster from the variables of `keras.distribution.initialize`.
 
-    They are `KERAS_DISTRIBUTION_JOB_ADDRESSES` (worker 0's address, or one address for each process,
+    These are `KERAS_DISTRIBUTION_JOB_ADDRESSES` (the address of worker 0, or one address per process,
     separated by commas), `KERAS_DISTRIBUTION_NUM_PROCESSES` and `KERAS_DISTRIBUTION_PROCESS_ID`.
 
     Args:
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environ: The environment to read; by default the process's own.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""`ClusterResolver`: which cluster, and which task of it is this process? And two general answers."""
+"""`ClusterResolver`, which describes a cluster and this process's task in it, and two general resolvers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kdist.errors import ClusterConfigError, InvalidArgumentError, KdistError
 
 
 def format_master(address: str | None, rpc_layer: str | None = None) -> str:
-    """Returns an address with its protocol in front, where there is one."""
+    """Returns an address, prefixed with the protocol if there is one."""
     return f"{rpc_layer}://{address}" if rpc_layer else (address or "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a source says of the process that asks: which task it is, and the protocol of the cluster."""
+    """The task of this process and the protocol of the cluster, as described by a source."""
 
     task_type: str | None = None
     task_id: int | None = None
@@ -29,10 +29,10 @@ class Task:
 
 
 class ClusterResolver(abc.ABC):
-    """Tells a process which cluster it belongs to and which task of it it is.
+    """Describes the cluster of a process and the task of the process in it.
 
-    Derive from it to describe a cluster that kdist does not know: implement `cluster_spec` and `master`, and
-    set `task_type` and `task_id` in the constructor. Strategies ask for the cluster once, when they are made.
+    Create a subclass if kdist does not support your cluster: implement `cluster_spec` and `master`, and set
+    `task_type` and `task_id` in the constructor. A strategy reads the cluster once, when you create it.
 
     Example:
 
@@ -55,7 +55,7 @@ class ClusterResolver(abc.ABC):
     _environ: Mapping[str, str] = os.environ
 
     def _described(self) -> Task | ClusterResolver:
-        """Returns what holds of the task and the protocol as long as nobody has set them."""
+        """Returns the task and the protocol that apply unless they are set explicitly."""
         return Task()
 
     def __repr__(self) -> str:
@@ -64,57 +64,57 @@ class ClusterResolver(abc.ABC):
             described = self._described()
             task_type = described.task_type if self._task_type is None else self._task_type
             task_id = described.task_id if self._task_id is None else self._task_id
-        except KdistError as error:  # to show it must not fail
+        except KdistError as error:  # repr() must not raise
             return f"<{name}: {error}>"
         return f"<{name}: task {task_type} {task_id}>" if task_type is not None else f"<{name}>"
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster as it is now.
+        """Returns the current cluster.
 
         Returns:
-            A `ClusterSpec`, resolved anew at each call.
+            A `ClusterSpec`, resolved again at each call.
         """
 
     @abc.abstractmethod
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of the task that leads, or of the task that is named.
+        """Returns the address of the given task, or of the master by default.
 
         Args:
-            task_type: The job of the task that is asked for.
-            task_id: Its index.
-            rpc_layer: The protocol to put in front; by default the resolver's own.
+            task_type: The job of the task.
+            task_id: The index of the task within the job.
+            rpc_layer: The protocol to prefix to the address. Defaults to the resolver's protocol.
 
         Returns:
-            An address, or an empty string where there is no remote one.
+            An address, or an empty string if there is no remote master.
         """
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns how many accelerators a worker has, without asking a framework.
+        """Returns the number of accelerators of this process, without importing a framework.
 
         Args:
-            task_type: Unused: only this process's own machine can be looked at.
-            task_id: Unused, likewise.
-            config_proto: Unused; accepted as `tf.distribute` does.
+            task_type: Ignored, because kdist can only inspect the machine of this process.
+            task_id: Ignored, for the same reason.
+            config_proto: Ignored. Accepted for compatibility with `tf.distribute`.
 
         Returns:
-            A dictionary such as `{"GPU": 2}`, empty where no accelerator was found.
+            A dictionary such as `{"GPU": 2}`. It is empty if no accelerator was found.
         """
         count = len(visible_gpus(self._environ))
         return {"GPU": count} if count else {}
 
     @property
     def environment(self) -> str:
-        """The environment's name; an empty string unless the constructor was told otherwise."""
+        """The name of the environment. Empty unless it was passed to the constructor."""
         return self._environment
 
     @property
     def task_type(self) -> str | None:
-        """The job this process belongs to ("chief", "worker", "ps", "evaluator"), or `None`."""
+        """The job of this process ("chief", "worker", "ps" or "evaluator"), or `None`."""
         return self._described().task_type if self._task_type is None else self._task_type
 
     @task_type.setter
@@ -123,7 +123,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """This process's index within its job, or `None`."""
+        """The index of this process within its job, or `None`."""
         return self._described().task_id if self._task_id is None else int(self._task_id)
 
     @task_id.setter
@@ -132,7 +132,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol that the cluster's tasks speak, or `None`. Only TensorFlow uses it."""
+        """The protocol of the cluster's tasks, or `None`. Only TensorFlow uses it."""
         return self._described().rpc_layer if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
@@ -143,7 +143,7 @@ class ClusterResolver(abc.ABC):
 def master_of_task(
     resolver: ClusterResolver, task_type: str | None, task_id: int | None, rpc_layer: str | None
 ) -> str:
-    """Returns the address of the task that is named, else of the resolver's own; an empty string without either."""
+    """Returns the address of the given task or of the resolver's task, or an empty string without a task."""
     task_type = resolver.task_type if task_type is None else task_type
     task_id = resolver.task_id if task_id is None else task_id
     if task_type is None or task_id is None:
@@ -153,19 +153,19 @@ def master_of_task(
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """A resolver that is told everything.
+    """A resolver that returns the values passed to its constructor.
 
     Args:
         cluster_spec: The cluster, as a `ClusterSpec`.
-        master: The address that `master()` returns.
-        task_type: The job this process belongs to.
-        task_id: Its index within the job.
-        environment: What `environment` returns.
-        num_accelerators: What `num_accelerators()` returns, such as `{"GPU": 2}`.
-        rpc_layer: The protocol that TensorFlow's tasks speak, such as "grpc".
+        master: The address that `master()` returns by default.
+        task_type: The job of this process.
+        task_id: The index of this process within the job.
+        environment: The value of the property `environment`.
+        num_accelerators: The value that `num_accelerators()` returns, such as `{"GPU": 2}`.
+        rpc_layer: The protocol of TensorFlow's tasks, such as "grpc".
 
     Raises:
-        ClusterTypeError: If `cluster_spec` or `master` has the wrong type. It is a `TypeError`.
+        ClusterTypeError: If `cluster_spec` or `master` has the wrong type. It is also a `TypeError`.
 
     Example:
 
@@ -207,13 +207,13 @@ class SimpleClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster that the constructor was given."""
+        """Returns the cluster that was passed to the constructor."""
         return self._cluster_spec
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the constructor's `master`, or the address of the task whose type and index are given."""
+        """Returns the address of the given task. Defaults to the `master` passed to the constructor."""
         address = self._master
         if task_type is not None and task_id is not None:
             address = self._cluster_spec.task_address(task_type, task_id)
@@ -222,23 +222,23 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns the constructor's `num_accelerators`; nothing is detected."""
+        """Returns the `num_accelerators` passed to the constructor, without any detection."""
         return dict(self._num_accelerators)
 
 
 class UnionResolver(ClusterResolver):
     """Joins the clusters of several resolvers into one.
 
-    Everything but the cluster itself (task, protocol, accelerators) is taken from the first resolver, unless
-    it is overridden here.
+    The task, the protocol and the accelerators come from the first resolver. You can override the task and
+    the protocol.
 
     Args:
         *args: The resolvers.
-        **kwargs: `task_type`, `task_id` and `rpc_layer` override those of the first resolver.
+        **kwargs: `task_type`, `task_id` and `rpc_layer`, which override the values of the first resolver.
 
     Raises:
-        ClusterTypeError: If an argument is not a `ClusterResolver`. It is a `TypeError`.
-        InvalidArgumentError: If there is no resolver, or another keyword. It is a `ValueError`.
+        ClusterTypeError: If an argument is not a `ClusterResolver`. It is also a `TypeError`.
+        InvalidArgumentError: If there is no resolver or an unknown keyword. It is also a `ValueError`.
 
     Example:
 
@@ -279,14 +279,14 @@ class UnionResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         """Returns the union of the clusters.
 
-        Jobs that are lists everywhere are concatenated in the order of the resolvers. A job that is sparse
-        anywhere is merged by task index.
+        A job that is a list in all clusters is concatenated in the order of the resolvers. A job that is
+        sparse in any cluster is merged by task index.
 
         Returns:
             A `ClusterSpec`.
 
         Raises:
-            ClusterKeyError: If two resolvers claim the same index of a sparse job. It is a `KeyError`.
+            ClusterKeyError: If two resolvers contain the same index of a sparse job. It is also a `KeyError`.
         """
         described = [resolver.cluster_spec().as_dict() for resolver in self._cluster_resolvers]
         merged: dict[str, Any] = {}
@@ -301,7 +301,7 @@ class UnionResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the first resolver's master, or the address of the task whose type and index are given."""
+        """Returns the address of the given task. Defaults to the master of the first resolver."""
         if task_type is not None and task_id is not None:
             address = self.cluster_spec().task_address(task_type, task_id)
             return format_master(address, rpc_layer or self._rpc_layer)
@@ -309,13 +309,13 @@ class UnionResolver(ClusterResolver):
 
     @property
     def environment(self) -> str:
-        """The first resolver's environment."""
+        """The environment of the first resolver."""
         return self._cluster_resolvers[0].environment
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns the first resolver's accelerators."""
+        """Returns the accelerators of the first resolver."""
         return self._cluster_resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
 

@@ -1,4 +1,4 @@
-"""Tasks with different work: a chief that coordinates, workers, parameter servers (`ps`), an evaluator."""
+"""Clusters with several types of tasks: coordinator (chief), workers, parameter servers (`ps`), evaluator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXAMPLE = (
 )
 _JOBS = ", ".join(KNOWN_JOBS)
 _ONE_OF_A_KIND = ("chief", "evaluator")
-# How a cluster is described: one of a job, several of it.
+# The names of one task and of several tasks in messages.
 _WORDS = {
     "chief": ("chief", "chiefs"),
     "worker": ("worker", "workers"),
@@ -29,7 +29,7 @@ _WORDS = {
 
 
 def task_name(task_type: str, task_id: int, address: str | None = None) -> str:
-    """Returns how messages name a task.
+    """Returns the name of a task for messages.
 
     Example:
 
@@ -42,7 +42,7 @@ def task_name(task_type: str, task_id: int, address: str | None = None) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns names as messages list them: of very many the first ones.
+    """Joins names for messages, and shortens long lists.
 
     Example:
 
@@ -54,7 +54,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def number_of(task_type: str, count: int) -> str:
-    """Returns how messages tell how many tasks there are of a type.
+    """Returns a number of tasks with their type, for messages.
 
     Example:
 
@@ -70,12 +70,12 @@ class ServerCluster:
     """A cluster that trains with parameter servers, and this process's task in it.
 
     Args:
-        task_type: The job of this process: "chief" is the coordinator's, also where nobody has said so.
-        task_id: Its index within the job.
-        workers: The workers' addresses, in their order.
-        servers: Those of the parameter servers.
-        chief: The coordinator's, `None` where it is not told: nobody connects to it.
-        rpc_layer: The protocol that TensorFlow's tasks speak, where it is given.
+        task_type: The job of this process. The coordinator has the job "chief", which is the default.
+        task_id: The index of this process within the job.
+        workers: The addresses of the workers, in the order of their indices.
+        servers: The addresses of the parameter servers.
+        chief: The address of the coordinator. It may be `None`, because no task connects to it.
+        rpc_layer: The protocol of TensorFlow's tasks, or `None`.
     """
 
     task_type: str
@@ -87,22 +87,22 @@ class ServerCluster:
 
     @property
     def worker_names(self) -> tuple[str, ...]:
-        """How messages name the workers, such as "worker 1 (host1:2222)"."""
+        """The names of the workers for messages, such as "worker 1 (host1:2222)"."""
         return tuple(task_name("worker", index, address) for index, address in enumerate(self.workers))
 
     @property
     def server_names(self) -> tuple[str, ...]:
-        """How messages name the parameter servers, such as "ps 1 (host3:2222)"."""
+        """The names of the parameter servers for messages, such as "ps 1 (host3:2222)"."""
         return tuple(task_name("ps", index, address) for index, address in enumerate(self.servers))
 
     @property
     def name(self) -> str:
-        """How messages name this task."""
+        """The name of this task for messages."""
         return task_name(self.task_type, self.task_id, self.address)
 
     @property
     def address(self) -> str | None:
-        """Where this task listens; `None` for the evaluator and for a coordinator without an address."""
+        """The address of this task, or `None` for an evaluator and for a coordinator without an address."""
         if self.task_type == "chief":
             return self.chief
         return (
@@ -113,7 +113,7 @@ class ServerCluster:
 
     @property
     def serves(self) -> bool:
-        """Whether this is a worker or a parameter server, which do what the coordinator asks for."""
+        """Whether this task executes requests of the coordinator, as workers and parameter servers do."""
         return self.task_type in ("worker", "ps")
 
 
@@ -121,16 +121,16 @@ def server_cluster(resolver: Any = None, environ: Mapping[str, str] | None = Non
     """Checks that a cluster can train with parameter servers, and returns its addresses.
 
     Args:
-        resolver: A resolver of kdist or of `tf.distribute.cluster_resolver`; `None` for `TF_CONFIG`. One that knows no
-            task of its own is the coordinator's.
-        environ: The environment that `TF_CONFIG` is read from; by default the process's own.
+        resolver: A resolver of kdist or `tf.distribute.cluster_resolver`. Defaults to `TF_CONFIG`. If it has
+            no task type, this process is the coordinator.
+        environ: The environment variables with `TF_CONFIG`. Defaults to `os.environ`.
 
     Returns:
         A `ServerCluster`.
 
     Raises:
-        ClusterConfigError: If there is no worker or no server, a job is unknown or has too many tasks, an address is
-            wrong or there twice, or this process is none of the tasks.
+        ClusterConfigError: If there is no worker or no server, or a job is unknown or has too many tasks; if
+            an address is invalid or used twice; or if this process is not one of the tasks.
 
     Example:
 
@@ -166,10 +166,10 @@ def server_cluster(resolver: Any = None, environ: Mapping[str, str] | None = Non
 
 
 def coordinator_cluster(resolver: Any = None, environ: Mapping[str, str] | None = None) -> ServerCluster:
-    """Returns the same for the process that coordinates, where alone a strategy can be made.
+    """Like `server_cluster`, but only for the coordinator, because only it can create a strategy.
 
     Raises:
-        ClusterConfigError: As `server_cluster`, and in any other task than the chief's.
+        ClusterConfigError: If `server_cluster` raises it, or this process is not the chief.
     """
     cluster = server_cluster(resolver, environ)
     if cluster.task_type == "evaluator":
@@ -192,7 +192,7 @@ def coordinator_cluster(resolver: Any = None, environ: Mapping[str, str] | None 
 
 
 def own_role(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Returns which task this process is, by `TF_CONFIG`, in a job whose tasks have different work; else `None`.
+    """Returns the task in `TF_CONFIG` if it is an evaluator or there are parameter servers, else `None`.
 
     Example:
 
@@ -212,7 +212,7 @@ def own_role(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None
 
 
 def describe(spec: ClusterSpec, task_type: str, task_id: int) -> str:
-    """Says which task of which cluster this is.
+    """Returns a description of a task and its cluster, for messages.
 
     Example:
 
@@ -288,7 +288,7 @@ def _own_task(spec: ClusterSpec, task_type: Any, task_id: Any) -> tuple[str, int
         **received,
     )
     if task_type not in spec.jobs or not spec.num_tasks(task_type):
-        # Nobody connects to an evaluator, so that it need not be in the cluster.
+        # No task connects to an evaluator, so the cluster need not contain it.
         require(task_type == "evaluator", "`task_type` is not a job of the cluster.", _EXAMPLE, **received)
         return task_type, 0
     indices = spec.task_indices(task_type)

@@ -1,4 +1,4 @@
-"""`SageMakerClusterResolver`: the hosts of a training job of Amazon SageMaker."""
+"""`SageMakerClusterResolver`, which reads the hosts of an Amazon SageMaker training job."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _HINT = 'Set the variables as SageMaker does, for example:\nSM_HOSTS=\'["algo-1"
 
 
 class SageMakerClusterResolver(ClusterResolver):
-    """Reads the cluster of a SageMaker training job: every host is a worker.
+    """Reads the cluster of a SageMaker training job. Every host is a worker.
 
-    `SM_HOSTS` lists the hosts, and `SM_CURRENT_HOST` names this one. The hosts are numbered in the order of their
-    names as text ("algo-10" before "algo-2"), as `tf.distribute` does.
+    `SM_HOSTS` lists the hosts, and `SM_CURRENT_HOST` is the name of this host. As in `tf.distribute`, the
+    hosts are numbered in the alphabetical order of their names ("algo-10" comes before "algo-2").
 
     Args:
         port: The port at which each host listens.
-        task_type: Overrides the task's job, "worker".
-        task_id: Overrides the task's index.
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environment: What `environment` returns.
-        environ: The environment to read; by default the process's own.
+        task_type: Overrides the job of this task, which is "worker".
+        task_id: Overrides the index of this task.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environment: The value of the property `environment`.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Example:
 
@@ -49,7 +49,7 @@ class SageMakerClusterResolver(ClusterResolver):
         self._task_type = None if task_type is None else str(task_type)
         self._task_id = None if task_id is None else int(task_id)
         self._rpc_layer = rpc_layer
-        self._environment = environment  # type: ignore[assignment]  # TensorFlow's returns what it was given
+        self._environment = environment  # type: ignore[assignment]  # may be None, as in TensorFlow
         if environ is not None:
             self._environ = environ
 
@@ -78,17 +78,17 @@ class SageMakerClusterResolver(ClusterResolver):
         return Task(task_type="worker", task_id=hosts.index(str(own)))
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster that `SM_HOSTS` lists, with the job "worker".
+        """Returns the cluster in `SM_HOSTS`, with the job "worker".
 
         Raises:
-            ClusterConfigError: If the variable is missing, or cannot be read.
+            ClusterConfigError: If the variable is missing or invalid.
         """
         return ClusterSpec({"worker": [join_address(host, int(self._port)) for host in self._hosts()]})
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of this task or of the task that is named; for a single host an empty string."""
+        """Returns the address of the given task. Defaults to this task. With a single host, returns ""."""
         if len(self._hosts()) == 1:
             return ""
         return master_of_task(self, task_type, task_id, rpc_layer)

@@ -1,7 +1,7 @@
-"""Resolvers for what starts one process per worker on a cluster: Flux, LSF's `jsrun`, and a LeaderWorkerSet.
+"""Resolvers for schedulers that start one process per worker: Flux, LSF's `jsrun` and LeaderWorkerSet.
 
-Flux's manual page flux-environment(7), LSF's reference of environment variables, and the reference of labels and
-variables of LeaderWorkerSet describe the variables.
+For the variables, see Flux's manual page flux-environment(7), LSF's environment variable reference, and
+LeaderWorkerSet's reference of labels and variables.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ LEADER, GROUP_SIZE, INDEX = LWS_NAMES = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE",
 
 
 class FluxClusterResolver(ProcessClusterResolver):
-    """Reads the cluster of a job of Flux: every task is a worker.
+    """Reads the cluster of a Flux job. Every task is a worker.
 
-    Flux numbers the tasks in `FLUX_TASK_RANK` and counts them in `FLUX_JOB_SIZE`. It does not say where task 0 runs: on
-    several nodes, pass `MASTER_ADDR`.
+    `FLUX_TASK_RANK` is the index of the task, and `FLUX_JOB_SIZE` the number of tasks. Flux does not provide
+    the host of task 0, so set `MASTER_ADDR` if there are several nodes.
 
     Args:
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environ: The environment to read; by default the process's own.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Example:
 
@@ -60,7 +60,7 @@ class FluxClusterResolver(ProcessClusterResolver):
         """Reads Flux's variables; see the base class."""
         count = read_count(environ, FLUX_NAMES[1], self._HINT)
         nodes = max(1, read_count(environ, FLUX_NAMES[3], self._HINT, default=1))
-        # Flux does not say how many tasks share a node; usually all nodes have as many.
+        # Flux does not set the number of tasks per node. Usually it is the same on all nodes.
         local = {"tasks per node": str(count // nodes)} if nodes == 1 or count % nodes == 0 else {}
         index, count, local_index, local_count = read_place(
             {**environ, **local}, (*FLUX_NAMES[:3], "tasks per node"), self._HINT
@@ -71,15 +71,15 @@ class FluxClusterResolver(ProcessClusterResolver):
 
 
 class LSFClusterResolver(ProcessClusterResolver):
-    """Reads the cluster of a job step of LSF that `jsrun` started: every task is a worker.
+    """Reads the cluster of an LSF job step that `jsrun` started. Every task is a worker.
 
-    `JSM_NAMESPACE_RANK` numbers the tasks and `JSM_NAMESPACE_SIZE` counts them. `LSB_MCPU_HOSTS`, or the file
-    `LSB_DJOB_HOSTFILE`, lists the hosts of the job. The first of several is the launch node, where no task runs, so
-    task 0 is taken to be on the second. If it is elsewhere, pass `MASTER_ADDR`.
+    `JSM_NAMESPACE_RANK` is the index of the task, and `JSM_NAMESPACE_SIZE` the number of tasks. The hosts are
+    in `LSB_MCPU_HOSTS` or in the file `LSB_DJOB_HOSTFILE`. If there are several, the first host is the launch
+    node without tasks. kdist then assumes that task 0 is on the second host. If not, set `MASTER_ADDR`.
 
     Args:
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environ: The environment to read; by default the process's own.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Example:
 
@@ -105,7 +105,7 @@ class LSFClusterResolver(ProcessClusterResolver):
 
 
 def lsf_hosts(environ: Mapping[str, str]) -> list[str]:
-    """Returns the hosts of a job of LSF, each once, in LSF's order; none where it does not list them.
+    """Returns the distinct hosts of an LSF job in LSF's order. The list may be empty.
 
     Example:
 
@@ -115,16 +115,16 @@ def lsf_hosts(environ: Mapping[str, str]) -> list[str]:
     """
     names = environ.get(LSF_HOSTS[0], "").split()[::2]
     path = environ.get(LSF_HOSTS[1], "")
-    if not names and os.path.isfile(path):  # a pipe would hang
+    if not names and os.path.isfile(path):  # reading a pipe would hang
         with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-            names = file.read(1 << 20).split()  # a line per slot
+            names = file.read(1 << 20).split()  # one line per slot
     return list(dict.fromkeys(names))
 
 
 def _first_address(
     environ: Mapping[str, str], count: int, host: str, job: list[str], hint: str
 ) -> tuple[str | None, ...]:
-    """Returns the addresses: of worker 0, which the user may give, and no others."""
+    """Returns the address of worker 0, which the user may set, and `None` for the other workers."""
     if count == 1:
         return (None,)
     given = {"MASTER_ADDR": host, "MASTER_PORT": str(stable_port(job)), **environ}
@@ -132,14 +132,14 @@ def _first_address(
 
 
 class LeaderWorkerSetClusterResolver(ProcessClusterResolver):
-    """Reads the cluster of a group of a Kubernetes LeaderWorkerSet: every pod is a worker, the leader is worker 0.
+    """Reads the cluster of a group in a Kubernetes LeaderWorkerSet. Every pod is a worker.
 
-    `LWS_WORKER_INDEX` numbers the pods of a group, `LWS_GROUP_SIZE` counts them, and `LWS_LEADER_ADDRESS` names the
-    leader. Keras Kinetic starts scripts this way.
+    `LWS_WORKER_INDEX` is the index of the pod in its group, and `LWS_GROUP_SIZE` the number of pods.
+    `LWS_LEADER_ADDRESS` is the host of the leader, which is worker 0. Keras Kinetic starts scripts this way.
 
     Args:
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environ: The environment to read; by default the process's own.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Example:
 

@@ -1,6 +1,6 @@
-"""The secret of a job, and how two processes prove to each other that they know it without sending it.
+"""The secret of a job, and the proofs that two processes exchange instead of the secret.
 
-Standard library only.
+This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kdist.errors import ClusterConfigError
 PROOF_BYTES = hashlib.sha256().digest_size
 EXPORT_TOKEN = f"export {TOKEN_VARIABLE}=$(openssl rand -hex 16)"
 _HINT = f"Create a secret once, and set it on all machines of the job:\n{EXPORT_TOKEN}"
-_MOST_BYTES = 256  # of the file with the secret
+_MOST_BYTES = 256  # maximum size of the file with the secret
 
 
 def job_secret(addresses: Sequence[str]) -> str:
     """Returns the secret that all processes of a job share.
 
-    This is the value of `KDIST_CLUSTER_TOKEN`. If the variable is not set and all addresses are loopback addresses,
-    it is a secret of the current user, from a file that no other user can read.
+    This is the value of `KDIST_CLUSTER_TOKEN`. If it is not set and all addresses are loopback addresses, the
+    secret comes from a private file of the current user.
 
     Args:
         addresses: The addresses of the job's processes, each as `host:port`.
@@ -38,8 +38,8 @@ def job_secret(addresses: Sequence[str]) -> str:
         The secret, as text. Do not log it.
 
     Raises:
-        ClusterConfigError: If there is no `KDIST_CLUSTER_TOKEN` and an address is not a loopback address, or the
-            user's secret cannot be read or created.
+        ClusterConfigError: If `KDIST_CLUSTER_TOKEN` is not set and an address is not a loopback address, or
+            the user's secret cannot be read or created.
     """
     if token := cluster_token():
         return token
@@ -83,7 +83,7 @@ def _check_private(status: os.stat_result, problem: str) -> None:
 
 
 def _read(directory: int) -> str:
-    # Without O_NONBLOCK, a FIFO in place of the file would block for ever.
+    # Without O_NONBLOCK, a FIFO in place of the file would block forever.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open("secret", flags, dir_fd=directory), "rb") as file:
         status = os.fstat(file.fileno())
@@ -95,7 +95,7 @@ def _read(directory: int) -> str:
 
 
 def _create(directory: int) -> None:
-    """Writes a whole file, then gives it its name. If several processes do so at once, all read the first one."""
+    """Creates the file atomically. If several processes do so at once, the first file wins."""
     name = f"new-{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -113,14 +113,14 @@ def _create(directory: int) -> None:
 def prove(secret: str, purpose: str, role: str, nonces: Sequence[bytes], message: bytes = b"") -> bytes:
     """Returns the proof that the sender of a message knows the secret.
 
-    It is an HMAC-SHA256 of everything that the receiver has to believe. Nobody can replay it on another connection,
-    for another purpose, or back to its sender.
+    The proof is an HMAC-SHA256 of the other arguments with the secret as the key. It cannot be replayed on
+    another connection, for another purpose, or to its sender.
 
     Args:
         secret: The secret of the job.
-        purpose: The kind of the connection.
+        purpose: The kind of connection.
         role: The role of the sender, such as "server".
-        nonces: A nonce of each side, always in the same order.
+        nonces: One nonce from each side, always in the same order.
         message: The bytes that the proof covers.
 
     Example:

@@ -1,4 +1,4 @@
-"""`SlurmClusterResolver`: the cluster of a Slurm job step, from the variables that `srun` sets."""
+"""`SlurmClusterResolver`, which reads the cluster of a Slurm job step from the variables that `srun` sets."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _HOSTLIST = re.compile(rf"{_PART.pattern}(?:,{_PART.pattern})*")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Writes out Slurm's short form of a list of hosts. Leading zeros count, and a name may hold several ranges.
+    """Expands a Slurm host list. It keeps leading zeros, and a name may contain several ranges.
 
     Raises:
-        ClusterConfigError: If the text is not a host list.
+        ClusterConfigError: If the text is not a valid host list.
 
     Example:
 
@@ -51,7 +51,7 @@ def _bad_list(hostlist: str) -> ClusterConfigError:
 
 
 def _expand(part: str, hostlist: str) -> list[str]:
-    """Expands the first range of one name, and the others in turn."""
+    """Expands the ranges of one name recursively."""
     before, bracket, rest = part.partition("[")
     if not bracket:
         return [part]
@@ -70,10 +70,10 @@ def _expand(part: str, hostlist: str) -> list[str]:
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """Writes out Slurm's short form of the number of tasks on each node.
+    """Expands Slurm's short form of the number of tasks on each node.
 
     Raises:
-        ClusterConfigError: If the text has another form.
+        ClusterConfigError: If the text does not have this form.
 
     Example:
 
@@ -97,25 +97,25 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
 class SlurmClusterResolver(ClusterResolver):
     """Reads the cluster from the variables of a Slurm job step.
 
-    `SLURM_PROCID` says which task this process is; `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST` and
-    `SLURM_STEP_TASKS_PER_NODE` say what is not passed here. Tasks are numbered node by node, in the order of
-    the node list, which is `srun`'s block distribution.
+    `SLURM_PROCID` is the number of this task. `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST` and
+    `SLURM_STEP_TASKS_PER_NODE` provide the values that you do not pass. Tasks must be numbered node by node,
+    in the order of the node list, as in `srun`'s block distribution.
 
     Args:
-        jobs: A dictionary from job name to number of tasks; by default every task is a worker.
-        port_base: The port of the first task on each node; the next task on that node has the next port.
-        gpus_per_node: How many GPUs a node has; by default those that this process sees.
-        gpus_per_task: How many GPUs a task gets; by default an equal share of the node's.
-        tasks_per_node: The number of tasks on each node, or a dictionary from host to number.
-        auto_set_gpu: Whether `cluster_spec()` narrows `CUDA_VISIBLE_DEVICES` to this task's share. It happens
-            only with the process's own environment.
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environ: The environment to read; by default the process's own.
+        jobs: A dictionary from job name to number of tasks. By default, every task is a worker.
+        port_base: The port of the first task on each node. Each further task on the node has the next port.
+        gpus_per_node: The number of GPUs per node. Defaults to the number of GPUs that this process sees.
+        gpus_per_task: The number of GPUs per task. Defaults to an equal share of the node's GPUs.
+        tasks_per_node: The number of tasks on each node, or a dictionary from host to number of tasks.
+        auto_set_gpu: Whether `cluster_spec()` limits `CUDA_VISIBLE_DEVICES` to the GPUs of this task. It has
+            no effect if you pass `environ`.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Raises:
-        ClusterRuntimeError: If a variable is missing, or there are fewer tasks or GPUs than asked for. It is
-            a `RuntimeError`.
-        ClusterConfigError: If a variable cannot be read.
+        ClusterRuntimeError: If a variable is missing, or the numbers of tasks or GPUs do not match. It is
+            also a `RuntimeError`.
+        ClusterConfigError: If a variable is invalid, or the tasks are not numbered node by node.
 
     Example:
 
@@ -219,7 +219,7 @@ class SlurmClusterResolver(ClusterResolver):
         self._check_distribution()
 
     def _check_distribution(self) -> None:
-        # Under a cyclic distribution task 1 is on the second node, and the addresses below would be wrong.
+        # In a cyclic distribution, task 1 is on the second node, so cluster_spec() would be wrong.
         node = self._environ.get("SLURM_NODEID", "")
         owner = [index for index, count in enumerate(self._tasks_on.values()) for _ in range(count)]
         if node.isdigit() and int(node) != owner[self._process]:
@@ -242,10 +242,10 @@ class SlurmClusterResolver(ClusterResolver):
         return None, None
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster, and gives this task its GPUs where the constructor was told to.
+        """Returns the cluster. With `auto_set_gpu`, also sets `CUDA_VISIBLE_DEVICES` for this task.
 
         Returns:
-            A `ClusterSpec` with a host and port for each task.
+            A `ClusterSpec` with the host and the port of each task.
         """
         addresses: list[str] = []
         places: list[int] = []
@@ -264,14 +264,14 @@ class SlurmClusterResolver(ClusterResolver):
 
     @property
     def has_own_gpus(self) -> bool:
-        """Whether this task sees only its own GPUs: Slurm has bound it to them, or `cluster_spec()` has."""
+        """Whether this task sees only its own GPUs, because Slurm or `cluster_spec()` limited it to them."""
         bound = self._environ.get("SLURM_GPUS_PER_TASK") or self._environ.get("SLURM_NTASKS_PER_GPU")
         by_hand = self._environ.get("SLURM_GPU_BIND", "none").removeprefix("verbose,") != "none"
         per_task = "gpu" in self._environ.get("SLURM_TRES_PER_TASK", "")
         return self._has_set_gpus or bool(bound) or by_hand or per_task
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """Returns the job and the index of this process.
+        """Returns the job and the index of this task.
 
         Returns:
             A pair such as `("worker", 1)`.
@@ -281,13 +281,13 @@ class SlurmClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of this task or of the task that is named."""
+        """Returns the address of the given task. Defaults to this task."""
         return master_of_task(self, task_type, task_id, rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns how many GPUs each task gets, such as `{"GPU": 1}`."""
+        """Returns the number of GPUs per task, such as `{"GPU": 1}`."""
         if not self._gpus_per_task and self._visible:
-            return {"GPU": len(self._visible)}  # Slurm has bound each task to its own GPUs already
+            return {"GPU": len(self._visible)}  # Slurm has already bound each task to its own GPUs
         return {"GPU": self._gpus_per_task}

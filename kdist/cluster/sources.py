@@ -1,7 +1,7 @@
-"""The sources that may describe a cluster, in the order in which `discover` asks them.
+"""The sources that may describe a cluster, in the order in which `discover` reads them.
 
-What is nearest to the process comes first: what started it (kdist, torchrun, flux, jsrun, srun, mpirun), then what is
-written into its pod (a Job, Kubeflow), then what a platform says of its machines. None of them asks the network.
+Sources closer to the process come first: launchers (kdist, torchrun, flux, jsrun, srun, mpirun), then
+settings of the pod (a Job, Kubeflow), then platform metadata. No source uses the network.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from kdist.cluster.vertex import VertexClusterResolver
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One source: its variables, whether they describe a cluster, and the resolver that reads them."""
+    """A source: its variables, whether they describe a cluster, and the resolver that reads them."""
 
     name: str
     variables: tuple[str, ...]
-    # Returns whether the source describes a cluster, and the reason in words.
+    # Returns whether the source describes a cluster, and the reason.
     applies: Callable[[Mapping[str, str]], tuple[bool, str]]
     make: Callable[[Mapping[str, str]], ClusterResolver]
 
@@ -68,21 +68,21 @@ def _torchrun_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
             False,
             "RANK is the index of a pod, but WORLD_SIZE counts the processes that torchrun would start",
         )
-    # One of the two alone is a common name for other things; with MASTER_ADDR it is a mistake worth an error.
+    # Other programs may set one of these names. With MASTER_ADDR, it is a mistake that needs an error.
     if len(numbered) == 2 or (numbered and "MASTER_ADDR" in environ):
         return True, f"{numbered[0]} and {'WORLD_SIZE' if len(numbered) == 2 else 'MASTER_ADDR'} are set"
     return False, "RANK and WORLD_SIZE are not both set"
 
 
 def _counts_what_nobody_started(environ: Mapping[str, str]) -> bool:
-    """Whether these are a PyTorchJob's, with several processes a pod, in a script that torchrun did not start."""
+    """Whether a PyTorchJob with several processes per pod set these variables, without torchrun."""
     pod = environ.get("PET_NODE_RANK")
     of_pods = pod is not None and pod == environ.get("RANK") and "LOCAL_RANK" not in environ
     return of_pods and environ.get("PET_NNODES") not in (None, environ.get("WORLD_SIZE"))
 
 
 def _slurm_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
-    # A batch script without srun has SLURM_NTASKS too, but only one process runs in it.
+    # A batch script without srun also has SLURM_NTASKS, but it is only one process.
     in_step = "SLURM_STEP_NUM_TASKS" in environ or "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
     tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", ""))
     if not in_step or "SLURM_PROCID" not in environ:
@@ -103,7 +103,7 @@ def _mpi_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
 
 
 def _job_applies(names: tuple[str, ...]) -> Callable[[Mapping[str, str]], tuple[bool, str]]:
-    """Makes the function of a scheduler whose first variable numbers the task, and whose second counts all."""
+    """Returns `applies` for a scheduler whose first two variables are the task's index and the task count."""
     index, count = names[:2]
 
     def applies(environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -170,7 +170,7 @@ def _tpu_applies(environ: Mapping[str, str]) -> tuple[bool, str]:
 
 def _make_slurm(environ: Mapping[str, str]) -> ClusterResolver:
     job = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    # The documented default port would clash between two jobs on one node; the job's number tells them apart.
+    # Two jobs on one node must not both use the documented default port, so the port depends on the job ID.
     base = stable_port(job) if any(job) else 8888
     return SlurmClusterResolver(port_base=base, auto_set_gpu=False, environ=environ)
 
@@ -248,13 +248,13 @@ SOURCES = (
     ),
 )
 
-# The names of variables that count processes, and of those that number one.
+# Names of variables that contain the number of processes or the index of a process.
 _COUNT = re.compile(r".*(SIZE|NTASKS|NUM_(TASKS|PROCESSES|WORKERS|SLICES)|NNODES)")
 _NUMBER = re.compile(r".*(RANK|RANKID|INDEX|PROCID|(WORKER|SLICE|PROCESS|LOCAL)_ID)")
 
 
 def signs_of_several(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of any source that speak of more than one process."""
+    """Returns the variables of all sources that indicate more than one process."""
     found = {}
     for name in (name for source in SOURCES for name in source.variables if name not in JAXJOB_NAMES):
         text = environ.get(name, "").strip()

@@ -1,4 +1,4 @@
-"""`TF_CONFIG`, the description of a cluster that kdist understands on every backend."""
+"""`TF_CONFIG`, a cluster description that kdist supports on every backend."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _EXAMPLE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TFConfig(Task):
-    """`TF_CONFIG` once it has been read and checked."""
+    """The parsed and validated `TF_CONFIG`."""
 
     cluster: ClusterSpec
     session_master: str | None
 
 
 def parse_tf_config(text: str | None) -> TFConfig:
-    """Reads the text of `TF_CONFIG` and checks each of its fields; blank text and `{}` describe no cluster.
+    """Parses `TF_CONFIG` and validates each field.
 
-    A missing task is no error here: a resolver may be told it otherwise.
+    Blank text and `{}` give an empty cluster. The task may be missing, because a resolver can override it.
 
     Raises:
-        ClusterConfigError: If a field is wrong; the message names the field.
+        ClusterConfigError: If a field is invalid. The message contains the name of the field.
 
     Example:
 
@@ -139,7 +139,7 @@ def _read_index(index: Any) -> int | None:
     if index is None:
         return None
     if isinstance(index, str) and index.isascii() and index.isdigit() and len(index) < 10:
-        index = int(index)  # some operators write the index as text, and TensorFlow reads it
+        index = int(index)  # some operators write the index as a string, which TensorFlow accepts
     if not isinstance(index, int) or isinstance(index, bool):
         raise _wrong('["task"]["index"]', "is not an integer", index)
     if index < 0:
@@ -150,14 +150,14 @@ def _read_index(index: Any) -> int | None:
 class TFConfigClusterResolver(ClusterResolver):
     """Reads the cluster from the environment variable `TF_CONFIG`.
 
-    The variable is read anew at each question, and checked field by field.
+    It reads and validates the variable again at each access.
 
     Args:
-        task_type: Overrides the variable's `task.type`.
-        task_id: Overrides the variable's `task.index`.
-        rpc_layer: Overrides the variable's `rpc_layer`.
-        environment: What `environment` returns.
-        environ: The environment to read; by default the process's own.
+        task_type: Overrides `task.type` of the variable.
+        task_id: Overrides `task.index` of the variable.
+        rpc_layer: Overrides `rpc_layer` of the variable.
+        environment: The value of the property `environment`.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Example:
 
@@ -181,7 +181,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._task_type = None if task_type is None else str(task_type)
         self._task_id = None if task_id is None else int(task_id)
         self._rpc_layer = rpc_layer
-        self._environment = environment  # type: ignore[assignment]  # TensorFlow's returns what it was given
+        self._environment = environment  # type: ignore[assignment]  # may be None, as in TensorFlow
         if environ is not None:
             self._environ = environ
 
@@ -189,19 +189,19 @@ class TFConfigClusterResolver(ClusterResolver):
         return parse_tf_config(self._environ.get("TF_CONFIG"))
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster that `TF_CONFIG` describes; an empty one where it describes none.
+        """Returns the cluster in `TF_CONFIG`, which may be empty.
 
         Raises:
-            ClusterConfigError: If a field of `TF_CONFIG` is wrong.
+            ClusterConfigError: If a field of `TF_CONFIG` is invalid.
         """
         return self._described().cluster
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of this task or of the task that is named.
+        """Returns the address of the given task. Defaults to this task.
 
-        `session_master` of `TF_CONFIG` comes before it; in a cluster of one task it is an empty string.
+        If `TF_CONFIG` contains `session_master`, returns it instead. With only one task, returns "".
         """
         config = self._described()
         if config.session_master is not None:

@@ -1,4 +1,4 @@
-"""`TPUClusterResolver`: the workers on the hosts of TPU slices."""
+"""`TPUClusterResolver`, which finds the workers on the hosts of TPU slices."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kdist.cluster.tpu_slice import TPUSlice, describes_slice, read_slice, varia
 
 @dataclasses.dataclass(frozen=True)
 class TPUSystemMetadata:
-    """What is known of a system of TPUs before its devices are opened.
+    """The properties of a TPU system that are available before its devices are opened.
 
     Args:
-        num_cores: How many devices there are; 0 where it is not known.
-        num_hosts: How many workers there are.
-        num_of_cores_per_host: How many devices each has; 0 where it is not known.
-        topology: The chips of a slice along each axis, such as "2x2x4"; `None` where it is not known.
-        devices: Empty: only the backend knows the names of its devices.
+        num_cores: The total number of devices, or 0 if it is unknown.
+        num_hosts: The number of workers.
+        num_of_cores_per_host: The number of devices per worker, or 0 if it is unknown.
+        topology: The chips of a slice along each axis, such as "2x2x4", or `None` if it is unknown.
+        devices: Always empty, because only the backend has the names of its devices.
     """
 
     num_cores: int
@@ -34,29 +34,29 @@ class TPUSystemMetadata:
 
 
 class TPUClusterResolver(ProcessClusterResolver):
-    """Tells which TPUs there are, and which worker this process is.
+    """Finds the workers of a TPU and the index of this worker.
 
-    The script runs on every host of the TPU, and each process is a worker. The resolver reads the variables of the TPU
-    runtime (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`); without them it asks the metadata server of the TPU VM. Worker 0
-    of slice 0 is the chief. `MEGASCALE_NUM_SLICES`, `MEGASCALE_SLICE_ID` and `MEGASCALE_COORDINATOR_ADDRESS` join
-    several slices. No backend of kdist reaches a TPU over the network, so the address of one is an error.
+    Start the script on every host of the TPU. Each process is a worker, and worker 0 of slice 0 is the chief.
+    The resolver reads the variables of the TPU runtime (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`), or else the
+    metadata server of the TPU VM. Several slices need `MEGASCALE_NUM_SLICES`, `MEGASCALE_SLICE_ID` and
+    `MEGASCALE_COORDINATOR_ADDRESS`. Network addresses are errors, because no backend supports remote TPUs.
 
     Args:
-        tpu: "local" for the TPU of this machine alone. A name changes nothing: the hosts know their TPU.
-        zone: Unused; accepted as `tf.distribute` does.
-        project: Unused, likewise.
-        job_name: The job that the TPU's workers belong to.
-        coordinator_name: A job that is added to the cluster, for the task at `coordinator_address`.
+        tpu: "local" to use only the TPU of this machine. Any other name is ignored.
+        zone: Ignored. Accepted for compatibility with `tf.distribute`.
+        project: Ignored, like `zone`.
+        job_name: The job of the TPU workers.
+        coordinator_name: A job to add to the cluster, with one task at `coordinator_address`.
         coordinator_address: The address of that task.
-        credentials: Unused, likewise.
-        service: Unused, likewise.
-        discovery_url: Unused, likewise.
-        environ: The environment to read; by default the process's own.
-        fetch: Asks the metadata server; by default over the network, for a few seconds.
+        credentials: Ignored, like `zone`.
+        service: Ignored, like `zone`.
+        discovery_url: Ignored, like `zone`.
+        environ: The environment variables. Defaults to `os.environ`.
+        fetch: A function that reads from the metadata server. By default, it sends requests over the network.
 
     Raises:
-        ClusterConfigError: If there is no TPU, or a variable is wrong. It is a `ValueError`.
-        ClusterRuntimeError: If the metadata server does not answer. It is that, and a `RuntimeError`.
+        ClusterConfigError: If there is no TPU, or a variable is invalid. It is also a `ValueError`.
+        ClusterRuntimeError: If the metadata server does not respond. It is also a `RuntimeError`.
 
     Example:
 
@@ -102,24 +102,24 @@ class TPUClusterResolver(ProcessClusterResolver):
             "Start the script on every host of the TPU, with TPUClusterResolver().",
             tpu=tpu,
         )
-        # A machine's metadata stays as it is.
+        # The metadata of a machine does not change.
         self._fetch = fetch or functools.cache(functools.partial(fetch_metadata, environ=self._environ))
         self._job = job_name
         self._task_type = job_name
         self._coordinator = {coordinator_name: [coordinator_address]} if coordinator_name else {}
         self._is_local = names[0] == "local"
-        self._slice(self._environ)  # scripts learn from an error here that there is no TPU
+        self._slice(self._environ)  # scripts detect a missing TPU by this error
 
     @staticmethod
     def connect(
         tpu: str | None = None, zone: str | None = None, project: str | None = None
     ) -> TPUClusterResolver:
-        """Makes a resolver and asks it who takes part. The devices are opened by the strategy.
+        """Creates a resolver and reads its cluster. The strategy opens the devices later.
 
         Args:
-            tpu: As in the constructor.
-            zone: As in the constructor.
-            project: As in the constructor.
+            tpu: See the constructor.
+            zone: See the constructor.
+            project: See the constructor.
 
         Returns:
             A `TPUClusterResolver`.
@@ -132,10 +132,10 @@ class TPUClusterResolver(ProcessClusterResolver):
         return resolver
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"  # which task it is, Google may have to be asked
+        return f"<{type(self).__name__}>"  # without the task, which may need a request to the metadata server
 
     def _slice(self, environ: Mapping[str, str]) -> TPUSlice:
-        """Returns the slice of which this machine is a host."""
+        """Returns the slice of this machine."""
         if self._is_local:
             here = read_slice(environ)
             return dataclasses.replace(here, hosts=("localhost",), worker_id=0, num_slices=1, slice_id=0)
@@ -145,7 +145,7 @@ class TPUClusterResolver(ProcessClusterResolver):
         return read_slice(variables_of_metadata(self._fetch) | several)
 
     def read_layout(self, environ: Mapping[str, str]) -> ProcessLayout:
-        """Reads the workers that run this script; see the base class."""
+        """Reads the TPU workers; see the base class."""
         found = self._slice(environ)
         host = found.hosts[found.worker_id]
         return ProcessLayout(
@@ -157,13 +157,13 @@ class TPUClusterResolver(ProcessClusterResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the TPU's workers, as far as their addresses are known.
+        """Returns the TPU workers with a known address.
 
         Returns:
-            A `ClusterSpec` with the one job, and the coordinator's. It is empty for a single host.
+            A `ClusterSpec` with their job, which is missing for a single host, and the coordinator's job.
 
         Raises:
-            ClusterRuntimeError: If the metadata server does not answer. It is a `RuntimeError`.
+            ClusterRuntimeError: If the metadata server does not respond. It is also a `RuntimeError`.
         """
         known = {index: address for index, address in enumerate(self.layout.addresses) if address is not None}
         return ClusterSpec(({self._job: known} if known else {}) | self._coordinator)
@@ -171,21 +171,21 @@ class TPUClusterResolver(ProcessClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns how many TPU devices each worker has, as the type of the TPU says; no device is asked.
+        """Returns the number of TPU devices per worker, from the TPU type, without opening a device.
 
         Args:
-            task_type: Unused: all workers have as many.
-            task_id: Unused, likewise.
-            config_proto: Unused; accepted as `tf.distribute` does.
+            task_type: Ignored, because all workers have the same number.
+            task_id: Ignored, for the same reason.
+            config_proto: Ignored. Accepted for compatibility with `tf.distribute`.
 
         Returns:
-            A dictionary such as `{"TPU": 4}`, empty where the type is not known.
+            A dictionary such as `{"TPU": 4}`. It is empty if the number is unknown.
         """
         found = self._slice(self._environ)
         return {"TPU": found.devices} if found.devices else {}
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
-        """Returns what is known of the TPUs before their devices are opened.
+        """Returns the properties of the TPU system, without opening its devices.
 
         Returns:
             A `TPUSystemMetadata`.
@@ -197,27 +197,27 @@ class TPUClusterResolver(ProcessClusterResolver):
         )
 
     def get_master(self) -> str:
-        """Returns what `master()` returns."""
+        """Returns the same address as `master()`."""
         return self.master()
 
     def get_job_name(self) -> str:
-        """Returns the job that the TPU's workers belong to."""
+        """Returns the job of the TPU workers."""
         return self._job
 
     def get_coordination_service_leader(self) -> str:
-        """Returns TensorFlow's name of the task that leads."""
+        """Returns the TensorFlow name of the leading task."""
         return f"/job:{self._job}/task:0"
 
     def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
-        """Does nothing: TensorFlow calls it on its own resolver.
+        """Does nothing. Exists for compatibility with TensorFlow's resolver.
 
         Args:
-            serialized_tpu_topology: Unused.
+            serialized_tpu_topology: Ignored.
         """
 
     @property
     def tpu_hardware_feature(self) -> None:
-        """`None`: TensorFlow's own resolver alone knows it."""
+        """Always `None`. Only TensorFlow's resolver provides a value."""
         return None
 
     def __enter__(self) -> TPUClusterResolver:

@@ -1,8 +1,8 @@
-"""What the TPU runtime says of the machine on which a process runs: its slice, its hosts, and which one this is.
+"""Reads the description of this machine's TPU slice: its hosts, and the index of this host.
 
-On Kubernetes it says so in environment variables. On a TPU VM the metadata server does; its answers are brought into
-the form of the variables, so that there is one reader. One process a host is a worker, and the hosts are numbered
-slice by slice.
+On Kubernetes, the TPU runtime sets environment variables. On a TPU VM, kdist reads the metadata server and
+converts its entries into these variables. With one process per host, each host is a worker. The hosts are
+numbered slice by slice.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kdist.cluster.process_variables import MOST_WORKERS, read_count, read_index
 from kdist.cluster.resolver import require
 from kdist.errors import ClusterConfigError
 
-# JAX's programs meet at this port of the first host; the TPU runtime itself has 8431 and on, and 8470 to 8480.
+# JAX connects to this port of the first host. The TPU runtime uses 8431 and above, and 8470 to 8480.
 PORT = 8482
 HOSTS, PROCESSES = "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"
 SLICES, SLICE, FIRST = "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"
 _HINT = "Set the variables of the TPU runtime, for example:\nTPU_WORKER_HOSTNAMES=host0,host1 TPU_WORKER_ID=0"
 _SLICES_HINT = f"Set the variables of the slices, for example:\n{SLICES}=2 {SLICE}=0 {FIRST}=slice0-host0"
-# As the metadata server calls what the variables call otherwise.
+# Names of the metadata server that differ from the names of the variables.
 _OTHER_NAMES = {
     "ACCELERATOR_TYPE": "TPU_ACCELERATOR_TYPE",
     "CHIPS_PER_HOST_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS",
     "TOPOLOGY": "TPU_TOPOLOGY",
     "WORKER_ID": "TPU_WORKER_ID",
 }
-# A generation's devices a chip, and by how much the number in a type such as "v4-32" exceeds its chips.
+# Devices per chip, and the ratio of the number in a type such as "v4-32" to the number of chips.
 _GENERATIONS = {
     "v2": (2, 2),
     "v3": (2, 2),
@@ -50,14 +50,14 @@ class TPUSlice:
     """A slice of TPUs, as one of its hosts sees it.
 
     Args:
-        hosts: The slice's hosts, in the order of their numbers; with several processes a host, each as often.
-        worker_id: This process's number among them.
-        num_slices: How many slices train together.
-        slice_id: This slice's number.
+        hosts: The hosts of the slice, in order. A host is repeated if it runs several processes.
+        worker_id: The index of this process in `hosts`.
+        num_slices: The number of slices that train together.
+        slice_id: The index of this slice.
         first_host: The first host of the first slice.
-        accelerator_type: Such as "v4-32"; empty where it is not known.
-        topology: The chips along each axis, such as "2x2x4"; empty where it is not known.
-        devices: How many devices each process has; `None` where it is not known.
+        accelerator_type: The type, such as "v4-32". Empty if it is unknown.
+        topology: The chips along each axis, such as "2x2x4". Empty if it is unknown.
+        devices: The number of devices per process, or `None` if it is unknown.
     """
 
     hosts: tuple[str, ...]
@@ -71,17 +71,17 @@ class TPUSlice:
 
     @property
     def num_workers(self) -> int:
-        """How many workers all slices have."""
+        """The number of workers in all slices."""
         return len(self.hosts) * self.num_slices
 
     @property
     def worker_index(self) -> int:
-        """This worker's number among all."""
+        """The index of this worker among the workers of all slices."""
         return self.slice_id * len(self.hosts) + self.worker_id
 
     @property
     def addresses(self) -> tuple[str | None, ...]:
-        """The workers' addresses; of several slices the first alone, since all workers must know the same."""
+        """The workers' addresses. With several slices, only the first, because all lists must be equal."""
         if self.num_workers == 1:
             return (None,)
         if self.num_slices > 1:
@@ -91,10 +91,10 @@ class TPUSlice:
 
 
 def describes_slice(environ: Mapping[str, str]) -> bool:
-    """Says whether the environment tells of a slice, so that no server need be asked."""
+    """Returns whether the environment describes a slice, so that the metadata server is not needed."""
     if environ.get(HOSTS, "").strip() or environ.get(PROCESSES, "").strip():
         return True
-    # JAX sets the first of these wherever there is no TPU, too.
+    # JAX also sets TPU_SKIP_MDS_QUERY on machines without a TPU, so another variable must be set.
     alone = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID")
     return bool(environ.get("TPU_SKIP_MDS_QUERY")) and any(environ.get(name) for name in alone)
 
@@ -103,7 +103,7 @@ def read_slice(environ: Mapping[str, str]) -> TPUSlice:
     """Reads the variables of the TPU runtime.
 
     Raises:
-        ClusterConfigError: If a variable is missing or wrong; the message names it.
+        ClusterConfigError: If a variable is missing or invalid. The message contains its name.
 
     Example:
 
@@ -114,7 +114,7 @@ def read_slice(environ: Mapping[str, str]) -> TPUSlice:
     (1, 2, 't-0:8482', 4)
     """
     hosts = _read_hosts(environ)
-    # The runtime's own number of the process, which torch_xla sets, is finer than that of the host.
+    # With several processes per host, torch_xla sets this index of the process. Otherwise, use the host's.
     named = "CLOUD_TPU_TASK_ID" if environ.get("CLOUD_TPU_TASK_ID") else "TPU_WORKER_ID"
     worker_id = read_count(environ, named, _HINT, default=0 if len(hosts) == 1 else None)
     require(
@@ -128,7 +128,7 @@ def read_slice(environ: Mapping[str, str]) -> TPUSlice:
         slice_id, num_slices = read_index(environ, SLICE, SLICES, _SLICES_HINT)
         given = environ.get(FIRST, "").strip()
         require(bool(given), f"`{FIRST}`, the first host, is not set.", _SLICES_HINT, **{FIRST: given})
-        first = _host_of(given, FIRST)  # whatever port it has is that of the runtime
+        first = _host_of(given, FIRST)  # without its port, which is for the runtime
     require(
         num_slices * len(hosts) <= MOST_WORKERS,
         f"The slices have more than {MOST_WORKERS} hosts.",
@@ -153,9 +153,7 @@ def _read_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
     listed = environ.get(name, "").strip() or "localhost"
     hosts = tuple(_host_of(part.strip(), name) for part in listed.split(","))
     if name == PROCESSES and not environ.get("CLOUD_TPU_TASK_ID"):
-        hosts = tuple(
-            dict.fromkeys(hosts)
-        )  # without a number of its own, a process is the only one of its host
+        hosts = tuple(dict.fromkeys(hosts))  # without an index of the process, there is one process per host
     require(
         name == PROCESSES or len(set(hosts)) == len(hosts),
         f"`{name}` contains a host twice.",
@@ -172,7 +170,7 @@ def _host_of(text: str, name: str) -> str:
 
 
 def _count_devices(kind: str, num_hosts: int, chips: int | None) -> int | None:
-    """How many devices a process has: of its chips where they are told, else of its share of a type such as "v4-32"."""
+    """Returns the number of devices of a process, from its chips or else from a type such as "v4-32"."""
     generation, _, number = kind.lower().removeprefix("tpu").rpartition("-")
     each, counted = _GENERATIONS.get(f"v{generation.removeprefix('v')}", (1, 0))
     if chips is None and counted and re.fullmatch(r"\d{1,6}", number, re.ASCII):
@@ -196,11 +194,11 @@ def _read_chips(environ: Mapping[str, str]) -> int | None:
 
 
 def variables_of_metadata(fetch: Fetch) -> dict[str, str]:
-    """Asks the metadata server of a TPU VM, and returns its answers as the variables that say the same.
+    """Reads the metadata server of a TPU VM, and returns the equivalent environment variables.
 
     Raises:
-        ClusterRuntimeError: If this machine has no TPU, or no such server. It is a `RuntimeError`.
-        ClusterConfigError: If an answer cannot be read.
+        ClusterRuntimeError: If this machine has no TPU or no metadata server. It is also a `RuntimeError`.
+        ClusterConfigError: If a response is invalid.
     """
     number = fetch("instance/attributes/agent-worker-number")
     endpoints = fetch("instance/attributes/worker-network-endpoints")
@@ -216,13 +214,13 @@ def variables_of_metadata(fetch: Fetch) -> dict[str, str]:
     if kind:
         found["TPU_ACCELERATOR_TYPE"] = kind
     hosts = ",".join(_endpoint_host(part.strip()) for part in endpoints.split(","))
-    # One process a host: what is said of several is for runtimes that start them.
+    # One process per host, so drop the entries for runtimes that start several.
     said = {name: value for name, value in found.items() if name not in (PROCESSES, "CLOUD_TPU_TASK_ID")}
     return said | {HOSTS: hosts, "TPU_WORKER_ID": number}
 
 
 def _endpoint_host(text: str) -> str:
-    """Returns the host of an endpoint: a name, or in the older form `name:number:address` the address."""
+    """Returns the host of an endpoint: a name, or the address in the older form `name:number:address`."""
     parts = text.split(":")
     if len(parts) not in (1, 3) or not parts[-1]:
         raise ClusterConfigError(
@@ -234,7 +232,7 @@ def _endpoint_host(text: str) -> str:
 
 
 def parse_tpu_env(text: str) -> dict[str, str]:
-    """Reads the metadata server's `tpu-env`: lines of the form `NAME: 'value'`. Other lines are left out.
+    """Parses `tpu-env` of the metadata server, lines of the form `NAME: 'value'`. Ignores other lines.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""`VertexClusterResolver`: the worker pools of a custom training job of Vertex AI."""
+"""`VertexClusterResolver`, which reads the worker pools of a Vertex AI custom training job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kdist.cluster.tf_config import TFConfig, TFConfigClusterResolver, parse_tf_
 from kdist.errors import ClusterConfigError, malformed_as
 
 NAME = "CLUSTER_SPEC"
-# The documented meaning of the pools, by their position.
+# The documented job of each pool.
 _JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
 _HINT = "Unset CLUSTER_SPEC, or describe the cluster in TF_CONFIG, which has priority."
 
@@ -17,15 +17,15 @@ _HINT = "Unset CLUSTER_SPEC, or describe the cluster in TF_CONFIG, which has pri
 class VertexClusterResolver(TFConfigClusterResolver):
     """Reads the cluster from `CLUSTER_SPEC`, which Vertex AI sets in the containers of a custom training job.
 
-    It is like `TF_CONFIG`, with worker pools for jobs: pool 0 is the chief, pool 1 the workers, pool 2 the parameter
-    servers, pool 3 the evaluator.
+    It is like `TF_CONFIG`, but with worker pools instead of jobs. Pool 0 contains the chief, pool 1 the
+    workers, pool 2 the parameter servers, and pool 3 the evaluator.
 
     Args:
-        task_type: Overrides the task's job.
-        task_id: Overrides the task's index.
-        rpc_layer: The protocol that TensorFlow's tasks speak.
-        environment: What `environment` returns.
-        environ: The environment to read; by default the process's own.
+        task_type: Overrides the job of this task.
+        task_id: Overrides the index of this task.
+        rpc_layer: The protocol of TensorFlow's tasks.
+        environment: The value of the property `environment`.
+        environ: The environment variables. Defaults to `os.environ`.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""How the devices of one worker add up, in the words of `tf.distribute`."""
+"""Reductions over the devices of one worker, with the names of `tf.distribute`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from kdist.values import DistributedValues, ReduceOp
 
 
 class CrossDeviceOps:
-    """Base class of the ways to reduce over the devices of one worker.
+    """Base class for reductions over the devices of one worker.
 
-    Those of TensorFlow's that have a class here are a choice that its engine follows; JAX's compiler and PyTorch's
-    process groups choose themselves, of which a warning tells. The numbers are the same.
+    kdist's own subclasses select an algorithm on TensorFlow. On JAX and PyTorch, the compiler or the process
+    group selects the algorithm, and kdist logs a warning. The results are the same.
 
-    A subclass of your own is called by `MirroredStrategy` on every backend: `batch_reduce` for the gradients that
-    `optimizer.apply` is given and by `extended.batch_reduce_to`, `reduce` by `strategy.reduce` and
-    `extended.reduce_to`, `broadcast` by `extended.broadcast_to`. Define `reduce_implementation` at least. The
-    engines still reduce what belongs to kdist itself, such as metrics and moving statistics, and what a replica asks
-    of its context, such as `all_reduce`. One device has nothing to reduce, and calls nothing.
+    You can pass a custom subclass to `MirroredStrategy` on every backend. kdist calls `batch_reduce` for the
+    gradients of `optimizer.apply` and in `extended.batch_reduce_to`. It calls `reduce` in `strategy.reduce`
+    and `extended.reduce_to`, and `broadcast` in `extended.broadcast_to`. Define at least
+    `reduce_implementation`. The backend still reduces metrics, moving statistics, and the collectives of a
+    replica context, such as `all_reduce`. With one device, kdist does not call the class.
 
-    Where the step is a graph (TensorFlow) or a program (JAX), the class is called while that is traced: write it with
-    `keras.ops`, without side effects. On JAX `fit` is one program that knows no gradients of single replicas, and
-    refuses a class of your own; a loop with `strategy.run` has them.
+    In compiled steps (TensorFlow graphs and JAX programs), the class is called during tracing. Write it with
+    `keras.ops` and without side effects. On JAX, `fit` is one program without per-replica gradients, so it
+    raises an error for a custom subclass. Use a loop with `strategy.run` instead.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/CrossDeviceOps
 
@@ -51,12 +51,12 @@ class CrossDeviceOps:
 
         Args:
             reduce_op: `kdist.ReduceOp.SUM` or `MEAN`, or its name.
-            per_replica_value: A `kdist.DistributedValues` of tensors of one shape, which lie on the first device.
-            destinations: The variable or the device that the result is for.
+            per_replica_value: A `kdist.DistributedValues` of tensors of equal shapes, on the first device.
+            destinations: The variable or device that gets the result.
             options: A `kdist.experimental.CommunicationOptions`, or `None`.
 
         Returns:
-            A tensor of the shape of a component.
+            A tensor with the shape of one component.
         """
         return self.reduce_implementation(ReduceOp.of(reduce_op), per_replica_value, destinations, options)
 
@@ -69,26 +69,26 @@ class CrossDeviceOps:
         """Reduces several values over the replicas, such as all gradients of a step.
 
         Args:
-            reduce_op: As in `reduce`.
-            value_destination_pairs: Pairs of a value and its destination, as in `reduce`.
-            options: As in `reduce`.
+            reduce_op: See `reduce`.
+            value_destination_pairs: Pairs of a value and its destination; see `reduce`.
+            options: See `reduce`.
 
         Returns:
-            A tensor for each pair, in their order.
+            A sequence with one tensor per pair.
         """
         return self.batch_reduce_implementation(ReduceOp.of(reduce_op), value_destination_pairs, options)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Copies a tensor to where it is to be; see `kdist.StrategyExtended.broadcast_to`."""
+        """Copies a tensor to its destinations; see `kdist.StrategyExtended.broadcast_to`."""
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: DistributedValues, destinations: Any, options: Any
     ) -> Any:
-        """What `reduce` does: for subclasses.
+        """Implements `reduce` in a subclass.
 
         Raises:
-            NotImplementedError: The class does not define it.
+            NotImplementedError: If the subclass does not define it.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not define `reduce_implementation`.\n"
@@ -102,11 +102,11 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[tuple[DistributedValues, Any]],
         options: Any,
     ) -> Sequence[Any]:
-        """What `batch_reduce` does: for subclasses. By default, one `reduce` after the other."""
+        """Implements `batch_reduce` in a subclass. By default, calls `reduce` for each pair."""
         return [self.reduce(reduce_op, value, where, options) for value, where in value_destination_pairs]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """What `broadcast` does: for subclasses. By default nothing: a tensor is the same for all replicas."""
+        """Implements `broadcast` in a subclass. By default, returns the tensor, which all replicas share."""
         return tensor
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class CrossDeviceOps:
 
 
 class _AddsUp(CrossDeviceOps):
-    """For subclasses of the user's, which call it: one component after the other is added up."""
+    """Adds one component after another. Only custom subclasses call it."""
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: DistributedValues, destinations: Any, options: Any
@@ -125,10 +125,10 @@ class _AddsUp(CrossDeviceOps):
 
 
 class ReductionToOneDevice(_AddsUp):
-    """Adds up on one device and copies the result to the others.
+    """Reduces on one device and copies the result to the others.
 
     Args:
-        reduce_to_device: The device to add up on; `None` for the first one.
+        reduce_to_device: The device that reduces; `None` for the first device.
         accumulation_fn: Ignored outside TensorFlow.
     """
 
@@ -149,23 +149,23 @@ class _PackedOps(_AddsUp):
 
 
 class HierarchicalCopyAllReduce(_PackedOps):
-    """Adds up along the tree of links between the GPUs of one host.
+    """Reduces along the tree of links between the GPUs of one host.
 
     Args:
-        num_packs: Into how many packs the gradients are grouped; 0 for none.
+        num_packs: The number of packs into which gradients are grouped; 0 for no packs.
     """
 
 
 class NcclAllReduce(_PackedOps):
-    """NVIDIA's all-reduce; needs GPUs.
+    """Reduces with NCCL, NVIDIA's library for GPUs.
 
     Args:
-        num_packs: Into how many packs the gradients are grouped; 0 for none.
+        num_packs: The number of packs into which gradients are grouped; 0 for no packs.
     """
 
 
 def is_own(ops: CrossDeviceOps | None) -> bool:
-    """Says whether a class is the user's own, which kdist calls; the engine knows the others."""
+    """Returns whether a class is user-defined, so that kdist calls it. Backends implement all others."""
     return ops is not None and type(ops) not in (
         ReductionToOneDevice,
         HierarchicalCopyAllReduce,

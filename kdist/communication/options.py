@@ -1,4 +1,4 @@
-"""What a user may wish of the collectives, in the words of `tf.distribute`."""
+"""Options of the collectives, with the names of `tf.distribute`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class CommunicationImplementation(enum.Enum):
     """
 
     AUTO = "AUTO"
-    """The engine decides: NCCL between GPUs; gloo (JAX, PyTorch) or gRPC (TensorFlow) between CPUs."""
+    """The backend chooses: NCCL between GPUs; gloo (JAX, PyTorch) or gRPC (TensorFlow) between CPUs."""
     RING = "RING"
-    """A ring over the network that needs no GPU. JAX and PyTorch take gloo, whose rings are the same idea."""
+    """A ring over the network that needs no GPU. JAX and PyTorch use gloo, which also uses rings."""
     NCCL = "NCCL"
-    """NVIDIA's collectives. A hint: without GPUs, a warning says so once, and `AUTO` is used."""
+    """NVIDIA's collectives. Without GPUs, kdist logs a warning once and uses `AUTO`."""
 
 
 class CommunicationOptions:
     """Options of the collectives of a multi-worker strategy.
 
     Args:
-        bytes_per_pack: Size in bytes of the packs into which gradients are grouped; 0 lets kdist decide (it
-            packs all gradients of a dtype into one). A hint.
-        timeout_seconds: How long a collective may wait for the other workers, in seconds; `None` for the
-            default of the engine. On JAX it holds for kdist's messages, not for what is compiled.
+        bytes_per_pack: A hint for the size, in bytes, of the packs into which gradients are grouped. With 0,
+            kdist packs all gradients of a dtype together.
+        timeout_seconds: Seconds that a collective may wait for the other workers; `None` for the default of
+            the backend. On JAX it applies only to kdist's messages, not to compiled collectives.
         implementation: A `CommunicationImplementation` or its name.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions
@@ -81,7 +81,7 @@ class CommunicationOptions:
         self.implementation = implementation
 
     def for_devices(self, devices: Sequence[str], worker_index: int = 0) -> CommunicationOptions:
-        """Returns the options that hold for these devices: without GPUs, `AUTO` in place of NCCL, and a warning."""
+        """Returns the options for these devices. Without GPUs, replaces NCCL by `AUTO` and logs a warning."""
         wants_nccl = self.implementation is CommunicationImplementation.NCCL
         if not wants_nccl or all(name.startswith("gpu:") for name in devices):
             return self
@@ -90,13 +90,13 @@ class CommunicationOptions:
 
 
 class CollectiveHints(CommunicationOptions):
-    """The older name of `CommunicationOptions`, with fewer of them.
+    """An older name for `CommunicationOptions`, with fewer options.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CollectiveHints
 
     Args:
-        bytes_per_pack: As in `CommunicationOptions`.
-        timeout_seconds: As in `CommunicationOptions`.
+        bytes_per_pack: See `CommunicationOptions`.
+        timeout_seconds: See `CommunicationOptions`.
 
     Example:
 
@@ -113,7 +113,7 @@ _ignored: set[str] = set()
 
 
 def hint_ignored(what: str, why: str, worker_index: int = 0) -> None:
-    """Warns that a wish cannot be followed, once and on the chief; no error, since the numbers do not depend on it."""
+    """Warns once, on the chief, that a hint has no effect. Not an error, because results stay the same."""
     if worker_index == 0 and what not in _ignored:
         _ignored.add(what)
         logs.logger.warning("%s has no effect: %s Remove it, or ignore this warning.", what, why)

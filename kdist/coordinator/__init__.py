@@ -1,6 +1,6 @@
-"""`kdist.coordinator`: training with parameter servers, by a coordinator that schedules functions on workers.
+"""`kdist.coordinator`: training with parameter servers, where a coordinator schedules functions on workers.
 
-Names are loaded when they are first used.
+Names are loaded on first use.
 """
 
 from __future__ import annotations

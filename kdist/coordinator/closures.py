@@ -1,4 +1,4 @@
-"""Closures that wait for a worker, and those that run: each is done once, whatever becomes of workers."""
+"""The queue of closures (scheduled functions), each of which is done once, even if workers are lost."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kdist.errors import StrategyScopeError
 
 
 class Cancelled(StrategyScopeError):
-    """A function will not run, since another one has failed before."""
+    """The function will not run, because an earlier function failed or training has ended."""
 
 
 class Result(RemoteValue):
-    """What a closure comes to."""
+    """The result of a closure, which may still be running."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -26,19 +26,19 @@ class Result(RemoteValue):
         self._error: BaseException | None = None
 
     def set(self, value: Any, error: BaseException | None = None) -> None:
-        """Notes the value, or the error."""
+        """Sets the value, or the error."""
         self._value, self._error = value, error
         self._done.set()
 
     def fetch(self) -> Any:
-        """Waits for the function, and returns what it returned."""
+        """Waits for the function, and returns its result as NumPy arrays and Python values."""
         self._done.wait()
         if self._error is not None:
             raise self._error
         return self._value
 
     def get(self) -> Any:
-        """As `fetch`, with tensors."""
+        """Waits for the function, and returns its result as tensors."""
         import keras
 
         return keras.tree.map_structure(
@@ -48,15 +48,15 @@ class Result(RemoteValue):
 
 @dataclasses.dataclass(eq=False)
 class Closure:
-    """A call of a function, with its place in the order of all.
+    """A scheduled call of a function.
 
     Args:
-        index: Its number: by it the servers know its updates.
+        index: Its number in the order of scheduling, by which the servers identify its updates.
         fn: The function.
         args: Its positional arguments, which may be `RemoteValue`s.
         kwargs: Its keyword arguments.
-        result: What it comes to.
-        done: Called with what it came to, in the thread that has waited for it.
+        result: Its result.
+        done: Called with the returned value, in the thread that drives the worker.
     """
 
     index: int
@@ -68,16 +68,16 @@ class Closure:
 
 
 class Closures:
-    """The closures of one job that are not done, for the threads that each drive one worker.
+    """The pending and running closures of one job, for the threads that drive the workers.
 
     Args:
-        staleness: Says when another one may begin.
+        staleness: Decides when another closure may begin.
     """
 
     def __init__(self, staleness: Staleness) -> None:
         self._staleness = staleness
         self.are_in_turn = staleness.is_in_turn
-        """Whether one runs after the other: then callbacks may wait for each, as on one device."""
+        """Whether closures run one after another, so that callbacks can wait for each, as on one device."""
         self._waiting: collections.deque[Closure] = collections.deque()
         self._running: dict[Closure, None] = {}
         self._next = 0
@@ -93,7 +93,7 @@ class Closures:
         kwargs: Mapping[str, Any],
         done: Callable[[Any], None] | None = None,
     ) -> Result:
-        """Adds a call at the end. Raises what an earlier one has raised."""
+        """Adds a call at the end of the queue. Raises the error of an earlier closure."""
         with self._changed:
             self._raise()
             closure = Closure(self._next, fn, args, kwargs, Result(), done)
@@ -108,7 +108,7 @@ class Closures:
         return self._closed
 
     def take(self, timeout: float) -> Closure | None:
-        """Returns the next closure, to be run; `None` if there is none within some seconds."""
+        """Returns the next closure to run, or `None` if there is none within `timeout` seconds."""
         with self._changed:
             begins = self._changed.wait_for(lambda: self._closed or self._begins(), timeout)
             if self._closed or not begins:
@@ -121,7 +121,7 @@ class Closures:
         return bool(self._waiting) and self._staleness.begin(self._waiting[0])
 
     def again(self, closure: Closure) -> None:
-        """Lets a closure run once more, before all others: its worker was lost, or something was missing."""
+        """Puts a closure back at the front, because its worker was lost or its optimizer had no variables."""
         with self._changed:
             self._end(closure)
             if self._error is None:
@@ -130,7 +130,7 @@ class Closures:
                 closure.result.set(None, _cancelled(self._error))
 
     def end(self, closure: Closure, value: Any = None, error: BaseException | None = None) -> None:
-        """Notes what a closure came to. After an error, those that wait are not run."""
+        """Sets the result of a closure. An error cancels all pending closures."""
         with self._changed:
             if error is None and closure.done is not None:
                 closure.done(value)
@@ -140,7 +140,7 @@ class Closures:
                 self._fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the job: every call raises this from now on."""
+        """Ends the job: from now on, every call raises this error."""
         with self._changed:
             self._lasting = self._lasting or error
             self._fail(error)
@@ -148,12 +148,12 @@ class Closures:
                 closure.result.set(None, error)
 
     def oldest(self) -> int:
-        """The lowest number of those that are not done: those below will not be repeated."""
+        """Returns the lowest index of all closures that are not done. Lower indices will not be repeated."""
         with self._changed:
             return min((closure.index for closure in [*self._running, *self._waiting]), default=self._next)
 
     def wait(self, at_most: int = 0) -> None:
-        """Waits until so many are left. Raises what one of them has raised."""
+        """Waits until at most `at_most` closures are left. Raises the error of a failed closure."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or self._left() <= at_most)
             if self._error is not None and self._lasting is None:
@@ -161,13 +161,13 @@ class Closures:
             self._raise()
 
     def done(self) -> bool:
-        """Says whether none is left. Raises what one of them has raised."""
+        """Returns whether all closures are done. Raises the error of a failed closure."""
         with self._changed:
             self._raise()
             return self._left() == 0
 
     def cancel(self) -> None:
-        """Drops those that wait, and waits for those that run."""
+        """Drops the pending closures, and waits for the running closures."""
         with self._changed:
             self._drop(
                 Cancelled(
@@ -179,7 +179,7 @@ class Closures:
             self._error = self._lasting
 
     def close(self) -> None:
-        """Lets the threads end that wait for closures."""
+        """Drops the pending closures, and wakes the threads that wait for closures, so that they end."""
         with self._changed:
             self._closed = True
             self._drop(

@@ -11,11 +11,11 @@ from kdist.errors import InvalidArgumentError
 
 
 class ClusterCoordinator:
-    """Schedules functions on workers, without waiting for them.
+    """Schedules functions on workers without waiting for them.
 
-    A function that a lost worker was running is run by another one; what it does to variables in `strategy.run` is
-    done once. What a function raises is raised by the next `schedule`, `join` or `done`, and functions that wait are
-    dropped.
+    If a worker is lost, another worker repeats its function. Changes of variables in `strategy.run` are still
+    applied only once. If a function fails, the next `schedule`, `join` or `done` raises its error, and kdist
+    drops the functions that are still waiting.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/coordinator/ClusterCoordinator
 
@@ -61,18 +61,18 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Lets some worker call a function, soon; does not wait.
+        """Schedules one call of a function on any worker, and returns immediately.
 
         Args:
-            fn: The function. What it refers to travels to the worker once, as it is at the first call.
-            args: Its positional arguments; a per-worker iterator among them is the worker's own.
+            fn: The function. It is captured at its first call, together with the values that it refers to.
+            args: Its positional arguments. For a per-worker iterator, each worker passes its own iterator.
             kwargs: Its keyword arguments.
 
         Returns:
-            A `RemoteValue`, which is fetched for what the function returned.
+            A `RemoteValue`. Its `fetch` method returns the result of the function.
 
         Raises:
-            BaseException: What a function has raised that was scheduled before.
+            BaseException: If an earlier function failed; the error of that function.
         """
         if not callable(fn):
             raise InvalidArgumentError(
@@ -83,29 +83,29 @@ class ClusterCoordinator:
         return self._coordination.schedule(fn, tuple(args or ()), dict(kwargs or {}))
 
     def join(self) -> None:
-        """Waits until every scheduled function has run.
+        """Waits until all scheduled functions are done.
 
         Raises:
-            BaseException: What one of them has raised.
+            BaseException: If a function failed; the error of that function.
         """
         self._coordination.closures.wait()
 
     def done(self) -> bool:
-        """Says whether every scheduled function has run.
+        """Returns whether all scheduled functions are done.
 
         Raises:
-            BaseException: What one of them has raised.
+            BaseException: If a function failed; the error of that function.
         """
         return self._coordination.closures.done()
 
     def fetch(self, val: Any) -> Any:
-        """Waits for the `RemoteValue`s in a structure.
+        """Waits for the `RemoteValue`s in a structure, and returns their results.
 
         Args:
-            val: A `RemoteValue`, or a structure of them.
+            val: A `RemoteValue`, or a nested structure of `RemoteValue`s.
 
         Returns:
-            The structure with what the functions have returned: NumPy arrays and Python values.
+            The same structure with the results of the functions, as NumPy arrays and Python values.
         """
         import keras
 
@@ -114,13 +114,13 @@ class ClusterCoordinator:
         )
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
-        """Makes a dataset on each worker.
+        """Creates a dataset on each worker.
 
         Args:
-            dataset_fn: A function without arguments that returns a dataset, which may come from
-                `strategy.distribute_datasets_from_function`; or a dataset, of which each worker has a copy.
+            dataset_fn: A function without arguments that returns a dataset, for example from
+                `strategy.distribute_datasets_from_function`; or a dataset, which is copied to each worker.
 
         Returns:
-            A `PerWorkerValues`: `iter` of it goes to `schedule`, as an argument.
+            A `PerWorkerValues`. Pass its iterator, `iter(...)`, as an argument to `schedule`.
         """
         return self._coordination.create_per_worker_dataset(dataset_fn)

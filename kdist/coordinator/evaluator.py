@@ -1,4 +1,4 @@
-"""`SidecarEvaluator`: evaluates the checkpoints of a training that runs elsewhere, as they appear."""
+"""`SidecarEvaluator`: evaluates new checkpoints while other processes train."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came of one checkpoint.
+    """The result of evaluating one checkpoint.
 
     Args:
-        path: Of the checkpoint.
-        number: Its number, 3 of "ckpt-3" and of "model-03.keras"; `None` where it has none.
-        iterations: Steps of the optimizer that it was saved after.
+        path: The path of the checkpoint.
+        number: The number in its name, or `None`; for example 3 for "ckpt-3" and "model-03.keras".
+        iterations: The optimizer's step counter in the checkpoint.
         logs: The loss and the metrics, by name.
     """
 
@@ -42,44 +42,43 @@ class Evaluation:
 
 
 class SidecarEvaluator:
-    """Evaluates the checkpoints of a training that runs in other processes, each as it appears.
+    """Evaluates new checkpoints while other processes train.
 
-    It runs on a task of its own: where `TF_CONFIG` says "evaluator", or in any process that sees the folder. Training
-    does not wait for it. It reads checkpoints of `kdist.Checkpoint`, `kdist.CheckpointManager` and
-    `kdist.callbacks.BackupAndRestore`, and the files of `keras.callbacks.ModelCheckpoint` (`.keras`, `.weights.h5`); it
-    takes the newest, so some may be skipped, and passes over what is damaged or still being written.
+    It runs in a separate process that can read the checkpoint directory, for example the task "evaluator" of
+    `TF_CONFIG`. It reads checkpoints of `kdist.Checkpoint`, `kdist.CheckpointManager` and
+    `kdist.callbacks.BackupAndRestore`, and files of `keras.callbacks.ModelCheckpoint` (`.keras`,
+    `.weights.h5`). It always takes the newest checkpoint, and skips corrupt and incomplete checkpoints.
 
-    It stops when training has ended, after the last checkpoint: when `fit` under a strategy of kdist has ended as it
-    should, and begins no other within `end_delay`. `fit` says so by a file `.training-ended` in the folder of its
-    checkpoints, where an evaluator watches by then or the cluster of `TF_CONFIG` has one. Loops of your own and plain
-    Keras say it with `SidecarEvaluator.announce_end(checkpoint_dir)`.
+    It stops after the last checkpoint, when training has ended. A successful `fit` under a strategy writes a
+    file `.training-ended` to the checkpoint directory if an evaluator is running, or if `TF_CONFIG` contains
+    one. The next `fit` removes the file, so the evaluator waits for `end_delay`. In a custom loop and in
+    plain Keras, call `SidecarEvaluator.announce_end(checkpoint_dir)`.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/keras/utils/SidecarEvaluator
 
     Args:
-        model: A compiled model like the one that is trained. Created in the scope of a strategy, it is evaluated by
-            that one.
-        data: What `model.evaluate` takes as `x`, or a tuple `(x, y)` or `(x, y, sample_weight)`; it is read again for
-            each checkpoint. Or a function without arguments that returns such data, or a generator, and is called for
-            each evaluation.
-        checkpoint_dir: The folder to watch; it need not be there yet.
-        steps: Batches of an evaluation; `None` for all.
-        max_evaluations: Stops after the checkpoint of this number, or a later one: "ckpt-10" of 10. Of checkpoints
-            without numbers it counts the evaluations.
-        callbacks: Keras's callbacks, whose `on_test_…` methods are called, such as `keras.callbacks.TensorBoard` and
-            `kdist.callbacks.SidecarEvaluatorModelExport`.
-        batch_size: Rows of a batch, where `data` are arrays.
-        verbose: 1 to print a line for each checkpoint, 0 to print nothing.
-        poll_seconds: How long to wait between two looks at the folder.
-        first_timeout: Seconds to wait for a first checkpoint; `None` for ever.
-        timeout: Seconds to wait for another one; `None` for ever.
-        end_delay: Seconds for which training must have ended, since `fit` may be called again.
+        model: A compiled model with the architecture of the trained model. A model that was created in the
+            scope of a strategy is evaluated under this strategy.
+        data: The `x` of `model.evaluate`, or a tuple `(x, y)` or `(x, y, sample_weight)`, which is read again
+            for each checkpoint. Or a function without arguments that returns such data or a generator; it is
+            called for each evaluation.
+        checkpoint_dir: The directory to watch. It need not exist yet.
+        steps: The number of batches per evaluation; `None` for all.
+        max_evaluations: Stop after the checkpoint with this number or a higher one, for example after
+            "ckpt-10". If checkpoints have no number, stop after this many evaluations.
+        callbacks: Keras callbacks, whose `on_test_…` methods are called, such as
+            `keras.callbacks.TensorBoard` and `kdist.callbacks.SidecarEvaluatorModelExport`.
+        batch_size: The number of rows per batch, if `data` are arrays.
+        verbose: 1 to print a line per checkpoint, 0 to print nothing.
+        poll_seconds: Seconds between two checks of the directory.
+        first_timeout: Seconds to wait for the first checkpoint; `None` for no limit.
+        timeout: Seconds to wait for each later checkpoint; `None` for no limit.
+        end_delay: Seconds for which `.training-ended` must exist, because `fit` may be called again.
         start_delay: Seconds before the first evaluation, unless training ends earlier.
-        throttle_seconds: The least seconds from the beginning of an evaluation to that of the next, unless training has
-            ended.
+        throttle_seconds: Minimum seconds between the starts of two evaluations, until training has ended.
 
     Raises:
-        InvalidArgumentError: An argument cannot work.
+        InvalidArgumentError: If an argument is invalid.
 
     Example:
 
@@ -126,17 +125,17 @@ class SidecarEvaluator:
         self._start_delay = start_delay
         self._throttle_seconds = throttle_seconds
         self._evaluations: list[Evaluation] = []
-        self._sign_seen: float | None = None  # when it was first there, by time.monotonic()
+        self._sign_seen: float | None = None  # time.monotonic() when the file was first seen
 
     @staticmethod
     def announce_end(checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Tells the evaluator of a folder, from the process that trains, that training has ended.
+        """Notifies the evaluator of a directory that training has ended. Call it in the process that trains.
 
-        The `fit` of a model under a strategy does so by itself. The next checkpoint of kdist's in that folder, and the
-        next such `fit` that saves there, take it back.
+        `fit` under a strategy does this itself. The next kdist checkpoint in the directory, or the next `fit`
+        under a strategy that saves there, revokes it.
 
         Args:
-            checkpoint_dir: The folder of the checkpoints, all of which are complete.
+            checkpoint_dir: The directory of the checkpoints, which must all be complete.
         """
         ending.end([os.path.abspath(checkpoint_dir)])
 
@@ -144,11 +143,11 @@ class SidecarEvaluator:
         """Evaluates each new checkpoint until training has ended.
 
         Returns:
-            An `Evaluation` for each checkpoint that was evaluated: its `path`, `number`, `iterations` and `logs`.
+            A list with one `Evaluation` per evaluated checkpoint.
 
         Raises:
-            WorkerTimeoutError: No checkpoint has come within `first_timeout`, or no further one within `timeout`.
-            CheckpointMismatchError: A checkpoint is not one of such a model.
+            WorkerTimeoutError: If no checkpoint appears within `first_timeout`, or later within `timeout`.
+            CheckpointMismatchError: If a checkpoint does not match the model.
         """
         with ending.watched(self._folder.path):
             self._watch()
@@ -159,7 +158,7 @@ class SidecarEvaluator:
         since = time.monotonic()
         not_before = since + self._start_delay
         while True:
-            # Before the folder: a checkpoint that comes before the sign is then seen.
+            # Checked before the directory, so that a checkpoint saved before `.training-ended` is found.
             has_ended = self._has_ended(time.monotonic() - since)
             found = self._folder.newest()
             now = time.monotonic()
@@ -176,7 +175,7 @@ class SidecarEvaluator:
             time.sleep(self._poll_seconds)
 
     def _evaluate(self, found: Watched) -> bool:
-        """Evaluates a checkpoint; says whether that was possible."""
+        """Evaluates a checkpoint, and returns whether it was readable."""
         import keras
 
         from kdist.coordinator.export import SidecarEvaluatorModelExport
@@ -205,7 +204,7 @@ class SidecarEvaluator:
         return True
 
     def _arguments(self) -> dict[str, Any]:
-        """Returns what `model.evaluate` takes for one evaluation."""
+        """Returns the arguments of `model.evaluate` for one evaluation."""
         import keras
 
         data = self._data() if callable(self._data) else self._data
@@ -217,7 +216,7 @@ class SidecarEvaluator:
         return self._max_evaluations is not None and number >= self._max_evaluations
 
     def _has_ended(self, waited: float) -> bool:
-        """Says whether training has ended, and not only a `fit` after which another one comes."""
+        """Returns whether training has ended, not only one of several calls of `fit`."""
         now = time.monotonic()
         if not ending.has_ended(self._folder.path):
             self._sign_seen = None
@@ -225,7 +224,7 @@ class SidecarEvaluator:
         self._sign_seen = self._sign_seen or now
         if ending.is_of_now(self._folder.path):
             return now - self._sign_seen >= self._end_delay
-        # An earlier training has left the sign, for all that is known; that of now may not have begun.
+        # The file may be left from an earlier training, and the current one may not have started.
         return waited >= (self._first_timeout or 0.0)
 
     def _check_time(self, waited: float) -> None:

@@ -1,4 +1,4 @@
-"""`SidecarEvaluatorModelExport`: keeps the model of the best checkpoint that an evaluator has seen."""
+"""`SidecarEvaluatorModelExport`: saves the model of the best checkpoint of an evaluator."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from kdist.errors import InvalidArgumentError
 
 
 class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):
-    """Writes the model of the best checkpoint, for `kdist.SidecarEvaluator`.
+    """Saves the model of the best checkpoint that a `kdist.SidecarEvaluator` has evaluated.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/keras/callbacks/SidecarEvaluatorModelExport
 
     Args:
-        export_filepath: Where to: a `.keras` file, or `.weights.h5` with `save_weights_only=True`. `{epoch}` in it is
-            the number of the checkpoint, `{loss}` and other names are its logs.
-        checkpoint_filepath: Unused, since the evaluator says which checkpoint it is; TensorFlow's reads the number
-            from this pattern.
-        monitor: Name of the loss or a metric; with "val_" before it, too.
-        **kwargs: Those of `keras.callbacks.ModelCheckpoint`: `mode` ("auto", "min" or "max"), `save_best_only`,
-            `save_weights_only`, `verbose`, `initial_value_threshold`.
+        export_filepath: The file to write: `.keras`, or `.weights.h5` with `save_weights_only=True`.
+            `{epoch}` stands for the number of the checkpoint, and `{loss}` and other names for its logs.
+        checkpoint_filepath: Unused, because the evaluator passes the number of the checkpoint. TensorFlow's
+            callback reads the number from this pattern.
+        monitor: The name of the loss or of a metric, with or without the prefix "val_".
+        **kwargs: Arguments of `keras.callbacks.ModelCheckpoint`: `mode` ("auto", "min" or "max"),
+            `save_best_only`, `save_weights_only`, `verbose`, `initial_value_threshold`.
 
     Raises:
-        InvalidArgumentError: At the first evaluation, where it gives nothing of the name `monitor`.
+        InvalidArgumentError: At the first evaluation, if `monitor` is not in its logs.
 
     Example:
 
@@ -47,7 +47,7 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):
         self._count = 0
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Writes the model if it is the best so far."""
+        """Saves the model if it is the best so far."""
         logs = logs or {}
         if self.save_best_only and self.monitor not in logs:
             raise InvalidArgumentError(

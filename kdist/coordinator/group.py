@@ -1,8 +1,8 @@
-"""The synchronous mode: the workers are one group, which the engine's own collectives join.
+"""The synchronous mode: the workers form one group and communicate with the collectives of the backend.
 
-Every worker trains as under `MultiWorkerMirroredStrategy`, with the numbers of one device. The variables live on the
-servers between the times when somebody may look at them: the workers read there what the coordinator has changed, and
-write there what they have made.
+The workers train as under `MultiWorkerMirroredStrategy`, so results match one device. Coordinator and workers
+exchange variables through the servers. Workers read the variables that the coordinator has changed, and write
+their results when the coordinator needs them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _HINT = (
 
 
 class Group:
-    """The workers of a synchronous job, as the coordinator calls them: all at once.
+    """The workers of a synchronous job, which the coordinator calls together.
 
     Args:
-        workers: The workers.
-        session: The name of the job's present run.
+        workers: The connections to the workers.
+        session: The name of the current run of the job.
     """
 
     def __init__(self, workers: Sequence[Peer], session: str) -> None:
@@ -50,7 +50,7 @@ class Group:
         self.sent: set[str] = set()
 
     def join(self) -> None:
-        """Lets the workers join, once."""
+        """Connects the workers to each other, on the first call only."""
         if not self._has_joined:
             places = [header["place"] for header, _ in self.call("place", {}, b"")]
             self.call("join_group", {"workers": places}, b"")
@@ -59,9 +59,9 @@ class Group:
     def call(
         self, method: str, header: Mapping[str, Any], data: bytes
     ) -> list[tuple[dict[str, Any], list[np.ndarray]]]:
-        """Calls a method of every worker; returns the answers, in the workers' order.
+        """Calls a method of every worker, and returns the answers in the order of the workers.
 
-        Raises what one of them has raised: the one that was not left alone by another.
+        If several workers fail, raises an error that is not about the loss of a worker, if there is one.
         """
         header = {"session": self._session} | dict(header)
         waits = [peer.begin(method, header, [np.frombuffer(data, np.uint8)]) for peer in self._workers]
@@ -82,22 +82,22 @@ class Group:
         for peer, answer in zip(self._workers, answers, strict=True):
             if not isinstance(answer, KdistError) and "raised" in answer[0]:
                 errors.append(shipping.load_error(answer[1][0].tobytes(), peer.name))
-        # Who waited for another one says so; what that one has raised comes first.
+        # A worker that waits for a failed worker reports it as lost. Errors of the failed worker come first.
         for error in sorted(errors, key=lambda error: isinstance(error, (WorkerLostError, PeerLost))):
             raise error
         return answers
 
 
 class GroupSteps(StepFunction):
-    """Trains a model on all workers, each on its rows of every batch."""
+    """Trains a model on all workers. Each worker computes its rows of every batch."""
 
     def __init__(self, coordination: Any, model: Any) -> None:
         self._coordination = coordination
-        self._step = TrainStep(model)  # another one for each `compile`
+        self._step = TrainStep(model)  # a new one for each `compile`
         self._name = ""
 
     def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
-        """Runs a step a batch; returns the last logs."""
+        """Runs one step per batch, and returns the last logs."""
         coordination, group = self._coordination, self._coordination.group
         group.join()
         changed = [record.home.number for record in coordination.served.changed()]
@@ -113,7 +113,7 @@ class GroupSteps(StepFunction):
         return shipping.loads(answers[0][1][0].tobytes(), coordination)
 
     def sync(self) -> None:
-        """Lets the workers write to the servers what they have made."""
+        """Makes the workers write their variables to the servers."""
         name, self._name = self._name, ""
         if name:
             self._coordination.group.call("write", {"model": name}, b"")
@@ -124,14 +124,14 @@ class GroupTask:
     """A worker in a synchronous session.
 
     Args:
-        engine: What the backend adds.
-        index: The worker's index.
-        address: Its address.
-        session: The session's name.
-        servers: The servers.
+        engine: The functions of the backend.
+        index: The index of the worker.
+        address: The address of the worker.
+        session: The name of the session.
+        servers: The connections to the servers.
     """
 
-    # A process joins one group in its life: the engines can do no more.
+    # Kept for the life of the process, because the backends cannot join a second group.
     _joined: tuple[int, int, Any] | None = None
     _lock = threading.Lock()
 
@@ -149,12 +149,12 @@ class GroupTask:
         self._working: Any = None
 
     def close(self) -> None:
-        """Ends the connections to the servers."""
+        """Closes the connections to the servers."""
         for server in self._served.servers:
             server.close()
 
     def variable(self, number: int, spec: tuple[type, dict[str, Any], Home]) -> Any:
-        """Returns this worker's variable of a number: one of its own, with the value that the servers have."""
+        """Returns the worker's local variable with this number. Creates it on first use."""
         cls, state, home = spec
         if number not in self._variables:
             variable = keras_hooks.new_variable(cls, state, np.zeros(home.placement.shape, state["_dtype"]))
@@ -165,17 +165,17 @@ class GroupTask:
         return variable
 
     def handlers(self) -> dict[str, Handler]:
-        """The methods that the coordinator may call."""
+        """Returns the methods that the coordinator can call, by name."""
         names = ("place", "join_group", "take_model", "step", "write")
         return {name: self._caught(getattr(self, name)) for name in names}
 
     def place(self, header: Mapping[str, Any], data: bytes) -> Message:
-        """Returns where the group may meet this worker."""
+        """Returns an address with a free port, at which the other workers can connect to this worker."""
         host, _ = split_address(self._address)
         return {"place": join_address(host, free_ports(1)[0])}, ()
 
     def join_group(self, header: Mapping[str, Any], data: bytes) -> Message:
-        """Joins the other workers."""
+        """Connects to the other workers, or reuses the strategy of an earlier session."""
         workers = header["workers"]
         with self._lock:
             if GroupTask._joined is None or GroupTask._joined[:2] != (self.index, len(workers)):
@@ -187,14 +187,14 @@ class GroupTask:
         return {}, ()
 
     def take_model(self, header: Mapping[str, Any], data: bytes) -> Message:
-        """Takes a model."""
+        """Receives a model, and reads its new variables from the servers."""
         known = set(self._variables)
         self._models[header["model"]] = shipping.loads(data, self).model
         self._read([number for number in self._variables if number not in known])
         return {}, ()
 
     def step(self, header: Mapping[str, Any], data: bytes) -> Message:
-        """Trains on global batches, together with the others."""
+        """Trains on global batches, together with the other workers, and returns the logs."""
         model = self._models[header["model"]]
         function = session_of(self.strategy, model).function("train")
         if header["changed"]:
@@ -207,7 +207,7 @@ class GroupTask:
         return {}, [_bytes(shipping.dumps(shipping.to_host(function(batches)), self.strategy))]
 
     def write(self, header: Mapping[str, Any], data: bytes) -> Message:
-        """Gives the servers the values of the model's variables: each worker does it for some of the servers."""
+        """Writes the model's variables to the servers. Each worker does this for some of the servers."""
         self._leave()
         model = self._models[header["model"]]
         mine = {id(variable): number for number, (variable, _) in self._variables.items()}
@@ -232,7 +232,7 @@ class GroupTask:
             working.__exit__()
 
     def _read(self, numbers: Sequence[int]) -> None:
-        """Takes the servers' values of variables."""
+        """Reads the values of variables from the servers."""
         for number in numbers:
             variable, home = self._variables[number]
             variable.assign(self._served.value(home))

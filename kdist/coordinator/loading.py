@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, and how many steps of the optimizer have made them."""
+"""Loads the weights and the optimizer's step counter from a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kdist.errors import (
 
 
 def load(item: Watched, model: keras.Model) -> None:
-    """Loads the weights of a checkpoint into a model; the optimizer's `iterations` too, for callbacks.
+    """Loads the weights of a checkpoint into a model, and the optimizer's `iterations` for callbacks.
 
     Raises:
-        CheckpointCorruptError: It is damaged, still being written, or vanished meanwhile.
-        CheckpointNotFoundError: It has gone.
-        CheckpointMismatchError: It is not this model's.
+        CheckpointCorruptError: If it is corrupt, incomplete, or changed during the read.
+        CheckpointNotFoundError: If it was deleted.
+        CheckpointMismatchError: If it does not match the model.
     """
     if not item.is_file:
         restore_weights(item.path, model)
@@ -55,7 +55,7 @@ def load(item: Watched, model: keras.Model) -> None:
 
 
 def _load_file(path: str, model: keras.Model) -> Any:
-    """Loads a file of Keras's; returns how many steps its optimizer has made, if it has one."""
+    """Loads a Keras file, and returns the optimizer's step counter; `None` if it has no optimizer."""
     with ExitStack() as stack:
         source: Any = path
         if path.endswith(".keras"):
@@ -68,7 +68,7 @@ def _load_file(path: str, model: keras.Model) -> Any:
         saved = file.get("optimizer/vars/0")
         iterations = None if saved is None or saved.shape else saved[()]
     with warnings.catch_warnings():
-        # The slots of an optimizer: who evaluates has none.
+        # The evaluator's optimizer has no slot variables.
         warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
         model.load_weights(path)
     return iterations

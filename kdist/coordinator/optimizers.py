@@ -1,4 +1,4 @@
-"""Optimizers, whose steps are made by the servers: each has those for the parts that it holds."""
+"""Optimizers that run on the servers. Each server updates the parts of variables that it holds."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kdist.coordinator.served import Home, Record, Served
 from kdist.errors import UnsupportedError
 
 NUMBER = "_kdist_number"
-"""The attribute of an optimizer in a closure by which the servers know it."""
+"""The attribute of an optimizer with the number by which the servers identify it."""
 
 
 class Optimizers:
     """The optimizers of one job, on its coordinator.
 
     Args:
-        strategy: The coordinator's strategy.
-        served: The variables.
-        give: Gives variables to the servers.
+        strategy: The strategy of the coordinator.
+        served: The variables on the servers.
+        give: A function that moves variables to the servers.
     """
 
     def __init__(self, strategy: Any, served: Served, give: Callable[[Sequence[Any]], None]) -> None:
@@ -37,7 +37,7 @@ class Optimizers:
         self._registered: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def reduced(self, optimizer: Any) -> Any:
-        """Returns how an optimizer is pickled for a worker; the servers have it by then."""
+        """Returns the reduced form of an optimizer. Sends a built optimizer to the servers first."""
         _check(optimizer)
         number = self._numbers.setdefault(optimizer, len(self._numbers))
         self._by_number[number] = optimizer
@@ -47,7 +47,7 @@ class Optimizers:
         return new, args, state | {NUMBER: number}, *rest
 
     def build(self, number: int, variables: Sequence[Any]) -> None:
-        """Lets an optimizer make its variables, if it has none."""
+        """Builds an optimizer, unless it is already built."""
         optimizer = self._by_number[number]
         if not optimizer.built:
             keras_hooks.build_optimizer(optimizer, list(variables))
@@ -94,7 +94,7 @@ class Optimizers:
         return [key for _, where, key in home.keys_to_write(len(self._served.servers)) if where == server]
 
     def _move(self, variable: Any, placement: Placement, is_everywhere: bool = False) -> None:
-        """Puts one of an optimizer's variables where its steps are made."""
+        """Moves an optimizer variable to the servers that run its updates."""
         record = keras_hooks.record_of(variable)
         if (
             record is not None
@@ -141,7 +141,7 @@ def _check_divided(optimizer: Any, variable: Any) -> None:
 
 
 def _unbuilt(optimizer: Any) -> Any:
-    """Returns an optimizer of the same settings without variables, which does not clip: the workers did."""
+    """Returns an unbuilt copy of an optimizer, without clipping if the workers clip the gradients."""
     config = optimizer.get_config() | {"learning_rate": keras_hooks.learning_rate(optimizer)}
     if not optimizer.gradient_accumulation_steps:
         config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))

@@ -1,4 +1,4 @@
-"""`OwnCoordination`: workers and servers of kdist's own, for engines that have none."""
+"""`OwnCoordination`: kdist's own workers and servers, for backends without parameter servers."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from kdist.data.distributed_dataset import DistributedDataset
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 from kdist.strategies.default import get_strategy
 
-_LOOK = 1.0  # seconds between two looks at who is missing
-_GLANCE = 0.05  # seconds in which a task that is there says so
-_PATIENCE = 0.2  # seconds after which an idle thread looks around
+_LOOK = 1.0  # seconds between two checks of all tasks
+_GLANCE = 0.05  # seconds for a running task to answer
+_PATIENCE = 0.2  # seconds between two checks of an idle thread
 
 
 class OwnValues(PerWorkerValues):
-    """A value for each worker, which is there and not here."""
+    """One value per worker, stored on the worker."""
 
     def __init__(self, coordination: OwnCoordination, number: int) -> None:
         self._coordination = coordination
@@ -54,12 +54,12 @@ class OwnValues(PerWorkerValues):
         return self._coordination.own_values(_Iterated(self))
 
     def peek(self) -> Any:
-        """Asks some worker."""
+        """Returns the first element of one worker's dataset, as NumPy arrays."""
         return self._coordination.schedule(next, (iter(self),), {}).fetch()
 
 
 class _Iterated:
-    """Makes the iterator of a worker's own dataset, there."""
+    """Creates the iterator of a worker's dataset, on the worker."""
 
     def __init__(self, values: OwnValues) -> None:
         self._values = values
@@ -69,7 +69,7 @@ class _Iterated:
 
 
 class _Dataset:
-    """Makes a worker's dataset, there: one that gives tensors of the backend, as distributed datasets do."""
+    """Creates the dataset of a worker, on the worker. It yields tensors of the backend."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -82,16 +82,16 @@ class _Dataset:
 
 
 class OwnCoordination(Coordination):
-    """Drives each worker from a thread.
+    """Drives each worker from a separate thread.
 
     Args:
-        strategy: The coordinator's strategy.
-        engine: What the backend adds.
-        closures: What is to be run.
-        cluster: The workers and the servers.
-        partitioner: Divides variables among the servers.
+        strategy: The strategy of the coordinator.
+        engine: The functions of the backend.
+        closures: The closures to run.
+        cluster: The workers and servers.
+        partitioner: Shards variables over the servers.
         synchronous: Whether all workers share each batch.
-        timeout: Seconds in which all of them must have come.
+        timeout: Seconds to wait until all workers and servers have joined.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class OwnCoordination(Coordination):
         self.closures = closures
         self.optimizers = Optimizers(strategy, self.served, self.give)
         self._num_parts = 0
-        # By identity, which is the function's as long as it is kept.
+        # The keys are ids of functions. They stay valid because the values contain the functions.
         self._pickled = Recent()
         self._own: list[tuple[int, bytes]] = []
         self._lock = threading.RLock()
-        # Another one: who pickles, which is a thread of its own, finds variables that are to be given.
+        # Separate from `_lock`, because the thread that pickles can call `give` while another has `_lock`.
         self._giving = threading.Lock()
         self.group = Group(self._workers, self._session)
         self._threads = (
@@ -149,11 +149,11 @@ class OwnCoordination(Coordination):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Nothing is to be entered: variables go to the servers when the scope is left."""
+        """Does nothing, because variables move to the servers at the end of the scope."""
         yield
 
     def give(self, variables: Sequence[Any]) -> None:
-        """Gives variables to the servers, if they are not there and are to be: seeds are each worker's own."""
+        """Moves new variables to the servers, except random seeds, because each worker has its own seeds."""
         with self._giving:
             for variable in variables:
                 if keras_hooks.record_of(variable) is None and not self._stays(variable):
@@ -168,7 +168,7 @@ class OwnCoordination(Coordination):
                     self.served.hold(record, home)
 
     def _stays(self, variable: Any) -> bool:
-        # In the synchronous mode the random numbers are those of all workers, too.
+        # In the synchronous mode, all workers use the same random numbers, so seeds are on the servers.
         return not self._synchronous and keras_hooks.stays_local(variable)
 
     def dumps(self, value: Any) -> bytes:
@@ -176,7 +176,7 @@ class OwnCoordination(Coordination):
         return shipping.dumps(value, self._strategy, self._reduce)
 
     def in_closure(self) -> bool:
-        """Closures run on workers, where the strategy is another one."""
+        """Returns `False`, because closures run on workers, under their `WorkerStrategy`."""
         return False
 
     def run(self, strategy: Any, fn: Any, args: Any, kwargs: Any) -> Any:
@@ -190,36 +190,36 @@ class OwnCoordination(Coordination):
         kwargs: Mapping[str, Any],
         done: Callable[[Any], None] | None = None,
     ) -> RemoteValue:
-        """Adds a call to those that wait for a worker."""
+        """Schedules a call, after sending the coordinator's changes of variables to the servers."""
         self.served.drop_gone()
         self.served.tell_values(self.served.changed())
         return self.closures.add(fn, args, kwargs, done)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
-        """Calls the function on each worker, or sends each a copy of the dataset."""
+        """Calls the function on each worker, or sends a copy of the dataset to each worker."""
         return self.own_values(_Dataset(dataset_fn))
 
     def own_values(self, function: Callable[[], Any]) -> OwnValues:
-        """Makes a value on each worker, before it runs another closure, and again where one is replaced."""
+        """Creates a value on each worker before its next closure, also on workers that join later."""
         with self._lock:
             number = len(self._own)
             self._own.append((number, shipping.dumps(function, self._strategy, self._reduce)))
             return OwnValues(self, number)
 
     def close(self) -> None:
-        """Ends the threads and the connections."""
+        """Stops the threads and closes the connections."""
         self.closures.close()
         for stop in self._watches:
             stop()
         for peer in [*self.served.servers, *self._workers]:
-            peer.close()  # who waits for an answer has none now
+            peer.close()  # also ends the calls that wait for an answer
         join_threads(self._threads)
 
     def _lost_server(self, server: Peer) -> None:
         self.closures.fail(WorkerLostError(str(server.lost())))
 
     def function(self, fn: Callable[..., Any]) -> tuple[str, bytes]:
-        """Returns a function's name among the workers, and its pickle. It is pickled once, as it is then."""
+        """Returns the name of a function on the workers and its pickle, which is created once."""
         with self._lock:
             if (known := self._pickled.get(id(fn))) is None:
                 data = shipping.dumps(fn, self._strategy, self._reduce)
@@ -240,14 +240,14 @@ class OwnCoordination(Coordination):
         return NotImplemented
 
     def _build(self, number: int, variables: Sequence[int]) -> None:
-        """Lets an optimizer make its variables, which a closure has asked for."""
+        """Builds an optimizer that a closure has used before it had variables."""
         with self._lock, self._strategy.scope():
             trained = [self.served.records[variable].variable() for variable in variables]
             self.optimizers.build(number, trained)
-            self._pickled.clear()  # functions know it without variables
+            self._pickled.clear()  # these functions contain the unbuilt optimizer
 
     def _drive(self, index: int) -> None:
-        """Runs closures on one worker, as long as the job lasts."""
+        """Runs closures on one worker until the end of the job."""
         worker = _Worker(self._workers[index], index)
         closure: Closure | None = None
         while not self.closures.is_closed:
@@ -290,7 +290,7 @@ class OwnCoordination(Coordination):
 
 
 class _Worker:
-    """What a worker has been sent."""
+    """A worker, with the functions and values that it has received."""
 
     def __init__(self, peer: Peer, index: int) -> None:
         self.peer = peer
@@ -301,7 +301,7 @@ class _Worker:
         self._num_own = 0
 
     def begin(self, session: str, servers: Sequence[str], floatx: str, synchronous: bool = False) -> None:
-        """Lets the worker take part, which may be another process than before."""
+        """Starts the session on the worker, which may be a restarted process."""
         self._session, self._functions, self._num_own = session, Recent(), 0
         self.peer.call(
             "begin",
@@ -311,11 +311,11 @@ class _Worker:
         self.is_ready = True
 
     def forget(self) -> None:
-        """Notes that it is gone."""
+        """Marks the worker as lost."""
         self.is_ready = False
 
     def bring(self, own: Sequence[tuple[int, bytes]], name: str, data: bytes) -> None:
-        """Sends what it lacks of a function, and of what each worker has of its own."""
+        """Sends a function and the per-worker values, unless the worker already has them."""
         for number, made in own[self._num_own :]:
             answer, arrays = self.call("own", {"number": number}, made)
             if "raised" in answer:
@@ -328,7 +328,7 @@ class _Worker:
     def call(
         self, method: str, header: Mapping[str, Any], data: bytes
     ) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """Calls a method with one pickle."""
+        """Calls a method of the worker with one pickle."""
         return self.peer.call(
             method, {"session": self._session} | dict(header), [np.frombuffer(data, np.uint8)]
         )
@@ -339,11 +339,11 @@ def _itself(value: Any) -> Any:
 
 
 def _require(peers: Sequence[Peer], timeout: float) -> None:
-    """Waits until all tasks are there."""
+    """Waits until all tasks have joined."""
     deadline = time.monotonic() + timeout
     waiting = Waiting([peer.name for peer in peers], timeout)
     missing = list(peers)
-    # One is waited for, for a moment; then all are looked at.
+    # Waits for one task for a short time, then checks all tasks.
     while missing and (left := deadline - time.monotonic()) > 0:
         missing[0].is_there(min(left, _LOOK))
         missing = [peer for peer in missing if not peer.is_there(_GLANCE)]

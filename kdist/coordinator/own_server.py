@@ -1,4 +1,4 @@
-"""What a task of type "worker" or "ps" is where the engine has no servers itself."""
+"""The server of a task of type "worker" or "ps", for backends without parameter servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kdist.coordinator.store import Store
 from kdist.coordinator.worker import Task
 from kdist.errors import StrategyScopeError
 
-# What may be called once a session has begun: of a server, a worker, and a worker of a synchronous group.
+# The methods that can be called in a session: of servers, workers, and workers in a synchronous group.
 _METHODS = (
     *("hold", "drop", "assign", "optimize", "pull", "pull_rows", "commit"),
     *("ship", "own", "run"),
@@ -25,7 +25,7 @@ _METHODS = (
 
 
 class OwnServer:
-    """A task of kdist's own. The coordinator that came last is served."""
+    """Serves the coordinator that connected last."""
 
     def __init__(self, address: str, job_name: str, engine: Any, secret: str) -> None:
         self._address = address

@@ -1,4 +1,4 @@
-"""Into how many parts a variable is divided over parameter servers: `tf.distribute.experimental.partitioners`."""
+"""The partitioners of `tf.distribute.experimental.partitioners`, which split variables over servers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from kdist.errors import InvalidArgumentError
 
-# The dtypes whose names do not have their number of bits; those of Python are as in TensorFlow.
+# Bytes of dtypes whose names do not contain the number of bits. `float` and `int` are as in TensorFlow.
 _SIZES = {"bool": 1, "half": 2, "double": 8, "float": 4, "int": 4, "resource": 1, "variant": 1}
 
 
 class Partitioner:
-    """Says into how many parts each variable is divided: what all partitioners derive from.
+    """Base class of all partitioners, which decide into how many parts a variable is split.
 
-    A strategy with parameter servers asks it once for each variable that has a dimension. Variables are divided along
-    their first axis alone, and the parts are as equal as they can be.
+    `ParameterServerStrategy` calls the partitioner once for each variable that is not a scalar. It splits
+    variables only along their first axis, into parts of as equal size as possible.
 
     Example:
 
@@ -31,27 +31,27 @@ class Partitioner:
     """
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Says into how many parts a variable is divided.
+        """Returns the number of parts of a variable along each axis.
 
         Args:
-            shape: The variable's shape.
-            dtype: Its dtype: the name, or that of NumPy or of a framework.
-            axis: The axis along which it is divided.
+            shape: The shape of the variable.
+            dtype: The dtype of the variable: a name, or a dtype object of NumPy or of a framework.
+            axis: The axis along which the variable is split.
 
         Returns:
-            How many parts there are along each axis.
+            A list with the number of parts along each axis.
         """
         raise NotImplementedError
 
 
 class FixedShardsPartitioner(Partitioner):
-    """Divides each variable into the same number of parts, but never a row.
+    """Splits each variable into the same number of parts, but not into more parts than it has rows.
 
     Args:
-        num_shards: How many parts.
+        num_shards: The number of parts.
 
     Raises:
-        InvalidArgumentError: If it is not a positive integer.
+        InvalidArgumentError: If `num_shards` is not a positive integer.
 
     Example:
 
@@ -64,21 +64,21 @@ class FixedShardsPartitioner(Partitioner):
         self._num_shards = _count("num_shards", num_shards)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Says into how many parts a variable is divided. See `Partitioner`."""
+        """Returns the number of parts of a variable along each axis. See `Partitioner`."""
         sizes = _sizes(shape, axis)
         return _along(axis, min(self._num_shards, sizes[axis]), sizes)
 
 
 class MinSizePartitioner(Partitioner):
-    """Divides each variable into as many parts as there can be that are not too small.
+    """Splits each variable into as many parts as possible, but not into parts below a minimum size.
 
     Args:
-        min_shard_bytes: The least bytes of a part.
-        max_shards: The most parts of a variable. Usually the number of servers.
-        bytes_per_string: How many bytes a string counts for.
+        min_shard_bytes: The minimum size of a part in bytes.
+        max_shards: The maximum number of parts per variable, usually the number of servers.
+        bytes_per_string: The number of bytes to count per string.
 
     Raises:
-        InvalidArgumentError: If one of them is not positive.
+        InvalidArgumentError: If an argument is not positive.
 
     Example:
 
@@ -97,25 +97,24 @@ class MinSizePartitioner(Partitioner):
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Says into how many parts a variable is divided. See `Partitioner`."""
+        """Returns the number of parts of a variable along each axis. See `Partitioner`."""
         sizes = _sizes(shape, axis)
         parts = math.ceil(math.prod(sizes) * _bytes_of(dtype, self._bytes_per_string) / self._min_shard_bytes)
         return _along(axis, max(1, min(sizes[axis], self._max_shards, parts)), sizes)
 
 
 class MaxSizePartitioner(Partitioner):
-    """Divides each variable into as few parts as there can be that are not too large.
+    """Splits each variable into as few parts as possible, but not into parts above a maximum size.
 
-    A row is not divided, so that parts of one row may be larger, and so may all of them where there would be more than
-    `max_shards`.
+    Rows are never split, so a part of one row can be larger. `max_shards` can also make parts larger.
 
     Args:
-        max_shard_bytes: The most bytes of a part.
-        max_shards: The most parts of a variable; `None` for as many as it takes.
-        bytes_per_string: How many bytes a string counts for.
+        max_shard_bytes: The maximum size of a part in bytes.
+        max_shards: The maximum number of parts per variable; `None` for no limit.
+        bytes_per_string: The number of bytes to count per string.
 
     Raises:
-        InvalidArgumentError: If one of them is not positive.
+        InvalidArgumentError: If an argument is not positive.
 
     Example:
 
@@ -130,12 +129,12 @@ class MaxSizePartitioner(Partitioner):
         self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
     ) -> None:
         self._max_shard_bytes = _positive("max_shard_bytes", max_shard_bytes)
-        # As in TensorFlow, where 0 is no limit either.
+        # As in TensorFlow, 0 means no limit.
         self._max_shards = _count("max_shards", max_shards) if max_shards else None
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Says into how many parts a variable is divided. See `Partitioner`."""
+        """Returns the number of parts of a variable along each axis. See `Partitioner`."""
         sizes = _sizes(shape, axis)
         if not math.prod(sizes):
             return _along(axis, 1, sizes)
@@ -151,10 +150,10 @@ def _along(axis: int, parts: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _sizes(shape: Any, axis: int) -> tuple[int, ...]:
-    """Returns a shape, of TensorFlow's too, as integers, and sees that it has the axis."""
+    """Returns a shape (also a `tf.TensorShape`) as integers, and checks that the axis is in range."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
-    except (TypeError, ValueError):  # TensorFlow's error for a shape that is not known at all
+    except (TypeError, ValueError):  # TensorFlow raises a ValueError if the rank is unknown
         sizes = (-1,)
     if min(sizes, default=0) < 0:
         raise InvalidArgumentError(
@@ -172,7 +171,7 @@ def _sizes(shape: Any, axis: int) -> tuple[int, ...]:
 
 
 def _bytes_of(dtype: Any, bytes_per_string: int) -> int:
-    """Returns how many bytes one element has, as TensorFlow counts them, whose DTypes are but one kind of a dtype."""
+    """Returns the number of bytes per element, as TensorFlow counts them, for a dtype of any framework."""
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", str(dtype)))
     name = name.removeprefix("torch.").removesuffix("_ref").rstrip("_")
     if name == "object" or name.startswith(("str", "bytes")):
@@ -184,16 +183,16 @@ def _bytes_of(dtype: Any, bytes_per_string: int) -> int:
             received={"dtype": dtype},
             hint='Pass a numeric dtype, for example "float32".',
         )
-    return _SIZES[name] if bits is None else max(1, int(bits[0]) // 8)  # a byte for int4 as well
+    return _SIZES[name] if bits is None else max(1, int(bits[0]) // 8)  # int4 also counts as one byte
 
 
 def _count(name: str, value: Any) -> int:
-    """Returns a number of parts, which must be an integer of at least 1."""
+    """Returns a number of parts, or raises if it is not a positive integer."""
     try:
         number = operator.index(value)
     except TypeError:
         number = 0
-    if number < 1 or type(value).__name__.startswith("bool"):  # NumPy's, too
+    if number < 1 or type(value).__name__.startswith("bool"):  # also NumPy's `bool`
         raise InvalidArgumentError(
             f"`{name}` is not a positive integer.",
             received={name: value},

@@ -1,4 +1,4 @@
-"""Which rows of a variable are in which part, and which server holds it. Arithmetic alone."""
+"""Computes the rows of each part of a variable, and the server that holds the part."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kdist.errors import InvalidArgumentError
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Those of some rows of a variable that one part has.
+    """The requested rows of a variable that are in one part.
 
     Args:
-        shard: Which part.
-        positions: Where they stand among the rows that were asked for; 1-D, ascending.
-        rows: Which rows of the part they are, of the same length.
+        shard: The index of the part.
+        positions: The positions of these rows in the request; 1-D, ascending.
+        rows: The row numbers within the part, of the same length.
     """
 
     shard: int
@@ -33,12 +33,12 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a variable is: in one or several parts, each of them on a server.
+    """The placement of a variable, which consists of one or more parts, each on one server.
 
     Args:
-        shape: The variable's shape.
-        spans: The first row of each part, and the one after its last. A scalar counts as one row.
-        servers: The number of the server that holds each part.
+        shape: The shape of the variable.
+        spans: The first row of each part, and its last row plus one. A scalar counts as one row.
+        servers: The index of the server that holds each part.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Placement:
 
     @property
     def num_shards(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return len(self.spans)
 
     @property
@@ -58,19 +58,19 @@ class Placement:
         return [(stop - start, *self.shape[1:]) for start, stop in self.spans]
 
     def cut(self, array: np.ndarray) -> list[np.ndarray]:
-        """Cuts an array of the variable's shape into its parts, without copying.
+        """Splits an array of the variable's shape into its parts, without copying.
 
         Raises:
-            InvalidArgumentError: If it has another shape.
+            InvalidArgumentError: If the array has another shape.
         """
         self._check(array.shape, self.shape, "The shape of the array differs from the shape of the variable.")
         return [array] if self.num_shards == 1 else [array[start:stop] for start, stop in self.spans]
 
     def join(self, shards: Sequence[np.ndarray]) -> np.ndarray:
-        """Joins the parts to an array of the variable's shape; the only part is returned as it is.
+        """Joins the parts into an array of the variable's shape. A single part is returned without copying.
 
         Raises:
-            InvalidArgumentError: If there are others, or they have other shapes.
+            InvalidArgumentError: If the number of parts or their shapes differ.
         """
         self._check(
             [part.shape for part in shards],
@@ -82,13 +82,13 @@ class Placement:
         return np.concatenate(shards, out=aligned_empty(self.shape, shards[0].dtype))
 
     def rows_by_shard(self, ids: Any) -> list[Rows]:
-        """Says which of some rows are in which part. Parts that have none of them are left out.
+        """Groups row numbers by part. Parts without any of the rows are omitted.
 
         Args:
-            ids: The numbers of rows: integers, 1-D, in any order. A number may be there several times.
+            ids: The row numbers: integers, 1-D, in any order, possibly repeated.
 
         Raises:
-            InvalidArgumentError: If they are no such numbers, or the variable has no such row.
+            InvalidArgumentError: If `ids` is not such an array, or a row number is out of range.
 
         Example:
 
@@ -123,15 +123,15 @@ class Placement:
         return found
 
     def join_rows(self, found: Sequence[Rows], parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-        """Puts the rows that the parts have given into the order in which they were asked for.
+        """Joins rows from several parts in the order of the request.
 
         Args:
-            found: What `rows_by_shard` has returned.
-            parts: The rows of each of them: arrays whose first dimension is that of its `rows`.
-            dtype: That of the rows, for the case that there are none.
+            found: The result of `rows_by_shard`.
+            parts: One array of rows per entry of `found`, in the order of its `rows`.
+            dtype: The dtype of the rows.
 
         Returns:
-            An array with a row for each number that was asked for.
+            An array with one row per requested row number.
         """
         joined = np.empty((sum(len(one.positions) for one in found), *self.shape[1:]), dtype)
         for one, part in zip(found, parts, strict=True):
@@ -154,23 +154,23 @@ def place(
     num_servers: int,
     placed: int = 0,
 ) -> Placement:
-    """Divides a variable, and gives its parts to the servers, as TensorFlow's strategy does.
+    """Splits a variable into parts and assigns them to servers, as TensorFlow's strategy does.
 
-    The rows are divided as evenly as they can be, the larger parts first, into no more parts than there are rows. The
-    servers take turns, part after part and variable after variable. A scalar is not divided, nor is a variable without
-    rows; the partitioner is not asked then.
+    The rows are split as evenly as possible, with the larger parts first. There are at most as many parts as
+    rows. Parts are assigned to the servers in turn, across all variables. Scalars and variables without rows
+    are not split, and the partitioner is not called for them.
 
     Args:
-        shape: The variable's shape.
-        dtype: Its dtype.
-        partitioner: Called with `shape=` and `dtype=`; says into how many parts a variable is divided along each axis.
-            It may be TensorFlow's. `None` divides nothing.
-        num_servers: How many servers there are.
-        placed: How many parts have been placed before.
+        shape: The shape of the variable.
+        dtype: The dtype of the variable.
+        partitioner: Called with `shape=` and `dtype=`, and returns the number of parts along each axis. It
+            can be a partitioner of TensorFlow. If `None`, the variable is not split.
+        num_servers: The number of servers.
+        placed: The number of parts that are already placed.
 
     Raises:
-        InvalidArgumentError: If the partitioner's answer cannot be: no part, less than none, what is no integer, or
-            several parts along another axis than the first; or if there is no server.
+        InvalidArgumentError: If there are no servers, or the partitioner does not return positive integers,
+            or it splits an axis other than the first.
 
     Example:
 
@@ -198,11 +198,11 @@ def place(
 
 
 def _ask(partitioner: Callable[..., Any], shape: tuple[int, ...], dtype: Any) -> int:
-    """Returns into how many parts the first axis is divided."""
+    """Returns the number of parts along the first axis."""
     if any(kind.__module__.startswith("tensorflow.") for kind in type(partitioner).__mro__):
-        tf = sys.modules[
-            "tensorflow"
-        ]  # somebody has made a partitioner of it, and these know its types alone
+        # TensorFlow's partitioners only accept its types. TensorFlow is imported, because the partitioner
+        # exists.
+        tf = sys.modules["tensorflow"]
         answer = partitioner(shape=tf.TensorShape(shape), dtype=tf.as_dtype(dtype))
     else:
         answer = partitioner(shape=shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The functions that were used last: coordinator and worker use them in one order, and forget the same ones."""
+"""A cache of recent functions, which coordinator and worker use in the same order and with equal content."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MOST = 64
 
 
 class Recent:
-    """A few values by their keys: those that were asked for last.
+    """A cache that keeps the most recently used values.
 
     Example:
 
@@ -26,18 +26,18 @@ class Recent:
         self._values: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
     def get(self, key: Any) -> Any:
-        """Returns a value, or `None`; it is the one that was used last."""
+        """Returns a value, or `None`, and marks it as most recently used."""
         if key in self._values:
             self._values.move_to_end(key)
         return self._values.get(key)
 
     def put(self, key: Any, value: Any) -> None:
-        """Keeps a value, and forgets the one that was not used for longest."""
+        """Adds a value. If the cache is full, removes the least recently used value."""
         self._values[key] = value
         self._values.move_to_end(key)
         if len(self._values) > self._most:
             self._values.popitem(last=False)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all values."""
         self._values.clear()

@@ -1,8 +1,8 @@
-"""Calls between the tasks of a job, over gRPC: a header of JSON, and arrays of bytes beside it.
+"""Calls between the tasks of a job over gRPC, with a JSON header and the raw bytes of arrays.
 
-gRPC (https://grpc.io) is what TensorFlow's own parameter servers talk over. It has the deadlines, the keep-alive and
-the connecting anew; here is only how a call is written down. Both sides of a connection prove by TLS that they know
-the secret of the job, before either reads anything: see `tls.py`.
+TensorFlow's own parameter servers also use gRPC (https://grpc.io). It provides deadlines, keep-alive and
+reconnection; this module defines only the messages. Both sides of a connection prove by TLS that they know
+the secret of the job, before either side reads anything: see `tls.py`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from kdist.coordinator.tls import grpc
 from kdist.errors import ClusterConfigError, KdistError, WorkerLostError
 
 _CALL, _WATCH, _HELLO = "/kdist/call", "/kdist/watch", "/kdist/hello"
-_CHUNK = 512 << 10  # of bytes in a message: what is copied while it is in the cache is copied faster
+_CHUNK = 512 << 10  # bytes of arrays per message: copies are faster while the data is in the CPU cache
 _LENGTH = struct.Struct("<I")
-_MOST_HEADER = 16 << 20  # bytes: the names, versions and shapes of some 300,000 variables
-_MOST_CALLS = 4096  # at once, each with a thread
+_MOST_HEADER = 16 << 20  # bytes, enough for the names, versions and shapes of about 300,000 variables
+_MOST_CALLS = 4096  # concurrent calls, each with its own thread
 _AGAIN = 0.02  # seconds between two attempts to connect
 _SIZES = (
     ("grpc.max_receive_message_length", _LENGTH.size + _MOST_HEADER + _CHUNK),
     ("grpc.max_send_message_length", -1),
 )
-# A host that is gone without a word is noticed within some 15 s.
+# Keep-alive detects a host that disappeared without closing its connections within about 15 s.
 _CHANNEL = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # The most that an attempt may take, with its handshake.
+    # The maximum duration of one attempt to connect, including the handshake.
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_http_proxy", 0),
@@ -52,7 +52,7 @@ _CHANNEL = (
     *_SIZES,
 )
 _SERVER = (
-    ("grpc.so_reuseport", 0),  # else a second server on the same port is not told
+    ("grpc.so_reuseport", 0),  # otherwise a second server on the same port gets no error
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -65,21 +65,21 @@ Handler = Callable[[Mapping[str, Any], list[np.ndarray]], Message]
 
 
 class CallFailed(KdistError):
-    """A handler in another task has failed, with that message; or its message cannot be read."""
+    """A handler in another task failed, or the message of the other task is malformed."""
 
 
 class PeerLost(WorkerLostError):
-    """The other task cannot be reached, or has ended in the middle of a call."""
+    """The other task is unreachable, or exited during a call."""
 
 
 class Peer:
-    """Another task of the job, to call.
+    """A connection to another task of the job.
 
     Args:
-        name: What it is called in messages: "ps 1 (host:port)".
-        address: Its `host:port`.
+        name: The name of the task in messages, for example "ps 1 (host:port)".
+        address: The `host:port` of the task.
         secret: The secret of the job.
-        if_lost: Returns a hint, for when the task has ended.
+        if_lost: A function that returns the hint of the error if the task is lost.
     """
 
     def __init__(self, name: str, address: str, secret: str, if_lost: Callable[[], str] = str) -> None:
@@ -87,10 +87,10 @@ class Peer:
         self.if_lost = if_lost
         self.address = address
         self.sent = self.received = 0
-        """How many bytes of arrays have gone there, and come from there."""
+        """The bytes of arrays sent to the task, and received from it."""
         self._channel = grpc().secure_channel(address, tls.client_credentials(secret), options=_CHANNEL)
         self._call = self._channel.stream_stream(_CALL)
-        # The same for calls of one message, which need no thread to send them: in half of the time.
+        # For calls of a single message. They take half the time, because gRPC needs no thread to send them.
         self._brief = self._channel.unary_stream(_CALL)
         self._watch = self._channel.stream_stream(_WATCH)
         self._hello = self._channel.unary_unary(_HELLO)
@@ -99,12 +99,12 @@ class Peer:
         return self.name
 
     def is_there(self, timeout: float) -> bool:
-        """Waits until the task listens; says whether it does.
+        """Waits at most `timeout` seconds until the task listens, and returns whether it does.
 
         Raises:
-            ClusterConfigError: A process listens that does not know the secret of the job.
+            ClusterConfigError: If the process that listens does not have the secret of the job.
         """
-        # gRPC's `channel_ready_future` does not tell a stranger from a task that has not come yet.
+        # gRPC's `channel_ready_future` does not distinguish a foreign process from a task that is missing.
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -113,7 +113,7 @@ class Peer:
             except grpc().RpcError as error:
                 if isinstance(explained := self._explained(error, "hello"), ClusterConfigError):
                     raise explained from None
-            except ValueError:  # it was closed in the meantime
+            except ValueError:  # the channel was closed in the meantime
                 return False
             time.sleep(max(0.0, min(_AGAIN, deadline - time.monotonic())))
         return False
@@ -125,11 +125,11 @@ class Peer:
         arrays: Sequence[np.ndarray] = (),
         timeout: float | None = None,
     ) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """Calls a method of the task; returns the header and the arrays of its answer.
+        """Calls a method of the task, and returns the header and the arrays of the answer.
 
         Raises:
-            PeerLost: It cannot be reached, or has ended.
-            CallFailed: The method has raised.
+            PeerLost: If the task is unreachable or has exited.
+            CallFailed: If the method raises an error.
         """
         return self.begin(method, header, arrays, timeout)()
 
@@ -140,7 +140,7 @@ class Peer:
         arrays: Sequence[np.ndarray] = (),
         timeout: float | None = None,
     ) -> Callable[[], tuple[dict[str, Any], list[np.ndarray]]]:
-        """Begins a call; returns the function that waits for its answer, as `call` does."""
+        """Starts a call, and returns a function that waits for the answer and returns it like `call`."""
         messages = _written({"method": method} | dict(header or {}), arrays)
         first, second = next(messages), next(messages, None)
         self.sent += sum(array.nbytes for array in arrays)
@@ -166,10 +166,10 @@ class Peer:
         return wait
 
     def watch(self, lost: Callable[[], None]) -> Callable[[], None]:
-        """Has a function called, in a thread of gRPC's, once the task has ended.
+        """Registers a function that gRPC calls in one of its threads when the task has ended.
 
         Returns:
-            What stops watching. It must be kept: gRPC ends a call that nobody holds.
+            A function that stops the watch. Keep it, because gRPC ends calls without references.
         """
         held = threading.Event()
 
@@ -194,16 +194,16 @@ class Peer:
         return stop
 
     def lost(self) -> PeerLost:
-        """Returns the error for when the task has ended."""
+        """Returns the error that reports the task as lost."""
         return PeerLost(f"{self.name} has exited or is unreachable.", hint=self.if_lost())
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._channel.close()
 
     def _explained(self, error: Any, method: str) -> KdistError:
         code = grpc().StatusCode
-        if "SSL_ERROR_SSL" in (error.details() or ""):  # what gRPC says of a handshake that has failed
+        if "SSL_ERROR_SSL" in (error.details() or ""):  # gRPC's details of a failed handshake
             return ClusterConfigError(
                 f"{self.name} failed to authenticate with the secret of this job. Nothing was sent to it.",
                 hint="Set KDIST_CLUSTER_TOKEN to the same value for all tasks, as `kdist run` does. If the values are "
@@ -219,12 +219,12 @@ class Peer:
 
 
 class Service:
-    """What a task lets others call.
+    """A server for calls from other tasks.
 
     Args:
-        address: The `host:port` that the others know it by.
-        handlers: The methods by name; each is called in a thread of its own.
-        secret: The secret of the job, which callers must know.
+        address: The `host:port` that the other tasks connect to.
+        handlers: The methods by name. Each call runs in its own thread.
+        secret: The secret of the job, which callers need.
     """
 
     def __init__(self, address: str, handlers: Mapping[str, Handler], secret: str) -> None:
@@ -247,18 +247,18 @@ class Service:
         self._server.start()
 
     def stop(self) -> None:
-        """Ends the service. Calls that run are cut off."""
+        """Stops the service, and aborts running calls."""
         self._ends.set()
         self._server.stop(0).wait()
 
     def wait(self) -> None:
-        """Waits until the service has ended."""
+        """Waits until the service has stopped."""
         self._server.wait_for_termination()
 
     def _bind(self, address: str, credentials: Any) -> None:
         host, port = split_address(address)
         bracketed = f"[{host}]" if ":" in host else host
-        # The name that the others know may be one of a load balancer, which is no interface of this machine.
+        # The address can belong to a load balancer instead of an interface of this machine.
         everywhere = [] if is_loopback(host) else [f"[::]:{port}"]
         for where in (f"{bracketed}:{port}", *everywhere):
             try:
@@ -283,8 +283,8 @@ class Service:
 
 
 def _written(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Iterator[bytes]:
-    """The messages of a call or an answer: the header and what is small in the first, the rest in pieces."""
-    # A view of an array's bytes is not copied until it is sent. What lies in memory otherwise is.
+    """Yields the messages of a call or an answer. Large arrays follow the header in chunks."""
+    # These are views of contiguous arrays, which are copied when they are sent. Others are copied here.
     flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     kinds = [[array.dtype.name, list(array.shape)] for array in arrays]
     text = json.dumps({**header, "arrays": kinds}).encode()
@@ -299,10 +299,10 @@ def _written(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Iterato
 
 
 def _read(messages: Iterable[bytes]) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Reads what `_written` has written. Memory is taken once there are data for it, and no more than there is.
+    """Reads the messages of `_written`. Allocates memory for an array only when its data arrives.
 
     Raises:
-        CallFailed: The messages are malformed.
+        CallFailed: If the messages are malformed, or the arrays exceed the memory of this machine.
     """
     stream = iter(messages)
     first = next(stream, b"")
@@ -331,7 +331,7 @@ def _read(messages: Iterable[bytes]) -> tuple[dict[str, Any], list[np.ndarray]]:
             target[filled : filled + taken] = pending[:taken]
             filled, pending = filled + taken, pending[taken:]
         arrays.append(array)
-    if len(pending) or next(rest, b""):  # else that was the end of the stream, with its status
+    if len(pending) or next(rest, b""):  # `next` also receives the final status of the stream
         raise _malformed("it contains extra bytes after its arrays")
     return header, arrays  # type: ignore[return-value]
 
@@ -355,7 +355,7 @@ def _shape(sizes: Any) -> tuple[int, ...]:
 
 
 def _dtype(name: str) -> np.dtype:
-    if not str.isidentifier(name):  # NumPy parses more than names
+    if not str.isidentifier(name):  # `np.dtype` parses more than names
         raise ValueError(name)
     try:
         dtype = np.dtype(name)
@@ -363,7 +363,7 @@ def _dtype(name: str) -> np.dtype:
         import ml_dtypes
 
         dtype = np.dtype(getattr(ml_dtypes, name))
-    # Bytes of another task must never be taken for pointers.
+    # Bytes from another task must never be interpreted as pointers.
     if dtype.name != name or dtype.kind not in "biufcV" or dtype.hasobject:
         raise ValueError(name)
     return dtype

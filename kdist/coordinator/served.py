@@ -1,4 +1,4 @@
-"""Variables whose values are on servers: what this task knows of them, and what it is still to tell."""
+"""Variables on the servers: the copies in this task, and the changes that it has not sent yet."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kdist.coordinator.rpc import Peer
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """Where a variable lives.
+    """The location of a variable on the servers.
 
     Args:
-        number: Its number in the job.
-        placement: Its parts, and the servers that hold them.
-        is_everywhere: Whether every server has a copy: what an optimizer counts, and its learning rate.
+        number: The number of the variable in the job.
+        placement: The parts of the variable, and the servers that hold them.
+        is_everywhere: Whether every server has a copy, for example of the learning rate of an optimizer.
     """
 
     number: int
@@ -35,21 +35,21 @@ class Home:
     is_everywhere: bool = False
 
     def keys_to_read(self) -> list[tuple[int, str]]:
-        """The server and the name there of each part, to be read."""
+        """Returns the server of each part and the key of the part there, for reads."""
         return [(server, f"{self.number}.{part}") for part, server in enumerate(self.placement.servers)]
 
     def keys_to_write(self, num_servers: int) -> list[tuple[int, int, str]]:
-        """The part, the server and the name there of each copy of each part, to be written."""
+        """Returns the part, the server and the key of each copy of each part, for writes."""
         if self.is_everywhere:
             return [(0, server, f"{self.number}.0") for server in range(num_servers)]
         return [(part, server, key) for part, (server, key) in enumerate(self.keys_to_read())]
 
 
-_SMALL = 1 << 14  # elements of a variable that is read as a whole, even where few of its rows are needed
+_SMALL = 1 << 14  # elements, up to which a variable is read as a whole, even if only a few rows are needed
 
 
 class Record:
-    """What this task knows of one variable. The variable reads and writes its native value here."""
+    """The state of one variable in this task. The variable reads and writes its native value here."""
 
     def __init__(self, served: Served, variable: Any, home: Home, held: Any = None) -> None:
         self.served = served
@@ -57,20 +57,20 @@ class Record:
         self.variable = weakref.ref(variable)
         self.dtype: str = variable.dtype
         self.held = held
-        self.generation = -1  # in which the value was asked for last
+        self.generation = -1  # of the last request for the value
         self.versions: list[int] = [-1] * home.placement.num_shards
         self.parts: list[np.ndarray] = []
         self.pulled: np.ndarray | None = None
         self.mark: Any = None
-        self.table: Any = None  # what is shown instead of the value where rows are looked up
+        self.table: Any = None  # replaces the value in replicas that look up rows
 
     def is_table(self) -> bool:
-        """Says whether it is worth it to ask for some rows alone."""
+        """Returns whether the variable is large enough to request single rows."""
         shape = self.home.placement.shape
         return len(shape) == 2 and math.prod(shape) > _SMALL and keras.backend.is_float_dtype(self.dtype)
 
     def read(self) -> Any:
-        """Returns the native value, or what stands for it in a replica."""
+        """Returns the native value, or its substitute in a replica."""
         if self.served.in_replica and self.is_table():
             if self.table is None:
                 self.table = self.served.engine.table(self)
@@ -79,58 +79,58 @@ class Record:
         return self.whole()
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Returns some rows, as the servers have them now."""
+        """Returns the current values of some rows from the servers."""
         return self.served.pull_rows(self, ids)
 
     def is_here(self) -> bool:
-        """Says whether the whole value is here, as new as this task is to see it."""
+        """Returns whether the whole value is here and was requested in the current generation."""
         return self.generation == self.served.generation
 
     def whole(self) -> Any:
-        """Returns the native value, as new as this task is to see it."""
+        """Returns the native value of the current generation. Requests it from the servers if needed."""
         self.served.touched[self.home.number] = self
         if not self.is_here():
             self.served.pull([self])
         return self.held
 
     def write(self, value: Any) -> None:
-        """Takes another native value, which the servers are told later."""
+        """Sets the native value here. It is sent to the servers later."""
         self.held = value
 
     def is_changed(self) -> bool:
-        """Says whether this task has another value than it was given."""
+        """Returns whether the value here differs from the last known value of the servers."""
         if self.pulled is None or not self.served.engine.is_changed(self.held, self.mark):
             return False
         if not np.array_equal(self.value(), self.pulled):
             return True
-        self.mark = self.served.engine.mark(self.held)  # so that they are compared once
+        self.mark = self.served.engine.mark(self.held)  # avoids another comparison
         return False
 
     def value(self) -> np.ndarray:
-        """Returns what this task has, as a NumPy array."""
+        """Returns the value here as a NumPy array."""
         return as_numpy(self.held)
 
     def forget(self) -> None:
-        """Lets the value be asked for anew, whatever this task has."""
+        """Discards the value here, so that the next read requests it from the servers."""
         self.versions = [-1] * len(self.versions)
         self.pulled = None
         self.generation = -1
 
     def take(self, value: np.ndarray) -> None:
-        """Notes what the servers have."""
+        """Stores a value received from the servers."""
         self.pulled = value
         self.held = self.served.engine.load(self.variable(), self.held, value)
         self.mark = self.served.engine.mark(self.held)
 
 
 class Served:
-    """The variables of one job, as one of its tasks sees them.
+    """The variables of one job, as seen by one task.
 
     Args:
-        engine: What the backend adds.
-        servers: The job's parameter servers.
-        session: The name of the job's present run.
-        tells: Whether a value that was changed here goes to the servers before theirs is read: on the coordinator.
+        engine: The functions of the backend.
+        servers: The connections to the parameter servers.
+        session: The name of the current run of the job.
+        tells: Whether `pull` sends changed values to the servers before it reads; true on the coordinator.
     """
 
     def __init__(self, engine: Engine, servers: Sequence[Peer], session: str, tells: bool) -> None:
@@ -140,19 +140,19 @@ class Served:
         self.session = session
         self.records: dict[int, Record] = {}
         self.generation = 0
-        """A value that was asked for in an earlier one may be old."""
+        """A counter. Values that were requested in an earlier generation may be stale."""
         self.touched: dict[int, Record] = {}
         self.before_pull: Callable[[], None] = lambda: None
-        """Called before the servers are asked: some may not have been told yet what there is."""
+        """Called before each `pull`. In the synchronous mode, it makes the workers write their variables."""
         self.in_replica = False
-        """Whether a function runs of which is known what it does with large variables."""
+        """Whether a replica function runs, in which substitutes can replace large variables."""
         self._numbers = 0
-        # Parts that nobody here knows any more, for their servers to forget.
+        # Parts without a variable in this task, which the servers can drop.
         self._gone: list[tuple[int, int, str]] = []
         self._lock = threading.RLock()
 
     def add(self, record: Record) -> None:
-        """Takes a variable in."""
+        """Adds a variable. From then on, it reads and writes its value in its record."""
         variable = record.variable()
         self.records[record.home.number] = record
         weakref.finalize(variable, self._forget, record)
@@ -163,18 +163,18 @@ class Served:
         self._gone += record.home.keys_to_write(len(self.servers))
 
     def drop_gone(self) -> None:
-        """Lets the servers forget variables that are gone here: nothing that will run refers to them."""
+        """Drops variables on the servers that no longer exist here, because no function refers to them."""
         gone, self._gone = self._gone, []
         for number in sorted({server for _, server, _ in gone}):
             self.call(number, "drop", {"keys": [key for _, server, key in gone if server == number]})
 
     def new_number(self) -> int:
-        """Returns the number of the next variable."""
+        """Returns a number for a new variable."""
         self._numbers += 1
         return self._numbers
 
     def hold(self, record: Record, home: Home) -> None:
-        """Gives a variable to the servers, in a home, with the value that it has here."""
+        """Stores a variable on the servers at a new location, with its value from here."""
         value, variable = unchanging(record.value()), record.variable()
         assert variable is not None
         parts = home.placement.cut(value)
@@ -192,11 +192,11 @@ class Served:
     def call(
         self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
     ) -> dict[str, Any]:
-        """Calls a method of a server; returns the header of its answer."""
+        """Calls a method of a server, and returns the header of the answer."""
         return self._begin(server, method, header, arrays)()[0]
 
     def value(self, home: Home) -> np.ndarray:
-        """Returns what the servers have in a home."""
+        """Returns the value at a location on the servers."""
         parts = []
         for server, key in home.keys_to_read():
             _, found = self._begin(server, "pull", {"keys": [key], "versions": [-1]})()
@@ -204,10 +204,10 @@ class Served:
         return home.placement.join(parts)
 
     def pull(self, records: Sequence[Record]) -> None:
-        """Asks the servers for the values of variables; of those that have not changed there, nothing travels."""
+        """Requests the values of variables from the servers, which send only changed parts."""
         self.before_pull()
         with self._lock:
-            # A closure that ends while the answers are on their way makes them old.
+            # Read first, because a closure that ends before the answers arrive makes them stale.
             generation = self.generation
             if self.tells:
                 self.tell_values([record for record in records if record.is_changed()])
@@ -240,7 +240,7 @@ class Served:
                 record.generation = generation
 
     def pull_rows(self, record: Record, ids: np.ndarray) -> np.ndarray:
-        """Asks the servers for rows of a variable."""
+        """Requests some rows of a variable from the servers."""
         found, keys = record.home.placement.rows_by_shard(ids), record.home.keys_to_read()
         answers = []
         for one in found:
@@ -255,11 +255,11 @@ class Served:
         )
 
     def next_generation(self) -> None:
-        """Values that were asked for before may be old now."""
+        """Marks all values that were requested before as possibly stale."""
         self.generation += 1
 
     def changed(self) -> Iterator[Record]:
-        """The variables that have other values here than the servers gave."""
+        """Returns the variables whose values here differ from the last known values of the servers."""
         return (
             record
             for record in list(self.records.values())
@@ -267,7 +267,7 @@ class Served:
         )
 
     def tell_values(self, records: Iterable[Record]) -> None:
-        """Gives the servers the values that this task has for variables."""
+        """Sends the values of variables from this task to the servers."""
         values = {record: record.value() for record in records}
         if not values:
             return
@@ -284,7 +284,7 @@ class Served:
     def by_server(
         self, values: Iterable[tuple[Record, np.ndarray]]
     ) -> list[tuple[list[str], list[np.ndarray]]]:
-        """Cuts arrays that are like variables; returns for each server the names of the parts, and the parts."""
+        """Splits arrays with the shapes of variables, and returns the keys and parts for each server."""
         found: list[tuple[list[str], list[np.ndarray]]] = [([], []) for _ in self.servers]
         for record, value in values:
             parts = record.home.placement.cut(value)
@@ -296,12 +296,12 @@ class Served:
     def gradient_parts(
         self, record: Record, values: np.ndarray, rows: np.ndarray | None
     ) -> Iterator[tuple[int, list[str], list[np.ndarray]]]:
-        """Cuts a gradient; yields the server of each part, how the part is named there, and its arrays.
+        """Splits a gradient. Yields the server of each part, its key and kind, and its arrays.
 
         Args:
-            record: The variable's.
-            values: All of its rows; or some.
-            rows: Which they are: each once, or less than zero for none.
+            record: The record of the variable.
+            values: The gradient of all rows, or of the rows in `rows`.
+            rows: The row numbers, without repetitions. Negative numbers are ignored. `None` means all rows.
         """
         placement, keys = record.home.placement, record.home.keys_to_read()
         if rows is None:
@@ -321,5 +321,5 @@ class Served:
 
 
 def as_numpy(tensor: Any) -> np.ndarray:
-    """Returns a tensor of the backend's as a NumPy array, which may share its memory."""
+    """Returns a tensor of the backend as a NumPy array, which may share its memory."""
     return rows.to_host(tensor)

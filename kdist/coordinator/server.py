@@ -1,4 +1,4 @@
-"""`kdist.Server`: what a task of type "worker" or "ps" runs."""
+"""`kdist.Server`: the server that a task of type "worker" or "ps" runs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _JOBS = ("worker", "ps")
 
 
 class Server:
-    """A task that works for a coordinator: a worker, or a parameter server.
+    """Serves a coordinator, as a worker or as a parameter server.
 
-    Scripts for parameter servers are the same for all tasks. Those of type `"worker"` and `"ps"` make a server, and
-    wait in `join` for as long as the job lasts.
+    In parameter server training, all tasks run the same script. Tasks of type `"worker"` and `"ps"` create a
+    `Server` and stay in `join` until the end of the job.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Server
 
     Args:
         server_or_cluster_def: A `ClusterSpec`, or a dictionary of the addresses of the tasks by type.
-        job_name: `"worker"` or `"ps"`.
-        task_index: The index of this task.
-        protocol: `"grpc"`, which is the only one.
-        config: Options of TensorFlow's sessions, for that backend.
-        start: Whether to start at once.
+        job_name: `"worker"` or `"ps"`. Optional if the cluster has only one type of task.
+        task_index: The index of this task. Optional if there is only one task of this type.
+        protocol: The protocol. Only `"grpc"` is supported.
+        config: The session configuration of TensorFlow; only used by this backend.
+        start: Whether to start the server immediately.
 
     Raises:
-        InvalidArgumentError: There is no such task.
-        ClusterConfigError: The port is taken; or, on JAX and PyTorch, other machines can reach a task, and
-            `KDIST_CLUSTER_TOKEN` is not set.
+        InvalidArgumentError: If the cluster has no such task.
+        ClusterConfigError: If the port is taken; or, on JAX and PyTorch, if other machines can reach a task
+            and `KDIST_CLUSTER_TOKEN` is not set.
 
     Example:
 
@@ -70,11 +70,11 @@ class Server:
 
     @property
     def target(self) -> str:
-        """Where this server listens: `"grpc://host:port"`."""
+        """The address of this server: `"grpc://host:port"`."""
         return f"grpc://{self._address}"
 
     def start(self) -> None:
-        """Starts the server, unless it runs."""
+        """Starts the server, unless it is already running."""
         if self._server is None:
             backend = get_backend()
             if backend.start_server is not None:
@@ -82,7 +82,7 @@ class Server:
                     self._spec, self._job_name, self._task_index, self._config
                 )
             else:
-                # Here, since it brings Keras along.
+                # Imported here, because this module imports Keras.
                 from kdist.coordinator.own_server import OwnServer
 
                 assert backend.coordination_engine is not None
@@ -92,14 +92,14 @@ class Server:
                 self._server = OwnServer(self._address, self._job_name, engine, secret)
 
     def join(self) -> None:
-        """Waits until the process is ended: a server waits for the next coordinator."""
+        """Serves until the process is terminated. After a job, the server waits for the next coordinator."""
         if self._server is None:
             self.start()
         self._server.join()
 
     @staticmethod
     def create_local_server(config: Any = None, start: bool = True) -> Server:
-        """Makes a worker of its own on a free port of this machine.
+        """Creates a cluster of one worker on a free port of this machine, and returns its server.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Server#create_local_server
         """

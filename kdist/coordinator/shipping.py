@@ -1,7 +1,7 @@
-"""How functions travel to the job's workers and results come back: pickled, with Keras's objects taken apart.
+"""Pickles functions for the workers and results for the coordinator, with special handling of Keras objects.
 
-A variable that is on the servers travels as its number; the strategy and what each worker has of its own, by name. Only
-tasks that have proved that they know the secret of the job are read from, and these run each other's code anyway.
+Variables on the servers are pickled as numbers; the strategy and per-worker values are pickled as references.
+Tasks read pickles only from tasks that have proved that they have the job's secret, and can run code anyway.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kdist import keras_hooks
 from kdist.coordinator.served import as_numpy
 from kdist.errors import InvalidArgumentError, KdistError
 
-_DEEP = 100_000  # calls: a model is as deep as its layers are many
-_STACK = 512 << 20  # bytes, which the system gives as they are used
+_DEEP = 100_000  # calls, because the depth of a pickle grows with the number of layers
+_STACK = 512 << 20  # bytes, which the system allocates only when they are used
 
 
 class _Arriving(threading.local):
@@ -35,26 +35,26 @@ _arriving = _Arriving()
 
 
 def variable_here(number: int, spec: Any) -> Any:
-    """What a variable is unpickled by: the one of this task."""
+    """Unpickles a variable: returns the variable of this task with this number."""
     return _arriving.task.variable(number, spec)
 
 
 def strategy_here() -> Any:
-    """What the strategy is unpickled by."""
+    """Unpickles the strategy: returns the strategy of this task."""
     return _arriving.task.strategy
 
 
 def own_value_here(number: int) -> Any:
-    """What a value for each worker is unpickled by: this worker's."""
+    """Unpickles a per-worker value: returns the value of this worker."""
     return _arriving.task.own_values[number]
 
 
 class Pickler(cloudpickle.Pickler):
-    """Pickles for the job's other tasks.
+    """Pickles objects for other tasks of the job.
 
     Args:
-        strategy: The strategy, which is another object there.
-        reduce: Returns what the `__reduce__` of objects that only the caller knows would; else `NotImplemented`.
+        strategy: The strategy, which the receiver replaces by its own strategy.
+        reduce: Returns the reduced form of special objects, and `NotImplemented` for other objects.
     """
 
     def __init__(self, file: Any, strategy: Any, reduce: Callable[[Any], Any]) -> None:
@@ -63,7 +63,7 @@ class Pickler(cloudpickle.Pickler):
         self._reduce = reduce
 
     def reducer_override(self, obj: Any) -> Any:
-        """Says how an object is pickled."""
+        """Returns the reduced form of an object."""
         import keras
 
         if obj is self._strategy:
@@ -78,7 +78,7 @@ class Pickler(cloudpickle.Pickler):
 
 
 def reduced_variable(variable: Any) -> Any:
-    """Returns how a Keras variable is pickled: by its number, if it is on servers, or with its value."""
+    """Returns the reduced form of a Keras variable: its number if it is on the servers, or its value."""
     if (record := keras_hooks.record_of(variable)) is not None:
         return variable_here, (record.home.number, (*keras_hooks.variable_state(variable), record.home))
     cls, state = keras_hooks.variable_state(variable)
@@ -94,7 +94,7 @@ def dumps(value: Any, strategy: Any, reduce: Callable[[Any], Any] = lambda obj: 
     """Pickles a value for another task.
 
     Raises:
-        InvalidArgumentError: Something in it cannot be pickled.
+        InvalidArgumentError: If a part of the value cannot be pickled.
     """
 
     def dump() -> bytes:
@@ -104,7 +104,7 @@ def dumps(value: Any, strategy: Any, reduce: Callable[[Any], Any] = lambda obj: 
 
     try:
         return _deeply(dump)
-    except KdistError:  # which says by itself what cannot be
+    except KdistError:  # already has an explanation
         raise
     except Exception as error:
         raise InvalidArgumentError(
@@ -115,11 +115,11 @@ def dumps(value: Any, strategy: Any, reduce: Callable[[Any], Any] = lambda obj: 
 
 
 def loads(data: bytes, task: Any) -> Any:
-    """Reads what `dumps` has written.
+    """Unpickles a value from `dumps`.
 
     Args:
         data: The pickle.
-        task: This task: its `variable(number, spec)`, `strategy`, `own_values` and `index`, as far as they are needed.
+        task: This task, with the `variable(number, spec)`, `strategy`, `own_values` and `index` to use.
     """
 
     def load() -> Any:
@@ -134,10 +134,10 @@ def loads(data: bytes, task: Any) -> Any:
 
 
 def _deeply(function: Callable[[], Any]) -> Any:
-    """Calls a function that reads or writes a pickle; once more, in a thread with a deep stack, if it is too deep."""
+    """Calls a function that reads or writes a pickle, in a thread with a large stack if it is too deep."""
     try:
         return function()
-    except (RecursionError, pickle.PicklingError):  # cloudpickle makes the one of the other
+    except (RecursionError, pickle.PicklingError):  # cloudpickle turns a RecursionError into a PicklingError
         pass
     outcome: list[Any] = []
 
@@ -172,25 +172,25 @@ def _deep_recursion() -> Iterator[None]:
 
 
 def dump_error(error: BaseException) -> bytes:
-    """Pickles an exception with its traceback; one that cannot be pickled as its text."""
+    """Pickles an exception with its traceback, or a `RuntimeError` with its text if that fails."""
     text = "".join(traceback.format_exception(error)).rstrip()
     try:
         pickled = cloudpickle.dumps((error, text))
-        pickle.loads(pickled)  # some exceptions can be written and not read
+        pickle.loads(pickled)  # some exceptions can be pickled but not unpickled
     except Exception:
         return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), text))
     return pickled
 
 
 def load_error(data: bytes, worker: str) -> BaseException:
-    """Returns the exception, with a note of where it was raised."""
+    """Returns the exception from `dump_error`, with a note about the worker and the traceback there."""
     error, text = pickle.loads(data)
     error.add_note(f"Raised on {worker}:\n{text}")
     return error
 
 
 def to_host(structure: Any) -> Any:
-    """Returns a structure whose tensors are NumPy arrays, or Python's where they are scalars of Python's."""
+    """Returns a structure with its tensors and variables as NumPy arrays. Other values stay as they are."""
     import keras
 
     def host(leaf: Any) -> Any:

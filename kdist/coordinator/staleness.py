@@ -1,16 +1,16 @@
-"""How many closures may run beside each other, so that none computes on variables that are too old."""
+"""Limits how many closures run concurrently, so that no closure computes on variables that are too old."""
 
 from __future__ import annotations
 
 
 class Staleness:
-    """Says when another closure may begin.
+    """Decides when another closure may begin.
 
-    A closure reads variables as it begins and changes them as it ends. What others change in between makes its update
-    stale: at most as many updates as there were closures running when it began, or that began while it ran.
+    A closure reads variables when it begins, and changes them when it ends. Updates in between make its own
+    update stale. They come from closures that already run when it begins, or that begin while it runs.
 
     Args:
-        most: How stale an update may be; `None` for any number. With 0, closures run one after the other.
+        most: The maximum staleness, in updates; `None` for no limit. With 0, closures run one after another.
 
     Example:
 
@@ -26,12 +26,12 @@ class Staleness:
     def __init__(self, most: int | None) -> None:
         self._most = most
         self.is_in_turn = most == 0
-        """Whether closures run one after the other."""
-        # Of each closure that runs, how many others ran as it began, or have begun since.
+        """Whether closures run one after another."""
+        # For each running closure, the number of other closures that ran when it began or have begun since.
         self._beside: dict[object, int] = {}
 
     def begin(self, closure: object) -> bool:
-        """Notes that a closure begins, if it may; says whether it does."""
+        """Returns whether a closure may begin now. If so, it counts as running."""
         if self._most is not None:
             others = max(self._beside.values(), default=0)
             if len(self._beside) > self._most or (self._beside and others + 1 > self._most):
@@ -42,5 +42,5 @@ class Staleness:
         return True
 
     def end(self, closure: object) -> None:
-        """Notes that a closure has ended, or is to begin anew."""
+        """Marks a closure as no longer running, because it is done or will be repeated."""
         self._beside.pop(closure, None)

@@ -1,4 +1,4 @@
-"""The steps of `fit`: each is scheduled, and nobody waits for it."""
+"""The training steps of `fit`, which are scheduled on the workers without waiting for each step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kdist.backends import get_backend
 from kdist.backends.contract import ReplicaBatches, Runtime, StepFunction
 from kdist.backends.coordination import Coordination, PerWorkerValues
 
-_AHEAD = 2  # steps that wait or run for each worker: it finds the next one as it is done with one
+_AHEAD = 2  # pending and running steps per worker, so that a worker always finds its next step
 
 
 class ScheduledSteps(StepFunction):
     """Schedules the training steps of a model.
 
     Args:
-        coordination: Its `schedule` takes a function to be called with what a step has returned.
+        coordination: The workers and servers. Its `schedule` accepts a callback for the result of a step.
         model: The model.
     """
 
@@ -29,21 +29,21 @@ class ScheduledSteps(StepFunction):
         self._logs: Any = {}
 
     def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
-        """Schedules a step for each batch; returns the newest logs."""
+        """Schedules a step for each batch, and returns the newest logs."""
         self._coordination.closures.wait(_AHEAD * self._coordination.num_workers - 1)
         data = [to_send(batch.parts[0]) for batch in batches]
-        # Where the updates of a function are made when it ends, the next step is another function's.
+        # TensorFlow applies all updates of a function at its end, so each step needs a separate call.
         for part in [[one] for one in data] if self._coordination.places_variables else [data]:
             result = self._coordination.schedule(self._function, (part,), {}, self._take)
-        if not self._logs or self._coordination.closures.are_in_turn:  # there are logs from the beginning
+        if not self._logs or self._coordination.closures.are_in_turn:  # `fit` needs logs at once
             result.fetch()
         return self._logs
 
     def _take(self, logs: Any) -> None:
-        self._logs.update(logs)  # which who has asked before holds too: after `sync` these are the newest
+        self._logs.update(logs)  # in place: earlier callers get the newest logs after `sync`
 
     def sync(self) -> None:
-        """Waits for all steps."""
+        """Waits until all scheduled steps are done."""
         self._coordination.closures.wait()
         self._logs = {}
 
@@ -55,7 +55,7 @@ class ScheduledSteps(StepFunction):
 
 
 class TrainStep:
-    """Trains a model on some batches, on a worker."""
+    """Trains a model on some batches. This function runs on a worker."""
 
     any_rows = True
 
@@ -70,23 +70,23 @@ class TrainStep:
         return logs
 
     def step(self, data: Any) -> Any:
-        """One step, in the replica."""
+        """Runs one training step in the replica."""
         engine = get_backend().coordination_engine
         return self.model.train_step(data) if engine is None else engine().train_step(self.model, data)
 
 
 def to_send(data: Any) -> Any:
-    """Returns a batch as NumPy arrays; the iterators of workers' own datasets as they are."""
+    """Returns a batch as NumPy arrays. Per-worker iterators are returned unchanged."""
     return data if isinstance(data, PerWorkerValues) else rows.to_host(data)
 
 
 class CoordinatorRuntime:
-    """The runtime of the coordinator's own device, but that training is for the workers, and variables for the servers.
+    """The runtime of the coordinator's device, except that workers train and servers hold the variables.
 
     Args:
-        runtime: That of the device.
+        runtime: The runtime of the device.
         coordination: The workers and servers.
-        steps: Makes what trains a model.
+        steps: Creates the step function that trains a model.
     """
 
     takes_variables = True
@@ -103,17 +103,17 @@ class CoordinatorRuntime:
 
     @contextlib.contextmanager
     def scope(self) -> Any:
-        """Entered with the strategy's scope."""
+        """Returns the context manager for the strategy's scope."""
         local = contextlib.nullcontext() if self._coordination.places_variables else self._runtime.scope()
         with local, self._coordination.scope():
             yield
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Gives new variables to the servers."""
+        """Moves new variables to the servers."""
         self._coordination.give(variables)
 
     def step_function(self, model: Any, kind: str) -> StepFunction:
-        """Trains on the workers; evaluates and predicts here."""
+        """Returns a function that trains on the workers, or that evaluates or predicts on the coordinator."""
         if kind == "train":
             return self._steps(self._coordination, model)
         return self._runtime.step_function(model, kind)

@@ -1,4 +1,4 @@
-"""What one parameter server holds: parts of variables, and the optimizers that update them."""
+"""The state of one parameter server: parts of variables, and the optimizers that update them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Part:
     """A part of a variable.
 
     Args:
-        variable: A Keras variable that holds it, with the path of the whole one.
-        version: What the server's clock showed when it was last written.
+        variable: A Keras variable that holds the part, with the path of the whole variable.
+        version: The value of the server's clock, a counter of writes, at the last write of the part.
     """
 
     variable: Any
@@ -33,30 +33,30 @@ class Part:
 
 
 class Store:
-    """The state of one server in one session. All its methods may be called by several tasks at once.
+    """The state of one server in one session. All methods are thread-safe.
 
-    An update comes with the identity of the closure that has computed it, and is made once: a closure that is repeated,
-    because the worker was lost that had run it, changes nothing that it has changed before.
+    Each update names the closure that computed it, and is applied once. If a worker is lost and another one
+    repeats its closure, the server ignores updates that it has already applied.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._parts: dict[str, Part] = {}
         self._optimizers: dict[str, Any] = {}
-        # Closures whose updates have been made: those that may still be repeated.
+        # Updates that were applied, of closures that can still be repeated.
         self._made: set[tuple[int, int]] = set()
         self._clock = 0
         self._lock = threading.Lock()
 
     def handlers(self) -> dict[str, Handler]:
-        """The methods that other tasks may call."""
+        """Returns the methods that other tasks can call, by name."""
         return {
             name: getattr(self, name)
             for name in ("hold", "drop", "assign", "optimize", "pull", "pull_rows", "commit")
         }
 
     def hold(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Takes new parts, or the parts of variables in another place than before."""
+        """Adds parts of variables, with their values."""
         with self._lock:
             for one, array in zip(header["parts"], arrays, strict=True):
                 self._clock += 1
@@ -65,7 +65,7 @@ class Store:
         return _OK
 
     def drop(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Forgets parts of variables that are gone, and optimizers that have none any more."""
+        """Removes parts, and optimizers without remaining variables."""
         with self._lock:
             for key in header["keys"]:
                 self._parts.pop(key, None)
@@ -78,7 +78,7 @@ class Store:
         return _OK
 
     def assign(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Gives parts other values."""
+        """Sets the values of parts."""
         with self._lock:
             self._clock += 1
             for key, array in zip(header["keys"], arrays, strict=True):
@@ -86,7 +86,7 @@ class Store:
         return _OK
 
     def pull(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Returns the values of those parts of which the caller has an older version."""
+        """Returns the values of the parts whose version differs from the version of the caller."""
         with self._lock:
             parts = [self._parts[key] for key in header["keys"]]
             found = [
@@ -97,7 +97,7 @@ class Store:
             return {"versions": [part.version for part in parts]}, found
 
     def pull_rows(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Returns some rows of parts."""
+        """Returns some rows of each part."""
         with self._lock:
             found = [
                 as_numpy(self._parts[key].variable.value)[rows]
@@ -106,9 +106,9 @@ class Store:
             return {}, found
 
     def optimize(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Takes an optimizer, for the parts that are here of the variables that it trains.
+        """Adds an optimizer, which updates the parts on this server.
 
-        Its own variables take the values that they have here already, and their names.
+        The optimizer's own variables get the values that are already on this server.
         """
         with self._lock:
             optimizer, constraints = shipping.loads(arrays[0].tobytes(), None)
@@ -117,7 +117,7 @@ class Store:
                 variable.constraint = constraints.get(key)
             undecayed = [self._parts[key].variable for key in header["undecayed"]]
             keras_hooks.build_optimizer(optimizer, trained, undecayed)
-            # By name: two parts of one variable have one name, and stand in their order here and there.
+            # Matched by name. Parts of a variable have the same name, and the same order in both lists.
             names: dict[str, list[str]] = {}
             for name, key in header["own"]:
                 names.setdefault(name, []).append(key)
@@ -129,7 +129,7 @@ class Store:
         return _OK
 
     def commit(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Makes the updates of a closure: gradients for optimizers, differences, and values."""
+        """Applies the updates of a closure once: gradients for optimizers, differences, and values."""
         closure = tuple(header["closure"])
         found = iter(arrays)
         with self._lock:
@@ -155,14 +155,14 @@ class Store:
             return next(found)
         rows, values = next(found), next(found)
         gradient = np.zeros(tuple(self._parts[key].variable.shape), values.dtype)
-        gradient[rows] = values  # each row is there once
+        gradient[rows] = values  # row numbers are not repeated
         return gradient
 
     def _apply(self, name: str, keys: list[str], gradients: list[np.ndarray]) -> None:
         optimizer = self._optimizers[name]
         if keys:
             self._engine.apply(optimizer, gradients, [self._parts[key].variable for key in keys])
-        else:  # of this closure's gradients none is for a part that is here, but all servers count alike
+        else:  # no gradient is for a part on this server, but the step counters of all servers must agree
             keras_hooks.count_step(optimizer)
         touched = {id(variable) for variable in optimizer.variables}
         for key, part in self._parts.items():
@@ -170,7 +170,7 @@ class Store:
                 part.version = self._clock
 
     def _value(self, part: Part) -> np.ndarray:
-        # What is sent must not change while it is on its way.
+        # The array must not change while it is being sent.
         return unchanging(as_numpy(part.variable.value))
 
     def _write(self, key: str, array: np.ndarray) -> None:

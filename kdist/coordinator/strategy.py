@@ -1,4 +1,4 @@
-"""Asynchronous training: variables on servers, and workers that come and go."""
+"""Asynchronous training with parameter servers."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from kdist.topology import Topology
 
 
 class ParameterServerStrategy(Strategy):
-    """Variables live on parameter servers; each worker takes steps on its own, on the newest values that it finds.
+    """Trains asynchronously: servers hold the variables, and workers do not wait for each other.
 
-    Make it on the coordinator: the task of type "chief". The tasks of type "worker" and "ps" run a `kdist.Server`.
-    Models that are created in the scope are trained by `fit`, or by functions that a
-    `kdist.coordinator.ClusterCoordinator` schedules. A worker may be lost and come back; its step is taken by another
-    one, and counts once.
+    Create the strategy on the coordinator, which is the task of type "chief". The tasks of type "worker" and
+    "ps" run a `kdist.Server`. Train a model that was created in the scope with `fit`, or with functions that
+    a `kdist.coordinator.ClusterCoordinator` schedules. If a worker is lost, another worker repeats its step,
+    and the servers apply the step once. The lost worker can join again.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ParameterServerStrategy
 
     Args:
-        cluster_resolver: Says where workers and servers are; `TF_CONFIG` by default.
-        variable_partitioner: Says into how many parts a variable is divided among the servers:
-            `kdist.experimental.partitioners.MinSizePartitioner(max_shards=2)`. `None`: each is whole on one of them.
+        cluster_resolver: Returns the addresses of the workers and servers. By default, it reads `TF_CONFIG`.
+        variable_partitioner: Shards variables over the servers, for example
+            `kdist.experimental.partitioners.MinSizePartitioner(max_shards=2)`; by default, it shards none.
         synchronous: Whether all workers share each batch of `fit`, as under `MultiWorkerMirroredStrategy`.
-        max_staleness: By how many updates of others the variables may be behind on which a step was computed, when it
-            is applied. 0 takes one step after the other; `None` sets no bound.
-        timeout: Seconds in which all workers and servers must have come.
+        max_staleness: The maximum number of updates of other steps between the read and the update of a step.
+            0 runs the steps one after another; `None` sets no limit.
+        timeout: Seconds to wait until all workers and servers have joined.
 
     Raises:
-        ClusterConfigError: The cluster has no worker or no server, or this task is not its coordinator.
-        WorkerTimeoutError: A worker or server did not come; the message names it.
+        ClusterConfigError: If the cluster has no worker or no server, or this task is not its coordinator.
+        WorkerTimeoutError: If a worker or server does not join in time; the message names it.
 
     Example:
 
@@ -56,7 +56,7 @@ class ParameterServerStrategy(Strategy):
     """
 
     coordination: Coordination | None = None
-    """Drives the workers; `None` where one program runs on all of them."""
+    """Schedules functions on workers; `None` if the backend runs all workers itself (`synchronous=True`)."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ParameterServerStrategy(Strategy):
         if synchronous and backend.synchronous_runtime is not None:
             super().__init__(backend.synchronous_runtime(cluster, timeout))
             return
-        # Here, since they bring Keras along.
+        # Imported here, because these modules import Keras.
         from kdist.coordinator.group import GroupSteps
         from kdist.coordinator.own import OwnCoordination
         from kdist.coordinator.steps import CoordinatorRuntime, ScheduledSteps
@@ -101,7 +101,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The resolver that says where workers and servers are."""
+        """The resolver that returns the addresses of the workers and servers."""
         return self._cluster_resolver
 
     def run(
@@ -111,7 +111,7 @@ class ParameterServerStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Calls a function in the replica of the worker, in a scheduled function; elsewhere on the coordinator."""
+        """Runs a function in the worker's replica, or on the coordinator outside a scheduled function."""
         if self.coordination is not None and self.coordination.in_closure():
             return self.coordination.run(self, fn, tuple(args), dict(kwargs or {}))
         return super().run(fn, args, kwargs, options)

@@ -1,4 +1,4 @@
-"""Threads that answer calls, and do not keep their process from ending."""
+"""Threads that answer calls and do not delay the exit of the process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 
 class DaemonThreads(Executor):
-    """As many threads as there are calls at once, of which none is waited for as the process ends.
+    """Runs each concurrent call in its own daemon thread.
 
-    Those of a `ThreadPoolExecutor` are: a coordinator with servers of its own, in one process, would never end.
+    With a `ThreadPoolExecutor`, a process that contains a coordinator and its servers would never exit.
 
     Args:
-        name: Of the threads.
+        name: The name of the threads.
     """
 
     def __init__(self, name: str) -> None:
@@ -24,7 +24,7 @@ class DaemonThreads(Executor):
         self._idle = threading.Semaphore(0)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Calls a function in one of the threads."""
+        """Calls a function in an idle thread, or in a new thread if all are busy."""
         future: Future[Any] = Future()
         self._calls.put((future, lambda: fn(*args, **kwargs)))
         if not self._idle.acquire(blocking=False):

@@ -1,7 +1,7 @@
-"""TLS for calls between the tasks of a job: each side proves that it knows the job's secret, and nobody sends it.
+"""TLS for calls between the tasks of a job. Each side proves that it has the job's secret without sending it.
 
-All tasks derive one private key from the secret. A task shows a certificate that is signed by this key, and trusts
-certificates that are signed by this key alone.
+All tasks derive the same private key from the secret. A task presents a certificate that is signed with this
+key, and trusts only certificates that are signed with this key.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from kdist.errors import InvalidArgumentError
 
 NAME = "kdist"
-"""The host name in the certificates. A task's real name is not known here: it may be that of a load balancer."""
-_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the curve P-256
+"""The host name in the certificates. The real name is unknown here, for example behind a load balancer."""
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # the order of the curve P-256
 _FIRST, _LAST = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 1, 1)  # clocks may be wrong
 
 
 def required(name: str) -> Any:
-    """Returns a module of a package that only parameter servers need."""
+    """Imports and returns a module of a package that only parameter servers need."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -36,33 +36,33 @@ def grpc() -> Any:
 
 
 def client_credentials(secret: str) -> Any:
-    """Returns what a gRPC channel needs to call tasks that know the secret."""
+    """Returns the credentials of a gRPC channel that connects only to tasks with the secret."""
     key, certificate, root = _identity(secret)
     return grpc().ssl_channel_credentials(root, key, certificate)
 
 
 def server_credentials(secret: str) -> Any:
-    """Returns what a gRPC server needs to let only tasks call that know the secret."""
+    """Returns the credentials of a gRPC server that accepts only tasks with the secret."""
     key, certificate, root = _identity(secret)
     return grpc().ssl_server_credentials([(key, certificate)], root, require_client_auth=True)
 
 
 @functools.lru_cache(maxsize=8)
 def _identity(secret: str) -> tuple[bytes, bytes, bytes]:
-    """Returns the private key, the certificate to show, and the one to trust, as PEM."""
+    """Returns the private key, the certificate to present and the certificate to trust, as PEM."""
     x509 = required("cryptography.x509")
     hashes, serialization, hkdf, ec = (
         required(f"cryptography.hazmat.primitives.{name}")
         for name in ("hashes", "serialization", "kdf.hkdf", "asymmetric.ec")
     )
-    # 128 bits more than the order has, so that all keys are equally likely.
+    # 128 bits more than the order of the curve, so that all keys are equally likely.
     derivation = hkdf.HKDF(hashes.SHA256(), length=48, salt=None, info=b"kdist parameter servers")
     number = int.from_bytes(derivation.derive(secret.encode()), "big") % (_ORDER - 1) + 1
     key = ec.derive_private_key(number, ec.SECP256R1())
 
     def certificate(name: str, is_root: bool) -> bytes:
-        # Certificates of one key differ from task to task, since signatures are random. Therefore, a task trusts a
-        # root of the same name and key as that of the others, and not their certificates.
+        # Signatures are random, so the certificates of two tasks differ even with the same key. Therefore a
+        # task does not trust particular certificates, but a root certificate with the common name and key.
         subject, issuer = (
             x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, one)]) for one in (name, "kdist job")
         )

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder has: kdist's, and the files of `keras.callbacks.ModelCheckpoint`."""
+"""Finds checkpoints in a directory: kdist's checkpoints and files of `keras.callbacks.ModelCheckpoint`."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 @dataclass(frozen=True)
 class Watched:
-    """A checkpoint as it was when the folder was looked at."""
+    """A checkpoint as it was when the directory was listed."""
 
     path: str
-    saved_at: float  # by the clock of whoever saved it, or of the file system
-    number: int | None  # 12 of "ckpt-12" and of "model-12.keras"
-    is_file: bool  # whether it is a file of Keras's
-    stamp: tuple[int, ...] = ()  # of a file: becomes another when it is written to
+    saved_at: float  # set by the saving process or the file system
+    number: int | None  # 12 for "ckpt-12" and "model-12.keras"
+    is_file: bool  # whether it is a Keras file
+    stamp: tuple[int, ...] = ()  # changes with each write
 
     @property
     def has_changed(self) -> bool:
-        """Whether it was written to since, or has gone."""
+        """Whether a file was written or deleted since then."""
         return self.is_file and _stamp(self.path) != self.stamp
 
 
 class Folder:
-    """Gives the newest checkpoint of a folder, each once, and none before one that was given.
+    """Finds the newest checkpoint of a directory that is not yet done or skipped.
 
-    kdist's checkpoints appear all at once. A file of Keras's may be half written, so it counts once it has stayed the
-    same for a while.
+    kdist's checkpoints appear atomically. A Keras file may be incomplete, so it counts only after it has not
+    changed for `settle_seconds`.
 
     Args:
-        path: Of the folder, which need not be there yet.
-        settle_seconds: How long a file must have stayed the same.
+        path: The path of the directory, which need not exist yet.
+        settle_seconds: Seconds for which a file must not have changed.
     """
 
     def __init__(self, path: str, settle_seconds: float) -> None:
         self.path = path
         self.is_waiting = False
-        """Whether the last look has seen a file that may still be written to."""
+        """Whether the last call of `newest` found a file that may be incomplete."""
         self._settle_seconds = settle_seconds
         self._last = (float("-inf"), -1)
         self._first_seen: dict[Watched, float] = {}
         self._passed_over: set[Watched] = set()
 
     def newest(self) -> Watched | None:
-        """Looks at the folder; returns the newest checkpoint that is complete and new, or `None`."""
+        """Returns the newest complete checkpoint that is not done or skipped; `None` if there is none."""
         now = time.monotonic()
         there = self._list()
         self._first_seen = {item: self._first_seen.get(item, now) for item in there}
@@ -62,11 +62,11 @@ class Folder:
         return not item.is_file or now - self._first_seen[item] >= self._settle_seconds
 
     def done_with(self, item: Watched) -> None:
-        """Never gives this checkpoint, nor an older one, again."""
+        """Excludes this checkpoint and all older checkpoints."""
         self._last = max(self._last, _order(item))
 
     def pass_over(self, item: Watched) -> None:
-        """Never gives this checkpoint again, unless it is written anew; an older one will do."""
+        """Skips this checkpoint, unless it is written again. Older checkpoints stay eligible."""
         self._passed_over.add(item)
 
     def _list(self) -> list[Watched]:
@@ -95,7 +95,7 @@ def _stamp(path: str) -> tuple[int, ...]:
 
 
 def _number_in(name: str) -> int | None:
-    """The last whole number in a name: 7 of "07-0.31.keras"."""
+    """Returns the last whole number in a name, for example 7 for "07-0.31.keras"."""
     stem = next(name.removesuffix(end) for end in _FILES if name.endswith(end))
     whole = [found for found in _NUMBER.findall(stem) if "." not in found]
     return int(whole[-1]) if whole else None

@@ -1,4 +1,4 @@
-"""What one worker does: runs the closures that the coordinator sends, on variables of the servers."""
+"""Runs the closures that the coordinator sends to a worker, on variables of the servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kdist.topology import Topology
 
 
 class NotBuilt(BaseException):
-    """An optimizer has no variables yet: the coordinator makes them, and the closure runs again."""
+    """An optimizer is not built yet. The coordinator builds it, and the closure runs again."""
 
     def __init__(self, optimizer: int, variables: Sequence[int]) -> None:
         super().__init__(optimizer, variables)
@@ -33,7 +33,7 @@ class NotBuilt(BaseException):
 
 
 class WorkerStrategy(Strategy):
-    """The strategy as closures see it: one replica, whose gradients go to the servers."""
+    """The strategy inside closures, with one replica. Its gradients go to the servers."""
 
     def __init__(self, task: Task) -> None:
         backend = get_backend()
@@ -42,7 +42,7 @@ class WorkerStrategy(Strategy):
 
     @property
     def tables(self) -> list[Any]:
-        """The variables of which a program may do with the rows that it looks up."""
+        """The large variables, of which a program may need only the rows that it looks up."""
         records = self._task.served.records.values()
         return [
             record.variable() for record in records if record.variable() is not None and record.is_table()
@@ -55,7 +55,7 @@ class WorkerStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Calls a function on the newest values; when it has returned, the servers get what it has done."""
+        """Runs a function on the newest values, and then sends its gradients and changes to the servers."""
 
         def taking(*args: Any, **kwargs: Any) -> Any:
             taken: list[Any] = []
@@ -69,7 +69,7 @@ class WorkerStrategy(Strategy):
 
 
 def _described(engine: Engine, optimizer: Any, gradients: list[Any], variables: list[Any]) -> dict[str, Any]:
-    """What a compiled function can return of an optimizer's gradients: their tensors, among names."""
+    """Returns an optimizer's gradients as a dictionary that a compiled function can return."""
     numbers = []
     for variable in variables:
         if (record := keras_hooks.record_of(variable)) is None:
@@ -89,9 +89,8 @@ def _described(engine: Engine, optimizer: Any, gradients: list[Any], variables: 
             rows.append(some[0])
             values.append(some[1])
     if not optimizer.gradient_accumulation_steps:
-        values = keras_hooks.clipped(
-            optimizer, values
-        )  # rows that are not there are zeros, which count for nothing
+        # Missing rows are zeros, which do not change the norm.
+        values = keras_hooks.clipped(optimizer, values)
     return {
         "optimizer": getattr(optimizer, NUMBER),
         "numbers": present,
@@ -101,7 +100,7 @@ def _described(engine: Engine, optimizer: Any, gradients: list[Any], variables: 
 
 
 class Update:
-    """What one run is to change on the servers."""
+    """The gradients that one `run` sends to the servers."""
 
     def __init__(self) -> None:
         self.gradients: Sequence[Mapping[str, Any]] = ()
@@ -111,10 +110,10 @@ class Task:
     """A worker in one session.
 
     Args:
-        engine: What the backend adds.
-        index: The worker's index.
-        session: The session's name.
-        servers: The servers.
+        engine: The functions of the backend.
+        index: The index of the worker.
+        session: The name of the session.
+        servers: The connections to the servers.
     """
 
     def __init__(self, engine: Engine, index: int, session: str, servers: Sequence[Peer]) -> None:
@@ -122,7 +121,7 @@ class Task:
         self.served = Served(engine, servers, session, tells=False)
         self.own_values: dict[int, Any] = {}
         self.strategy = WorkerStrategy(self)
-        # Functions, each with the variables that it has used the last time.
+        # Functions, each with the variables of its last call.
         self._functions = Recent()
         self._variables: dict[int, Any] = {}
         self._closure = (0, 0)
@@ -131,12 +130,12 @@ class Task:
         self._session = session
 
     def close(self) -> None:
-        """Ends the connections to the servers."""
+        """Closes the connections to the servers."""
         for server in self.served.servers:
             server.close()
 
     def variable(self, number: int, spec: tuple[type, dict[str, Any], Home]) -> Any:
-        """Returns this worker's variable of a number; makes it at first."""
+        """Returns the worker's variable with this number. Creates it on first use."""
         cls, state, home = spec
         if number not in self._variables:
             variable = keras_hooks.new_variable(cls, state)
@@ -145,20 +144,20 @@ class Task:
         variable = self._variables[number]
         if variable.trainable != state["_trainable"]:  # frozen since the last function that used it
             variable.trainable = state["_trainable"]
-            keras_hooks.record_of(variable).table = None  # knows whether it is trained
+            keras_hooks.record_of(variable).table = None  # depends on `trainable`
         return variable
 
     def handlers(self) -> dict[str, Handler]:
-        """The methods that the coordinator may call."""
+        """Returns the methods that the coordinator can call, by name."""
         return {name: getattr(self, name) for name in ("ship", "own", "run")}
 
     def ship(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Takes a function, which closures name afterwards."""
+        """Receives a function. Later closures refer to it by name."""
         self._functions.put(header["function"], [shipping.loads(arrays[0].tobytes(), self), {}])
         return {}, ()
 
     def own(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Makes a value of this worker's own: what a function returns, or an iterator of another such value."""
+        """Creates a per-worker value: the result of a function, or the iterator of an earlier value."""
         with self._running:
             try:
                 with on_worker(self.index), self.strategy.scope():
@@ -168,7 +167,7 @@ class Task:
         return {}, ()
 
     def run(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
-        """Runs a closure. What comes of it, well or badly, is the answer."""
+        """Runs a closure, and answers with its result, its error, or the reason to repeat it."""
         with self._running:
             self._closure, self._commits = (header["closure"], header["oldest"]), itertools.count()
             known = self._functions.get(header["function"])
@@ -190,7 +189,7 @@ class Task:
 
     @contextlib.contextmanager
     def update(self) -> Iterator[Update]:
-        """Within this, a closure changes variables: together, once, from the newest values."""
+        """Returns a context manager that reads the newest values, and commits all changes at its end."""
         self.commit(())
         self.served.next_generation()
         self.served.pull(list(self.served.touched.values()))
@@ -203,8 +202,8 @@ class Task:
         self.commit(update.gradients)
 
     def commit(self, gradients: Sequence[Mapping[str, Any]]) -> None:
-        """Gives the servers gradients, and how variables have changed otherwise."""
-        # Of a flag there is no difference.
+        """Sends gradients and other changes of variables to the servers."""
+        # Booleans cannot be subtracted, so their values are sent.
         changed = [(record, record.value()) for record in self.served.changed()]
         values = [(record, new) for record, new in changed if new.dtype == bool]
         differences = [(record, new - record.pulled) for record, new in changed if new.dtype != bool]
@@ -236,16 +235,16 @@ class Task:
         ]
         for wait in calls:
             wait()
-        for record, _ in changed:  # the servers have added it to what others have made of it
+        for record, _ in changed:  # the servers' values can contain changes by other workers
             record.forget()
         self.served.next_generation()
 
     def _begin(self, touched: Mapping[int, Record]) -> None:
         self.served.next_generation()
-        # What this function has used the last time is asked for at once, with one call a server.
+        # The variables of the function's last call are requested together, with one call per server.
         self.served.touched = dict(touched)
         for record in self.served.records.values():
-            if record.is_changed():  # by a closure that failed before it was done
+            if record.is_changed():  # by a closure that failed
                 record.forget()
 
 

@@ -1,4 +1,4 @@
-"""`kdist demo`: the same script on one device and on several workers, and whether the numbers agree."""
+"""`kdist demo`: runs a script on one device and on several workers, and compares the results."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 
 from kdist.launch.module import run_module
 
-# float32 carries 7 digits; a hundred steps of training enlarge the differences of the last one.
+# float32 has 7 digits, and a hundred training steps enlarge differences in the last digit.
 _TOLERANCE = 1e-3
 
 
 def main(num_workers: int, backend: str | None, epochs: int) -> int:
-    """Trains a small network on handwritten digits twice, prints a table, and says whether both runs agree.
+    """Trains a small network on handwritten digits twice, and prints a table and whether both runs agree.
 
     Args:
-        num_workers: How many workers train it the second time.
-        backend: Their Keras backend; by default what `KERAS_BACKEND` says.
-        epochs: How often each run sees the digits.
+        num_workers: The number of workers in the second run.
+        backend: The Keras backend; by default the backend in `KERAS_BACKEND`.
+        epochs: The number of epochs of each run.
 
     Returns:
-        0 if the runs agree and more than 95 % of the test digits are recognized, else 1; 2 without the digits.
+        0 if the runs agree and the test accuracy is above 95%, 2 if scikit-learn is not installed, else 1.
     """
     if importlib.util.find_spec("sklearn") is None:
         print(

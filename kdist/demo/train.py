@@ -1,6 +1,6 @@
 """The script of the demo: trains a small convolutional network on handwritten digits.
 
-A user's script, run as it is on one device (`--plain`, without kdist) and by `kdist run` on several workers.
+It is a normal user script, for one device (`--plain`, without kdist) or for several workers (`kdist run`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarra
 
 
 def build() -> Any:
-    """Returns the network, compiled."""
+    """Returns the compiled network."""
     import keras
 
     model = keras.Sequential(
@@ -53,11 +53,11 @@ def build() -> Any:
 
 
 def train(strategy: Any, epochs: int, verbose: int) -> dict[str, Any]:
-    """Trains and returns what the demo compares."""
+    """Trains the network and returns the results that the demo compares."""
     import keras
 
     class Clock(keras.callbacks.Callback):
-        """Notes when each epoch begins and ends; the first one includes compilation."""
+        """Measures the duration of each epoch. The first epoch includes compilation."""
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self.started = time.perf_counter()
@@ -93,7 +93,7 @@ def main() -> None:
         import kdist
 
         strategy = kdist.MultiWorkerMirroredStrategy()
-    # A bar where somebody looks at it, else a line an epoch.
+    # A progress bar in a terminal, otherwise one line per epoch.
     result = train(strategy, options.epochs, verbose=1 if sys.stdout.isatty() else 2)
     if strategy is None or strategy.runtime.worker_index == 0:
         options.result.write_text(json.dumps(result))

@@ -1,1 +1,1 @@
-"""`kdist doctor` and `kdist test`: what would stop or slow a job, and what to do about it."""
+"""`kdist doctor` and `kdist test`, which find problems that would stop or slow a job, and suggest fixes."""

@@ -1,4 +1,4 @@
-"""`kdist doctor` and `kdist test`: their options, and what they print."""
+"""The options and the output of `kdist doctor` and `kdist test`."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs one of the commands; returns 0, or 1 if something cannot work.
+    """Runs one of the commands. Returns the exit code, which is 1 if a check failed.
 
     Raises:
-        KdistError: If the call is wrong.
+        KdistError: If an option is invalid.
     """
     if not 1 <= options.timeout < 1e6:
         raise InvalidArgumentError(
@@ -92,7 +92,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _cluster() -> Cluster | None:
-    """Returns the cluster; `None` where its description is wrong, which is what the doctor says then."""
+    """Returns the cluster, or `None` if its description is invalid, which a check reports later."""
     try:
         return discover()
     except ClusterConfigError:
@@ -102,14 +102,14 @@ def _cluster() -> Cluster | None:
 def _examined(
     asked: Options, backend: str | None, count: int, is_launched: bool, show: Callable[[Report], None]
 ) -> int:
-    """Examines workers of this machine, or as a worker those of the job; returns the exit code."""
+    """Checks workers on this machine, or the workers of the job that includes this process."""
     if not is_launched:
         report = examine_here(asked, count, backend)
         show(report)
         return report.exit_code
 
     def say(report: Report) -> None:
-        # A worker that has not met the chief speaks for itself.
+        # A worker that did not join the chief prints its own report.
         if not report.joined or discover().is_chief:
             show(report)
 
@@ -135,7 +135,7 @@ def _as_text(report: Report, is_launched: bool) -> None:
 
 
 def _test(options: argparse.Namespace, count: int, is_launched: bool, is_chief: bool) -> int:
-    """Examines each backend, and prints a table; returns the exit code."""
+    """Checks each backend and prints a table. Returns the exit code."""
     named = options.backend or (keras_backend_name() if is_launched else None)
     backends = [named] if named else installed_backends()
     if not backends:
@@ -168,7 +168,7 @@ def _test(options: argparse.Namespace, count: int, is_launched: bool, is_chief: 
 
 
 def _with_one_device(asked: Options, backend: str, count: int) -> tuple[Options, Report | None]:
-    """Trains the small model on one device; returns what to ask for then, or what was wrong with that."""
+    """Trains the small model on one device. Returns the options with the result, and a report on failure."""
     try:
         expected = one_device(backend, asked.timeout, hidden_gpus(count))
         return dataclasses.replace(asked, expected=expected), None
@@ -179,7 +179,7 @@ def _with_one_device(asked: Options, backend: str, count: int) -> tuple[Options,
 
 
 def _table(shown: Sequence[tuple[str, Report]]) -> str:
-    """The last lines of `kdist test`: what came of each backend."""
+    """Returns the last lines of `kdist test`, with the result of each backend."""
     rows = [("backend", "version", "checks", "one step", "result")]
     for backend, report in shown:
         counts = collections.Counter(line.status for line in report.lines)

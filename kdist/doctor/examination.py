@@ -1,4 +1,4 @@
-"""The examination of one worker, from what it knows by itself to what all find out together. It always ends."""
+"""Checks one worker, first separately, then together with the other workers. It always ends in time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kdist.doctor.software import judge_software
 from kdist.errors import KdistError, WorkerLostError, WorkerTimeoutError
 from kdist.parity import Training
 
-_LAST = 5.0  # seconds after the time is up in which a process must have said so
+_LAST = 5.0  # seconds that a process has to report after the timeout
 _BETWEEN = (
     "The workers reach worker 0, but not each other. Open all ports between the machines, or set the interface",
     "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
@@ -38,14 +38,14 @@ _HINTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is asked for.
+    """The options of the checks.
 
     Args:
-        timeout: How many seconds the whole may take.
-        shared: A folder that all workers are to share.
-        started_by: Who has started the workers; `None` for what describes the cluster.
-        trains: Whether a step of a small model is compared with one device.
-        expected: What one device gives; `None` on workers that need not know.
+        timeout: The limit for all checks together, in seconds.
+        shared: A directory that should be shared by all workers.
+        started_by: How the workers were started, for the title. Defaults to the source of the cluster.
+        trains: Whether to compare one training step of a small model with one device.
+        expected: The result on one device. `None` on workers that do not compare.
     """
 
     timeout: float
@@ -56,11 +56,11 @@ class Options:
 
 
 def examine(options: Options, deliver: Callable[[Report], None]) -> Report:
-    """Examines this process, and with the others the cluster that it belongs to.
+    """Checks this process and, together with the other workers, its cluster.
 
     Args:
-        options: What is asked for.
-        deliver: Given the report, once: at the end, or when the time is up, and the process ends.
+        options: The options of the checks.
+        deliver: Called once with the report, at the end or at the timeout. At a timeout, the process exits.
     """
     ends = time.monotonic() + options.timeout
     report = Report()
@@ -78,7 +78,7 @@ def examine(options: Options, deliver: Callable[[Report], None]) -> Report:
     timer = threading.Timer(options.timeout, late)
     timer.daemon = True
     timer.start()
-    # Where Python itself stands still, nobody else can end the process.
+    # If Python itself hangs, for example in a C call that holds the GIL, the timer cannot run.
     faulthandler.dump_traceback_later(options.timeout + _LAST, exit=True)
     try:
         for stage[0] in _stages(options, report, ends):
@@ -86,7 +86,7 @@ def examine(options: Options, deliver: Callable[[Report], None]) -> Report:
     except Exception as error:
         report.lines.append(failed_line(stage[0], error))
     if not once.acquire(blocking=False):
-        threading.Event().wait()  # the other thread ends the process
+        threading.Event().wait()  # the timer thread terminates the process
     timer.cancel()
     faulthandler.cancel_dump_traceback_later()
     deliver(report)
@@ -94,10 +94,10 @@ def examine(options: Options, deliver: Callable[[Report], None]) -> Report:
 
 
 def failed_line(stage: str, error: Exception) -> Line:
-    """Returns what is said of a stage in which an error was raised.
+    """Returns the report line for a stage that raised an error.
 
-    One of kdist's says itself what to do. Where an engine fails, or a worker that had come is lost, it is most often
-    what lies between them.
+    Errors of kdist already contain advice. If a backend fails, or a worker is lost after it joined, the most
+    likely cause is the network between the workers.
     """
     says_what_to_do = isinstance(error, KdistError) and not isinstance(error, WorkerLostError)
     advice = ("", "") if says_what_to_do or stage not in _HINTS else _BETWEEN
@@ -109,7 +109,7 @@ def _said(error: Exception) -> str:
 
 
 def _stages(options: Options, report: Report, ends: float) -> Iterator[str]:
-    """Does one thing after the other, and yields the name of the next."""
+    """Runs the stages in order, and yields the name of the next stage before it starts."""
     cluster = discover()
     facts = gather(cluster)
     report.title = _title(cluster, facts, options.started_by)
@@ -127,7 +127,7 @@ def _stages(options: Options, report: Report, ends: float) -> Iterator[str]:
     except WorkerTimeoutError as error:
         report.lines.append(missing_line(cluster, error))
         return
-    # What an engine computes on is asked once it has met the others: it must not begin before.
+    # The devices are only read after joining, because the backend must not be initialized earlier.
     devices = tuple(strategy.runtime.devices)
     facts = dataclasses.replace(
         facts, devices=devices, accelerators=sum(not name.startswith("cpu") for name in devices)
@@ -136,13 +136,13 @@ def _stages(options: Options, report: Report, ends: float) -> Iterator[str]:
 
 
 def missing_line(cluster: Cluster, error: WorkerTimeoutError) -> Line:
-    """Returns what is said where not all have come; where the chief did not, what comes of a connection to it."""
+    """Returns the report line for missing workers. Workers also try to connect to the chief."""
     says = " ".join([error.problem, "" if cluster.is_chief else reach(cluster.coordinator)]).rstrip()
     return Line(FAIL, "joining", says, *_HINTS["joining"])
 
 
 def _import_problem() -> str:
-    """Imports Keras and its backend; returns why that cannot be done, nothing where it can."""
+    """Imports Keras and its backend. Returns the problem, or "" if the import works."""
     try:
         from kdist.backends import get_backend
 
@@ -174,7 +174,7 @@ def _together(
             Line(OK, "joining", f"all {cluster.num_workers} workers joined within {joining:.1f} s")
         )
     if len({one.versions.get("kdist") for one in everyone}) > 1:
-        return  # another version may exchange other things
+        return  # other versions may exchange different messages
     yield "clocks"
     report.lines.append(judge_clocks(probes.clock_offsets(exchange)))
     if options.shared is not None:

@@ -1,4 +1,4 @@
-"""What one worker knows of itself and its machine before it has met the others. No framework is imported for it."""
+"""Facts that a worker collects about itself and its machine before joining, without using a framework."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from kdist.launch.info import version_of
 from kdist.launch.plan import THREADS, usable_cores
 
 _PACKAGES = ("kdist", "keras", "numpy")
-_RESOLVING = 5.0  # seconds for all names; a name server that does not answer takes longer
+_RESOLVING = 5.0  # seconds for all names; a name server that does not respond takes longer
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What one worker has found, as JSON values: they travel.
+    """The facts about one worker, as JSON values that workers can exchange.
 
     Args:
-        name: How messages name the worker.
-        host: Its machine.
+        name: The name of the worker for messages.
+        host: The host name of its machine.
         python: The version of Python.
-        executable: Which Python that is.
+        executable: The path of the Python interpreter.
         versions: The version of each package, or "not installed".
-        backend: The Keras backend, and why it is that one.
-        sources: Each source that describes a cluster, what it says, and whether it won.
-        resolved: The number of each host of the cluster.
-        unresolved: The hosts whose number could not be found, and why.
-        address: Where the worker is to listen; empty where nobody says so.
-        port: Why it cannot listen there; empty where it can.
-        cores: Which cores it may use; `mpirun` and Slurm give each worker its own.
-        threads: On how many it computes.
-        open_files: How many files it may have open; -1 for as many as it likes.
-        shared_memory: Bytes of /dev/shm; -1 where there is none.
-        gpus: How many GPUs the driver shows it.
-        token: A fingerprint of the job's secret; empty without one.
-        import_error: Why Keras or the framework could not be imported.
-        devices: What the framework computes on, one entry a replica.
-        accelerators: How many of these are none of the CPU's.
+        backend: The Keras backend, and the reason for this choice.
+        sources: Each source with variables that are set: its name, its result, and whether kdist uses it.
+        resolved: The IP address of each host in the cluster.
+        unresolved: The hosts that could not be resolved, and the reasons.
+        address: The address at which the worker should listen. Empty if it is unknown.
+        port: The reason why it cannot listen there. Empty if it can.
+        cores: The cores that it may use. `mpirun` and Slurm assign separate cores to each worker.
+        threads: The number of threads that compute.
+        open_files: The maximum number of open files, or -1 if it is unlimited or unknown.
+        shared_memory: The size of /dev/shm in bytes, or -1 if it does not exist.
+        gpus: The number of GPUs that the process may use.
+        token: A fingerprint of the job's secret. Empty if there is no secret.
+        import_error: The reason why Keras or the framework cannot be imported.
+        devices: The devices of the framework, one entry per replica.
+        accelerators: The number of these devices that are not CPUs.
     """
 
     name: str
@@ -80,13 +80,13 @@ class Facts:
     accelerators: int = 0
 
     def of_another(self, text: str) -> Facts:
-        """Reads another worker's. What its version of kdist does not tell is taken to be as here."""
+        """Parses the facts of another worker. Fields that its version of kdist lacks keep their values."""
         said, known = json.loads(text), {field.name for field in dataclasses.fields(self)}
         return dataclasses.replace(self, **{name: said[name] for name in known & said.keys()})
 
 
 def gather(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Facts:
-    """Returns the facts of this process, which is a worker of `cluster`."""
+    """Collects the facts about this process, a worker of `cluster`."""
     backend, why = keras_backend_choice(environ)
     hosts = list(dict.fromkeys(split_address(address)[0] for address in cluster.addresses if address))
     resolved, unresolved = resolve(hosts)
@@ -117,7 +117,7 @@ def gather(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Facts:
 def resolve(
     hosts: Sequence[str], timeout: float = _RESOLVING, look_up: Callable[..., Any] = socket.getaddrinfo
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Looks up the numbers of hosts, all at once; returns those that were found, and why others were not."""
+    """Resolves hosts in parallel. Returns their IP addresses, and the reasons for hosts that failed."""
     found: dict[str, str] = {}
     failed: dict[str, str] = {}
 
@@ -138,18 +138,18 @@ def resolve(
 
 
 def port_problem(address: str) -> str:
-    """Says why this process cannot listen at its address; nothing where it can, or need not."""
+    """Returns why this process cannot listen at its address, or "" if it can or does not need to."""
     if not address:
         return ""
     try:
         check_port_free(address)
     except ClusterConfigError as error:
-        return "" if "resolved" in error.problem else error.problem  # the names have a line of their own
+        return "" if "resolved" in error.problem else error.problem  # another line of the report covers names
     return ""
 
 
 def reach(address: str | None, timeout: float = 2.0) -> str:
-    """Says in a sentence what comes of a connection to an address."""
+    """Tries to connect to an address, and returns the result as a sentence."""
     if address is None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Workers that the doctor starts itself, on this machine, where nothing describes a cluster."""
+"""Starts workers on this machine for the checks, if no cluster is configured."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kdist.launch.roles import NO_GPU
 from kdist.parity import Training
 from kdist.whole_files import whole_file
 
-_LATER = 15.0  # seconds after which the launcher ends workers that should have ended themselves
+_LATER = 15.0  # seconds after the timeout until the launcher terminates workers that did not exit
 
 
 def examine_here(options: Options, num_workers: int, backend: str | None) -> Report:
-    """Starts workers on this machine, and returns what they have found."""
+    """Starts workers on this machine, and returns their combined report."""
     options = dataclasses.replace(options, started_by="started on this machine")
     with tempfile.TemporaryDirectory(prefix="kdist-doctor-") as folder:
         limit, hidden = options.timeout + _LATER, hidden_gpus(num_workers)
@@ -49,20 +49,20 @@ def examine_here(options: Options, num_workers: int, backend: str | None) -> Rep
 
 
 def hidden_gpus(num_workers: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns what hides the GPUs from workers where each cannot have one: two cannot share one."""
+    """Returns variables that hide the GPUs if there are fewer GPUs than workers, which cannot share a GPU."""
     return {GPUS: NO_GPU} if 0 < len(visible_gpus(environ)) < num_workers else {}
 
 
 def one_device(backend: str | None, timeout: float, hidden: Mapping[str, str]) -> Training:
-    """Returns what one step of the small model gives on one device, in a process of its own.
+    """Trains the small model for one step on one device, in a separate process.
 
     Args:
         backend: The Keras backend.
-        timeout: How many seconds it may take.
-        hidden: What hides the GPUs, where the workers have none either.
+        timeout: The time limit, in seconds.
+        hidden: Environment variables that hide the GPUs, if the workers do not use GPUs either.
 
     Raises:
-        LaunchError: If it fails.
+        LaunchError: If the training fails.
     """
     ending = _quietly(train_it, (None,), 1, backend, timeout, hidden)
     (worker,) = ending.workers
@@ -88,7 +88,7 @@ def _quietly(
     plan = plan_job(num_workers, backend=backend, extra=hidden)
     payload = shipping.pack_call(fn, args, {}, sys.path)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        quiet = Sink(nowhere)  # what the workers have printed last is in the ending
+        quiet = Sink(nowhere)  # the returned `Ending` contains the last output of the workers
         return run_plan(plan, payload, quiet, quiet, timeout=timeout, prefixed=False)
 
 
@@ -101,13 +101,13 @@ def _in_worker(options: Options, folder: str) -> None:
 
     report = examine(options, deliver)
     if not report.joined:
-        raise SystemExit(1)  # the others need not wait for this worker
+        raise SystemExit(1)  # so that the other workers do not wait for this one
 
 
 def together(reports: Sequence[Report | None], ending: Ending) -> Report:
-    """Makes one report of those of all workers, of which some may be missing."""
+    """Combines the reports of all workers. Missing reports are `None`."""
     there = [report for report in reports if report is not None]
-    # What they found together stands in the report of each; the chief's has everything.
+    # All joined workers report the shared checks. The report of the chief, the first one, contains all lines.
     for report in there:
         if report.joined:
             return report

@@ -1,4 +1,4 @@
-"""What is said about the machines and what lies between them: the cluster, names, ports, cores, clocks, folders."""
+"""Checks of the machines and the network: cluster, host names, ports, cores, limits, clocks, directories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOTHING = "does not describe a cluster"
 
 
 def judge_machines(everyone: Sequence[Facts]) -> Iterator[Line]:
-    """Yields the lines, from the facts of all workers or of one."""
+    """Yields the report lines for the facts of one worker or of all workers."""
     yield from _cluster(everyone)
     yield _hosts(everyone)
     yield from _ports(everyone)
@@ -51,7 +51,7 @@ def _cluster(everyone: Sequence[Facts]) -> Iterator[Line]:
                     "kdist info",
                 )
         if found:
-            return  # the others have the same
+            return  # the other workers would repeat it
     single = "no cluster is configured: single worker"
     yield Line(OK, "cluster", single if winners.startswith("none") else f"described by {winners}")
 
@@ -92,7 +92,7 @@ def _hosts(everyone: Sequence[Facts]) -> Line:
 def _ports(everyone: Sequence[Facts]) -> Iterator[Line]:
     taken = [facts for facts in everyone if facts.port]
     for facts in taken:
-        # The engines meet at worker 0; at the addresses of the others TensorFlow listens alone.
+        # All backends listen at the address of worker 0. Only TensorFlow also uses the other addresses.
         is_taken = facts.port.startswith("Cannot listen on port")
         status = FAIL if facts.name == "worker 0" and is_taken else WARN
         advice = ("Check the index of this worker and the order of the hosts. On its machine", "hostname -I")
@@ -155,10 +155,10 @@ def _limits(everyone: Sequence[Facts]) -> Iterator[Line]:
 
 
 def judge_clocks(offsets: Sequence[tuple[float, float]]) -> Line:
-    """Says how far the clocks are apart.
+    """Returns the report line for the differences between the clocks.
 
     Args:
-        offsets: Of each worker, by how many seconds it is ahead of the one that asks, and how sure that is.
+        offsets: For each worker, the seconds by which its clock is ahead of this one, and the uncertainty.
     """
     far = {i: offset for i, (offset, doubt) in enumerate(offsets) if abs(offset) - doubt > _MOST_OFFSET}
     if far:
@@ -177,7 +177,7 @@ def judge_clocks(offsets: Sequence[tuple[float, float]]) -> Line:
 
 
 def judge_shared(folder: str, problems: Sequence[str]) -> Line:
-    """Says whether a folder is shared by all workers; `problems` has what each found, nothing where all is well."""
+    """Returns the report line for a shared directory. `problems` has one entry per worker, or "" if none."""
     found = {f"worker {i}": text for i, text in enumerate(problems) if text}
     if found:
         says = f"{folder}: {spread(list(found.items()), len(problems))}"
@@ -192,12 +192,12 @@ def judge_shared(folder: str, problems: Sequence[str]) -> Line:
 
 
 def judge_all_reduce(times: Sequence[float], num_bytes: int, is_right: bool) -> Line:
-    """Says how long it takes to add up over the workers.
+    """Returns the report line for the all-reduce.
 
     Args:
-        times: Seconds for one number, and for many.
-        num_bytes: How many bytes the many have.
-        is_right: Whether the sum was right.
+        times: The times in seconds for a single number and for a large array.
+        num_bytes: The size of the large array, in bytes.
+        is_right: Whether the sums were correct.
     """
     small, large = times
     says = (

@@ -1,4 +1,4 @@
-"""The parity check of `kdist test`: one step of a small model, on one device and on all workers."""
+"""The parity check of `kdist test`: one step of a small model on one device and on all workers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from kdist.doctor.report import FAIL, OK, Line
 from kdist.parity import ATOL, RTOL, Training, explain, train
 
-_ROWS = 23  # which no number of workers divides
+_ROWS = 23  # a prime, so the workers cannot share the rows evenly
 
 
 def make_model() -> Any:
-    """Returns a small model that has some of everything that is added up over the replicas."""
+    """Returns a small model that covers all values that are summed over the replicas."""
     import keras
 
     model = keras.Sequential(
@@ -28,7 +28,7 @@ def make_model() -> Any:
 
 
 def rows() -> tuple[Any, Any, Any]:
-    """Returns what it is trained on: no two rows are alike, and none weighs as much as another."""
+    """Returns the training data. All rows and all sample weights are different."""
     import numpy as np
 
     draw = np.random.RandomState(0)
@@ -37,12 +37,12 @@ def rows() -> tuple[Any, Any, Any]:
 
 
 def train_it(make_strategy: Callable[[], Any] | None) -> Training:
-    """Trains it under a strategy, or plainly."""
+    """Trains the model under a strategy, or without one."""
     return train(make_model, rows, make_strategy, 1, 0, {"batch_size": _ROWS})
 
 
 def compare(expected: Training | None, strategy: Any, exchange: Callable[[Any], list[Any]]) -> Line | None:
-    """Trains it on all workers; returns what came of it on the worker that knows what one device gives."""
+    """Trains the model on all workers. Workers with `expected` return the result of the comparison."""
     mine = train_it(lambda: strategy)
     everyone = exchange(mine.numbers)
     if expected is None:

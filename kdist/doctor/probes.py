@@ -1,4 +1,4 @@
-"""What workers that have met find out together. All call the same function, in the same order."""
+"""Checks that workers run together after joining. All workers must call the functions in the same order."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from kdist.whole_files import whole_file
 
-Exchange = Callable[[Any], list[Any]]  # gives the values of all workers, in their order
+Exchange = Callable[[Any], list[Any]]  # returns the values of all workers, in order
 
 _ROUNDS = 5
-_PATIENCE = 3.0  # seconds that a file may take to show on the other machines
+_PATIENCE = 3.0  # seconds until a file must be visible on the other machines
 _REPLACEMENTS = 50
-_LARGE = 2 << 20  # numbers of float32: 8 MB
+_LARGE = 2 << 20  # float32 values: 8 MB
 
 
 def clock_offsets(exchange: Exchange, now: Callable[[], float] = time.time) -> list[tuple[float, float]]:
-    """Returns of each worker's clock by how many seconds it is ahead of this one's, and how sure that is."""
+    """Returns the seconds by which each worker's clock is ahead of this one, and the uncertainty."""
     best: list[tuple[float, float]] | None = None
     for _ in range(_ROUNDS):
-        exchange(0.0)  # they begin together
+        exchange(0.0)  # synchronizes the workers
         before, start = now(), time.monotonic()
         theirs = exchange(before)
         doubt = time.monotonic() - start
@@ -35,7 +35,7 @@ def clock_offsets(exchange: Exchange, now: Callable[[], float] = time.time) -> l
 
 
 def shared_folder(folder: str, worker_index: int, exchange: Exchange) -> list[str]:
-    """Returns what each worker has found wrong with a folder that all are to share; nothing where all is well."""
+    """Checks a directory that all workers share. Returns one problem per worker, "" if there is none."""
     job = exchange(os.urandom(4).hex())[0]
     mine = Path(folder) / f".kdist-doctor-{job}-{worker_index}"
     problem = _write(mine, str(worker_index))
@@ -45,7 +45,7 @@ def shared_folder(folder: str, worker_index: int, exchange: Exchange) -> list[st
         problem = _missing(names)
         everyone = exchange(problem)
     if not any(everyone):
-        # Worker 0 goes on replacing its file while the others read it.
+        # Worker 0 replaces its file repeatedly while the others read it.
         problem = _replace(mine) if worker_index == 0 else _torn(mine.with_name(f".kdist-doctor-{job}-0"))
         everyone = exchange(problem)
     with contextlib.suppress(OSError):
@@ -91,16 +91,16 @@ def _replace(path: Path) -> str:
 def _torn(path: Path) -> str:
     for _ in range(_REPLACEMENTS):
         said = _read(path)
-        if said not in (None, "0", "a" * 5000, "b" * 5000):  # NFS may lose sight of it, and says so
+        if said not in (None, "0", "a" * 5000, "b" * 5000):  # None: on NFS, it may be missing for a moment
             return "a file is incomplete while it is replaced"
     return ""
 
 
 def all_reduce_times(strategy: Any) -> tuple[list[float], int, bool]:
-    """Adds up one number, and many, over all replicas.
+    """Runs an all-reduce of a single number and of a large array over all replicas.
 
     Returns:
-        The seconds for either, how many bytes the many have, and whether the sums were right.
+        Both times in seconds, the size of the large array in bytes, and whether the sums were correct.
     """
     import keras
     import numpy as np
@@ -112,7 +112,7 @@ def all_reduce_times(strategy: Any) -> tuple[list[float], int, bool]:
         weight = keras.ops.cast(context.replica_id_in_sync_group, "float32") + 1.0
         return context.all_reduce("SUM", values * weight)
 
-    @kdist.function  # TensorFlow warns of what is not compiled
+    @kdist.function  # TensorFlow warns about functions that are not compiled
     def step(values: Any) -> Any:
         return strategy.run(add_up, args=(values,))
 
@@ -121,7 +121,7 @@ def all_reduce_times(strategy: Any) -> tuple[list[float], int, bool]:
     for number in (1, _LARGE):
         values = keras.ops.ones((number,), "float32")
         taken = []
-        for _ in range(_ROUNDS + 1):  # the first one compiles
+        for _ in range(_ROUNDS + 1):  # the first round compiles
             start = time.perf_counter()
             result = strategy.experimental_local_results(step(values))[0]
             host = keras.ops.convert_to_numpy(result)

@@ -1,4 +1,4 @@
-"""What the doctor says: a line a check, and the command to type next."""
+"""The report of `kdist doctor`: one line per check, and the next command."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MARGIN = 20
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """What came of one check.
+    """The result of one check.
 
     Args:
-        status: "ok", "warn" for what costs time or surprises later, "FAIL" for what cannot work.
-        check: What was looked at, in a word or two.
-        says: What was found.
-        remedy: What to do about it.
-        command: The command that does it, where one can be pasted.
+        status: "ok", "warn" if it costs time or causes surprises later, or "FAIL" if the job cannot work.
+        check: The name of the check, in one or two words.
+        says: The result.
+        remedy: The advice for a fix.
+        command: The command for the fix, if there is one to paste.
     """
 
     status: str
@@ -32,12 +32,12 @@ class Line:
     command: str = ""
 
     def text(self) -> str:
-        """The line as it is printed, with what to do below it."""
+        """Returns the printed line, with the advice below it."""
         advice = ": ".join(part for part in (self.remedy.rstrip("."), self.command) if part)
         first = textwrap.wrap(
             self.says, _WIDTH - _MARGIN, break_long_words=False, break_on_hyphens=False
         ) or [""]
-        # A command stays in one piece, to be pasted.
+        # Do not wrap a command, so that users can paste it.
         below = [f"→ {advice}"] if advice else []
         lines = [
             f"  {self.status:<5} {self.check:<11} {first[0]}",
@@ -48,12 +48,12 @@ class Line:
 
 @dataclasses.dataclass
 class Report:
-    """All lines of one examination.
+    """The results of all checks.
 
     Args:
-        title: Who was examined.
-        lines: What was found.
-        joined: Whether the lines speak of all workers; else of one alone.
+        title: The workers that were checked.
+        lines: The results.
+        joined: Whether the results cover all workers. Otherwise, they cover only one.
     """
 
     title: str = ""
@@ -62,44 +62,44 @@ class Report:
 
     @property
     def failed(self) -> list[Line]:
-        """What cannot work."""
+        """The lines with the status "FAIL"."""
         return [line for line in self.lines if line.status == FAIL]
 
     @property
     def exit_code(self) -> int:
-        """0, or 1 if something cannot work."""
+        """0, or 1 if a check failed."""
         return 1 if self.failed else 0
 
     def next_command(self, when_well: str, again: str) -> str:
-        """Returns what to type next: the remedy of the first failure, where there is one."""
+        """Returns the next command: the fix for the first failed check that has one, else `again`."""
         if not self.failed:
             return when_well
         return next((line.command for line in self.failed if line.command), again)
 
     def text(self) -> str:
-        """The report as it is printed, without its last line."""
+        """Returns the printed report without its last line."""
         return "\n".join([f"kdist doctor: {self.title}", *(line.text() for line in self.lines)])
 
     def as_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Returns the report as JSON values."""
         return {"ok": not self.failed, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Reads what `as_json` gave."""
+        """Parses the JSON text of a report."""
         said = json.loads(text)
         return cls(said["title"], [Line(**line) for line in said["lines"]], said["joined"])
 
 
 def names_of(names: Sequence[str], everyone: int) -> str:
-    """Says who: "all workers", "worker 1", "worker 0 and 2 more"."""
+    """Joins names, such as "all workers", "worker 1", "worker 0, worker 1 and 2 more"."""
     if len(names) == everyone:
         return "all workers" if everyone > 1 else names[0]
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
 def spread(values: Iterable[tuple[str, Any]], everyone: int) -> str:
-    """Says who has which value: "3.15.1 on worker 0, 3.16.0 on worker 1"."""
+    """Groups workers by value, such as "3.15.1 on worker 0, 3.16.0 on worker 1"."""
     who: dict[str, list[str]] = {}
     for name, value in values:
         who.setdefault(str(value), []).append(name)

@@ -1,4 +1,4 @@
-"""What is said about what all workers must have alike: Python, packages, the backend, devices, the secret."""
+"""Checks of settings that must be equal on all workers: Python, packages, backend, devices, secret."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MISSING = "not installed"
 
 
 def judge_software(everyone: Sequence[Facts]) -> Iterator[Line]:
-    """Yields the lines, from the facts of all workers or of one."""
+    """Yields the report lines for the facts of one worker or of all workers."""
     yield _python(everyone)
     yield from _packages(everyone)
     yield _backend(everyone)
-    if any(facts.devices for facts in everyone):  # a worker by itself does not know yet
+    if any(facts.devices for facts in everyone):  # unknown before joining
         yield _devices(everyone)
     yield _token(everyone)
 
@@ -54,7 +54,7 @@ def _packages(everyone: Sequence[Facts]) -> Iterator[Line]:
             status = WARN if package == "numpy" else FAIL
             wanted = f"{package}=={version(everyone[0]).split()[0]}"
             remedy, command = ("On the other workers", f"pip install {wanted}")
-            if package == "kdist":  # it is not published
+            if package == "kdist":  # kdist is not on PyPI
                 remedy, command = ("On all workers, in the same checkout of kdist", "pip install .")
             yield Line(status, "packages", says, remedy, command)
         else:
@@ -111,7 +111,7 @@ def _devices(everyone: Sequence[Facts]) -> Line:
 
 def _token(everyone: Sequence[Facts]) -> Line:
     do, command = "Create a secret once, and set it on all workers", EXPORT_TOKEN
-    # Fingerprints are compared, not shown: there is nothing to learn from one.
+    # If the secrets differ, this shows their fingerprints, which do not reveal them.
     if _differ(everyone, lambda facts: facts.token):
         says = _spread(everyone, lambda facts: f"secret {facts.token}" if facts.token else "none")
         return Line(FAIL, "token", says, do, command)

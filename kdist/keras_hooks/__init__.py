@@ -1,41 +1,40 @@
-"""The one room that touches `keras.src` or changes anything in Keras.
+"""The only package that uses `keras.src` or patches Keras.
 
-Every hook does nothing outside a kdist strategy: models created elsewhere behave exactly as without kdist.
-`install` is idempotent and runs when the first strategy is created. The hooks and why each is needed:
+Outside a kdist strategy the hooks do nothing: models that are created there behave exactly as without kdist.
+`install` is idempotent and runs when the first strategy is created. The hooks, and the reason for each:
 
-- `Trainer.compile` on TensorFlow: notes who asked for XLA, since Keras makes `True` of "auto".
-- `Trainer.__init__` remembers the strategy a model is created under; `fit` and its relatives dispatch on it.
-- `Variable.__init__` tells the strategy in scope, which gives all workers the chief's values; `assign_add` and
-  `assign_sub` tell the replica's scope that a write is no new value.
-- Keras's functions that write a model's files: one worker writes, and all find the file complete; and none of them
-  imports TensorFlow beside another backend, to see whether something is one of its types.
-- `get_metrics_result` and `_initialize_ddp` of PyTorch's trainer in Keras 3.16: any process group makes a model a DDP
-  model there. kdist's own process group must not.
-- `reduce_values`, `apply_mask`, `reduce_weighted_values` (keras.src.losses.loss): denominators of losses that
-  are not a plain mean over rows must be counted over all replicas. There is no public place between a loss's
+- `Trainer.compile` on TensorFlow: records which models request XLA, because Keras turns "auto" into `True`.
+- `Trainer.__init__`: records the strategy of a model, on which `fit` and similar methods dispatch.
+- `Variable.__init__`: registers the variable with the strategy in scope, which gives all workers the chief's
+  values. `assign_add` and `assign_sub`: mark a write as an addition in the replica's scope.
+- Keras's functions that write model files: one worker writes, and all workers find a complete file. On JAX
+  and PyTorch, they must not import TensorFlow to check the type of an object.
+- `get_metrics_result` and `_initialize_ddp` of PyTorch's trainer: with any process group, Keras 3.16 wraps
+  models in DDP. kdist's process group must not have this effect.
+- `reduce_values`, `apply_mask`, `reduce_weighted_values` (keras.src.losses.loss): if a loss is not a plain
+  mean over rows, its denominator must be counted over all replicas. Keras has no public hook between a loss's
   per-row values and its reduction.
-- `Layer.add_loss`, and what reads and clears such losses: Keras knows them by their addresses, even when they are gone,
-  and drops other layers' losses that have come to be there. In kdist's scopes only those of the same scope count.
-- `Mean.update_state`, `Sum.update_state`: a scalar counts as much as the rows it stands for.
-- `Layer.add_loss` once more: a scalar that is known to be a sum over the rows is added up over the replicas; see
-  `training/probe.py`.
-- `CompileLoss._flat_losses`: the same for a loss, whose class may have a `__call__` of its own that nobody can wrap.
-- `Variable.__array__` on JAX: the parts of a variable that other workers hold are gathered. `Variable.value` and
+- `Layer.add_loss` and the methods that read and clear such losses: Keras identifies losses by
+  address, even deleted ones, and drops a loss at a reused address. kdist's scopes keep separate sets.
+- `Mean.update_state`, `Sum.update_state`: a scalar has the weight of the rows that it summarizes.
+- `Layer.add_loss` again: if a scalar is known to be a sum over the rows, it is added up over the replicas;
+  see `training/probe.py`.
+- `CompileLoss._flat_losses`: the same for losses. A class can override `__call__`, which kdist cannot wrap.
+- `Variable.__array__` on JAX: gathers the shards of a variable from other workers. `Variable.value` and
   `__repr__`: a variable may be stored with padding.
-- `Optimizer.add_variable_from_reference`: notes whose variable it is, which is divided as that one.
-- `Optimizer.apply`: sums the gradients over the replicas first, so that clipping comes after; where variables are
-  divided, those that it makes are, too.
-- TensorFlow's optimizer: its own `tf.distribute` branches reduce a second time, or fail in a `cond` and outside of
-  replicas; but in a strategy of `tf.distribute`'s own, the backend-neutral methods of the base class are right.
+- `Optimizer.add_variable_from_reference`: records the variable that the new one belongs to.
+- `Optimizer.apply`: sums gradients over the replicas before clipping, and shards new variables.
+- TensorFlow's optimizer: its `tf.distribute` branches reduce a second time, or fail in a `cond` and outside
+  replicas. They run only under a native `tf.distribute` strategy; elsewhere the base class's methods do.
 - `SeedGenerator.next`: replicas must draw different random numbers.
-- `torch_seed_generator`: the same for PyTorch's generators, without a transfer from and to the device per draw.
-- `remat`, `custom_gradient` on PyTorch: a GPU's backward pass runs in threads that know of no replica, and what it
-  recomputes must draw the random numbers of the forward pass.
-- `Embedding.call` on JAX: of a table on parameter servers, programs take the rows that are looked up as arguments.
-- `BatchNormalization(synchronized=True)` and `moments`: refused by Keras outside TensorFlow. On JAX, one collective for
-  each layer in each direction.
+- `torch_seed_generator`: the same for PyTorch's generators, without a device transfer per draw.
+- `remat`, `custom_gradient` on PyTorch: a GPU's backward pass runs in threads that have no replica.
+  Recomputation must draw the same random numbers as the forward pass.
+- `Embedding.call` on TensorFlow and JAX: looks up single rows of a table that is on parameter servers.
+- `BatchNormalization(synchronized=True)` and `moments`: Keras refuses `synchronized` outside TensorFlow. On
+  JAX, each layer needs one collective per direction.
 
-`make test-nightly` says which name is gone when a new Keras breaks one of them.
+`make test-nightly` reports which name is missing when a new Keras breaks a hook.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ _installed = False
 
 
 def install(native_moments: bool) -> None:
-    """Puts the hooks into Keras, once a process; told whether the backend's own moments can be synchronized."""
+    """Installs the hooks in Keras, once per process; for `native_moments` see `Backend`."""
     global _installed
     with _lock:
         if _installed:

@@ -10,14 +10,14 @@ from typing import Any
 def epoch_iterator(native: Callable[[Any], Any], keeps_batches: bool, **arguments: Any) -> Any:
     """Returns Keras's `EpochIterator` over *global* batches, in the order that plain Keras would give.
 
-    Its attribute `prepare` may be set to a function from the iterable of an epoch's batches to an iterator of
-    what the steps take.
+    Its attribute `prepare` can be set to a function. It takes the iterable of an epoch's batches and returns
+    an iterator over the inputs of the steps.
 
     Args:
-        native: From Keras's data adapter to the iterable of batches that the backend's own loop takes, since each
-            shuffles differently.
-        keeps_batches: Whether one iterable serves all epochs: its shuffles follow from how often it was iterated.
-        **arguments: Those of Keras's `EpochIterator`.
+        native: Takes Keras's data adapter and returns the iterable of batches for the backend's own loop,
+            because each backend shuffles differently.
+        keeps_batches: Whether one iterable serves all epochs; each iteration changes its order.
+        **arguments: The arguments of Keras's `EpochIterator`.
     """
     from keras.src.trainers.epoch_iterator import EpochIterator
 
@@ -36,23 +36,23 @@ def epoch_iterator(native: Callable[[Any], Any], keeps_batches: bool, **argument
     iterator = GlobalBatchIterator(**arguments)
     queue = _endless_queue(iterator)
     if queue is not None:
-        # Batches are read ahead of the steps, past the end of an epoch, where Keras would stop it.
+        # kdist reads batches ahead, also past the end of an epoch, where Keras would stop the queue.
         queue.stop = lambda **_: None
     return iterator
 
 
 def _endless_queue(iterator: Any) -> Any:
-    """The queue of a PyDataset that has one, and no end."""
+    """Returns the queue of an infinite `PyDataset`, or `None`."""
     adapter = iterator.data_adapter
     return getattr(adapter, "enqueuer", None) if adapter.num_batches is None else None
 
 
 def data_adapter(num_batches: int | None, epochs: Iterable[Any]) -> Any:
-    """Returns a `DataAdapter` of Keras for batches that come from kdist.
+    """Returns a Keras `DataAdapter` for batches that come from kdist.
 
     Args:
-        num_batches: Steps of an epoch, where known.
-        epochs: Gives the batches of an epoch each time it is iterated; some iterators are never started.
+        num_batches: The number of steps per epoch, or `None` if unknown.
+        epochs: An iterable over the batches of an epoch. Some of its iterators are never started.
     """
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
@@ -67,7 +67,7 @@ def data_adapter(num_batches: int | None, epochs: Iterable[Any]) -> Any:
             return epochs
 
         def get_jax_iterator(self, super_batch: int | None = None) -> Any:
-            # Keras 3.16's own loop asks for stacked steps; kdist's loop never does.
+            # Only the loop of Keras 3.16 requests stacked steps.
             assert not super_batch, "Keras's own loop must not read kdist's batches."
             return epochs
 
@@ -77,14 +77,14 @@ def data_adapter(num_batches: int | None, epochs: Iterable[Any]) -> Any:
 
 
 def shuffles_py_dataset(iterator: Any) -> bool:
-    """Says whether an `epoch_iterator` shuffles the batches of a PyDataset, with Python's `random`."""
+    """Returns whether an `epoch_iterator` shuffles the batches of a `PyDataset` with Python's `random`."""
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
     return isinstance(iterator.data_adapter, PyDatasetAdapter) and bool(iterator.data_adapter.shuffle)
 
 
 def first_of_py_dataset(iterator: Any) -> Any:
-    """Returns a batch of a PyDataset without its queue, which would lose what was read and not used."""
+    """Returns the first batch of a `PyDataset`, or `None`; its queue would lose batches that are not used."""
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
     if not isinstance(iterator.data_adapter, PyDatasetAdapter):
@@ -93,39 +93,39 @@ def first_of_py_dataset(iterator: Any) -> Any:
 
 
 def release(iterator: Any) -> None:
-    """Lets go of what an `epoch_iterator` has begun to read."""
+    """Releases the iterators and the queue of an `epoch_iterator`."""
     iterator.prepare = iterator._current_iterator = iterator._epoch_iterator = None
     queue = _endless_queue(iterator)
     if queue is not None:
         vars(queue).pop("stop", None)
-        with contextlib.suppress(Exception):  # of a batch that was read ahead and that nobody asked for
+        with contextlib.suppress(Exception):  # from batches that were read ahead and never used
             queue.stop()
 
 
 def skip_steps(iterator: Any, number: int) -> None:
-    """Lets an `epoch_iterator` know of steps that were taken before: from this Keras knows where the data end."""
+    """Adds earlier steps to the count of an `epoch_iterator`, from which Keras infers the end of the data."""
     iterator._steps_seen += number
 
 
 def forget_batches(iterator: Any) -> None:
-    """Lets an `epoch_iterator` make its batches anew, from the random numbers that come now."""
+    """Makes an `epoch_iterator` create its batches again, from the present random state."""
     iterator._kept = None
 
 
 def is_torch_loader(iterator: Any) -> bool:
-    """Says whether an `epoch_iterator` reads a PyTorch `DataLoader`, which may shuffle by the global seed."""
+    """Returns whether an `epoch_iterator` reads a PyTorch `DataLoader`, which may use the global seed."""
     from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
     return isinstance(iterator.data_adapter, TorchDataLoaderAdapter)
 
 
 def dataset_of(iterator: Any) -> Any:
-    """Returns the dataset that an `epoch_iterator` reads, where Keras keeps one."""
+    """Returns the dataset that an `epoch_iterator` reads, or `None` if Keras does not keep it."""
     return getattr(iterator.data_adapter, "_dataset", None)
 
 
 def py_dataset_batches(dataset: Any) -> Iterator[Any]:
-    """Yields the batches of one epoch of a PyDataset, prepared by its own threads or processes."""
+    """Yields the batches of one epoch of a `PyDataset`, prepared by its own threads or processes."""
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
     adapter = PyDatasetAdapter(dataset, class_weight=None, shuffle=False)
@@ -137,26 +137,26 @@ def py_dataset_batches(dataset: Any) -> Iterator[Any]:
 
 
 def num_array_rows(iterator: Any) -> int | None:
-    """Returns the rows of the arrays that an `epoch_iterator` reads; `None` for data of other kinds."""
+    """Returns the number of rows of the arrays that an `epoch_iterator` reads, or `None` for other data."""
     return getattr(iterator.data_adapter, "_num_samples", None)
 
 
 def shuffles_arrays(iterator: Any) -> bool:
-    """Says whether the order of an `epoch_iterator` comes from the backend's global random state."""
+    """Returns whether an `epoch_iterator` shuffles arrays with the backend's global random state."""
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
     return isinstance(iterator.data_adapter, ArrayDataAdapter) and bool(iterator.data_adapter._shuffle)
 
 
 def train_validation_split(arrays: Any, validation_split: float) -> Any:
-    """Keras's own split of arrays into a training and a validation part."""
+    """Splits arrays into a training and a validation part, as Keras does."""
     from keras.src.trainers.data_adapters import array_slicing
 
     return array_slicing.train_validation_split(arrays, validation_split=validation_split)
 
 
 def class_weight_to_sample_weights(y: Any, class_weight: Any) -> Any:
-    """Keras's own translation of `class_weight` into one weight a row."""
+    """Translates `class_weight` into one weight per row, as Keras does."""
     from keras.src.trainers.data_adapters import data_adapter_utils
 
     return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)

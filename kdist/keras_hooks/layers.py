@@ -1,4 +1,4 @@
-"""Batch normalization over all replicas, and modules of PyTorch inside of Keras models."""
+"""Batch normalization over all replicas, embeddings, and PyTorch modules inside Keras models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kdist.keras_hooks.wrapping import replace, running_replica, wrap
 
 
 def hook_torch_modules(zero_grad: Callable[..., Any], call_module: Callable[..., Any]) -> None:
-    """Wraps what clears gradients, and what runs modules of PyTorch's own; called once, by the backend."""
+    """Replaces `Layer.zero_grad` and `TorchModuleWrapper.call`; the backend calls this once."""
     import keras
 
     replace(keras.Layer, "zero_grad", zero_grad)
@@ -18,10 +18,10 @@ def hook_torch_modules(zero_grad: Callable[..., Any], call_module: Callable[...,
 
 
 def hook_embedding(lookup: Callable[[Any, Any], Any]) -> None:
-    """Lets a function look up what embeddings are asked for; called once, by the backend.
+    """Sets a function that looks up the rows for `Embedding` layers; the backend calls this once.
 
     Args:
-        lookup: Called with the variable and the numbers of rows; returns the rows, or `None` to have Keras look.
+        lookup: Takes the variable and the row indices. Returns the rows, or `None` to use Keras's lookup.
     """
     import keras
 
@@ -36,10 +36,10 @@ def hook_embedding(lookup: Callable[[Any, Any], Any]) -> None:
 
 
 def hook_moments(moments: Callable[..., Any]) -> None:
-    """Has a function called in place of Keras's `moments`: with the original, then its arguments."""
+    """Replaces Keras's `moments` by a function of the original and its arguments."""
     from keras.src import backend
 
-    # Keras 3.16 keeps the operations of a backend in a package of their own.
+    # Keras 3.16 moves the operations of a backend to a separate package.
     wrap(backend.nn if hasattr(backend, "nn") else backend.ops.nn, "moments", moments)
 
 
@@ -59,7 +59,7 @@ def hook_batch_normalization(native: bool) -> None:
         replica = running_replica()
         if synchronized and replica is not None:
             return replica.moments(x, axes, keepdims)
-        # One program over all replicas (JAX), or no replicas at all: the moments are global anyway.
+        # Without replicas, or with one program over all of them (JAX), the moments are already global.
         return original(x, axes, keepdims, synchronized and native)
 
     wrap(keras.layers.BatchNormalization, "__init__", init)

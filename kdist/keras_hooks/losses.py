@@ -31,7 +31,7 @@ def hook_losses() -> None:
         replica = running_model_replica()
         if replica is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return original(sample_weight, mask, dtype, reduction)
-        # With reduction="sum" Keras leaves the mask as zeros and ones; what is missing is the factor.
+        # With reduction="sum", Keras does not rescale the mask. The factor must count all replicas.
         weights = original(sample_weight, mask, dtype, "sum")
         return weights * _total_over_valid(replica, mask, dtype)
 
@@ -41,7 +41,7 @@ def hook_losses() -> None:
         replica = running_model_replica()
         if replica is None or sample_weight is None or len(values.shape) > 0:
             return original(values, sample_weight, *args, **kwargs)
-        # A scalar loss with weights: Keras multiplies it with the mean weight, of all rows.
+        # Keras multiplies a scalar loss by the mean weight. The mean must be over all rows.
         import keras
 
         factor = original(keras.ops.ones_like(values), sample_weight, *args, **kwargs)
@@ -50,10 +50,10 @@ def hook_losses() -> None:
     def scaled(original: Callable[..., Any], value: Any, *, up: bool) -> Any:
         replica = running_replica()
         if replica is None or replica.is_model_step:
-            # A model's step takes a mean over the replicas: nothing is to be divided for a sum to follow.
+            # A model's step averages over the replicas, so the loss must not be scaled for a sum.
             return original(value) if replica is None else value
-        # In the user's own function gradients are summed: there a mean loss counts one part in as many as
-        # there are replicas, as Keras has it on TensorFlow.
+        # In a function of the user, gradients are summed over the replicas. Therefore the loss is divided by
+        # the number of replicas, as in Keras on TensorFlow.
         number = replica.num_replicas_in_sync
         return value * number if up else value / number
 
@@ -68,7 +68,7 @@ def _reduce_rows(replica: Any, original: Any, values: Any, sample_weight: Any, r
     from keras import ops
 
     if reduction in (None, "none"):
-        # The gradient of a vector is that of its sum, but its value stands for its rows.
+        # Keras differentiates the sum of this vector, but its values must stay per row.
         scaled = of_all_rows(replica, values)
         return scaled + ops.stop_gradient(values - scaled)
     if reduction == "sum":
@@ -92,11 +92,11 @@ def _total_over_valid(replica: Any, mask: Any, dtype: Any) -> Any:
 
 
 def forget_layer_losses(model: Any) -> None:
-    """Makes the layers of a model forget which losses they added in earlier calls of `stateless_call`.
+    """Makes the layers of a model forget the losses that they added in earlier calls of `stateless_call`.
 
-    Keras tells whose a loss is by its address. Once a trace has ended, another layer's loss may come to be there, and
-    Keras drops it: in about one of a hundred traces, and not on all workers, which then run different programs and
-    wait for each other forever.
+    Keras identifies the owner of a loss by its address. After a trace, another layer's loss can reuse the
+    address, and Keras drops it. This happens in about 1% of traces, but not on all workers. Their programs
+    then differ, and they wait for each other forever.
     """
     for layer in model._flatten_layers():
         layer._loss_ids.clear()
@@ -108,7 +108,7 @@ def hook_layer_losses() -> None:
     def in_scope(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
         known = getattr(stateless_scope(), "loss_ids", None)
         if known is not None:
-            # With the layer, so that no other comes to be at its address. Past `__setattr__`, which tracks sets.
+            # A reference to the layer prevents reuse of its address. `__setattr__` would track the set.
             vars(self)["_loss_ids"] = known.setdefault(id(self), (self, set()))[1]
         return original(self, *args, **kwargs)
 

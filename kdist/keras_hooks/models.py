@@ -1,4 +1,4 @@
-"""Models: `fit` and its relatives dispatch on the strategy a model was created under."""
+"""Hooks for models: `fit` and similar methods dispatch on the strategy that a model was created under."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def hook_models() -> None:
     wrap(base, "compile", compile)
 
     for name in MODEL_METHODS:
-        # Where the method is defined: a `Trainer` need not be a `keras.Model`.
+        # Wrap the class that defines the method, because a `Trainer` need not be a `keras.Model`.
         owner = next(owner for owner in keras.Model.__mro__ if name in vars(owner))
         wrap(owner, name, functools.partial(_dispatch, name))
 
@@ -59,7 +59,7 @@ def _dispatch(name: str, original: Callable[..., Any], self: Any, /, *args: Any,
 
 @contextlib.contextmanager
 def without_distribution() -> Iterator[None]:
-    """Within this, Keras sees no `keras.distribution`: the strategy, which says the same, does all there is to do."""
+    """A context without an active `keras.distribution`, because the strategy already implements it."""
     import keras
 
     current = keras.distribution.distribution()
@@ -74,27 +74,27 @@ def without_distribution() -> Iterator[None]:
 
 
 def _outside_of_scopes() -> contextlib.AbstractContextManager[Any]:
-    """For models that belong to no strategy: one that happens to be in scope must not touch them."""
+    """Suspends the strategy in scope, which must not affect models that belong to no strategy."""
     strategy = context.current_strategy()
     return contextlib.nullcontext() if strategy is None else strategy.runtime.suspended()
 
 
-# Whether kdist made PyTorch's process group: then plain models have no part in it.
+# Whether kdist created PyTorch's process group. If it did, plain models must not use it.
 _owns_process_group = False
 
 
 def claim_process_group(is_ours: bool) -> None:
-    """Notes whether kdist made PyTorch's process group, and not the user."""
+    """Records whether kdist, rather than the user, created PyTorch's process group."""
     global _owns_process_group
     _owns_process_group = is_ours
 
 
 def hook_torch_distribution() -> None:
-    """Keeps Keras 3.16 from using PyTorch's process group where it must not.
+    """Prevents Keras 3.16 from using PyTorch's process group for models that must not use it.
 
-    Keras 3.16 makes every model a DDP model when a process group exists, and sums metrics over all processes.
-    kdist has done both for a strategy's models. Other models stay local, since any worker may call them alone; unless
-    the process group is the user's, or `keras.distribution` asks for it.
+    If a process group exists, Keras 3.16 wraps every model in DDP and sums metrics over all processes. kdist
+    already does both for a strategy's models. Other models stay local, because a single worker can call them.
+    They are only distributed if the user created the process group or set a `keras.distribution`.
     """
     import keras
 
@@ -118,13 +118,13 @@ def hook_torch_distribution() -> None:
 
 
 def build(model: Any, steps_build: bool, **first: Any) -> None:
-    """Creates the variables of model, metrics, loss and optimizer from the shapes of one global batch.
+    """Creates the variables of the model, metrics, loss and optimizer from the shapes of one global batch.
 
     Args:
         model: A compiled model.
-        steps_build: Whether the backend's steps can create variables, too. A model with a step of its own may have
-            no `call` to be built by, or one that is not for this data: Keras leaves it to its step there.
-        **first: `data_batch`, or an `iterator` of Keras's that begins with it.
+        steps_build: Whether the backend's steps can also create variables. If a model has a custom step,
+            but its `call` is missing or does not fit this data, the step creates the variables.
+        **first: `data_batch`, or `iterator`, a Keras iterator that begins with this batch.
     """
     _unless_steps_build(model, steps_build, lambda: model._symbolic_build(**first))
 
@@ -141,13 +141,13 @@ def _unless_steps_build(model: Any, steps_build: bool, function: Callable[[], An
     try:
         function()
     except Exception:
-        # That of a `call` which is not for this data says nothing of the step, which raises its own if it fails, too.
+        # `call` may not fit this data although the step does. A step that also fails raises its own error.
         if not may_wait:
             raise
 
 
 def build_layers(model: Any, steps_build: bool, data_batch: Any) -> None:
-    """Creates the variables of the layers alone, for a model that was not compiled; see `build`."""
+    """Creates only the variables of the layers, for a model that is not compiled; see `build`."""
     import keras
     from keras.src import backend
 
@@ -164,12 +164,12 @@ def build_layers(model: Any, steps_build: bool, data_batch: Any) -> None:
 
 
 def layer_paths(model: Any) -> list[str]:
-    """Returns the paths of a model's layers, by which they ask for the layout of what they return."""
+    """Returns the paths of a model's layers, which identify the layouts of their outputs."""
     return [layer.path for layer in model._flatten_layers() if getattr(layer, "path", None)]
 
 
 def all_variables(model: Any) -> list[Any]:
-    """All Keras variables of a model, its seeds, metrics and optimizer included, in one order on all workers."""
+    """Returns all Keras variables of a model, including seeds, metrics and optimizer, in a fixed order."""
     optimizer = getattr(model, "optimizer", None)
     parts = [
         *model.variables,
@@ -181,16 +181,16 @@ def all_variables(model: Any) -> list[Any]:
 
 
 def joined_ragged(parts: Sequence[Any]) -> Any:
-    """Keras's own way, on TensorFlow, to join the outputs of batches that differ in more than their rows."""
+    """Joins outputs of batches that differ in more than the number of rows, as Keras does on TensorFlow."""
     from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
     return tensorflow_trainer.convert_to_np_if_not_ragged(tensorflow_trainer.potentially_ragged_concat(parts))
 
 
 def reads_logs_at_once(callbacks: Any) -> bool:
-    """Says whether Keras's list turns the logs of a step into numbers, and waits for them, before it calls callbacks.
+    """Returns whether a callback list converts the logs of a step to numbers before it calls the callbacks.
 
-    Else it does so in a thread, or it is a list of the user's.
+    This makes it wait for the step. Lists that convert logs in a thread, and custom lists, return `False`.
     """
     import keras
 
@@ -198,7 +198,7 @@ def reads_logs_at_once(callbacks: Any) -> bool:
 
 
 def callback_list(callbacks: Any, **arguments: Any) -> Any:
-    """Wraps callbacks in Keras's `CallbackList`, unless they are in one."""
+    """Wraps callbacks in Keras's `CallbackList`, unless they already are one."""
     import keras
 
     if isinstance(callbacks, keras.callbacks.CallbackList):

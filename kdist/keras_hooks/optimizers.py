@@ -1,4 +1,4 @@
-"""Optimizers: gradients are summed over the replicas first."""
+"""Hooks for optimizers: gradients are summed over the replicas first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kdist.keras_hooks.own import is_own
 from kdist.keras_hooks.variables import stateless_scope
 from kdist.keras_hooks.wrapping import OWNER, running_replica, wrap
 
-# Keras's optimizers whose update of an element depends on that element alone: also on a part of a variable.
+# Keras's optimizers that update each element independently, so they can also update a shard of a variable.
 _ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
 
 
@@ -28,10 +28,10 @@ _taking = _Taking()
 
 @contextlib.contextmanager
 def taking_gradients(taker: Callable[[Any, list[Any], list[Any]], None]) -> Iterator[None]:
-    """Within this, optimizers of this thread do not apply gradients: a function takes them.
+    """A context in which optimizers in this thread pass gradients to a function instead of applying them.
 
     Args:
-        taker: Called with the optimizer, the gradients and their variables.
+        taker: Receives the optimizer, the gradients and their variables.
     """
     outer, _taking.taker = _taking.taker, taker
     try:
@@ -41,17 +41,17 @@ def taking_gradients(taker: Callable[[Any, list[Any], list[Any]], None]) -> Iter
 
 
 def owner_in_creation() -> Any:
-    """Returns the variable for which an optimizer makes one of its own now, in this thread; or `None`."""
+    """Returns the variable for which an optimizer in this thread is creating a variable, or `None`."""
     return _taking.owner
 
 
 def decays(optimizer: Any, variable: Any) -> bool:
-    """Says whether the weight decay of an optimizer is for a variable."""
+    """Returns whether an optimizer applies weight decay to a variable."""
     return bool(optimizer._use_weight_decay(variable))
 
 
 def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Returns gradients as an optimizer clips them."""
+    """Returns gradients after the clipping of an optimizer."""
     return list(optimizer._clip_gradients(list(gradients)))
 
 
@@ -106,17 +106,17 @@ def hook_optimizers() -> None:
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Says whether an optimizer, one of Keras's, updates each element by itself; of the user's own nobody knows."""
+    """Returns whether an optimizer updates each element independently; `False` for custom optimizers."""
     return type(optimizer).__name__ in _ELEMENTWISE and not is_own(optimizer)
 
 
 def is_undecayed(optimizer: Any, variable: Any) -> bool:
-    """Returns whether `exclude_from_weight_decay` excludes a variable, by itself or by its name."""
+    """Returns whether `exclude_from_weight_decay` excludes a variable, directly or by its name."""
     return not optimizer._use_weight_decay(variable)
 
 
 def learning_rate(optimizer: Any) -> Any:
-    """Returns the learning rate of an optimizer, as its constructor takes it: a number, or the schedule itself."""
+    """Returns the learning rate as the constructor of the optimizer takes it: a number or a schedule."""
     import keras
 
     rate = optimizer._learning_rate
@@ -124,12 +124,12 @@ def learning_rate(optimizer: Any) -> Any:
 
 
 def count_step(optimizer: Any) -> None:
-    """Counts a step of an optimizer that has nothing to update."""
+    """Counts a step of an optimizer that has no variables to update."""
     optimizer._iterations.assign_add(1)
 
 
 def build_optimizer(optimizer: Any, variables: list[Any], undecayed: Sequence[Any] = ()) -> None:
-    """Builds an optimizer as its `apply` does."""
+    """Builds an optimizer in the same way as its `apply`."""
     from keras.src.backend import name_scope
 
     if undecayed:
@@ -149,11 +149,11 @@ def _sum_gradients(replica: Any, grads: list[Any], variables: list[Any]) -> list
 
 
 def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
-    """Lets Keras's optimizers for TensorFlow do what they do elsewhere; called once, by the backend.
+    """Makes Keras's optimizers for TensorFlow behave as on other backends; the backend calls this once.
 
     Args:
-        in_native_scope: Says whether `tf.distribute` has a strategy in scope: unless it runs replicas of
-            kdist's, that is the user's own, for which these methods were written.
+        in_native_scope: Returns whether `tf.distribute` has a strategy in scope. Unless this strategy runs
+            kdist's replicas, it is the user's, and Keras's original methods apply.
     """
     import keras
     from keras.src.backend.tensorflow.optimizer import TFOptimizer
@@ -164,7 +164,7 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
         return not has_strategy() and in_native_scope()
 
     def neutral(name: str, original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # A scope may have a method of this name, for variables that are not here.
+        # A scope may define a method of this name, for variables that are stored elsewhere.
         own = getattr(stateless_scope(), name, None)
         if own is not None:
             return own(self, *args, **kwargs)
@@ -183,7 +183,7 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
             wrap(TFOptimizer, name, functools.partial(neutral, name))
 
     def var_key(original: Callable[..., Any], self: Any, variable: Any) -> Any:
-        # Not the copy that a replica may work on, nor the part that a scope shows of it.
+        # In a scope, `value` can be a replica's copy or a shard, so use the stored variable.
         is_hidden = stateless_scope() is not None and getattr(variable, "_value", None) is not None
         return original(self, variable._value if is_hidden else variable)
 

@@ -1,4 +1,4 @@
-"""What a compiled model has of the user's that makes numbers of the rows, and a step of it that only computes."""
+"""Custom losses, layers and metrics of a compiled model, and a step that only computes them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kdist.keras_hooks.scalars import OwnLoss
 
 
 def is_own(value: Any) -> bool:
-    """Says whether something is the user's: a function, or an object of a class that is not Keras's."""
-    # What `exec` has made may be of no module.
+    """Returns whether a function, or the class of an object, is not part of Keras."""
+    # The module of a function created by `exec` may be `None`.
     return value is not None and (value.__module__ or "").partition(".")[0] != "keras"
 
 
 def own_losses(model: Any) -> list[OwnLoss]:
-    """Puts an `OwnLoss` in the place of each loss of which nobody knows yet what it makes of the rows; returns them.
+    """Replaces each loss whose reduction over the rows is unknown by an `OwnLoss`, and returns these.
 
-    Some of Keras's own are among these, too.
+    They include some of Keras's losses.
     """
     import keras
 
@@ -40,7 +40,7 @@ def own_losses(model: Any) -> list[OwnLoss]:
 
 
 def own_layers(model: Any) -> list[Any]:
-    """Returns the layers that may add losses of the user's, the model itself among them."""
+    """Returns the layers that may add custom losses, including the model itself."""
     return [
         layer
         for layer in model._flatten_layers()
@@ -49,7 +49,7 @@ def own_layers(model: Any) -> list[Any]:
 
 
 def _names_add_loss(kind: type) -> bool:
-    """Says whether the user's methods of a class speak of `add_loss`: others are not called once more, for nothing."""
+    """Returns whether custom methods of a class use `add_loss`; kdist does not probe other layers."""
     methods = (method for base in kind.__mro__ if is_own(base) for method in vars(base).values())
     codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
     while codes:
@@ -61,16 +61,16 @@ def _names_add_loss(kind: type) -> bool:
 
 
 def own_metrics(model: Any) -> list[Any]:
-    """Returns the metrics of `compile` that are the user's, or call a function of the user's."""
+    """Returns the metrics of `compile` that are custom or call a custom function."""
     metrics = getattr(model._compile_metrics, "metrics", ())
     return [metric for metric in metrics if is_own(metric) or is_own(getattr(metric, "_fn", None))]
 
 
 def compute_step(model: Any, x: Any, y: Any, sample_weight: Any, training: bool) -> None:
-    """Calls what a step of Keras's calls: the model, its loss and its metrics."""
+    """Calls the model, its loss and its metrics, as a step of Keras does."""
     y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
     rest: dict[str, Any] = {"y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-    with contextlib.suppress(Exception):  # there may be none, for this data
+    with contextlib.suppress(Exception):  # the model may have no loss for this data
         model._compute_loss(x=x, **rest, training=training)
     with contextlib.suppress(Exception):
         model.compute_metrics(x, **rest)
@@ -78,7 +78,7 @@ def compute_step(model: Any, x: Any, y: Any, sample_weight: Any, training: bool)
 
 @contextlib.contextmanager
 def kept_buffers(model: Any) -> Iterator[None]:
-    """Buffers of PyTorch, which are no variables of Keras, have their values back after this."""
+    """Restores PyTorch's buffers, which are not Keras variables, at the end of the context."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if hasattr(model, "buffers") else []
     try:
         yield
@@ -88,7 +88,7 @@ def kept_buffers(model: Any) -> Iterator[None]:
 
 
 def has_torch_modules(model: Any) -> bool:
-    """Says whether a model has statistics that are no variables of Keras's."""
+    """Returns whether a model wraps PyTorch modules, whose statistics are not Keras variables."""
     import keras
 
     return any(isinstance(layer, keras.layers.TorchModuleWrapper) for layer in model._flatten_layers())

@@ -1,6 +1,4 @@
-"""`keras.remat` and `keras.ops.custom_gradient` on PyTorch: their functions find in the backward pass what the forward
-pass had. On a GPU, autograd runs it in threads of its own, where Keras has no scopes and kdist no replica.
-"""
+"""Hooks for `keras.remat` and `keras.ops.custom_gradient` on PyTorch."""
 
 from __future__ import annotations
 
@@ -15,9 +13,10 @@ from kdist.keras_hooks.wrapping import running_replica, wrap
 
 
 def _bound(function: Callable[..., Any], replica: Any) -> Callable[..., Any]:
-    """Returns a function that any thread can call for the replica that runs in this one."""
+    """Returns a function that any thread can call for the replica of this thread."""
     from keras.src.backend.common import global_state
 
+    # On a GPU, autograd calls it in its own threads, without Keras's scopes and kdist's replica.
     state = ThreadState()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -28,7 +27,7 @@ def _bound(function: Callable[..., Any], replica: Any) -> Callable[..., Any]:
                 hint="Call `backward` inside the function that `strategy.run` runs.",
             )
         with state.borrowed(), replica:
-            # As for plain Keras, the layer's call has ended. With the old context, Keras 3.16 computes other gradients.
+            # As in plain Keras, the layer's call has ended. Its context changes the gradients in Keras 3.16.
             global_state.set_global_attribute("current_call_ctx", None)
             return function(*args, **kwargs)
 
@@ -36,7 +35,7 @@ def _bound(function: Callable[..., Any], replica: Any) -> Callable[..., Any]:
 
 
 def hook_torch_recomputing() -> None:
-    """Wraps `keras.remat` and `keras.ops.custom_gradient`; called once, by the backend."""
+    """Wraps `keras.remat` and `keras.ops.custom_gradient`; the backend calls this once."""
     from keras.src import backend
 
     def remat(original: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +71,7 @@ def hook_torch_recomputing() -> None:
 
         original(self, forward)
 
-    # Keras 3.16 keeps the operations of a backend in a package of their own.
+    # Keras 3.16 moves the operations of a backend to a separate package.
     core = backend.core if hasattr(backend, "core") else backend.ops
     wrap(core, "remat", remat)
     wrap(core.custom_gradient, "__init__", custom_gradient)

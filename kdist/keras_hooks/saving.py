@@ -1,4 +1,4 @@
-"""What all ways to save and load a model end in."""
+"""Hooks in the functions that save and load models."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kdist.keras_hooks.wrapping import strategy_of, wrap
 
 @contextlib.contextmanager
 def without_tensorflow() -> Iterator[None]:
-    """Within this, Keras does not import TensorFlow to see whether an object is of a type of TensorFlow's.
+    """A context in which Keras does not import TensorFlow to check the types of objects.
 
-    Where it is installed beside another backend, that takes four seconds and 300 MB. What was not imported has no
-    objects.
+    The import takes four seconds and 300 MB if TensorFlow is installed next to another backend. It is not
+    needed, because no object of a type exists before its package is imported.
     """
     from keras.src.utils import module_utils
 
@@ -33,9 +33,9 @@ def without_tensorflow() -> Iterator[None]:
 
 
 def safe_mode() -> Any:
-    """Returns a context in which Keras makes nothing from bytecode.
+    """Returns a context in which Keras does not deserialize bytecode.
 
-    Keras's argument `safe_mode=True` gives way to `keras.config.enable_unsafe_deserialization()`; its scope does not.
+    `keras.config.enable_unsafe_deserialization()` overrides the argument `safe_mode=True`, not this scope.
     """
     from keras.src.saving import serialization_lib
 
@@ -43,7 +43,7 @@ def safe_mode() -> Any:
 
 
 def hook_saving() -> None:
-    """What all ways to save a model end in; `keras.Model.save` is only one of them."""
+    """Wraps the functions that all ways to save a model use, not only `keras.Model.save`."""
     import keras
     from keras.src.callbacks import orbax_checkpoint
     from keras.src.legacy.saving import legacy_h5_format
@@ -80,7 +80,7 @@ def hook_saving() -> None:
         strategy = strategy_of(self)
         if overwrite or strategy is None or strategy.runtime.worker_index == 0:
             return original(self, filepath, overwrite, *args, **kwargs)
-        # A file that is there may be the chief's of this very save: only the chief can ask.
+        # Only the chief can ask: an existing file may be the chief's file from the same save.
         with handlers.call("keeping_files"):
             return original(self, filepath, True, *args, **kwargs)
 
@@ -95,7 +95,7 @@ def hook_saving() -> None:
         try:
             return original(path)
         except FileExistsError:
-            # Keras asks first whether the folder is there; another worker may make it in between.
+            # Another worker can create the directory after Keras has checked whether it exists.
             if not file_utils.isdir(path):
                 raise
 
@@ -103,10 +103,10 @@ def hook_saving() -> None:
         strategy = strategy_of(model)
         if strategy is None:
             return original(model)
-        # Orbax refuses arrays of JAX that one process of several holds. It takes NumPy's, as on the other backends.
+        # Orbax rejects JAX arrays that only one of several processes holds, but accepts NumPy arrays.
         with strategy.new_variables.left_out(), handlers.call("whole", strategy, model):
             tree = model.get_state_tree(value_format="numpy_array")
-        # Orbax writes while training goes on, and NumPy's array may be the memory of the variable.
+        # Orbax writes while training continues, and a NumPy array may share the variable's memory.
         return keras.tree.map_structure(lambda value: value.copy() if value.ndim else value.item(), tree)
 
     wrap(orbax_checkpoint, "_get_state_tree", state_tree)

@@ -1,4 +1,4 @@
-"""Scalars that losses, layers and metrics make of the rows of a replica."""
+"""Hooks for scalars that losses, layers and metrics compute from the rows of a replica."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from kdist.keras_hooks.wrapping import running_model_replica, wrap
 
-# Which scalars of a loss, a layer or a metric, in their order in a step, are sums over the rows: what is not here is
-# a mean.
+# For each loss, layer or metric: which of its scalars, in their order in a step, are sums over the rows. All
+# others are means.
 _sums: weakref.WeakKeyDictionary[Any, tuple[bool, ...]] = weakref.WeakKeyDictionary()
-# Those that are noted.
+# The scalars that `handed` records.
 _handed: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def add_up(owner: Any, are_sums: tuple[bool, ...]) -> None:
-    """Says which of the scalars of an `OwnLoss`, or that a layer or a metric hands to Keras, are sums over the rows."""
+    """Sets which scalars of an `OwnLoss`, a layer or a metric are sums over the rows."""
     if isinstance(owner, Hashable):
         _sums[owner] = are_sums
 
@@ -28,7 +28,7 @@ def _sums_of(owner: Any) -> tuple[bool, ...]:
 
 @contextlib.contextmanager
 def handed(owner: Any) -> Iterator[list[Any]]:
-    """Gives a list of the scalars that a layer adds as losses, or that a metric takes, within this."""
+    """Yields a list that collects the scalars that a layer adds as losses, or that a metric receives."""
     _handed[owner] = []
     try:
         yield _handed[owner]
@@ -37,7 +37,7 @@ def handed(owner: Any) -> Iterator[list[Any]]:
 
 
 def of_all_rows(replica: Any, total: Any) -> Any:
-    """Returns a sum over a replica's rows as that of as many rows as all replicas have: their mean is the whole sum."""
+    """Scales a sum over a replica's rows, so that the mean over the replicas is the sum over all rows."""
     import keras
 
     if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(total.dtype)):
@@ -76,22 +76,22 @@ def hook_scalars() -> None:
 
 
 def _is_scalar(values: Any) -> bool:
-    # A list of the user's has no shape; a traced tensor may not be turned into an array.
+    # Python lists have no shape, and a traced tensor cannot be converted to an array.
     return len(values.shape) == 0 if hasattr(values, "shape") else not isinstance(values, (list, tuple))
 
 
 class OwnLoss:
-    """Stands for a loss of the user's that may be a sum over the rows."""
+    """Wraps a loss that may be a sum over the rows."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
         self.name = loss.name
 
     def __call__(self, *args: Any) -> Any:
-        """Returns its value; of a sum, in a replica, as the part that it is of the sum over all rows."""
+        """Returns the loss. In a replica, `of_all_rows` scales it if it is a sum."""
         value, replica = self.call(*args), running_model_replica()
         return of_all_rows(replica, value) if replica is not None and any(_sums.get(self, ())) else value
 
     def call(self, *args: Any) -> Any:
-        """Returns what the user's returns."""
+        """Returns the unscaled loss."""
         return self.loss(*args)

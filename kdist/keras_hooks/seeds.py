@@ -1,4 +1,4 @@
-"""Random numbers: replicas draw different ones, and Dropout's masks differ between them."""
+"""Hooks for random numbers: replicas draw different numbers, for example for Dropout's masks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from kdist.keras_hooks.wrapping import replace, running_replica, wrap
 
-# Odd, and far above the number of draws between two replicas' seeds in any run; small enough that the seeds of
-# many replicas stay within int32. PyTorch's generator takes the sum of both words of a seed, so replicas must
-# not only differ in one of them.
+# Odd, and much larger than the number of draws in any run, but small enough that the seeds of many replicas
+# fit in int32. PyTorch's generator adds the two words of a seed. The second word counts the draws, so
+# with a small stride, replicas could get equal seeds.
 SEED_STRIDE = 7_368_787
 
 
@@ -24,13 +24,13 @@ _thread = _Thread()
 
 
 def drawn(draw: Callable[[], Any]) -> Any:
-    """Returns a seed: what `draw` returns, or what `seeds_from` has put in its place."""
+    """Returns the seed from `draw`, or from the function that `seeds_from` has set."""
     return _thread.source(draw)
 
 
 @contextlib.contextmanager
 def seeds_from(source: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    """Within this, a function gives this thread its seeds; it is called with the function that would draw one."""
+    """A context in which `source` provides this thread's seeds; it receives the function that draws one."""
     outer = _thread.source
     _thread.source = lambda draw: source(lambda: outer(draw))
     try:
@@ -52,7 +52,7 @@ def hook_seeds() -> None:
                 seed = original(self, ordered)
             first = replica.replica_id_in_sync_group * SEED_STRIDE
             if isinstance(first, int):
-                first %= 2**31  # int32 on PyTorch; a number that JAX traces wraps around by itself
+                first %= 2**31  # int32 on PyTorch; a traced number in JAX wraps around
             return seed + keras.ops.cast(keras.ops.convert_to_tensor([first, 0]), seed.dtype)
 
         return drawn(draw)
@@ -61,9 +61,9 @@ def hook_seeds() -> None:
 
 
 def hook_torch_random(torch_seed_generator: Callable[..., Any]) -> None:
-    """Wraps what makes PyTorch's generators from Keras's; called once, by the backend.
+    """Replaces the function that creates PyTorch's generators from Keras's; the backend calls this once.
 
-    Without a seed of its own, Dropout draws from PyTorch's global generator: the same masks on each device.
+    Without a seed, Dropout draws from PyTorch's global generator, which yields the same masks on each device.
     """
     import keras
     from keras.src import backend
@@ -74,10 +74,10 @@ def hook_torch_random(torch_seed_generator: Callable[..., Any]) -> None:
         replica = running_replica()
         shared = replica is not None and replica.num_replicas_in_sync > 1
         if shared and noise_shape is None and isinstance(seed, keras.random.SeedGenerator):
-            noise_shape = tuple(inputs.shape)  # Keras asks the seed generator then
+            noise_shape = tuple(inputs.shape)  # makes Keras use the seed generator
         return original(inputs, rate, noise_shape, seed)
 
-    # Keras 3.16 keeps the operations of a backend in a package of their own.
+    # Keras 3.16 moves the operations of a backend to a separate package.
     module = backend.random if hasattr(backend, "random") else backend.ops.random
     wrap(module, "dropout", dropout)
     replace(
@@ -86,10 +86,10 @@ def hook_torch_random(torch_seed_generator: Callable[..., Any]) -> None:
 
 
 def global_seed_generator() -> Any:
-    """Returns the generator of all random numbers without a seed of their own; Keras has no public way to."""
+    """Returns Keras's global seed generator, for which there is no public function."""
     from keras.src.random.seed_generator import global_seed_generator as keras_global_seed_generator
 
-    # Keras draws its seed from Python's random numbers; the user's next draw must be the one that comes without kdist.
+    # Keras seeds it from Python's `random`. The user's next draw must be the same as without kdist.
     drawn = random.getstate()
     generator = keras_global_seed_generator()
     random.setstate(drawn)

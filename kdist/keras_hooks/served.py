@@ -1,4 +1,4 @@
-"""Keras variables whose values are on servers, and objects of Keras's on their way to another task of the job."""
+"""Keras variables whose values are on servers, and pickling of Keras objects for other tasks of the job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kdist.keras_hooks.seeds import SEED_STRIDE
 from kdist.keras_hooks.wrapping import OWNER, strategies
 
 _RECORD = "_kdist_record"
-# Of models and layers: what is made anew where it is needed, or belongs to one process.
+# Attributes of models and layers that are not pickled, because each process creates its own.
 _LEFT_BEHIND = frozenset(
     (
         "train_function",
@@ -31,7 +31,7 @@ _LEFT_BEHIND = frozenset(
 @functools.cache
 def _served_class(cls: Any) -> Any:
     def direct_assign(self: Any, value: Any) -> None:
-        self.__dict__[_RECORD].read()  # what was assigned shows by what was there
+        self.__dict__[_RECORD].read()  # kdist detects an assignment by comparison with the old value
         cls._direct_assign(self, value)
 
     names = {
@@ -47,7 +47,7 @@ def _served_class(cls: Any) -> Any:
 
 
 def serve(variable: Any, record: Any) -> None:
-    """Lets a Keras variable read and write its native value through a record: its `read()` and `write(value)`."""
+    """Makes a Keras variable access its native value through the record's `read()` and `write(value)`."""
     vars(variable).pop("_value", None)
     vars(variable)[_RECORD] = record
     kind: Any = type(variable)
@@ -55,18 +55,18 @@ def serve(variable: Any, record: Any) -> None:
 
 
 def record_of(variable: Any) -> Any:
-    """Returns the record of a variable that is on servers, or `None`."""
+    """Returns the record of a variable on servers, or `None` for other variables."""
     return vars(variable).get(_RECORD)
 
 
 def variable_state(variable: Any) -> tuple[type, dict[str, Any]]:
-    """Returns a Keras variable without its value: its class, and its attributes."""
+    """Returns the class of a Keras variable and its attributes except the value."""
     state = {name: value for name, value in vars(variable).items() if name not in ("_value", _RECORD)}
     return getattr(type(variable), "_kdist_base", type(variable)), state
 
 
 def new_variable(cls: type, state: dict[str, Any], value: Any = None) -> Any:
-    """Returns the variable that `variable_state` has taken apart, with other numbers, or without a value."""
+    """Creates a variable from the result of `variable_state`, with a new value or without one."""
     variable: Any = object.__new__(cls)
     vars(variable).update(state)
     vars(variable)["_value"] = None
@@ -76,9 +76,9 @@ def new_variable(cls: type, state: dict[str, Any], value: Any = None) -> Any:
 
 
 def stays_local(variable: Any) -> bool:
-    """Says whether a variable is each task's own: the state of random numbers.
+    """Returns whether a new variable is not moved to the servers: random state, or an optimizer's variable.
 
-    An optimizer's for another variable go where that one is, once it is known.
+    An optimizer's variable is later placed with the variable that it belongs to.
     """
     return _is_seed(vars(variable)) or OWNER in vars(variable)
 
@@ -88,7 +88,7 @@ def _is_seed(state: dict[str, Any]) -> bool:
 
 
 def offset_seed(state: dict[str, Any], value: Any, index: int) -> Any:
-    """Returns the value of a variable of one task's own: each of them draws other random numbers."""
+    """Returns the value of a local variable in a task; each task gets different random state."""
     if _is_seed(state):
         value = value.copy()
         value[0] += index * SEED_STRIDE
@@ -96,12 +96,12 @@ def offset_seed(state: dict[str, Any], value: Any, index: int) -> Any:
 
 
 def seed_stride(variable: Any) -> int:
-    """Returns by how much the first number of a state of random numbers differs from worker to worker; else 0."""
+    """Returns the difference of the first word of random state between workers; 0 for other variables."""
     return SEED_STRIDE if _is_seed(vars(variable)) else 0
 
 
 def variable_like(array: Any, path: str, trainable: bool) -> Any:
-    """Returns a new Keras variable with the path of another one, by which optimizers know it."""
+    """Creates a Keras variable with a given path, by which optimizers identify it."""
     import keras
 
     variable = keras.Variable(array, dtype=array.dtype.name, trainable=trainable, name=path.split("/")[-1])
@@ -110,10 +110,10 @@ def variable_like(array: Any, path: str, trainable: bool) -> Any:
 
 
 def reduced(value: Any) -> Any:
-    """Returns how an object of Keras's is pickled: by what it is made of, and not as a file that is saved.
+    """Returns how to pickle a Keras object by its attributes, rather than as a saved file.
 
     Returns:
-        What `__reduce__` returns; `NotImplemented` for what is pickled as usual.
+        A value in the format of `__reduce__`, or `NotImplemented` for objects that are pickled as usual.
     """
     import keras
     from keras.src.saving.keras_saveable import KerasSaveable
@@ -127,9 +127,9 @@ def reduced(value: Any) -> Any:
         return _new, (type(value),), vars(value) | {"stored_ids": {}}, None, None, _fill
     if isinstance(value, KerasSaveable) and not hasattr(
         value, "lookup_table"
-    ):  # TensorFlow's, which is made anew
+    ):  # TensorFlow's table, created again
         state = {name: kept for name, kept in vars(value).items() if name not in _LEFT_BEHIND}
-        if "_modules" in state:  # of a layer that is a torch module
+        if "_modules" in state:  # the layer is a torch module
             state["_modules"] = {n: m for n, m in state["_modules"].items() if n not in _LEFT_BEHIND}
         if isinstance(value, keras.Model):
             state |= dict.fromkeys(("train_function", "test_function", "predict_function"))
@@ -163,14 +163,14 @@ def _fill_container(value: Any, state: tuple[Any, Any]) -> None:
 
 @contextlib.contextmanager
 def arriving(strategy: Any) -> Iterator[None]:
-    """Within this, objects of Keras's are unpickled; models are the strategy's afterwards."""
+    """A context for unpickling Keras objects. Afterwards, the models belong to the strategy."""
     import keras
     from keras.src.utils import tracking
 
     outer, _filled.objects = _filled.objects, []
     try:
         yield
-        # Keras knows some objects by their identities, which are others here.
+        # Keras identifies some objects by `id`, which differs in this process.
         for value in _filled.objects:
             if isinstance(value, tracking.Tracker):
                 value.stored_ids = {name: set(map(id, store)) for name, (_, store) in value.config.items()}
@@ -185,9 +185,9 @@ def arriving(strategy: Any) -> Iterator[None]:
 def _rename_keys(optimizer: Any) -> None:
     places, variables = optimizer._trainable_variables_indices, optimizer._trainable_variables
     keys = {key: optimizer._var_key(variables[place]) for key, place in places.items()}
-    for name in ("_trainable_variables_indices", "_weight_decay_by_var_key"):  # the second: Keras 3.16
+    for name in ("_trainable_variables_indices", "_weight_decay_by_var_key"):  # the second is from Keras 3.16
         if hasattr(optimizer, name):
             setattr(optimizer, name, {keys[key]: value for key, value in getattr(optimizer, name).items()})
     if excluded := getattr(optimizer, "_exclude_from_weight_decay", None):
         optimizer._exclude_from_weight_decay = {keys.get(key, key) for key in excluded}
-        optimizer._exclude_from_weight_decay_cache = {}  # of the old keys
+        optimizer._exclude_from_weight_decay_cache = {}  # it contains old keys

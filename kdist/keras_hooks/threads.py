@@ -1,4 +1,4 @@
-"""What Keras keeps for each thread."""
+"""Keras's per-thread state."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kdist.keras_hooks.wrapping import running_replica
 
 
 class ThreadState:
-    """What Keras keeps for each thread (dtype policy, seed generator, scopes), taken along to another thread.
+    """Keras's state of one thread (dtype policy, seed generator, scopes), for use in other threads.
 
-    Made in the thread that has the state; entered in the threads that need it.
+    Create it in the thread that has the state, and enter it in the threads that need it.
     """
 
     def __init__(self) -> None:
         from keras.src.backend.common import global_state
 
         if running_replica() is None:
-            # Made here, or every replica would make one of its own in the middle of a step.
+            # Otherwise every replica would create its own generator during a step.
             global_seed_generator()
-        # The second is only in Keras before 3.16.
+        # Only Keras before 3.16 has the second tracker.
         trackers = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
         self._state = {t: dict(vars(getattr(global_state, t))) for t in trackers if hasattr(global_state, t)}
 
@@ -29,7 +29,7 @@ class ThreadState:
         from keras.src.backend.common import global_state
 
         for tracker, state in self._state.items():
-            # Lists are stacks of scopes: two threads must not push on the same one.
+            # Lists are stacks of scopes, so two threads must not push onto the same list.
             own = {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
             vars(getattr(global_state, tracker)).update(own)
 
@@ -38,7 +38,7 @@ class ThreadState:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Enters the state in a thread that has one of its own, which comes back at the end."""
+        """Enters the state in a thread, and restores the previous state of the thread at the end."""
         from keras.src.backend.common import global_state
 
         present = [vars(getattr(global_state, tracker)) for tracker in self._state]

@@ -1,4 +1,4 @@
-"""What Keras's trainer keeps for itself, and the loop of `fit` needs; each function has one line of Keras's in it."""
+"""Access to private members of Keras's trainer that the loop of `fit` needs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from kdist.keras_hooks.wrapping import wrap
 
-# Models whose user has asked for `jit_compile=True`: Keras makes that of "auto", too.
+# Models that the user compiled with `jit_compile=True`. Keras also turns "auto" into `True`.
 _compiled_by_choice: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def base_trainer() -> Any:
-    """Returns the class from which the trainers of all backends derive; Keras 3.16 renames it."""
+    """Returns the base class of the trainers of all backends, which Keras 3.16 renames."""
     from keras.src.trainers import trainer
 
     return getattr(trainer, "BaseTrainer", None) or trainer.Trainer
 
 
 def hook_compile() -> None:
-    """Notes which models `asks_for_jit` is about."""
+    """Records models for `asks_for_jit`."""
 
     def compile(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -29,24 +29,24 @@ def hook_compile() -> None:
 
     def from_config(original: Callable[..., Any], self: Any, config: Any) -> None:
         original(self, config)
-        _compiled_by_choice.discard(self)  # what a file says may be what Keras made of "auto"
+        _compiled_by_choice.discard(self)  # a file may contain Keras's choice for "auto"
 
     wrap(base_trainer(), "compile", compile)
     wrap(base_trainer(), "compile_from_config", from_config)
 
 
 def asks_for_jit(model: Any) -> bool:
-    """Says whether a model was compiled with `jit_compile=True`, and not with "auto"."""
+    """Returns whether a model was compiled with `jit_compile=True`, rather than with "auto"."""
     return model in _compiled_by_choice
 
 
 def require_compiled(model: Any, method: str) -> None:
-    """Raises Keras's own error unless the model was compiled."""
+    """Raises Keras's own error if the model is not compiled."""
     model._assert_compile_called(method)
 
 
 def compiled_state(model: Any) -> tuple[Any, ...]:
-    """What a step was made from: another one is needed once any of it is another object."""
+    """Returns the parts of a model that a step depends on. If any of them changes, a new step is needed."""
     return (
         getattr(model, "optimizer", None),
         getattr(model, "_compile_loss", None),
@@ -58,12 +58,12 @@ def compiled_state(model: Any) -> tuple[Any, ...]:
 
 
 def layers_are_built(model: Any) -> bool:
-    """Says whether the variables of all layers are there."""
+    """Returns whether the variables of all layers exist."""
     return all(layer.built for layer in model._flatten_layers())
 
 
 def is_built(model: Any) -> bool:
-    """Says whether all variables of a compiled model are there: what Keras asks before it looks at the data."""
+    """Returns whether all variables of a compiled model exist. Keras checks this before it reads the data."""
     return (
         layers_are_built(model)
         and (model._compile_metrics is None or model._compile_metrics.built)
@@ -73,33 +73,33 @@ def is_built(model: Any) -> bool:
 
 
 def initial_epoch(model: Any) -> int | None:
-    """Returns the epoch that `fit` is to begin with, where a callback has set one."""
+    """Returns the epoch that a callback has set as the first one of `fit`, or `None`."""
     return model._initial_epoch
 
 
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
-    """Sets what `initial_epoch` returns."""
+    """Sets the value that `initial_epoch` returns."""
     model._initial_epoch = epoch
 
 
 def metrics_or_logs(model: Any, logs: Any) -> Any:
-    """Returns the results of the model's metrics, or the logs of a step that says others."""
+    """Returns the results of the model's metrics, or the logs of a step if they have other entries."""
     return model._get_metrics_result_or_logs(logs)
 
 
 def python_logs(model: Any, logs: Any, return_dict: bool) -> Any:
-    """Returns logs as Keras's methods do: a dictionary, or the values alone, in the order of the metrics."""
+    """Returns logs as Keras's methods do: a dictionary, or only the values in the order of the metrics."""
     logs = pythonify_logs(logs)
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
 def should_validate(model: Any, epoch: int, freq: Any) -> bool:
-    """Says whether the epoch is one after which `fit` validates."""
+    """Returns whether `fit` validates after an epoch."""
     return bool(model._should_eval(epoch, freq))
 
 
 def pythonify_logs(logs: Any) -> dict[str, Any]:
-    """Keras's own translation of logs into Python floats, flattened and sorted."""
+    """Converts logs to Python floats, flattened and sorted, as Keras does."""
     from keras.src.utils.python_utils import pythonify_logs as keras_pythonify_logs
 
     return keras_pythonify_logs(logs)

@@ -1,4 +1,4 @@
-"""Variables: those that a strategy in scope sees, and the state that Keras keeps outside of them."""
+"""Hooks for variables, and for the state that Keras keeps outside them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kdist.keras_hooks.wrapping import OWNER, replace, wrap
 
 
 def hook_variables() -> None:
-    """A strategy whose scope sees a new variable is to make it equal on all workers."""
+    """Registers new variables with the strategy in scope, which makes them equal on all workers."""
     import keras
 
     def note(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -33,11 +33,11 @@ def hook_variables() -> None:
 def hook_assignments(
     assigned: Callable[[Any], None], value_of: Callable[[Any, Any], Any] = lambda variable, value: value
 ) -> None:
-    """Has functions called where a Keras variable is assigned to outside of replicas; called once, by the backend.
+    """Calls functions when a Keras variable is assigned outside replicas; the backend calls this once.
 
     Args:
-        assigned: Called with the variable after.
-        value_of: Called with the variable and the value before; returns what is assigned.
+        assigned: Receives the variable after the assignment.
+        value_of: Receives the variable and the new value before the assignment; returns the value to assign.
     """
     import keras
 
@@ -49,14 +49,14 @@ def hook_assignments(
 
 
 def hook_reading(read: Callable[[Any], Any], shown: Callable[[Any, Any], Any]) -> None:
-    """Lets a function read the value of a Keras variable as a NumPy array; called once, by the backend.
+    """Sets a function that reads a Keras variable as a NumPy array; the backend calls this once.
 
-    `keras.ops.convert_to_numpy`, `get_weights` and all files of Keras's come to this, and an array that several workers
-    hold together must be gathered first.
+    `keras.ops.convert_to_numpy`, `get_weights` and all Keras files use it. An array that is sharded over
+    several workers must be gathered first.
 
     Args:
-        read: Returns the value of a variable; `None` for what Keras makes of it.
-        shown: Called with a variable and a value that does not have its shape; returns its value without padding.
+        read: Returns the value of a variable, or `None` to use Keras's conversion.
+        shown: Receives a variable and a value with another shape; returns the value without padding.
     """
     import keras
 
@@ -66,7 +66,7 @@ def hook_reading(read: Callable[[Any], Any], shown: Callable[[Any, Any], Any]) -
             value = original(self, dtype)
         elif dtype is not None:
             value = value.astype(dtype, copy=False)
-        return value.copy() if copy else value  # NumPy has it done here, where it may be
+        return value.copy() if copy else value  # NumPy leaves the copy to `__array__`
 
     native: Any = keras.Variable.value.fget
 
@@ -85,38 +85,38 @@ def hook_reading(read: Callable[[Any], Any], shown: Callable[[Any, Any], Any]) -
 
 
 def owner_path(variable: Any) -> str:
-    """Returns the path of a variable; of one of an optimizer's, that of the variable that it belongs to."""
+    """Returns the path of a variable; for an optimizer's variable, the path of its model variable."""
     return vars(variable).get(OWNER) or variable.path
 
 
 def native_value(variable: Any) -> Any:
-    """Returns the native variable or tensor of a Keras variable, in any scope; `None` before it has one."""
+    """Returns the native variable or tensor of a Keras variable in any scope; `None` before it is built."""
     return variable._value
 
 
 def set_native_value(variable: Any, value: Any) -> None:
-    """Puts another native value behind a Keras variable, past every scope and without a copy."""
+    """Replaces the native value of a Keras variable, without a copy and regardless of scopes."""
     variable._value = value
 
 
 def first_value(variable: Any) -> Any:
-    """Returns a new value for a variable that has none yet, of its own initializer."""
+    """Returns an initial value for a variable without a value, from its initializer."""
     return variable._initializer(variable.shape, dtype=variable.dtype)
 
 
-# The second is what Keras 3.16 calls it.
+# Keras 3.16 uses the second name.
 _STATE_SYNC = ("jax_state_sync", "state_sync")
 
 
 def show_state(model: Any, write: Callable[[], None]) -> None:
-    """Lets callbacks that look at `self.model` in the middle of an epoch see the present weights.
+    """Makes the current weights visible to callbacks that use `self.model` in the middle of an epoch.
 
-    Keras's `Callback.model` calls `model.jax_state_sync()` before it hands out the model; on JAX the state
-    lives outside the variables during an epoch.
+    On JAX, the state is not in the variables during an epoch. Keras's `Callback.model` calls
+    `model.jax_state_sync()` before it returns the model.
 
     Args:
         model: The model that trains.
-        write: Writes the state into the variables; may be called at any time between steps.
+        write: Writes the state to the variables. It may be called at any time between steps.
     """
     for name in _STATE_SYNC:
         model.__dict__[name] = write
@@ -129,7 +129,7 @@ def hide_state(model: Any) -> None:
 
 
 def sync_state(model: Any) -> None:
-    """Brings the present state into the variables in the middle of an epoch: what `Callback.model` calls."""
+    """Writes the current state to the variables in the middle of an epoch, as `Callback.model` does."""
     for name in _STATE_SYNC:
         if callable(getattr(model, name, None)):
             getattr(model, name)()
@@ -137,7 +137,7 @@ def sync_state(model: Any) -> None:
 
 
 def stateless_scope() -> Any:
-    """Returns the innermost `keras.StatelessScope` of this thread, or `None`; Keras has no public way to."""
+    """Returns the innermost `keras.StatelessScope` of this thread, or `None`; it is private in Keras."""
     from keras.src.backend.common.stateless_scope import get_stateless_scope
 
     return get_stateless_scope()
@@ -145,7 +145,7 @@ def stateless_scope() -> Any:
 
 @contextlib.contextmanager
 def without_scope() -> Iterator[None]:
-    """Within this, variables are as outside of any `keras.StatelessScope`."""
+    """A context without an active `keras.StatelessScope`."""
     from keras.src.backend.common import global_state
 
     scope = stateless_scope()
@@ -157,11 +157,11 @@ def without_scope() -> Iterator[None]:
 
 
 def hook_cond(cond: Callable[..., Any]) -> None:
-    """Wraps `keras.ops.cond` on JAX; called once, by the backend.
+    """Wraps `keras.ops.cond` on JAX; the backend calls this once.
 
-    A `LossScaleOptimizer` writes variables in the branches, which JAX does not let out.
+    A `LossScaleOptimizer` writes variables in the branches. JAX does not let such values leave a branch.
     """
     from keras.src import backend
 
-    # Keras 3.16 keeps the operations of a backend in a package of their own.
+    # Keras 3.16 moves the operations of a backend to a separate package.
     replace(backend.core if hasattr(backend, "core") else backend.ops.core, "cond", cond)

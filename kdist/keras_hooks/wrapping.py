@@ -1,4 +1,4 @@
-"""What all hooks share: how they are put in, the strategy of a model, and the replica that runs."""
+"""Shared helpers for hooks: patching, the strategy of a model, and the running replica."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from kdist import context
 
-# The strategy of each model. Kept outside the models, so that saved files contain nothing of kdist.
+# The strategy of each model, kept outside the models so that saved files do not depend on kdist.
 strategies: weakref.WeakKeyDictionary[Any, context.StrategyLike] = weakref.WeakKeyDictionary()
 
 
-# An attribute of an optimizer's variable: the path of the variable that it belongs to.
+# The attribute of an optimizer's variable that contains the path of its model variable.
 OWNER = "_kdist_owner"
 
 
@@ -24,22 +24,22 @@ def strategy_of(model: Any) -> context.StrategyLike | None:
 
 
 def running_replica() -> Any:
-    """The replica that this thread runs on behalf of a step, or `None`."""
+    """Returns the replica that runs a step in this thread, or `None`."""
     replica = context.current_replica()
     return replica if getattr(replica, "scope", None) is not None else None
 
 
 def running_model_replica() -> Any:
-    """The replica that runs a step of a model's, whose losses are to be those of all rows; or `None`.
+    """Returns the replica that runs a model's step, whose losses must cover all rows, or `None`.
 
-    In a function that `strategy.run` runs, losses are what the function makes of them.
+    In functions that `strategy.run` runs, losses keep the reduction that the function uses.
     """
     replica = running_replica()
     return replica if replica is not None and replica.is_model_step else None
 
 
 def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Puts a hook in place of a function of Keras's: it is called with the original, then its arguments."""
+    """Replaces a Keras function by a hook, which receives the original function and its arguments."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -51,10 +51,10 @@ def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
 
 
 def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts in place of a function of Keras's what another one makes of it; see `wrap`."""
+    """Replaces a Keras function by the result of `make`, which receives the original; see `wrap`."""
     original = getattr(owner, name)
     wrapper = functools.wraps(original)(make(original))
-    # Keras reads the arguments of layers' constructors with `inspect.getfullargspec`, which does not look
-    # behind a wrapper but believes this attribute.
+    # Keras reads the arguments of layers' constructors with `inspect.getfullargspec`, which ignores
+    # `__wrapped__` but uses this attribute.
     wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     setattr(owner, name, wrapper)

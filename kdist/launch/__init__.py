@@ -1,6 +1,6 @@
-"""Starting the workers of a job: the command line, and `kdist.launch(fn)` for Python and notebooks.
+"""Starts the workers of a job, for the command line and for `kdist.launch(fn)` in Python and notebooks.
 
-Standard library only; nothing here imports Keras or a framework, so the launcher never holds a device.
+It uses only the standard library. It does not import Keras or a framework, so it never occupies a device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["launch"]
 
 
 class _CallableModule(types.ModuleType):
-    """Lets `kdist.launch` be both this package and the function: `kdist.launch(fn, num_workers=2)`."""
+    """Makes this package callable as a function: `kdist.launch(fn, num_workers=2)`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return launch(*args, **kwargs)

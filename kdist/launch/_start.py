@@ -1,8 +1,8 @@
-"""Started in place of a worker: asks to die with the launcher, then becomes the worker.
+"""Asks the kernel to kill this process when the launcher dies, and then replaces it by the worker.
 
-`python -I -S _start.py LAUNCHER_PID PROGRAM ARGUMENT…`. The request survives `exec`. Setting it in a
-`preexec_fn` would be shorter, but runs Python between fork and exec, which can deadlock where the launching
-process has threads (a notebook with JAX in it).
+Usage: `python -I -S _start.py LAUNCHER_PID PROGRAM ARGUMENT…`. The request survives `exec`. A `preexec_fn`
+would be shorter. However, it runs Python between fork and exec, which can deadlock if the launching process
+has threads, as in a notebook with JAX.
 """
 
 import ctypes

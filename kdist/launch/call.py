@@ -1,4 +1,4 @@
-"""A function that is to run in several workers, and what came of it, wherever they are."""
+"""The arguments and results of `kdist.launch`, for workers on this machine and on Ray."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kdist.launch.shipping import Result
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """What `kdist.launch` was asked for.
+    """The arguments of `kdist.launch`.
 
     Args:
         fn: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        num_workers: How many workers run it, or "auto".
-        backend: Their Keras backend; `None` for what the environment says.
-        env: More environment variables for them.
-        timeout: How many seconds the whole job may take; `None` for as long as it needs.
-        resources: What each worker gets of a cluster; `None` for what is usual there.
-        num_ps: How many parameter servers there are; with some, a coordinator alone runs the function.
+        args: The positional arguments of the function.
+        kwargs: The keyword arguments of the function.
+        num_workers: The number of workers, or "auto".
+        backend: The Keras backend of the workers; `None` for the backend of the environment.
+        env: Additional environment variables of the workers.
+        timeout: The time limit of the job in seconds; `None` for no limit.
+        resources: The resources of each worker on a Ray cluster; `None` for the default.
+        num_ps: The number of parameter servers. If it is positive, only the coordinator runs the function.
     """
 
     fn: Callable[..., Any]
@@ -39,15 +39,15 @@ class Call:
 
 @dataclasses.dataclass
 class Ended:
-    """How one worker has ended.
+    """The end of one worker.
 
     Args:
-        index: Its number.
-        exit_code: That of `subprocess`: negative for a signal.
+        index: The index of the worker.
+        exit_code: The exit code from `subprocess`, which is negative for a signal.
         lines: The last lines of its stderr.
-        result: What it has told; `None` if it did not come so far.
-        has_lost_another: Whether it says that it failed because another worker had ended.
-        role: What kind of task it is.
+        result: The result of the function; `None` if the worker did not return one.
+        has_lost_another: Whether it reported that it failed because another worker had exited.
+        role: The role of the task.
     """
 
     index: int
@@ -59,18 +59,18 @@ class Ended:
 
     @property
     def name(self) -> str:
-        """How messages name it."""
+        """The name of the worker in messages."""
         return task_name(self.role, self.index)
 
 
 @dataclasses.dataclass
 class Ending:
-    """How all of them have ended.
+    """The end of all workers.
 
     Args:
-        workers: All that run the function, in their order.
-        failed: The one that failed first.
-        unfinished: Those that had not ended when the time was up.
+        workers: All workers that ran the function, by index.
+        failed: The worker that failed first.
+        unfinished: The workers that had not finished at the timeout.
     """
 
     workers: list[Ended]

@@ -1,4 +1,4 @@
-"""`kdist.launch(fn)`: run a function in several fresh worker processes and return their results."""
+"""`kdist.launch(fn)`: runs a function in several new worker processes and returns their results."""
 
 from __future__ import annotations
 
@@ -28,44 +28,43 @@ def launch(
     resources: Mapping[str, float] | None = None,
     num_ps: int = 0,
 ) -> list[T]:
-    """Runs a function in several fresh worker processes, of this machine or of a Ray cluster.
+    """Runs a function in several new worker processes, on this machine or on a Ray cluster.
 
-    Each worker is a new Python that has `TF_CONFIG` and torchrun's variables set, as under `kdist run`. The
-    function is shipped with `cloudpickle`, so it may be defined in a notebook or in the main script, which
-    needs no `if __name__ == "__main__"`. What the workers print appears with their name in front.
+    Each worker is a new Python process with `TF_CONFIG` and torchrun's variables, as with `kdist run`. The
+    function is sent with `cloudpickle`, so you can define it in a notebook. A script does not need
+    `if __name__ == "__main__"`. Each line of output starts with the name of the worker.
 
-    On Ray, a cluster that this process is connected to is used, else the one that `RAY_ADDRESS` names or that runs on
-    this machine; else one is started here, and stopped at the end. All workers get their place at the same time, or
-    none does. kdist and the backend must be installed on the cluster's machines.
+    On Ray, `launch` uses the cluster that this process is connected to, or connects to the cluster in
+    `RAY_ADDRESS` or on this machine. If there is none, it starts a cluster and stops it at the end. Either
+    all workers start or none. kdist and the backend must be installed on all machines of the cluster.
 
-    With `num_ps`, the function runs in a coordinator alone. The workers and the parameter servers each run a
-    `kdist.Server`, until it returns.
+    With `num_ps`, only the coordinator runs the function. Until it returns, all workers and parameter servers
+    run a `kdist.Server`.
 
     Args:
-        fn: The function. Import the framework inside it: this process's Keras backend is not the workers'.
-        num_workers: How many workers. "auto", the default as with `kdist run`, is one a GPU of this machine, or a
-            single one without a GPU; on Ray, as many as the cluster has room for.
-        args: Its positional arguments, the same for all workers.
-        kwargs: Its keyword arguments.
-        backend: The Keras backend of the workers; by default what `KERAS_BACKEND` says.
-        env: More environment variables for the workers.
-        timeout: How many seconds the whole job may take; by default as long as it needs.
-        on: Where they run: "processes" for this machine, or "ray".
-        resources: What each worker gets of a Ray cluster, such as `{"CPU": 4, "GPU": 1}`; by default a core, and a
-            GPU where the cluster has some.
-        num_ps: How many parameter servers, on this machine.
+        fn: The function. Import the framework inside it, because the workers can use another Keras backend.
+        num_workers: The number of workers. "auto" starts one worker per GPU of this machine, or one worker if
+            there is no GPU, as with `kdist run`. On Ray, it starts as many workers as fit on the cluster.
+        args: The positional arguments of `fn`, the same for all workers.
+        kwargs: The keyword arguments of `fn`.
+        backend: The Keras backend of the workers; by default `KERAS_BACKEND`.
+        env: Additional environment variables for the workers.
+        timeout: The time limit of the job in seconds; by default no limit.
+        on: "processes" to run the workers on this machine, or "ray".
+        resources: The resources of each worker on a Ray cluster, for example `{"CPU": 4, "GPU": 1}`. By
+            default one core, and one GPU if the cluster has GPUs.
+        num_ps: The number of parameter servers, on this machine.
 
     Returns:
-        What the function returned, one entry a worker; with parameter servers, one entry, the coordinator's.
+        A list with one result per worker; with parameter servers, only the result of the coordinator.
 
     Raises:
-        LaunchError: If a worker fails; the others are ended within a second, on Ray within a few. The message has
-            the worker's traceback, and `__cause__` is its exception where that can be pickled.
-        WorkerTimeoutError: If the workers take longer than `timeout`; the message names them and shows what
-            each was doing.
+        LaunchError: If a worker fails. The other workers are terminated within a second, on Ray within a few.
+            The message contains the worker's traceback. `__cause__` is its exception, if it can be pickled.
+        WorkerTimeoutError: If the workers exceed `timeout`. The message contains their names and stacks.
         BackendError: If the backend is unknown or not installed.
-        InvalidArgumentError: If an argument cannot be, Ray is not installed, or its cluster has no room for so many
-            workers.
+        InvalidArgumentError: If an argument is invalid, Ray is not installed, or its cluster is too small for
+            the workers.
 
     Example:
 
@@ -131,7 +130,7 @@ def launch(
 
 
 def _quiet() -> dict[str, str]:
-    """Has workers say no plan: who calls a function knows what it starts, and a notebook shows stderr in red."""
+    """Hides the job plan by default, because notebooks show stderr in red."""
     return {logs.VARIABLE: environment.get(logs.VARIABLE) or "warning"}
 
 

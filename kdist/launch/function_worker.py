@@ -1,4 +1,4 @@
-"""The worker's side of `kdist.launch(fn)`."""
+"""The worker process of `kdist.launch(fn)`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kdist.launch import shipping
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads a call from a file, carries it out, and writes the result to another file: `argv` has their paths."""
+    """Reads a call from the file `argv[0]`, runs it, and writes the result to the file `argv[1]`."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     payload, destination = argv
@@ -21,12 +21,12 @@ def main(argv: Sequence[str]) -> None:
         data = file.read()
     sys.argv = ["kdist.launch"]
     result = shipping.perform(data)
-    # Under its name only once it is complete: a worker that is killed while writing has no result.
+    # Renamed only when complete, so that a worker that is killed during the write leaves no result.
     with open(f"{destination}.part", "wb") as file:
         pickle.dump(result, file)
     os.replace(f"{destination}.part", destination)
     if not result.ok:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Frameworks wait for their peers at exit. The launcher ends those; it must hear of the failure first.
+        # At exit, frameworks wait for their peers. The launcher terminates these after this process exits.
         os._exit(1)

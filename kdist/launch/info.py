@@ -1,4 +1,4 @@
-"""`kdist info`: what a bug report needs."""
+"""`kdist info`: prints the versions, devices and cluster variables for a bug report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGES = {
     "torch": ("torch",),
     "numpy": ("numpy",),
 }
-# Run in a process of its own: a broken installation may crash or hang, and asking must not hold a device.
+# A separate process, because a broken installation can crash or hang, and a query must not occupy a device.
 _DEVICES = {
     "tensorflow": (
         "import tensorflow as tf; print(*[d.name for d in tf.config.list_logical_devices()], sep=', ')"
@@ -37,7 +37,7 @@ _WIDEST = 300
 
 
 def version_of(package: str) -> str:
-    """Returns the version of a package, named as it is imported, or "not installed". It is not imported."""
+    """Returns the version of a package by its import name, or "not installed", without importing it."""
     for name in _PACKAGES.get(package, (package,)):
         try:
             version = importlib.metadata.version(name)
@@ -50,7 +50,7 @@ def version_of(package: str) -> str:
 
 
 def devices_of(backend: str, environ: Mapping[str, str] | None = None, timeout: float = 60.0) -> str:
-    """Asks a backend which devices it sees, in a process of its own; returns them, or why it could not tell."""
+    """Returns the devices of a backend, or the reason why they cannot be listed. Runs a separate process."""
     if backend not in _DEVICES:
         return f"unknown backend; kdist supports {', '.join(BACKENDS)}"
     quiet = {**(os.environ if environ is None else environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -77,7 +77,7 @@ def _memory() -> str:
 
 
 def cluster_lines(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Describes every cluster source that is present, which one won and why."""
+    """Returns lines that describe each cluster source, and why kdist uses it or not."""
     reports = survey(environ)
     lines = []
     for report in reports:
@@ -88,21 +88,21 @@ def cluster_lines(environ: Mapping[str, str] | None = None) -> list[str]:
             lines.append(f"    {name}={value if len(value) <= _WIDEST else value[:_WIDEST] + '…'}")
     if not any(report.won for report in reports):
         lines.append("  default: one worker; used: no variable describes a cluster")
-    with contextlib.suppress(ClusterConfigError):  # its line says what is wrong
+    with contextlib.suppress(ClusterConfigError):  # the line of the source reports the error
         if warning := alone_by_mistake(os.environ if environ is None else environ):
             lines.append(f"  warning: {warning}")
     return lines
 
 
 def print_info() -> int:
-    """Prints the report; returns the exit code."""
+    """Prints the report, and returns the exit code."""
     print(f"python: {platform.python_version()} ({sys.executable})")
     for package in _PACKAGES:
         print(f"{package}: {version_of(package)}")
     print(f"os: {platform.platform()}, {count_cores()} cores, {_memory()} memory")
     backend, why = keras_backend_choice()
     print(f"backend: {backend} ({why})")
-    print("devices: ", end="", flush=True)  # to ask takes seconds
+    print("devices: ", end="", flush=True)  # the query takes seconds
     print(devices_of(backend), flush=True)
     print("cluster sources, in order of priority:")
     print("\n".join(cluster_lines()))

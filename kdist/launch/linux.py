@@ -1,4 +1,4 @@
-"""What the launcher asks the system about processes. Elsewhere than on Linux it does what it can."""
+"""Process queries and signals for the launcher. Without /proc and prctl, they find fewer processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ JOB_VARIABLE = "KDIST_JOB_ID"
 
 
 def become_subreaper() -> None:
-    """Makes orphaned descendants children of this process, so that none escapes by a double fork."""
+    """Makes orphaned descendants children of this process, so that a double fork does not hide them."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def process_table() -> dict[int, tuple[int, str]]:
-    """Returns the parent and the state letter ("Z" is a zombie) of every process there is; nothing without /proc."""
+    """Returns the parent and the state letter ("Z" for a zombie) of each process; empty without /proc."""
     table: dict[int, tuple[int, str]] = {}
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc"):
@@ -28,19 +28,19 @@ def process_table() -> dict[int, tuple[int, str]]:
                 continue
             with contextlib.suppress(OSError, IndexError, ValueError):
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    # The command's name stands in brackets and may itself hold brackets and blanks.
+                    # The command name is in parentheses, and can itself contain parentheses and spaces.
                     state, parent = file.read().rpartition(b")")[2].split()[:2]
                 table[int(name)] = (int(parent), state.decode())
     return table
 
 
 def is_stopped(pid: int) -> bool:
-    """Says whether a process stands still because of a signal such as SIGSTOP."""
+    """Returns whether a process is stopped by a signal such as SIGSTOP."""
     return process_table().get(pid, (0, ""))[1] in ("T", "t")
 
 
 def descendants(roots: Iterable[int]) -> set[int]:
-    """Returns the processes below `roots`, without the roots themselves, zombies left out."""
+    """Returns the descendants of the processes `roots`, without the roots themselves and without zombies."""
     table = process_table()
     below: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():
@@ -56,10 +56,10 @@ def descendants(roots: Iterable[int]) -> set[int]:
 
 
 def members_of_job(job_id: str) -> set[int]:
-    """Returns the live processes that were started with a job's number in their environment, without this one.
+    """Returns the live processes with the ID of a job in their environment, except this process.
 
-    It finds those that left the process tree (a double fork); children that were started with an emptied
-    environment are found by `descendants` only.
+    This also finds processes that left the process tree by a double fork. Only `descendants` finds children
+    that were started with an empty environment.
     """
     marker = f"{JOB_VARIABLE}={job_id}".encode()
     found: set[int] = set()
@@ -73,7 +73,7 @@ def members_of_job(job_id: str) -> set[int]:
 
 
 def reap_orphans(keep: Iterable[int]) -> None:
-    """Collects dead children that this process has inherited, but for those that somebody else waits for."""
+    """Collects the zombie children of this process, except the processes in `keep`."""
     kept = set(keep)
     for pid, (parent, state) in process_table().items():
         if parent == os.getpid() and state == "Z" and pid not in kept:
@@ -82,13 +82,13 @@ def reap_orphans(keep: Iterable[int]) -> None:
 
 
 def send(pid: int, signum: int, *, group: bool = False) -> None:
-    """Sends a signal, to a whole group if asked; a process that has gone already is none of our business."""
+    """Sends a signal to a process, or to a process group. Ignores processes that no longer exist."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         (os.killpg if group else os.kill)(pid, signum)
 
 
 def signal_name(signum: int) -> str:
-    """Returns a signal's name, such as "SIGKILL"; "signal 63" for a number without one."""
+    """Returns the name of a signal, for example "SIGKILL", or "signal 63" if the number has no name."""
     try:
         return signal.Signals(signum).name
     except ValueError:

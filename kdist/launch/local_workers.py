@@ -1,4 +1,4 @@
-"""Workers of `kdist.launch` that are processes of this machine."""
+"""Runs the workers of `kdist.launch` as processes of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kdist.launch.roles import plan_roles
 from kdist.launch.supervisor import Supervisor
 from kdist.launch.worker_process import WorkerProcess
 
-# What workers and parameter servers run; in words, since the launcher itself imports no framework.
+# The program of workers and parameter servers, as a string because the launcher does not import a framework.
 _SERVE = """import sys
 sys.path[:] = {path!r}
 import kdist
@@ -47,15 +47,15 @@ def run(call: Call) -> Ending:
 def run_plan(
     plan: JobPlan, payload: bytes, out: Sink, err: Sink, *, timeout: float | None, prefixed: bool
 ) -> Ending:
-    """Runs a packed call in the workers of a plan, and leaves none of their processes.
+    """Runs a packed call in the workers of a plan. All their processes have ended when it returns.
 
     Args:
-        plan: What the workers are told.
+        plan: The plan of the workers.
         payload: The call, from `shipping.pack_call`.
-        out: Where their stdout goes.
-        err: Where their stderr goes.
-        timeout: How many seconds they may take.
-        prefixed: Whether their names stand in front of what they print.
+        out: Receives the stdout of the workers.
+        err: Receives the stderr of the workers.
+        timeout: The time limit in seconds.
+        prefixed: Whether each line of output starts with the name of the worker.
     """
     with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
         path = os.path.join(folder, "function")

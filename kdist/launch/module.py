@@ -1,4 +1,4 @@
-"""Modules of kdist's own commands that are run on several workers, as a user's are."""
+"""Runs modules of kdist's own commands on several workers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kdist.errors import LaunchError
 def run_module(
     module: str, backend: str | None, num_workers: int, result: Path, *arguments: str
 ) -> dict[str, Any]:
-    """Runs a module on several workers, as `kdist run` does, and returns what it has written to a file, as JSON.
+    """Runs a module with `kdist run`, and returns the JSON content that it wrote to the file `result`.
 
     Raises:
-        LaunchError: It failed; what it said has been printed.
+        LaunchError: If the module fails. Its output is printed before.
     """
     command = [sys.executable, "-m", "kdist", "run", "--num-workers", str(num_workers)]
     if backend:

@@ -1,4 +1,4 @@
-"""Help texts and checks of options that several commands share."""
+"""Help texts and checks of options that are common to several commands."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def whole_number(name: str, text: str, least: int) -> int:
-    """Reads an option that is a whole number.
+    """Parses an option whose value is a whole number.
 
     Raises:
-        InvalidArgumentError: If it is not a whole number, or too small.
+        InvalidArgumentError: If the value is not a whole number, or less than `least`.
 
     Example:
 
@@ -37,7 +37,7 @@ def whole_number(name: str, text: str, least: int) -> int:
 
 
 def environment_variables(entries: Sequence[str]) -> dict[str, str]:
-    """Reads the values of `--env`.
+    """Parses the values of `--env` into a dictionary.
 
     Raises:
         InvalidArgumentError: If an entry does not have the form NAME=VALUE.
@@ -62,10 +62,10 @@ def environment_variables(entries: Sequence[str]) -> dict[str, str]:
 
 
 def target(options: argparse.Namespace, example: str) -> list[str]:
-    """Returns the script, or with `-m` the module, and its arguments.
+    """Returns the script (with `-m`, the module) and its arguments.
 
     Raises:
-        InvalidArgumentError: If there is none; the message has the example.
+        InvalidArgumentError: If the script is missing. The message contains `example`.
     """
     rest = list(options.target)
     if rest[:1] == ["--"]:

@@ -1,4 +1,4 @@
-"""A job's plan in words: the line that `kdist run` begins with, and what `--dry-run` prints."""
+"""Describes the plan of a job: the first line of `kdist run`, and the output of `--dry-run`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ORDER = ("chief", "worker", "ps", "evaluator")
 
 
 def line(plan: JobPlan, num_workers: str | int, num_hosts: int = 1) -> str:
-    """Returns a plan in one line, as far as the launcher knows it, which asks no framework.
+    """Returns a one-line summary of a plan, without importing a framework.
 
     Args:
         plan: The plan of this machine.
-        num_workers: What was asked for: a number, or "auto".
-        num_hosts: How many machines there are.
+        num_workers: The requested number of workers, or "auto".
+        num_hosts: The number of machines.
 
     Example:
 
@@ -55,7 +55,7 @@ def _devices(task: WorkerPlan) -> str:
 
 
 def left_idle(plan: JobPlan, environ: Mapping[str, str] | None = None) -> str:
-    """Says which GPUs no task has; empty where there are none."""
+    """Returns a message about GPUs that no task uses, or an empty string."""
     idle = idle_gpus(plan, environ)
     if not idle:
         return ""
@@ -72,9 +72,9 @@ def left_idle(plan: JobPlan, environ: Mapping[str, str] | None = None) -> str:
 
 
 def details(plan: JobPlan, command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
-    """Returns what would be started: the command, and each task with its address, devices, threads and variables.
+    """Returns the command, and the address, devices, threads and variables of each task.
 
-    Variables are written as a shell takes them. A secret of the job that the launcher has made is not shown.
+    Variables are quoted for the shell. A job secret that the launcher has generated is not shown.
     """
     inherited = os.environ if environ is None else environ
     lines = [f"command: {shlex.join(command)}"]

@@ -1,4 +1,4 @@
-"""The workers' output: lines with the worker's name in front, live, and a memory of the last ones."""
+"""Shows the output of the workers live, with the worker's name before each line, and keeps the last lines."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kdist.cluster import environment
 
 _SPLIT = re.compile(rb"(\r|\n)")
 _COLOR = re.compile(rb"\x1b\[([0-9;]*)m")
-_CUT = re.compile(rb"(\x1b(\[[0-9;]*)?|\xe2\x94?)\Z")  # what may go on in the next piece
-_LONGEST = 65536  # a line without an end is shown from here on
-_LOST = b"The job lost "  # how the error of a worker that has lost another begins
-_PATIENCE = 1.0  # seconds that half a line waits for its other half
+_CUT = re.compile(rb"(\x1b(\[[0-9;]*)?|\xe2\x94?)\Z")  # an incomplete color code or bar character
+_LONGEST = 65536  # bytes: longer partial lines are shown immediately
+_LOST = b"The job lost "  # the start of the error of a worker that lost another
+_PATIENCE = 1.0  # seconds until a partial line is shown
 
 
 class Sink:
-    """Where output goes: the text stream of a terminal, a file, a pipe, or a notebook."""
+    """A destination of output: the text stream of a terminal, a file, a pipe or a notebook."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -31,7 +31,7 @@ class Sink:
         self.broken = False
 
     def write(self, data: bytes) -> None:
-        """Writes and flushes; a reader that has gone (`| head`) must not end the job's supervision."""
+        """Writes and flushes. Ignores a closed pipe (`| head`), because the job must still be supervised."""
         if self.broken or not data:
             return
         try:
@@ -44,14 +44,14 @@ class Sink:
             self.broken = True
 
     def end_line(self) -> None:
-        """Ends a line that stands open, so that what comes next starts at the margin."""
+        """Ends an open line, so that the next output starts on a new line."""
         if self.open_line is not None:
             self.write(b"\n")
             self.open_line = None
 
 
 def sinks() -> tuple[Sink, Sink]:
-    """Where this process's stdout and stderr go: one sink if they end in one place, as those of a terminal do."""
+    """Returns sinks for stdout and stderr, which are the same if both go to the same file or terminal."""
     out = Sink(sys.stdout)
     try:
         same = os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
@@ -63,14 +63,14 @@ def sinks() -> tuple[Sink, Sink]:
 class LineStream:
     """One output stream of one worker.
 
-    Whole lines are written at once. Half a line (a prompt, a progress bar that redraws itself with a
-    carriage return) is shown live on a terminal if `eager`, else after a moment; where the output is not a
-    terminal, only the last state of a redrawn line is kept. Colors are left out there, and where `NO_COLOR` is set.
+    Whole lines are written immediately. A partial line (a prompt, or a redrawn progress bar) is shown live
+    on a terminal if `eager` is set, otherwise after one second. If the output is not a terminal, only the
+    last state of a redrawn line is kept. Colors are removed there, and if `NO_COLOR` is set.
 
     Args:
-        sink: Where to write.
-        prefix: What to put in front of each line; `None` to pass everything through untouched.
-        eager: Whether half a line is shown at once.
+        sink: The destination.
+        prefix: The text before each line; `None` to pass all output through unchanged.
+        eager: Whether partial lines are shown immediately.
     """
 
     def __init__(self, sink: Sink, prefix: str | None, eager: bool = False) -> None:
@@ -86,7 +86,7 @@ class LineStream:
         self._since = 0.0
 
     def feed(self, data: bytes) -> None:
-        """Takes what the worker has written, cut anywhere."""
+        """Processes output of the worker, which can be split at any position."""
         if self._untouched:
             self._sink.write(data)
             return
@@ -132,16 +132,16 @@ class LineStream:
             self._text, self._shown = b"", 0
 
     def waits(self) -> bool:
-        """Says whether half a line waits to be shown."""
+        """Returns whether a partial line is waiting to be shown."""
         return bool(self._text) and self._shown < len(self._text) and not self._redraw
 
     def tick(self) -> None:
-        """Shows half a line that has waited long enough."""
+        """Shows a partial line that has waited long enough."""
         if self.waits() and time.monotonic() - self._since > _PATIENCE:
             self._show()
 
     def close(self) -> None:
-        """Shows what is left; the worker writes no more."""
+        """Shows the remaining output after the end of the worker."""
         if self._plain and self._plain.rest:
             self._append(self._plain.rest)
         if self._text:
@@ -152,9 +152,9 @@ class LineStream:
 
 
 class _Plain:
-    """Takes colors out of a text that comes in pieces, cut anywhere.
+    """Removes colors from a text that arrives in pieces, split at any position.
 
-    Keras's bar tells what is left from what is done by its color alone; here it is another line.
+    Keras's progress bar marks the remaining part only by its color. Here, it gets another line character.
     """
 
     def __init__(self) -> None:
@@ -176,17 +176,17 @@ class _Plain:
 
 
 class Tail:
-    """The last lines of a worker's stderr, for the report of its failure."""
+    """Keeps the last lines of a worker's stderr for the failure report."""
 
     def __init__(self, most: int = 400) -> None:
         self._lines: collections.deque[bytes] = collections.deque(maxlen=most)
         self._rest = b""
         self.traceback_at: float | None = None
         self.has_lost_another = False
-        """Whether the worker has said that it failed because another one had ended."""
+        """Whether the worker reported that it failed because it lost another worker."""
 
     def feed(self, data: bytes) -> None:
-        """Takes what the worker has written, cut anywhere."""
+        """Processes output of the worker, which can be split at any position."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.lstrip(b" |+").startswith(b"Traceback (most recent call last)"):
@@ -196,6 +196,6 @@ class Tail:
         self._rest = self._rest[-_LONGEST:]
 
     def lines(self) -> list[str]:
-        """Returns the lines as text."""
+        """Returns the lines as strings."""
         kept = [*self._lines, self._rest] if self._rest else [*self._lines]
         return [line.decode("utf-8", "replace").rstrip().rpartition("\r")[2] for line in kept]

@@ -1,4 +1,4 @@
-"""What each worker of a job is told: its number, all addresses, its devices. Nothing is started here."""
+"""Plans the workers of a job: their indices, addresses, devices and environments. It starts no process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kdist.cluster.roles import task_name
 from kdist.errors import BackendError, InvalidArgumentError
 from kdist.launch.linux import JOB_VARIABLE
 
-BACKENDS = ("tensorflow", "jax", "torch")  # names of the packages, too
-THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")  # how many an engine takes, if they say nothing else
+BACKENDS = ("tensorflow", "jax", "torch")  # also the package names
+THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")  # set unless the user has set them
 GPUS = "CUDA_VISIBLE_DEVICES"
-# torchrun's agent sets these for its own workers; below kdist's launcher they would be lies.
+# torchrun's agent sets these variables for its own workers. For workers of kdist's launcher, they are wrong.
 _STALE = (
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_RUN_ID",
@@ -31,7 +31,7 @@ _STALE = (
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a worker stands: its number among all, and among those of its machine, and that of the machine."""
+    """The position of a worker: its global index, its index on its machine, and the index of the machine."""
 
     index: int
     local_index: int
@@ -41,14 +41,14 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerPlan:
-    """One task of this machine, which is a worker unless it is told otherwise.
+    """One task of this machine, by default a worker.
 
     Args:
-        index: Its number among those of its role.
-        address: Where it listens; empty where nobody connects to it.
-        environ: What it is told.
+        index: The index of the task among all tasks of its role.
+        address: The address at which it listens; empty if no task connects to it.
+        environ: The environment of the task.
         role: "worker", "chief", "ps" or "evaluator".
-        helps: Whether the job ends without it, when those that do not help have ended.
+        helps: Whether the task only supports others. The job ends when all other tasks have ended.
     """
 
     index: int
@@ -59,18 +59,18 @@ class WorkerPlan:
 
     @property
     def name(self) -> str:
-        """How messages name it."""
+        """The name of the task in messages."""
         return task_name(self.role, self.index)
 
     @property
     def full_name(self) -> str:
-        """The same with its address."""
+        """The name of the task with its address."""
         return task_name(self.role, self.index, self.address or None)
 
 
 @dataclasses.dataclass
 class JobPlan:
-    """All workers of this machine, and the ports that are kept for them until they start."""
+    """The workers of this machine, and the ports that are reserved for them until they start."""
 
     job_id: str
     num_workers: int
@@ -78,35 +78,35 @@ class JobPlan:
     held: list[socket.socket] = dataclasses.field(default_factory=list)
 
     def release_ports(self) -> None:
-        """Gives the ports free; called just before the workers are started."""
+        """Releases the reserved ports, just before the workers start."""
         while self.held:
             self.held.pop().close()
 
 
 def usable_cores() -> list[int]:
-    """Returns the cores that this process may use, by their numbers."""
+    """Returns the indices of the CPU cores that this process can use."""
     with contextlib.suppress(AttributeError):
         return sorted(os.sched_getaffinity(0)) or [0]
     return list(range(os.cpu_count() or 1))
 
 
 def count_cores() -> int:
-    """Returns the number of cores that this process may use."""
+    """Returns the number of CPU cores that this process can use."""
     return len(usable_cores())
 
 
 def is_auto(num_workers: str | int | None) -> bool:
-    """Says whether the number of workers is left to what there is."""
+    """Returns whether the number of workers depends on the available devices."""
     return num_workers is None or str(num_workers).strip().lower() == "auto"
 
 
 def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | None = None) -> int:
-    """Turns the option `--num-workers` into a number: "auto" is one worker a GPU, or a single one without a GPU.
+    """Returns the number of workers for `--num-workers`. "auto" means one per GPU, or one if there is no GPU.
 
-    Several workers of one machine without GPUs share its cores, and are seldom faster than one that has them all.
+    Without GPUs, several workers share the cores of a machine, and are rarely faster than one worker.
 
     Raises:
-        InvalidArgumentError: If it is neither "auto" nor a positive integer.
+        InvalidArgumentError: If the value is neither "auto" nor an integer from 1 to 10,000.
 
     Example:
 
@@ -131,11 +131,11 @@ def resolve_num_workers(text: str | int | None, environ: Mapping[str, str] | Non
 
 
 def parse_hosts(text: str | None) -> list[str]:
-    """Turns the option `--hosts` into a list of addresses.
+    """Parses the option `--hosts` into a list of addresses.
 
     Raises:
         ClusterConfigError: If an entry is not `host:port`.
-        InvalidArgumentError: If an entry is there twice.
+        InvalidArgumentError: If an entry is repeated.
 
     Example:
 
@@ -158,10 +158,10 @@ def parse_hosts(text: str | None) -> list[str]:
 
 
 def check_backend_name(name: str | None) -> None:
-    """Checks that a backend is one of kdist's; `None` is not checked.
+    """Checks that kdist supports a backend. `None` is not checked.
 
     Raises:
-        BackendError: If it is unknown.
+        BackendError: If the backend is unknown.
     """
     if name is not None and name.lower() not in BACKENDS:
         raise BackendError(
@@ -172,10 +172,10 @@ def check_backend_name(name: str | None) -> None:
 
 
 def check_backend(name: str | None) -> None:
-    """Checks that a backend is one of kdist's and is installed, without importing it; `None` is not checked.
+    """Checks that kdist supports a backend and that it is installed, without importing it. Skips `None`.
 
     Raises:
-        BackendError: If it is unknown, or it or Keras is not installed.
+        BackendError: If the backend is unknown, or if the backend or Keras is not installed.
     """
     check_backend_name(name)
     if name is None:
@@ -210,19 +210,19 @@ def plan_job(
     environ: Mapping[str, str] | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> JobPlan:
-    """Works out what the workers of this machine are told, and holds their ports until `release_ports`.
+    """Plans the workers of this machine, and reserves their ports until `release_ports`.
 
     Args:
-        local_workers: How many workers each machine has.
-        hosts: One `host:port` a machine, the same list on each; worker `j` of a machine listens at its port
-            plus `j`. Without it the job has one machine and listens on the loopback interface only.
-        host_index: Which of `hosts` this machine is.
-        backend: The value for `KERAS_BACKEND`; `None` leaves it alone.
-        environ: The environment that the workers inherit; by default the process's own.
-        extra: More variables for all workers; they win over everything else.
+        local_workers: The number of workers per machine.
+        hosts: One `host:port` per machine, in the same order on each machine. Worker `j` of a machine listens
+            at its port plus `j`. If empty, the job uses one machine and only its loopback interface.
+        host_index: The index of this machine in `hosts`.
+        backend: The value of `KERAS_BACKEND`; `None` to keep the inherited value.
+        environ: The environment that the workers inherit; by default the environment of this process.
+        extra: Additional variables for all workers, which override all others.
 
     Raises:
-        InvalidArgumentError: If `host_index` is none of `hosts`.
+        InvalidArgumentError: If `host_index` is out of range, or the ports of two hosts overlap.
         ClusterConfigError: If a port of this machine is taken.
     """
     environ = dict(os.environ if environ is None else environ)
@@ -249,15 +249,15 @@ def plan_worker(
     environ: Mapping[str, str],
     extra: Mapping[str, str],
 ) -> WorkerPlan:
-    """Works out what one worker is told.
+    """Plans one worker.
 
     Args:
-        job_id: The number by which its descendants are found.
-        addresses: Those of all workers.
-        place: Where it stands among them.
-        backend: The value for `KERAS_BACKEND`; `None` leaves it alone.
-        environ: The environment that it inherits.
-        extra: More variables; they win over everything else.
+        job_id: The ID of the job, by which the launcher finds the worker's descendants.
+        addresses: The addresses of all workers.
+        place: The position of the worker.
+        backend: The value of `KERAS_BACKEND`; `None` to keep the inherited value.
+        environ: The environment that the worker inherits.
+        extra: Additional variables, which override all others.
     """
     told = environ_of(job_id, _variables(addresses, place), backend, environ, extra)
     return WorkerPlan(place.index, addresses[place.index], told)
@@ -270,7 +270,7 @@ def environ_of(
     environ: Mapping[str, str],
     extra: Mapping[str, str],
 ) -> dict[str, str]:
-    """Returns the environment of one task: what it inherits, what says which task it is, and `extra`, which wins."""
+    """Returns the environment of one task: the inherited variables, `variables` and `extra`, which wins."""
     inherited = {name: value for name, value in environ.items() if name not in _STALE}
     told = {**inherited, **variables, JOB_VARIABLE: job_id, "PYTHONUNBUFFERED": "1"}
     if backend is not None:
@@ -304,7 +304,7 @@ def _addresses_of_hosts(hosts: Sequence[str], host_index: int, local_workers: in
 
 
 def _variables(addresses: Sequence[str], place: Place) -> dict[str, str]:
-    """`TF_CONFIG` and torchrun's variables, which say the same."""
+    """Returns `TF_CONFIG` and the equivalent variables of torchrun."""
     host, port = split_address(addresses[0])
     config = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": place.index}}
     return {
@@ -320,13 +320,13 @@ def _variables(addresses: Sequence[str], place: Place) -> dict[str, str]:
 
 
 def thread_share(environ: Mapping[str, str], local_workers: int) -> dict[str, str]:
-    """A worker's share of the machine's cores, unless the user chose how many threads there are."""
+    """Returns the variables that limit a worker to its share of the cores, unless the user has set them."""
     threads = str(max(1, count_cores() // local_workers))
     return {name: threads for name in THREADS if name not in environ}
 
 
 def _gpu_share(environ: Mapping[str, str], local_index: int, local_workers: int) -> dict[str, str]:
-    """A worker's share of the machine's GPUs: as many as the others have; one that it shares if there are few."""
+    """Returns the variable for a worker's GPUs: an equal share, or one shared GPU if there are too few."""
     gpus = visible_gpus(environ)
     if local_workers == 1 or not gpus:
         return {}
@@ -336,6 +336,6 @@ def _gpu_share(environ: Mapping[str, str], local_index: int, local_workers: int)
 
 
 def idle_gpus(plan: JobPlan, environ: Mapping[str, str] | None = None) -> list[str]:
-    """Returns the GPUs of this machine that no task of a plan sees."""
+    """Returns the GPUs of this machine that no task of a plan uses."""
     used = {gpu for task in plan.workers for gpu in visible_gpus(task.environ)}
     return [gpu for gpu in visible_gpus(environ) if gpu not in used]

@@ -1,7 +1,7 @@
-"""What runs on the machines of a Ray cluster: each actor starts one worker, as `kdist.launch` does at home.
+"""The Ray actor of `kdist.launch`, which starts one worker on a machine of a Ray cluster.
 
-The worker is a process of its own, so that its environment is there before Keras is imported, whatever Ray's process
-has done before, and that it can be ended.
+The worker is a separate process. Therefore its environment is set before Keras is imported, regardless of
+Ray's process, and the worker can be terminated.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kdist.launch.local_workers import run_plan
 from kdist.launch.output import Sink
 from kdist.launch.plan import JobPlan, Place, plan_worker
 
-_WAIT = 1.0  # seconds that a question for output is kept waiting
-_GATHER = 0.02  # seconds in which more of it may come
+_WAIT = 1.0  # seconds that `news` waits for output
+_GATHER = 0.02  # seconds in which it collects more output
 _TERM_TO_KILL = 0.3
 
 
 class _Passed(io.RawIOBase):
-    """A stream whose bytes go into a queue."""
+    """A stream that puts all bytes into a queue."""
 
     def __init__(self, name: str, put: Callable[[Any], None]) -> None:
         self._name, self._put = name, put
@@ -43,7 +43,7 @@ class _Passed(io.RawIOBase):
 
 
 class WorkerActor:
-    """Starts a worker, and passes on what it prints, and how it ends."""
+    """Starts a worker, and reports its output and its end."""
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
@@ -51,7 +51,7 @@ class WorkerActor:
         self._job_id = uuid.uuid4().hex
 
     def hold_port(self, host: str) -> int:
-        """Keeps a port of this machine for the worker; returns its number."""
+        """Reserves a port of this machine for the worker, and returns its number."""
         self._held = hold_free_ports(1, host)
         return self._held[0].getsockname()[1]
 
@@ -64,21 +64,21 @@ class WorkerActor:
         env: Mapping[str, str],
         timeout: float | None,
     ) -> None:
-        """Runs the worker to its end; what comes of it is told by `news`."""
+        """Runs the worker to its end. `news` returns its output and result."""
         try:
-            # Where this process finds kdist and what Ray brings along, the worker does, too.
+            # The worker gets this import path, so that it also finds kdist and the modules that Ray provides.
             environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             plan = plan_worker(self._job_id, addresses, place, backend, environ, env)
             job = JobPlan(self._job_id, len(addresses), [plan], self._held)
             out, err = (Sink(_Passed(name, self._news.put)) for name in ("out", "err"))
             ending = run_plan(job, payload, out, err, timeout=timeout, prefixed=False)
-        except BaseException:  # else everybody would wait for its end
+        except BaseException:  # otherwise all would wait for its end
             failed = Ended(place.index, 1, traceback.format_exc().splitlines(), None)
             ending = Ending([failed], failed)
         self._news.put(ending)
 
     def news(self) -> list[tuple[str, bytes] | Ending]:
-        """Waits a moment; returns what the worker has printed since the last call, and at last how it has ended."""
+        """Returns the output since the last call, and finally the end of the worker. Waits about a second."""
         found = []
         try:
             found.append(self._news.get(timeout=_WAIT))
@@ -90,7 +90,7 @@ class WorkerActor:
             return found
 
     def end(self) -> None:
-        """Ends the worker, and what it has started; `run` notices."""
+        """Terminates the worker and its descendants, so that `run` returns."""
         for signum in (signal.SIGTERM, signal.SIGKILL):
             for pid in linux.members_of_job(self._job_id):
                 linux.send(pid, signum)

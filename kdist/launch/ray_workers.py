@@ -1,4 +1,4 @@
-"""Workers of `kdist.launch` that run on a Ray cluster."""
+"""Runs the workers of `kdist.launch` on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from kdist.launch.output import LineStream, sinks
 from kdist.launch.plan import THREADS, Place, check_backend_name, is_auto, resolve_num_workers
 from kdist.launch.ray_actor import WorkerActor
 
-# Exits this close together are judged together: news travel through the cluster.
+# Exits within these seconds count as one failure, because reports need time to arrive.
 _WINDOW = 0.5
-_ENDING = 10.0  # seconds after which those that are to end are left to Ray, which ends them with their actors
-_PATIENCE = 2.0  # seconds in which they may be ended in good order
+_ENDING = 10.0  # seconds for workers to end, before Ray kills their actors
+_PATIENCE = 2.0  # seconds for actors to terminate their workers
 _FOREVER = float("inf")
 
 
 def run(call: Call) -> Ending:
-    """Runs a function in workers of a Ray cluster, which is started here if there is none."""
+    """Runs a function in workers of a Ray cluster. Starts a cluster if there is none."""
     ray = _import_ray()
     check_backend_name(call.backend)
     deadline = _FOREVER if call.timeout is None else time.monotonic() + call.timeout
     payload = shipping.pack_call(call.fn, call.args, call.kwargs, None)
-    # A wrong number is told before a cluster is started.
+    # Checked here, so that an invalid number raises an error before a cluster is started.
     wanted = None if is_auto(call.num_workers) else resolve_num_workers(call.num_workers)
     with _connected(ray):
         needs = _needs(ray, call.resources)
@@ -58,15 +58,15 @@ def _import_ray() -> Any:
 
 @contextlib.contextmanager
 def _connected(ray: Any) -> Iterator[None]:
-    """Connects to a cluster, or starts one, unless this process has done so already."""
+    """Connects to a cluster, or starts one, unless this process is already connected."""
     if ray.is_initialized():
         yield
         return
-    # Ray leaves both behind: a handler that does nothing any more, and a debugger of its own.
+    # Ray does not restore either of these. It leaves a handler without effect, and its own debugger.
     handler = signal.getsignal(signal.SIGTERM)
     with environment.patched(PYTHONBREAKPOINT=environment.get("PYTHONBREAKPOINT")):
         try:
-            # It looks at RAY_ADDRESS, and for a cluster of this machine, before it starts one.
+            # `ray.init` tries RAY_ADDRESS and a cluster on this machine before it starts a cluster.
             ray.init(include_dashboard=False, logging_level="error", log_to_driver=False)
             yield
         finally:
@@ -76,7 +76,7 @@ def _connected(ray: Any) -> Iterator[None]:
 
 
 def _needs(ray: Any, resources: Mapping[str, float] | None) -> dict[str, float]:
-    """Returns what each worker gets."""
+    """Returns the resources of each worker."""
     if resources is None:
         return {"CPU": 1.0, "GPU": 1.0} if ray.cluster_resources().get("GPU") else {"CPU": 1.0}
     needs = {name: amount for name, amount in resources.items() if amount}
@@ -90,7 +90,7 @@ def _needs(ray: Any, resources: Mapping[str, float] | None) -> dict[str, float]:
 
 
 def _room(ray: Any, needs: Mapping[str, float]) -> int:
-    """Returns how many workers the cluster could hold if it had nothing else to do."""
+    """Returns the number of workers that fit on the cluster if it is otherwise idle."""
     return sum(
         min(int(node["Resources"].get(name, 0.0) // amount) for name, amount in needs.items())
         for node in ray.nodes()
@@ -110,7 +110,7 @@ def _check_room(ray: Any, count: int, needs: Mapping[str, float]) -> None:
 
 @contextlib.contextmanager
 def _reserved(ray: Any, count: int, needs: Mapping[str, float], deadline: float) -> Iterator[Any]:
-    """Gets the places of all workers at once, on few machines: half of them could not do anything."""
+    """Reserves resources for all workers at once, on few machines. A part of the workers cannot train."""
     group = ray.util.placement_group([dict(needs)] * count, strategy="PACK")
     try:
         patience = min(liveness.join_timeout(), max(0.0, deadline - time.monotonic()))
@@ -127,7 +127,7 @@ def _reserved(ray: Any, count: int, needs: Mapping[str, float], deadline: float)
 
 @dataclasses.dataclass
 class _Worker:
-    """One worker, seen from here."""
+    """The state of one worker in this process."""
 
     actor: Any
     place: Place
@@ -140,7 +140,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _started(ray: Any, group: Any, count: int, needs: Mapping[str, float]) -> Iterator[list[_Worker]]:
-    """Starts an actor for each worker; the workers are numbered machine by machine, and know their ports."""
+    """Starts an actor for each worker, and reserves its port. The workers are numbered machine by machine."""
     machine_of = ray.util.placement_group_table(group)["bundles_to_node_id"]
     machines = list(dict.fromkeys(machine_of[bundle] for bundle in range(count)))
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -163,7 +163,7 @@ def _started(ray: Any, group: Any, count: int, needs: Mapping[str, float]) -> It
         yield workers
     finally:
         left = [worker.actor.end.remote() for worker in workers if worker.ended is None]
-        if left:  # this process was interrupted, or they did not answer
+        if left:  # this process was interrupted, or a worker did not answer
             ray.wait(left, num_returns=len(left), timeout=_PATIENCE)
         for worker in workers:
             for stream in worker.streams.values():
@@ -178,7 +178,7 @@ def _actor(ray: Any, group: Any, bundle: int, needs: Mapping[str, float]) -> Any
         group, placement_group_bundle_index=bundle
     )
     options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": others}
-    # At the same time it runs the worker, tells of it, and ends it.
+    # The actor must run the worker, report its news and end it concurrently.
     return (
         ray.remote(WorkerActor).options(**options, scheduling_strategy=strategy, max_concurrency=4).remote()
     )
@@ -201,7 +201,7 @@ def _run_all(
     needs: Mapping[str, float],
     deadline: float,
 ) -> None:
-    # Ray's processes do not have this one's environment. The threads are those of the cores that they got.
+    # Ray's processes do not inherit the environment of this process. Each worker gets one thread per core.
     told = {name: str(max(1, int(needs.get("CPU", 1)))) for name in THREADS}
     told |= {name: value for name, value in os.environ.items() if name.startswith("KDIST_")}
     told.pop(JOB_VARIABLE, None)
@@ -214,12 +214,12 @@ def _run_all(
 
 
 class _Job:
-    """Passes on what the workers print, and ends all of them when one fails.
+    """Passes on the output of the workers, and terminates all workers if one of them fails.
 
     Args:
-        ray: The package.
-        workers: The workers, which run.
-        deadline: When their actors end them if they run still.
+        ray: The package `ray`.
+        workers: The running workers.
+        deadline: The time at which the actors terminate workers that are still running.
     """
 
     def __init__(self, ray: Any, workers: Sequence[_Worker], deadline: float) -> None:
@@ -255,7 +255,7 @@ class _Job:
     def _hear(self, worker: _Worker, reference: Any) -> None:
         try:
             news = self._ray.get(reference)
-        except self._ray.exceptions.RayError as error:  # the actor has died, perhaps with its machine
+        except self._ray.exceptions.RayError as error:  # the actor died, possibly with its machine
             lines = str(error).splitlines()
             lost = Ended(worker.place.index, -signal.SIGKILL, lines, None)
             news = [Ending([lost], lost)]
@@ -276,7 +276,7 @@ class _Job:
             self._judge_at = min(self._judge_at, time.monotonic() + _WINDOW)
 
     def _judge(self) -> None:
-        """Decides which worker failed first: one with a reason of its own, if there is one."""
+        """Finds the worker that failed first. A worker that lost another one counts only if all did."""
         failed = [worker for worker in self._workers if worker.ended and worker.ended.exit_code != 0]
         failed = [worker for worker in failed if not worker.unfinished]
         own = [worker for worker in failed if worker.ended and not worker.ended.has_lost_another]

@@ -1,4 +1,4 @@
-"""The last thing that a failed job prints: who failed first, how, and the end of its traceback."""
+"""The report at the end of a failed job: the worker that failed first, the reason, and its traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _START = re.compile(r"[ |+]*(Traceback \(most recent call last\)|Fatal Python er
 
 
 def shell_exit_code(exit_code: int) -> int:
-    """Returns an exit code of `subprocess` as a shell tells it: 128 plus the number for a signal.
+    """Converts an exit code of `subprocess` to the exit code of a shell: 128 plus the number for a signal.
 
     Example:
 
@@ -27,9 +27,9 @@ def shell_exit_code(exit_code: int) -> int:
 
 
 def describe_exit(exit_code: int, frozen: bool = False) -> str:
-    """Says how a process ended, after the exit code of `subprocess`: "was killed by SIGKILL (signal 9)".
+    """Describes an exit code of `subprocess`, for example "was killed by SIGKILL (signal 9)".
 
-    `frozen` says that a signal such as SIGSTOP had stopped it before it was ended.
+    Set `frozen` if a signal such as SIGSTOP had stopped the process before it was killed.
     """
     if frozen:
         return "was stopped by a signal such as SIGSTOP"
@@ -41,9 +41,9 @@ def describe_exit(exit_code: int, frozen: bool = False) -> str:
 
 
 def last_traceback(lines: Sequence[str], most: int) -> list[str]:
-    """Returns the last traceback among the last lines of a worker's stderr, shortened from the middle.
+    """Returns the last traceback in the last lines of a worker's stderr, shortened in the middle.
 
-    Without a traceback it is the last lines there are.
+    If there is no traceback, returns the last lines.
 
     Example:
 
@@ -58,7 +58,7 @@ def last_traceback(lines: Sequence[str], most: int) -> list[str]:
     block = lines[starts[-1] :]
     if len(block) <= most:
         return block
-    # The exception itself is the first line after the frames that is not indented as they are.
+    # The exception is the first line after the frames that is not indented like the frames.
     indent = len(block[0]) - len(block[0].lstrip())
     body = range(1, len(block))
     error = next((i for i in body if len(block[i]) - len(block[i].lstrip()) <= indent), len(block) - 1)
@@ -80,16 +80,16 @@ def failure_block(
     kind: str = "workers",
     after: str = "",
 ) -> str:
-    """Returns the block that ends the output of a failed job, of at most 20 lines.
+    """Returns the block of at most 20 lines at the end of a failed job's output.
 
     Args:
-        name: The worker that failed first, such as "worker 1".
-        exit_code: Its exit code; negative for a signal.
+        name: The worker that failed first, for example "worker 1".
+        exit_code: The exit code of this worker; negative for a signal.
         stderr_lines: The last lines of its stderr.
-        log_file: Where its whole output is.
-        others: The names of the other workers of this machine, which have been ended.
-        frozen: Whether it was stopped by a signal.
-        kind: What they are.
+        log_file: The file with its whole output.
+        others: The names of the other workers of this machine, which were terminated.
+        frozen: Whether a signal had stopped the worker.
+        kind: The noun for `others`.
         after: The name of a server that was lost before.
     """
     when = f"after the loss of {after}" if after else "first"

@@ -1,4 +1,4 @@
-"""A job from its first start to its last: what `kdist run` does after a failure."""
+"""Runs a job for `kdist run`, and restarts it after failures."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from kdist.launch.worker_process import WorkerProcess
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What happens after a failure, and what is to fail.
+    """The reaction to failures, and the faults to inject.
 
     Args:
-        max_restarts: How often the job is started again.
-        task_restarts: How often a task is that the job need not end with: see `role_supervisor`.
-        evaluator_timeout: Seconds that the evaluator has once training has ended.
-        min_workers: With how few workers the job goes on once some are lost; `None` if it needs all.
-        heartbeat_timeout: Seconds after which a worker that is dead or stopped must have been noticed; `None` for
-            what the environment says.
-        hang_timeout: Seconds after which a worker ends that stands still while others wait for it; as above.
-        join_timeout: Seconds that workers wait for each other at startup; as above.
-        faults: What `--inject` asks for.
+        max_restarts: The maximum number of restarts of the job.
+        task_restarts: The maximum number of restarts of each supporting task: see `role_supervisor`.
+        evaluator_timeout: Seconds for the evaluator to finish after training has ended.
+        min_workers: The minimum number of workers for a restart after a loss; `None` if the job needs all.
+        heartbeat_timeout: Seconds within which a dead or stopped worker is reported; `None` for the value of
+            the environment variable.
+        hang_timeout: Seconds until a hung worker is terminated, if others wait for it; `None` as above.
+        join_timeout: Seconds for which workers wait for each other at startup; `None` as above.
+        faults: The faults of `--inject`.
     """
 
     max_restarts: int = 0
@@ -51,10 +51,10 @@ class Policy:
 def read_options(
     options: argparse.Namespace, local_workers: int, hosts: Sequence[str], num_ps: int = 0
 ) -> Policy:
-    """Returns the policy that the options of `kdist run` describe.
+    """Returns the policy for the options of `kdist run`.
 
     Raises:
-        InvalidArgumentError: If one of them cannot be.
+        InvalidArgumentError: If an option is invalid.
     """
     total = local_workers * max(1, len(hosts))
     if num_ps and (hosts or options.min_workers is not None):
@@ -110,20 +110,20 @@ def _seconds(name: str, text: str | None) -> float | None:
 
 @dataclasses.dataclass(kw_only=True)
 class Job:
-    """All starts of a job on this machine.
+    """A job on this machine, with all its restarts.
 
     Args:
-        command: What a worker runs.
-        local_workers: How many workers this machine has; fewer once some are lost.
-        num_ps: How many parameter servers it has.
+        command: The command of each worker.
+        local_workers: The number of workers on this machine, which can decrease after losses.
+        num_ps: The number of parameter servers.
         evaluator: Whether the job has an evaluator.
-        hosts: The machines of the job; empty for this one alone.
-        host_index: Which of them this machine is.
-        backend: The Keras backend; `None` for what the environment says.
-        log_dir: Where the workers' output is kept too.
-        grace: How many seconds workers may take to end after a signal.
-        policy: What happens after a failure.
-        asked: The number of workers that the user has asked for, or "auto".
+        hosts: The addresses of all machines; empty if the job has only this machine.
+        host_index: The index of this machine in `hosts`.
+        backend: The Keras backend; `None` for the backend of the environment.
+        log_dir: The directory for log files of the workers' output.
+        grace: Seconds for workers to exit after a signal.
+        policy: The reaction to failures.
+        asked: The number of workers that the user requested, or "auto".
         variables: Environment variables for all tasks.
     """
 
@@ -143,7 +143,7 @@ class Job:
     _counted: int = dataclasses.field(default=0, init=False)  # restarts that count against `max_restarts`
 
     def run(self) -> int:
-        """Runs the job until it has ended well, or may not be started again; returns the launcher's exit code."""
+        """Runs the job until it succeeds or has no restart left, and returns the launcher's exit code."""
         linux.become_subreaper()
         out, err = sinks()
         try:
@@ -162,11 +162,11 @@ class Job:
                     return report.shell_exit_code(failed.exit_code or 1)
                 _say(again)
                 self._starts += 1
-        except KeyboardInterrupt:  # between two starts: during one, the supervisor takes it
+        except KeyboardInterrupt:  # between two starts; otherwise, the supervisor handles the signal
             return 128 + signal.SIGINT
 
     def dry_run(self) -> int:
-        """Prints what `run` would start, and starts nothing."""
+        """Prints the plan of `run`, without starting anything."""
         plan = self._plan()
         plan.release_ports()
         said = (
@@ -253,7 +253,7 @@ class Job:
         )
 
     def _again(self, failed: WorkerProcess, outcome: Outcome) -> str | None:
-        """Decides whether the job is started again. Returns what to tell the user then, else `None`."""
+        """Decides whether the job restarts. Returns the message for the user, or `None` for no restart."""
         policy = self.policy
         if self.num_ps or failed.plan.helps:
             return None
@@ -275,7 +275,7 @@ class Job:
         return f"kdist: {which} because {why}; starting {self.local_workers} {noun}."
 
     def _left(self, outcome: Outcome) -> int:
-        """With how many workers the job may go on: as many as it had, unless some of them are lost."""
+        """Returns the number of workers for a restart, which can be lower if `min_workers` is set."""
         if self.policy.min_workers is None or outcome.lost == 0:
             return self.local_workers
         return max(self.local_workers - outcome.lost, self.policy.min_workers)
@@ -285,7 +285,7 @@ def _end_interrupted(workers: Sequence[WorkerProcess], signum: int) -> int:
     name = "Ctrl-C" if signum == signal.SIGINT else linux.signal_name(signum)
     print(f"kdist: received {name}; all workers have exited.", file=sys.stderr)
     codes = {worker.exit_code for worker in workers if not worker.plan.helps}
-    # Workers that took the signal as a wish (saved a checkpoint, ended in peace) make a job that ended well.
+    # If all workers handled the signal (saved a checkpoint and exited with 0), the job has succeeded.
     if codes == {0}:
         return 0
     return liveness.PREEMPTED if codes <= {0, liveness.PREEMPTED} else 128 + signum
@@ -311,4 +311,4 @@ def _say(text: str) -> None:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
     except (OSError, ValueError):
-        pass  # nobody reads any more
+        pass  # stderr is closed

@@ -1,13 +1,13 @@
-"""Watches over a job whose tasks have different work: what is done when one of them ends depends on its role.
+"""Supervises a job whose tasks have different roles, and reacts to the exit of a task by its role.
 
-| who ends | what is done |
-| --- | --- |
-| the chief, or all workers that train alike, with 0 | workers and servers are ended; the evaluator may finish |
-| one of these otherwise | all are ended; it is the job's failure |
-| a server | its variables are lost: the job ends, once the chief has had a moment to say so itself |
-| a chief's worker | it is started again, so many times; then the job goes on without it, but not without all |
-| the evaluator with 0 | nothing |
-| the evaluator otherwise | as a chief's worker; the job has failed in the end if it had to go on without it |
+- The chief, or all workers of a job without a chief, with code 0: servers and workers are terminated, and the
+  evaluator has some time to finish.
+- The chief, or a worker of a job without a chief, with another code: the job fails.
+- A server: its variables are lost, so the job fails. The chief gets some seconds to report this itself.
+- A worker of a chief: it is restarted a limited number of times. Then the job continues with the other
+  workers, and fails if there are none.
+- The evaluator: nothing if the code is 0. Otherwise it is restarted like a worker. If it is lost, the job
+  fails after training.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from kdist.launch.worker_process import WorkerProcess
 
 TASK_RESTARTS = 3
 EVALUATOR_TIMEOUT = 600.0
-_PAUSE = 0.5  # seconds before a task is started again: its end may be a part of that of the job
-_LAST_WORDS = 5.0  # seconds that the chief has to fail by itself once a server is lost
+_PAUSE = 0.5  # seconds before a restart, because the whole job may be ending
+_LAST_WORDS = 5.0  # seconds for the chief to exit after the loss of a server
 
 
 class RoleSupervisor(Supervisor):
-    """Starts the tasks of a job with roles, waits for them, and does what the end of each one asks for.
+    """Starts the tasks of a job with roles, waits for them, and reacts to their exits.
 
     Args:
-        workers: The tasks, not yet started.
-        plan: The job's plan.
-        err: Where its messages go.
-        restarts: How often each worker that helps, and the evaluator, is started again.
-        told_again: More variables for those.
-        evaluator_timeout: How many seconds the evaluator has once training has ended.
+        workers: The tasks, which are not yet started.
+        plan: The plan of the job.
+        err: Receives the messages of the supervisor.
+        restarts: The maximum number of restarts of the evaluator and of each worker of a chief.
+        told_again: Additional environment variables after a restart.
+        evaluator_timeout: Seconds for the evaluator to finish after training has ended.
         **kwargs: See `Supervisor`.
     """
 
@@ -64,14 +64,14 @@ class RoleSupervisor(Supervisor):
         self._leaders = [worker for worker in workers if not worker.plan.helps]
         self._helpers = [worker for worker in workers if worker.plan.helps]
         self._due: list[tuple[float, Callable[[], None]]] = []
-        self._starting: set[str] = set()  # who is to be started again in a moment
-        self._dismissed: set[str] = set()  # whose end is no loss any more
+        self._starting: set[str] = set()  # tasks that are about to restart
+        self._dismissed: set[str] = set()  # tasks that may exit now
         self._starts: collections.Counter[str] = collections.Counter()
         self._counted: collections.Counter[str] = collections.Counter()  # restarts that count
         self._evaluator_lost: WorkerProcess | None = None
 
     def run(self) -> Outcome:
-        """Runs the job to its end. Every process of it has ended by then, grandchildren included."""
+        """Runs the job to its end. Then all processes of the job have exited, including grandchildren."""
         outcome = super().run()
         if outcome.failed is None and outcome.interrupted is None and not outcome.unfinished:
             outcome.failed = self._evaluator_lost
@@ -80,7 +80,7 @@ class RoleSupervisor(Supervisor):
     def _is_running(self) -> bool:
         return super()._is_running() or bool(self._starting and not self._ending)
 
-    # What is done later.
+    # Delayed actions.
 
     def _later(self, seconds: float, do: Callable[[WorkerProcess], None], worker: WorkerProcess) -> None:
         self._due.append((time.monotonic() + seconds, functools.partial(do, worker)))
@@ -102,7 +102,7 @@ class RoleSupervisor(Supervisor):
         for do in due:
             do()
 
-    # The end of a task.
+    # The exit of a task.
 
     def _on_exit(self, worker: WorkerProcess) -> None:
         if not worker.plan.helps:
@@ -120,7 +120,7 @@ class RoleSupervisor(Supervisor):
             self._outcome.lost_server = self._outcome.lost_server or worker
             self._later(_LAST_WORDS, self._end_because_of, worker)
         elif worker.plan.role == "worker" or worker.exit_code != 0:
-            # What it has started may hold its port. The group's number is its own until all of them have ended.
+            # Its children may still use its port. The ID of the process group stays valid until all exit.
             linux.send(worker.pid, signal.SIGKILL, group=True)
             self._start_again(worker)
 
@@ -166,7 +166,7 @@ class RoleSupervisor(Supervisor):
     # The end of the job.
 
     def _finish(self) -> None:
-        """Training has ended well."""
+        """Terminates the other tasks after successful training. The evaluator has time to finish."""
         self._dismiss_servers()
         for evaluator in self._helpers:
             if evaluator.plan.role == "evaluator" and self._is_here(evaluator):
@@ -190,7 +190,7 @@ class RoleSupervisor(Supervisor):
                 self._dismiss(helper)
 
     def _dismiss(self, worker: WorkerProcess) -> None:
-        """Ends a task that is not needed any more."""
+        """Terminates a task that is no longer needed."""
         if worker.name in self._dismissed:
             return
         self._dismissed.add(worker.name)
@@ -200,7 +200,7 @@ class RoleSupervisor(Supervisor):
             self._later(self._grace, _kill, worker)
 
     def _pass_on(self, signum: int) -> None:
-        # Workers and servers stay until the chief has saved what it has; see `_act`.
+        # Workers and servers keep running until the chief has saved its state; see `_act`.
         for worker in self._workers:
             if worker.alive and (not worker.plan.helps or worker.plan.role == "evaluator"):
                 linux.send(worker.pid, signum, group=True)

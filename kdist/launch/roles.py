@@ -1,4 +1,4 @@
-"""What each task of a job is told whose tasks have different work: a coordinator, workers, servers, an evaluator."""
+"""Plans jobs whose tasks have different roles: a coordinator, workers, parameter servers and an evaluator."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from kdist.cluster import environment, hold_free_ports, join_address, visible_gpus
 from kdist.launch.plan import GPUS, JobPlan, WorkerPlan, environ_of, idle_gpus, plan_job, thread_share
 
-# Whoever saw a GPU would take its memory from the worker whose it is.
+# Hides all GPUs, because frameworks allocate the memory of visible GPUs, which other workers need.
 NO_GPU = "-1"
-# What torchrun sets for workers that are all alike.
+# Variables of torchrun, which do not fit tasks with different roles.
 _TORCHRUN = (
     "RANK",
     "WORLD_SIZE",
@@ -36,16 +36,16 @@ def plan_roles(
     environ: Mapping[str, str] | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> JobPlan:
-    """Works out what the tasks of this machine are told, and holds their ports until `release_ports`.
+    """Plans the tasks of this machine, and reserves their ports until `release_ports`.
 
-    Without parameter servers these are the workers of `plan_job`. With them, a coordinator comes first, then the
-    workers and the servers. The evaluator comes last, on the first machine; it is not in `TF_CONFIG`'s cluster, since
-    nobody connects to it.
+    Without parameter servers, the tasks are the workers of `plan_job`. With parameter servers, they are the
+    coordinator, the workers and the servers, in this order. The evaluator is last, on the first machine. It
+    is not in the cluster of `TF_CONFIG`, because no task connects to it.
 
     Args:
-        local_workers: How many workers there are; as in `plan_job`, and the others also.
-        num_ps: How many parameter servers; they need a job of one machine.
-        evaluator: Whether there is an evaluator.
+        local_workers: The number of workers; see `plan_job`.
+        num_ps: The number of parameter servers, which require a job on one machine.
+        evaluator: Whether the job has an evaluator.
         hosts: See `plan_job`.
         host_index: See `plan_job`.
         backend: See `plan_job`.
@@ -62,7 +62,7 @@ def plan_roles(
     """
     environ = dict(os.environ if environ is None else environ)
     extra = dict(extra or {})
-    if len(hosts) < 2:  # launchers of several machines cannot agree on a new secret
+    if len(hosts) < 2:  # launchers on several machines cannot agree on a new secret
         token = environment.cluster_token(environ | extra)
         extra[environment.TOKEN_VARIABLE] = token or secrets.token_hex(16)
     if num_ps:
@@ -110,14 +110,14 @@ def _evaluator_of(
     told = {name: value for name, value in first.items() if name not in _TORCHRUN}
     told["TF_CONFIG"] = json.dumps(config)
     if num_ps:
-        told |= _gpu_share(environ, "evaluator", 1, num_workers)  # behind the chief's
+        told |= _gpu_share(environ, "evaluator", 1, num_workers)  # the GPU after the chief's
     elif visible_gpus(environ):
         told |= {GPUS: _first(idle_gpus(plan, environ))}
     return WorkerPlan(0, "", {**told, **extra}, "evaluator", helps=True)
 
 
 def _gpu_share(environ: Mapping[str, str], role: str, index: int, num_workers: int) -> dict[str, str]:
-    """The GPU of a task: one a worker, then what is left for the chief and the evaluator. Servers need none."""
+    """Returns the variable for a task's GPU: one per worker, then one for the chief and the evaluator."""
     gpus = visible_gpus(environ)
     if not gpus or (role == "worker" and len(gpus) < num_workers):
         return {}

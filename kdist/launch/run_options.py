@@ -47,7 +47,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 class _Group(Protocol):
-    """A group of options: argparse's own class of groups is private."""
+    """A group of options. The class of argparse is private."""
 
     def add_argument(self, *names: str, **options: Any) -> Any:
         """Adds an option; see `argparse.ArgumentParser.add_argument`."""
@@ -133,7 +133,7 @@ def _add_servers(group: _Group) -> None:
 
 
 def variables_of(options: argparse.Namespace) -> dict[str, str]:
-    """Returns the environment variables that the options set in all tasks; other options win over `--env`.
+    """Returns the environment variables that the options set in all tasks. Other options override `--env`.
 
     Raises:
         InvalidArgumentError: If a value of `--env` does not have the form NAME=VALUE.

@@ -1,7 +1,7 @@
-"""How functions travel to the user's own workers, and results and exceptions back.
+"""Pickles functions for workers, and their results and exceptions.
 
-They are pickled. They go through private files and pipes between processes of one user on one machine; between machines
-only where Ray, which pickles all that it sends, connects them.
+On one machine, the pickles go through private files and pipes between processes of one user. Between
+machines, they go only through Ray, which pickles all its messages itself.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 from kdist.errors import InvalidArgumentError
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_MOST_LINES = 40  # of stacks in a message
+_MOST_LINES = 40  # of the stacks in a message
 
 
 def cloudpickle() -> Any:
-    """Returns the package `cloudpickle`, which is needed only here."""
+    """Imports and returns the package `cloudpickle`, which only this module needs."""
     try:
         return importlib.import_module("cloudpickle")
     except ImportError as error:
@@ -35,11 +35,11 @@ def cloudpickle() -> Any:
 
 
 def worker_command(module: str, *arguments: str) -> list[str]:
-    """Returns the command that runs the `main` of one of kdist's modules in a fresh Python.
+    """Returns the command that runs the `main` function of a kdist module in a new Python process.
 
-    It finds this kdist even if it is not installed.
+    The process finds this copy of kdist even if it is not installed.
     """
-    # `-m` would look for kdist in the working directory only, which need not be where this kdist is.
+    # `-m` would find an uninstalled kdist only in the working directory.
     code = f"import sys; sys.path.insert(1, {_ROOT!r}); from {module} import main; main(sys.argv[1:])"
     return [sys.executable, "-c", code, *arguments]
 
@@ -51,12 +51,12 @@ def pack_call(
 
     Args:
         fn: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        path: Where that process is to look for modules; `None` for what it has by itself.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        path: The `sys.path` for the other process; `None` to keep its own path.
 
     Raises:
-        InvalidArgumentError: If something in it cannot be pickled.
+        InvalidArgumentError: If the function or an argument cannot be pickled.
     """
     pickler = cloudpickle()
     module = sys.modules.get(getattr(fn, "__module__", "") or "")
@@ -74,15 +74,15 @@ def pack_call(
     finally:
         if by_value:
             pickler.unregister_pickle_by_value(module)
-    # In two layers: the second one may need the first one's import path.
+    # Two layers, because unpickling the call may need the import path from the outer layer.
     return pickle.dumps((None if path is None else list(path), call))
 
 
 def _importable(name: str) -> bool:
-    """Says whether a fresh Python with this one's path could import a module (pytest's need not be)."""
+    """Returns whether a new process with the same path can import a module (a test module may fail)."""
     if name == "__main__":
-        return True  # cloudpickle ships what is in it by value anyway
-    loaded = sys.modules.pop(name)  # else find_spec answers from memory
+        return True  # cloudpickle pickles its contents by value anyway
+    loaded = sys.modules.pop(name)  # otherwise, find_spec returns the cached spec
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError, AttributeError):
@@ -93,7 +93,7 @@ def _importable(name: str) -> bool:
 
 @dataclasses.dataclass
 class Result:
-    """What came of a call: a value, or an exception with its traceback."""
+    """The result of a call: a value, or an exception with its traceback."""
 
     ok: bool
     pickled: bytes | None
@@ -101,20 +101,20 @@ class Result:
     traceback: str = ""
 
     def value(self) -> Any:
-        """Returns the value."""
+        """Unpickles and returns the value."""
         return pickle.loads(self.pickled or b"")
 
     def exception(self) -> BaseException | None:
-        """Returns the exception, or `None` where it cannot be brought back to life here."""
+        """Unpickles and returns the exception, or returns `None` if it cannot be unpickled here."""
         try:
             error = pickle.loads(self.pickled or b"")
-        except Exception:  # its class may live only in the worker
+        except Exception:  # its class may exist only in the worker
             return None
         return error if isinstance(error, BaseException) else None
 
 
 def perform(data: bytes) -> Result:
-    """Carries out a packed call. Whatever goes wrong becomes part of the result."""
+    """Runs a packed call. Errors become part of the result."""
     try:
         path, call = pickle.loads(data)
         if path is not None:
@@ -130,19 +130,19 @@ def perform(data: bytes) -> Result:
 def _pickle_error(error: BaseException) -> bytes | None:
     try:
         pickled = cloudpickle().dumps(error)
-        pickle.loads(pickled)  # some exceptions can be written and not read
+        pickle.loads(pickled)  # some exceptions can be pickled but not unpickled
         return pickled
     except Exception:
         return None
 
 
 def last_stacks(lines: Sequence[str]) -> list[str]:
-    """Returns the stacks that `faulthandler` printed last into a worker's stderr; else its last lines."""
+    """Returns the last stacks that `faulthandler` printed to a worker's stderr, or the last lines."""
     starts = [i for i, line in enumerate(lines) if re.match(r"(Current thread|Thread) 0x", line)]
     if not starts:
         return list(lines[-10:])
     first = starts[-1]
-    for position in reversed(starts):  # one dump is a run of threads; the current one comes last
+    for position in reversed(starts):  # in a dump, the current thread comes last
         if position != first and lines[first].startswith("Thread") and lines[position].startswith("Current"):
             break
         first = position

@@ -1,4 +1,4 @@
-"""Watches over the workers of this machine: passes on output and signals, and leaves nothing behind."""
+"""Supervises the workers of this machine. Passes on output and signals, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kdist.launch import linux
 from kdist.launch.plan import JobPlan
 from kdist.launch.worker_process import WorkerProcess
 
-# A worker that loses a peer fails within milliseconds of it. Exits this close together are judged together.
+# If a worker fails, its peers fail within milliseconds. Exits within these seconds count as one failure.
 _WINDOW = 0.2
-_LONGER_WINDOW = 0.4  # for a worker that has printed its traceback already and is still shutting down
-_LONGEST_WINDOW = 0.6  # for one that leaves in good order, which takes longer than the others to notice it
-_TERM_TO_KILL = 0.3  # together with the window, the rest of a failed job is ended within a second
+_LONGER_WINDOW = 0.4  # if a worker with a traceback is still exiting
+_LONGEST_WINDOW = 0.6  # if the worker that failed first is still exiting
+_TERM_TO_KILL = 0.3  # ends a job within a second
 _FOREVER = float("inf")
-# Nobody gets these from a peer that went away, so whoever did was first.
+# The loss of a peer does not cause these signals, so a worker that died of one of them failed first.
 _OWN_FAULT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -33,22 +33,22 @@ class Outcome:
     """How a job ended on this machine."""
 
     failed: WorkerProcess | None = None
-    lost: int = 0  # workers that were killed, or did not move any more
+    lost: int = 0  # workers that were killed, stopped or hung
     lost_server: WorkerProcess | None = None
     interrupted: int | None = None
-    unfinished: list[WorkerProcess] = dataclasses.field(default_factory=list)  # when the time was up
+    unfinished: list[WorkerProcess] = dataclasses.field(default_factory=list)  # at the timeout
 
 
 class Supervisor:
-    """Starts workers, waits for them, and ends all of them when one fails.
+    """Starts workers, waits for them, and terminates all workers if one of them fails.
 
     Args:
-        workers: The workers, not yet started.
-        plan: The job's plan, with the number by which stray descendants are found.
-        grace: How many seconds workers may take to end after a signal was passed on to them.
-        timeout: How many seconds the whole job may take.
-        whole_tree: Whether every descendant of this process belongs to the job. True for the command line,
-            false where user code runs in this process too.
+        workers: The workers, which are not yet started.
+        plan: The plan of the job. Its job ID identifies descendants of the workers.
+        grace: Seconds for workers to exit after a signal to the launcher was passed on to them.
+        timeout: The time limit of the job in seconds.
+        whole_tree: Whether all descendants of this process belong to the job. True for the command line,
+            false if user code also runs in this process.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Supervisor:
         self._ending = False
 
     def run(self) -> Outcome:
-        """Runs the job to its end. Every process of it has ended by then, grandchildren included."""
+        """Runs the job to its end. Then all processes of the job have exited, including grandchildren."""
         if self._timeout is not None:
             self._deadline = time.monotonic() + self._timeout
         try:
@@ -100,7 +100,7 @@ class Supervisor:
         return any(worker.alive for worker in self._workers)
 
     def _patience(self) -> float | None:
-        """How long to sleep if nothing happens."""
+        """Returns the maximum number of seconds to wait for an event; `None` for no limit."""
         until = min(self._judge_at, self._kill_at, self._deadline)
         if any(worker.alive and worker.pidfd is None for worker in self._workers):
             until = min(until, time.monotonic() + 0.02)
@@ -109,7 +109,7 @@ class Supervisor:
         return None if until == _FOREVER else max(0.01, until - time.monotonic())
 
     def _step(self, patience: float | None) -> None:
-        """Waits for something to happen and notes it, in the order in which the system tells it."""
+        """Waits for events, and handles them in the order in which the system reports them."""
         for key, _ in self._selector.select(patience):
             worker = key.data
             if worker is None:
@@ -126,7 +126,7 @@ class Supervisor:
                 line.tick()
 
     def _read(self, worker: WorkerProcess, fd: int) -> None:
-        # Unregistered first: read() closes the descriptor when the stream has ended.
+        # Unregistered first, because read() closes the descriptor at the end of the stream.
         self._selector.unregister(fd)
         if worker.read(fd):
             self._selector.register(fd, selectors.EVENT_READ, worker)
@@ -138,14 +138,14 @@ class Supervisor:
     def _on_exit(self, worker: WorkerProcess) -> None:
         if worker.exit_code == 0:
             return
-        # Those that are preempted leave together, once the slowest has saved its share.
+        # Preempted workers exit together, when the slowest worker has saved its share.
         window = self._grace if worker.exit_code == liveness.PREEMPTED else _WINDOW
         if not self._failures or window == _WINDOW:
             self._judge_at = min(self._judge_at, time.monotonic() + window)
         self._failures.append(worker)
 
     def _act(self) -> None:
-        """Does what is due."""
+        """Handles timeouts and failures that are due."""
         now = time.monotonic()
         if now >= self._deadline:
             self._deadline = _FOREVER
@@ -164,7 +164,7 @@ class Supervisor:
             self._signal_all(signal.SIGTERM)
             self._kill_at = now + _TERM_TO_KILL
         if now >= self._kill_at:
-            self._kill_at = now + 0.2  # again, should something have been started meanwhile
+            self._kill_at = now + 0.2  # again, in case a new process has started meanwhile
             self._kill_everything()
 
     def _somebody_is_falling(self) -> bool:
@@ -172,11 +172,11 @@ class Supervisor:
         return any(worker.alive and (worker.tail.traceback_at or 0) > recent for worker in self._workers)
 
     def _reasons(self) -> list[WorkerProcess]:
-        """Those that have failed for another reason than that another one had ended."""
+        """Returns the failed workers that did not fail because they lost another worker."""
         return [worker for worker in self._failures if not worker.tail.has_lost_another]
 
     def _judge(self) -> None:
-        """Decides which worker failed first."""
+        """Finds the worker that failed first."""
         self._judge_at = _FOREVER
         if not self._failures or self._outcome.failed is not None or self._ending:
             return
@@ -208,14 +208,14 @@ class Supervisor:
             linux.send(pid, signal.SIGKILL)
 
     def _leave_nothing(self) -> None:
-        """Ends what is still there, reads what is still in the pipes, and collects the dead."""
+        """Kills all remaining processes, reads the rest of their output, and reaps zombies."""
         self._ending = True
         alone = self._outcome.failed is None and self._outcome.interrupted is None
-        # After a success, helpers (multiprocessing's resource tracker) get a moment to clean up.
+        # After a success, helper processes (multiprocessing's resource tracker) get some time to clean up.
         patience = time.monotonic() + (0.3 if alone and not any(w.alive for w in self._workers) else 0.0)
         give_up = time.monotonic() + 3.0
         while time.monotonic() < give_up:
-            # Once a worker's pid is collected it may belong to somebody else; only live ones are signalled.
+            # The system can reuse the PID of a reaped worker, so only live workers get signals.
             left = self._members() if any(w.process for w in self._workers) else set()
             if not left and not any(worker.alive for worker in self._workers):
                 break
@@ -239,9 +239,9 @@ class Supervisor:
 
     @contextlib.contextmanager
     def forwarding(self) -> Iterator[None]:
-        """Passes Ctrl-C, SIGTERM and SIGHUP on to the workers while the block runs.
+        """Returns a context manager that passes Ctrl-C, SIGTERM and SIGHUP on to the workers.
 
-        It does nothing outside the main thread, where Python allows no signal handlers.
+        It has no effect outside the main thread, because Python allows signal handlers only there.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -284,6 +284,6 @@ class Supervisor:
 
 
 def _failed_at(worker: WorkerProcess) -> float:
-    """When a worker failed: its traceback is printed before its libraries have shut down."""
+    """Returns the time of a failure. A worker prints its traceback before its libraries have shut down."""
     printed = worker.tail.traceback_at
     return printed if printed is not None and worker.exited_at - printed < 5.0 else worker.exited_at

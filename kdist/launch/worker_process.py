@@ -1,4 +1,4 @@
-"""One worker process: how it is started, and where its output goes."""
+"""Starts a worker process, and handles its output."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_start.py")
 
 
 def start_command(command: Sequence[str]) -> list[str]:
-    """Returns the command that becomes `command`, an absolute path first, after asking to die with this process."""
+    """Returns a command that runs `command` (with an absolute path) and is killed if this process dies."""
     return [sys.executable, "-I", "-S", _START, str(os.getpid()), *command]
 
 
 @dataclasses.dataclass
 class Channel:
-    """One of a worker's two output streams."""
+    """One of the two output streams of a worker."""
 
     lines: list[LineStream]
     tail: Tail | None
 
 
 class WorkerProcess:
-    """A worker that has been planned, and started once `start` is called.
+    """A worker process. Call `start` to start it.
 
     Args:
-        plan: Its number, address and environment.
-        command: What it runs.
-        out: Where its stdout goes.
-        err: Where its stderr goes.
-        prefix: What to put in front of its lines.
-        log_file: Where its whole output is kept too, of a bar that is redrawn its last state.
-        append: Whether that file is written on, as after a restart, and not anew.
-        keep_stdin: Whether it reads the launcher's stdin.
+        plan: The index, address and environment of the worker.
+        command: The command of the worker.
+        out: Receives its stdout.
+        err: Receives its stderr.
+        prefix: The text before each line of output.
+        log_file: A file for a copy of its output, with only the last state of progress bars.
+        append: Whether to append to the log file instead of replacing it, for example after a restart.
+        keep_stdin: Whether the worker inherits the launcher's stdin.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class WorkerProcess:
         self.channels: dict[int, Channel] = {}
         self.exit_code: int | None = None
         self.exited_at = 0.0
-        self.frozen = False  # stopped by a signal (SIGSTOP), and therefore ended
+        self.frozen = False  # stopped by a signal (SIGSTOP), and therefore killed
         self.pidfd: int | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self._out, self._err = out, err
@@ -76,17 +76,17 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id, which is also that of the worker's process group."""
+        """The process ID, which is also the ID of the worker's process group."""
         assert self.process is not None
         return self.process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it has been started and has not ended."""
+        """Whether the process has started and has not exited."""
         return self.process is not None and self.exit_code is None
 
     def start(self) -> None:
-        """Starts the process, in a session of its own so that its children can be ended with it."""
+        """Starts the process in a new session, so that its children can be killed together with it."""
         logs: list[Sink] = []
         if self.log_file:
             mode = "a" if self._append else "w"
@@ -118,25 +118,25 @@ class WorkerProcess:
             self.pidfd = os.pidfd_open(self.process.pid)
 
     def restart(self, told: Mapping[str, str]) -> None:
-        """Starts it once more, after it has ended, with more variables. Its log is written on."""
+        """Restarts the process after its exit, with additional variables. Appends to its log file."""
         self.close()
         self.plan = dataclasses.replace(self.plan, environ={**self.plan.environ, **told})
         self.exit_code, self.tail, self._append = None, Tail(), True
         self.start()
 
     def _open_stdout(self, eager: bool) -> tuple[int, int]:
-        # Keras redraws its progress bar only where stdout is a terminal; else it prints a line a step.
+        # Keras redraws its progress bar only if stdout is a terminal. Otherwise it prints one line per step.
         if eager and self._out.is_terminal:
             with contextlib.suppress(OSError, ImportError):
                 return _open_terminal(len(self._prefix))
         return os.pipe()
 
     def lines(self) -> list[LineStream]:
-        """All that its output goes to."""
+        """Returns all destinations of the output."""
         return [line for channel in self.channels.values() for line in channel.lines]
 
     def read(self, fd: int) -> bool:
-        """Reads what the worker has written to one of its streams; returns False when that has ended."""
+        """Reads output from one of the streams. Returns `False` at the end of the stream."""
         try:
             data = os.read(fd, 65536)
         except OSError:  # a terminal whose other end is closed
@@ -155,7 +155,7 @@ class WorkerProcess:
         return True
 
     def collect(self) -> bool:
-        """Notes the exit code if the process has ended; says whether it has just done so."""
+        """Sets the exit code if the process has exited. Returns whether it has exited since the last call."""
         if not self.alive or self.process is None or self.process.poll() is None:
             return False
         self.exit_code = self.process.returncode
@@ -163,7 +163,7 @@ class WorkerProcess:
         return True
 
     def close(self) -> None:
-        """Closes what is open. The process has ended by now."""
+        """Closes all open files. Call it after the process has exited."""
         for fd, channel in self.channels.items():
             for line in channel.lines:
                 line.close()
@@ -178,13 +178,13 @@ class WorkerProcess:
 
 
 def _open_terminal(margin: int) -> tuple[int, int]:
-    """Opens a pseudo-terminal, narrower than the real one by a margin, that passes bytes on as they are."""
+    """Opens a raw pseudo-terminal that is narrower than the real terminal by `margin` columns."""
     import fcntl
     import termios
 
     ours, theirs = os.openpty()
     settings: list[Any] = termios.tcgetattr(theirs)
-    settings[1] &= ~termios.OPOST  # else every newline becomes two characters
+    settings[1] &= ~termios.OPOST  # otherwise every newline becomes two characters
     termios.tcsetattr(theirs, termios.TCSANOW, settings)
     with contextlib.suppress(OSError, ValueError):
         size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, b"\0" * 8)

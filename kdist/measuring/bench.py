@@ -1,4 +1,4 @@
-"""`kdist bench`: how fast a model trains on this machine, by the number of workers, and where the time goes."""
+"""`kdist bench`, which measures training speed and time shares for several numbers of workers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kdist.version import __version__
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """The options of a measurement.
 
     Args:
-        model: "module:function"; `None` for the small network of `kdist bench` itself.
-        backend: The Keras backend; `None` for what the environment says.
-        batch_size: Rows of a global batch.
-        steps: Steps of a round.
-        rounds: How often they are repeated; the median counts.
+        model: "module:function", or `None` for the small built-in network.
+        backend: The Keras backend, or `None` for the default of the environment.
+        batch_size: The number of rows in a global batch.
+        steps: The number of steps per round.
+        rounds: The number of rounds, of which kdist reports the median.
     """
 
     model: str | None = None
@@ -39,11 +39,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of one number of workers.
+    """The results for one number of workers.
 
     Args:
-        about: What the chief says: the backend, the devices, whether programs exchange inside.
-        rounds: What each worker has done in each of them.
+        about: Facts from the chief: the backend, the device, whether compiled programs include the exchange.
+        rounds: The totals of each worker in each round.
     """
 
     about: dict[str, Any]
@@ -51,47 +51,47 @@ class Measured:
 
     @property
     def num_workers(self) -> int:
-        """Of how many workers."""
+        """The number of workers."""
         return int(self.about["num_workers"])
 
     @property
     def steps(self) -> int:
-        """Steps of a round: fewer than were asked for where there are not as many rows."""
+        """The number of steps per round. It may be lower than requested if the data has too few rows."""
         return self.rounds[0][0].steps
 
     @property
     def is_fused(self) -> bool:
-        """Whether the exchange cannot be told from computing: of one replica, there is none."""
+        """Whether the exchange is not measurable. With one replica, there is no exchange."""
         return bool(self.about["exchanges_in_programs"]) and self.about["num_replicas"] > 1
 
     def paces(self) -> list[Pace]:
-        """How fast each round was."""
+        """Returns the speed of each round."""
         return [pace_of(workers, self.about["exchanges_in_programs"]) for workers in self.rounds]
 
     @property
     def rows_per_second(self) -> float:
-        """Rows of global batches, of the median round."""
+        """The rows of global batches per second, in the median round."""
         return statistics.median(pace.rows_per_second for pace in self.paces())
 
     @property
     def steps_per_second(self) -> float:
-        """Steps, of the median round."""
+        """The steps per second, in the median round."""
         longest = [max(totals.training for totals in workers) for workers in self.rounds]
         return statistics.median(
             workers[0].steps / seconds for workers, seconds in zip(self.rounds, longest, strict=True)
         )
 
     def shares(self) -> dict[str, float]:
-        """Where the time went, as a mean over workers and rounds."""
+        """Returns the share of the time per activity, averaged over workers and rounds."""
         all_shares = [shares_of(totals, self.is_fused) for workers in self.rounds for totals in workers]
         return {name: statistics.mean(shares[name] for shares in all_shares) for name in all_shares[0]}
 
 
 def measure(plan: Plan, num_workers: int) -> Measured:
-    """Trains on so many workers of this machine, started as `kdist run` starts them.
+    """Trains with `num_workers` workers on this machine, and starts them as `kdist run` does.
 
     Raises:
-        LaunchError: They failed; what they said has been printed.
+        LaunchError: If the workers failed. Their output has been printed.
     """
     flags = ["--batch-size", plan.batch_size, "--steps", plan.steps, "--rounds", plan.rounds]
     flags += ["--model", plan.model] if plan.model else []
@@ -108,9 +108,9 @@ def measure(plan: Plan, num_workers: int) -> Measured:
 
 
 def efficiency(measured: Measured, first: Measured) -> float:
-    """Returns how much of what the first number of workers promises this one has kept; 1 is all.
+    """Returns the speed relative to linear scaling from the first result; 1 is ideal.
 
-    Replicas are what promises: a single worker may have all GPUs of the machine, of which two have a half each.
+    This compares replicas, not workers. A single worker may have all GPUs, and two workers half of them each.
     """
     return measured.rows_per_second / _promised(measured, first)
 
@@ -120,7 +120,7 @@ def _promised(measured: Measured, first: Measured) -> float:
 
 
 def table(everyone: Sequence[Measured]) -> list[list[str]]:
-    """Returns the rows of the table, the first of which is its head; `-` stands for what cannot be told."""
+    """Returns the rows of the table. The first row is the header, and `-` marks unknown values."""
     head = ["workers", "steps/s", "rows/s", "efficiency", "compute", "exchange", "both", "input", "Python"]
     return [head, *(_row(measured, everyone[0]) for measured in everyone)]
 
@@ -140,7 +140,7 @@ def _row(measured: Measured, first: Measured) -> list[str]:
 
 
 def notes(plan: Plan, everyone: Sequence[Measured]) -> list[str]:
-    """Returns what is to be known of the table, a sentence or two each."""
+    """Returns notes on the table, of one or two sentences each."""
     steps, rows = everyone[0].steps, everyone[0].rounds[0][0].rows
     said = [
         f"{plan.model or 'A small convolutional network'} on {everyone[0].about['backend']}: global batch size "
@@ -160,7 +160,7 @@ def notes(plan: Plan, everyone: Sequence[Measured]) -> list[str]:
 
 
 def as_json(plan: Plan, everyone: Sequence[Measured]) -> dict[str, Any]:
-    """Returns all that was measured, the rounds of single workers too."""
+    """Returns all measurements, including each round of each worker."""
     return {
         "kdist": __version__,
         "model": plan.model,

@@ -1,4 +1,4 @@
-"""What each worker of `kdist bench` runs: trains for some rounds, and says how long what took."""
+"""The script of each worker of `kdist bench`: trains for some rounds and reports the times."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kdist.errors import InvalidArgumentError
 from kdist.named import call_function
 from kdist.tracing import Meter
 
-_ANY_LENGTH = 16  # of a dimension that the model leaves open
+_ANY_LENGTH = 16  # for dimensions without a fixed size
 
 
 def make_model() -> Any:
-    """Returns a small convolutional network for pictures of 28 × 28 pixels, compiled."""
+    """Returns a small compiled convolutional network for images of 28 × 28 pixels."""
     model = keras.Sequential(
         [
             keras.layers.Input((28, 28, 1)),
@@ -34,10 +34,10 @@ def make_model() -> Any:
 
 
 def made_up(model: Any, rows: int) -> tuple[Any, Any]:
-    """Returns inputs and targets that a model can be trained on, drawn at random.
+    """Returns random inputs and targets for a model.
 
     Raises:
-        InvalidArgumentError: The model does not say what it takes.
+        InvalidArgumentError: If the model does not define its inputs and outputs.
     """
     if not (getattr(model, "inputs", None) and getattr(model, "outputs", None)):
         raise InvalidArgumentError(
@@ -68,7 +68,7 @@ def made_up(model: Any, rows: int) -> tuple[Any, Any]:
 
 
 class Rounds(keras.callbacks.Callback):
-    """Keeps what each epoch took; the first one, which compiles and warms up, does not count."""
+    """Stores the totals of each epoch, except the first one, which compiles and warms up."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -76,18 +76,18 @@ class Rounds(keras.callbacks.Callback):
         self.totals: list[dict[str, Any]] = []
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Leaves out what was between the epochs."""
+        """Excludes the time between epochs from the measurement."""
         self.meter.take()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Keeps."""
+        """Stores the totals of the epoch."""
         totals = self.meter.take()
         if epoch > 0:
             self.totals.append(totals.as_json())
 
 
 def measure(strategy: Any, function: str | None, batch_size: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Trains, and returns what all workers say."""
+    """Trains the model, and returns the results of all workers."""
     keras.utils.set_random_seed(0)
     with strategy.scope():
         made = call_function(function) if function else make_model()
@@ -119,13 +119,13 @@ def measure(strategy: Any, function: str | None, batch_size: int, steps: int, ro
             "device": runtime.devices[0],
             "exchanges_in_programs": runtime.exchanges_in_programs,
         },
-        # By rounds, not by workers.
+        # Grouped by round, not by worker.
         "rounds": [list(workers) for workers in zip(*map(json.loads, everyone), strict=True)],
     }
 
 
 def main() -> None:
-    """Runs as a module, started by `kdist bench`."""
+    """Runs the module, which `kdist bench` starts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--model")

@@ -1,4 +1,4 @@
-"""`kdist bench` and `kdist plot`."""
+"""The commands `kdist bench` and `kdist plot`."""
 
 from __future__ import annotations
 

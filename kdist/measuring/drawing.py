@@ -1,4 +1,4 @@
-"""Charts, as a picture or as a page that opens anywhere: one drawing code for both, by matplotlib."""
+"""Draws charts with matplotlib, as an image or as an HTML page without dependencies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kdist import whole_files
 from kdist.errors import InvalidArgumentError
 from kdist.measuring.shares import SHARE_COLORS
 
-# Seen well on white and on black, and told apart by most eyes.
+# Colors that are easy to see on white and on black, and that most people can distinguish.
 COLORS = ("#3b82f6", "#f97316", "#0d9f6e", "#db2777", "#8b5cf6", "#ca8a04", "#0891b2", "#ef4444")
 GREY = "#888888"
-# Stands for the color of the page's text.
+# A placeholder for the text color of the page.
 _INK = "#223344"
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -34,7 +34,7 @@ _STYLE: dict[Any, Any] = {
     "legend.fontsize": 9,
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
 }
-_WIDTH, _HEIGHT = 5.2, 3.1  # inches, of one chart: its text is read on a phone, too
+_WIDTH, _HEIGHT = 5.2, 3.1  # inches per chart, so that its text is readable on a phone
 ENDINGS = (".html", ".png")
 
 _PAGE = """<!doctype html>
@@ -77,12 +77,12 @@ th:first-child, td:first-child {{ text-align: left; padding-left: 0; }}
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart.
+    """A chart of a report.
 
     Args:
-        title: What it shows.
-        note: How it is read.
-        draw: Draws it on matplotlib's axes.
+        title: The subject of the chart.
+        note: An explanation of how to read the chart.
+        draw: A function that draws the chart on matplotlib axes.
     """
 
     title: str
@@ -92,13 +92,13 @@ class Chart:
 
 @dataclass(frozen=True)
 class Report:
-    """What is shown.
+    """A table and charts with a title.
 
     Args:
-        title: Of what.
-        lead: What is to be known first, in a sentence or two.
-        table: Rows of words, the first of which is the head.
-        charts: The charts.
+        title: The title of the report.
+        lead: A summary in one or two sentences.
+        table: The rows of the table, as text. The first row is the header.
+        charts: The charts of the report.
     """
 
     title: str
@@ -108,10 +108,10 @@ class Report:
 
 
 def check_output(path: str) -> None:
-    """Raises before anything is measured or read, if a report could not be written.
+    """Checks that a report can be written, before the program measures or reads anything.
 
     Raises:
-        InvalidArgumentError: The name has another ending, nothing can be written there, or matplotlib is missing.
+        InvalidArgumentError: If the extension is wrong, the path is not writable, or matplotlib is missing.
     """
     if not path.endswith(ENDINGS):
         raise InvalidArgumentError(
@@ -130,7 +130,7 @@ def check_output(path: str) -> None:
 
 
 def write(report: Report, path: str) -> None:
-    """Writes a report, as a page or as a picture by the ending of its name; it is whole once it has its name."""
+    """Writes a report as a page or an image, by its extension. The file appears when it is complete."""
     data = _page(report).encode() if path.endswith(".html") else _picture(report)
     with whole_files.whole_file(path) as file:
         file.write(data)
@@ -147,7 +147,7 @@ def _page(report: Report) -> str:
 
     parts = []
     for number, chart in enumerate(report.charts):
-        # Names inside of one drawing must not be those inside of another.
+        # A separate salt per drawing, because IDs in the SVGs of one page must not collide.
         with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"kdist {number}"}):
             figure = _figure(1, 1)
             chart.draw(figure.add_subplot())
@@ -173,7 +173,7 @@ def _row(tag: str, words: Sequence[str]) -> str:
 
 
 def _inline(svg: str, title: str) -> str:
-    """Makes a drawing a part of a page: its text takes the page's color, its width the page's."""
+    """Adapts an SVG for embedding in a page: it takes the text color and the width of the page."""
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
@@ -198,13 +198,13 @@ def _picture(report: Report) -> bytes:
 
 
 def draw_shares(axes: Any, rows: Sequence[tuple[str, dict[str, float]]]) -> None:
-    """Draws a bar a row, of shares that make up a whole."""
+    """Draws one stacked bar per row, from shares that add up to 1."""
     labels = set()
     for number, (_, shares) in enumerate(rows):
         left = 0.0
         for name, share in shares.items():
             color = SHARE_COLORS[name]
-            label = None if name in labels else name  # rows may tell other shares apart
+            label = None if name in labels else name  # rows may have different shares
             labels.add(name)
             axes.barh(number, share, left=left, color=color, height=0.6, label=label)
             if share > 0.07:
@@ -220,5 +220,5 @@ def draw_shares(axes: Any, rows: Sequence[tuple[str, dict[str, float]]]) -> None
 
 
 def legend_below(axes: Any, distance: float) -> None:
-    """Puts the legend below a chart: bars leave no room for it."""
+    """Puts the legend below a chart, because bars leave no space inside."""
     axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -distance), fontsize=9)

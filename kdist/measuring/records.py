@@ -1,4 +1,4 @@
-"""What `kdist.callbacks.RunLog` has written in a folder, as the whole run of all workers."""
+"""Reads the records of `kdist.callbacks.RunLog` of all workers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FILE = re.compile(r"worker-(\d+)\.jsonl")
 
 @dataclass(frozen=True)
 class Record:
-    """What one worker has done since its last record.
+    """The activities of one worker since its last record.
 
     Args:
-        epoch: From 1.
-        step: The last one of the record, within the epoch, from 1.
-        totals: How long what took.
-        logs: The loss and the metrics after that step; at the end of an epoch those of the validation, too.
-        ends_epoch: Whether the epoch ends with it.
+        epoch: The epoch, from 1.
+        step: The last step of the record within the epoch, from 1.
+        totals: The times of the activities.
+        logs: The loss and the metrics after that step; at the end of an epoch, also validation metrics.
+        ends_epoch: Whether this is the last record of the epoch.
     """
 
     epoch: int
@@ -35,7 +35,7 @@ class Record:
 
     @property
     def place(self) -> tuple[int, int, bool]:
-        """Where in the training it is."""
+        """The position in training, for comparisons."""
         return self.epoch, self.step, self.ends_epoch
 
 
@@ -44,9 +44,9 @@ class WorkerLog:
     """The records of one worker.
 
     Args:
-        worker: Its index.
-        starts: What it has said of itself each time it was started.
-        records: In the order of training; what was trained twice has its last ones.
+        worker: The index of the worker.
+        starts: The description that the worker wrote at each start.
+        records: The records in the order of training. For repeated steps, only the last records.
     """
 
     worker: int
@@ -55,7 +55,7 @@ class WorkerLog:
 
     @property
     def totals(self) -> Totals:
-        """All of them together, without what was compiled."""
+        """The sum of all records, without steps that compile."""
         total = Totals()
         for one in (record.totals for record in self.records if not record.totals.compiles):
             total.elapsed += one.elapsed
@@ -68,28 +68,28 @@ class WorkerLog:
 
 @dataclass(frozen=True)
 class Run:
-    """The run of all workers."""
+    """The records of all workers in a run."""
 
     folder: str
     workers: list[WorkerLog]
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the first worker has said of itself at its last start."""
+        """The description that the first worker wrote at its last start."""
         return self.workers[0].starts[-1]
 
     @property
     def exchanges_in_programs(self) -> bool:
-        """Whether what a step takes contains the exchange."""
+        """Whether compiled steps include the exchange."""
         return bool(self.about["exchanges_in_programs"])
 
     @property
     def is_fused(self) -> bool:
-        """Whether it contains one: a single replica has nothing to exchange."""
+        """Whether compiled steps include an exchange. A single replica exchanges nothing."""
         return self.exchanges_in_programs and self.about["num_workers"] * len(self.about["devices"]) > 1
 
     def positions(self) -> dict[int, int]:
-        """Returns how many steps there were before each epoch."""
+        """Returns the number of steps before each epoch."""
         lengths: dict[int, int] = {}
         for record in (record for log in self.workers for record in log.records):
             lengths[record.epoch] = max(lengths.get(record.epoch, 0), record.step)
@@ -101,15 +101,15 @@ class Run:
 
 
 def has_records(folder: str) -> bool:
-    """Says whether there is something to read."""
+    """Returns whether a directory has records."""
     return os.path.isdir(folder) and any(map(_FILE.fullmatch, os.listdir(folder)))
 
 
 def read_run(folder: str) -> Run:
-    """Reads the records of all workers whose files are in a folder.
+    """Reads the records of all workers in a directory.
 
     Raises:
-        InvalidArgumentError: There are none.
+        InvalidArgumentError: If there are no records.
     """
     names = sorted(
         filter(None, map(_FILE.fullmatch, os.listdir(folder) if os.path.isdir(folder) else ())), key=_index
@@ -138,7 +138,7 @@ def _read(path: str, worker: int) -> WorkerLog:
             continue
         totals = Totals(**{name: line[name] for name in ("elapsed", "steps", "rows", "seconds", "compiles")})
         record = Record(line["epoch"], line["step"], totals, line["logs"], line["epoch_end"])
-        if is_new:  # it goes on from a backup, or from the beginning
+        if is_new:  # the job resumed from a backup, or restarted from the beginning
             log.records = [known for known in log.records if known.place < record.place]
             is_new = False
         log.records.append(record)
@@ -150,5 +150,5 @@ def _lines(path: str) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 yield dict(json.loads(line))
-            except (ValueError, TypeError, RecursionError):  # half a line, of a worker that was killed
+            except (ValueError, TypeError, RecursionError):  # a partial line from a killed worker
                 continue

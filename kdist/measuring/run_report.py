@@ -1,4 +1,4 @@
-"""`kdist plot`: what a run's records and its trace show."""
+"""`kdist plot`, which draws the records and the trace of a run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kdist.tracing.pace import alone, pace_of
 
 
 def read_report(folder: str) -> Report:
-    """Reads a run's folder.
+    """Reads the directory of a run, and returns its report.
 
-    Traces are looked for there and in its folder `trace`; they are put together anew, since the job may have been
-    killed before it did.
+    It looks for traces in the directory and in its subdirectory `trace`. It merges them again, because a
+    killed job may not have merged them.
 
     Raises:
-        InvalidArgumentError: There is nothing to draw.
+        InvalidArgumentError: If there is nothing to draw, or if files are corrupt.
     """
     with malformed_as(
         lambda error: InvalidArgumentError(
@@ -40,7 +40,7 @@ def read_report(folder: str) -> Report:
 def _read_report(folder: str) -> Report:
     traces = [path for path in (folder, os.path.join(folder, "trace")) if _has_traces(path)]
     for path in traces:
-        with contextlib.suppress(OSError):  # the folder of somebody else
+        with contextlib.suppress(OSError):  # the directory may be read-only
             merging.merge(path)
     charts = [chart for path in traces if (chart := timeline.chart_of(path)) is not None]
     if not records.has_records(folder) and charts:
@@ -67,7 +67,7 @@ def _lead(run: Run) -> str:
             f"{run.workers[pace.slowest].worker}"
         ]
     text = ", ".join(words) + "."
-    if missing > 0:  # a job that went on with fewer has more files than workers
+    if missing > 0:  # negative if a job resumed with fewer workers
         text += f" The files of {missing} worker(s) are missing from this directory."
     return text
 
@@ -128,7 +128,7 @@ def _draw_losses(run: Run, axes: Any) -> None:
     before = run.positions()
     for number, log in enumerate(run.workers):
         points = [(before[r.epoch] + r.step, r.logs.get("loss")) for r in log.records if "loss" in r.logs]
-        # The first ones are thick: the last ones lie on them.
+        # Thicker lines for the first workers, because the lines of the last workers cover them.
         width = 2 + 3 * (len(run.workers) - 1 - number) / max(len(run.workers) - 1, 1)
         _line(axes, points, COLORS[number % len(COLORS)], f"worker {log.worker}", linewidth=width)
     ends = [r for r in run.workers[0].records if r.ends_epoch and "val_loss" in r.logs]

@@ -1,4 +1,4 @@
-"""The shares of time that are told apart, by names that say what they are."""
+"""Computes the shares of time per activity, with names for tables and charts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SHARE_COLORS = {
 
 
 def shares_of(totals: Totals, is_fused: bool) -> dict[str, float]:
-    """Returns which share of the time went where; together 1.
+    """Returns the share of the time per activity. The shares add up to 1.
 
-    Where the exchange is inside of the compiled step, what is seen of it are the messages between steps.
+    If the compiled step includes the exchange, only messages between steps are measured separately.
 
     Example:
 

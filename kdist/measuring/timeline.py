@@ -1,4 +1,4 @@
-"""A few steps out of the middle of a trace, a row a worker."""
+"""Draws a few steps from the middle of a trace, with one row per worker."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _NAMES = {
 
 
 def chart_of(folder: str) -> Chart | None:
-    """Returns a chart of some steps in the middle of a folder's trace; `None` where there are none.
+    """Returns a chart of some steps in the middle of a trace, or `None` if there are no steps.
 
-    Where the folder has several starts, one after the other, it is of the last one.
+    If the directory has traces of several starts, the chart shows the last one.
     """
     found = [[event for event in merging.read(path) if _is_step(event)] for path in merging.files_in(folder)]
     steps = max(filter(None, found), key=lambda steps: steps[-1]["ts"], default=[])
@@ -68,7 +68,7 @@ def _draw(
 ) -> None:
     rows = sorted({event["pid"] for event in events})
     labels = set()
-    # What lies within another span comes later, and is drawn on it.
+    # Sorted so that spans inside another span are drawn on top of it.
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         name = PROGRAM if fused and event["cat"] == spans.STEP else _NAMES[event["cat"]]
         is_main = event["tid"] == 0

@@ -74,7 +74,7 @@ def differences(
 
 
 def explain(expected: Training, workers: Sequence[Training], rtol: float, atol: float) -> str | None:
-    """Compares each worker with one device. Returns the differences with likely reasons, or `None` if all agree.
+    """Compares each worker with one device. Returns differences and likely reasons, or `None` if all agree.
 
     Args:
         expected: The results of one device.

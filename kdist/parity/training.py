@@ -1,4 +1,4 @@
-"""One of the two runs that are compared: in a plain process, or in each worker of a strategy."""
+"""One run of a comparison: in a plain process, or in each worker of a strategy."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _ARGUMENTS = ("x", "y", "sample_weight")
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What a run gave.
+    """The results of a run.
 
     Args:
-        title: Who trained, for messages.
-        num_replicas: How many replicas there were.
-        numbers: Every number to compare, in the order in which they came to be.
-        suspects: What in the model can give other numbers on several replicas, in words.
+        title: A description of the strategy and the backend, for messages.
+        num_replicas: The number of replicas.
+        numbers: All values to compare, in the order in which the run created them.
+        suspects: Reasons why the model may give different results on several replicas.
     """
 
     title: str
@@ -42,11 +42,11 @@ def train(
 
     Args:
         make_model: Returns the compiled model.
-        data: A tuple of `x`, `y` and perhaps `sample_weight`, or a function that returns it, or a dataset.
+        data: A tuple of `x`, `y` and optionally `sample_weight`, or a dataset, or a function that returns it.
         make_strategy: Returns the strategy; `None` for plain Keras on one device.
-        epochs: How often the model sees the data.
-        seed: Of all random numbers.
-        fit_arguments: What else `fit` is told.
+        epochs: The number of epochs.
+        seed: The seed of all random numbers.
+        fit_arguments: Other arguments of `fit`.
     """
     import keras
 
@@ -80,7 +80,7 @@ def train(
 
 
 def _strategy_of(model: Any) -> Any:
-    # Not imported for this: a process that has none must stay as it is without kdist.
+    # Not imported here, because a process without a strategy must run plain Keras.
     hooks = sys.modules.get("kdist.keras_hooks")
     return None if hooks is None else hooks.strategy_of(model)
 

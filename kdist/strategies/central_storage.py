@@ -1,4 +1,4 @@
-"""Synchronous training on several devices, with variables that one of them holds."""
+"""`CentralStorageStrategy`: synchronous training on several devices, with all variables on one device."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kdist.topology import Central, Topology
 
 
 class CentralStorageStrategy(Strategy):
-    """Trains one model on several devices of one machine, with its variables on one device, usually the host.
+    """Trains one model on several devices of one machine, with all variables on one device, usually the CPU.
 
-    Each replica computes its part of a global batch with copies of the weights; the sum of the gradients is applied
-    to the variables where they are held, and an optimizer's own variables are there alone. On JAX a step of `fit` is
-    one program, to whose devices all variables are copied for as long as it runs.
+    Each replica computes its part of a global batch with copies of the weights. The summed gradients update
+    the variables on their device, and only this device holds the optimizer's variables. However, a step of
+    `fit` on JAX is one program, and all variables are copied to its devices while it runs.
 
     Args:
-        compute_devices: Names of the devices of the replicas, e.g. `["gpu:0", "gpu:1"]`. `None` for all GPUs, or
-            the CPU where there are none.
-        parameter_device: Name of the device that holds the variables. `None` for the only GPU where
-            there is one, else for the CPU.
+        compute_devices: Names of the replicas' devices, for example `["gpu:0", "gpu:1"]`. By default, all
+            GPUs, or the CPU if there are none.
+        parameter_device: Name of the device that holds the variables. By default, the
+            GPU if it is the only compute device, otherwise the CPU.
 
     Raises:
-        DeviceError: A device is not there.
-        InvalidArgumentError: `compute_devices` is empty or names a device twice, or `parameter_device` is no name.
+        DeviceError: If a device does not exist.
+        InvalidArgumentError: If `compute_devices` is empty or has duplicates, or a name is not a string.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CentralStorageStrategy
 

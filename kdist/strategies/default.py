@@ -1,4 +1,4 @@
-"""`get_strategy`, and the default strategy, which is current where no other one is: it does nothing."""
+"""`get_strategy`, and the default strategy, which does nothing and is current outside any scope."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from kdist.values import ReduceOp
 
 
 def get_strategy() -> Strategy:
-    """Returns the current strategy of this thread, or the default strategy where there is none.
+    """Returns the current strategy of this thread.
 
     Returns:
-        The strategy whose scope is the innermost one; else the default strategy, which does nothing.
+        The strategy whose scope or replica this thread is in. Outside, the default strategy.
 
     Example:
 
@@ -43,8 +43,8 @@ def get_replica_context() -> ReplicaContext | None:
     """Returns the context of the replica that this thread runs.
 
     Returns:
-        The replica context; `None` in cross-replica context. Where no strategy is in scope, the only replica
-        of the default strategy.
+        The replica context, or `None` in cross-replica context. Outside any scope, the context of the default
+        strategy's only replica.
     """
     if has_strategy():
         return current_replica()
@@ -52,7 +52,7 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 class _NoScope(Scope[Any]):
-    """Changes nothing: as with `tf.distribute`, in it there is no strategy, and any other may be entered."""
+    """Changes nothing. As in `tf.distribute`, you can enter the scope of another strategy inside it."""
 
     def __enter__(self) -> Any:
         if has_strategy():
@@ -68,13 +68,13 @@ class _NoScope(Scope[Any]):
 
 
 class DefaultStrategy(Strategy):
-    """Passes everything through: one replica, no distribution, and neither Keras nor a framework touched.
+    """Passes everything through: one replica, no distribution, and no changes to Keras or the backend.
 
-    A singleton; obtained by `kdist.get_strategy()` outside any scope.
+    There is only one instance. `kdist.get_strategy()` returns it outside any scope.
     """
 
     def __init__(self) -> None:
-        # Deliberately without a runtime: models created under it behave as without kdist.
+        # Creates no runtime, so that models behave as without kdist.
         pass
 
     @property
@@ -86,19 +86,19 @@ class DefaultStrategy(Strategy):
         return "<default strategy of kdist: 1 replica, nothing is distributed>"
 
     def scope(self) -> Scope[Self]:
-        """Returns a context manager that does nothing but refuse to be entered under another strategy."""
+        """Returns a context manager that only raises an error inside the scope of another strategy."""
         return _NoScope(self, contextlib.nullcontext)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> Any:
-        """Returns the dataset that the function makes for the only pipeline."""
+        """Returns the function's dataset for the only pipeline."""
         return dataset_fn(InputContext())
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
-        """Returns the dataset as it is."""
+        """Returns the dataset unchanged."""
         return dataset
 
     def run(
@@ -108,11 +108,11 @@ class DefaultStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Calls the function."""
+        """Calls the function and returns its result."""
         return fn(*args, **(kwargs or {}))
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
-        """Reduces along the axis; over the only replica there is nothing to reduce."""
+        """Reduces only along the axis, because there is one replica."""
         op = ReduceOp.of(reduce_op)
         if axis is None:
             return value
@@ -127,19 +127,19 @@ class DefaultStrategy(Strategy):
         return keras.tree.map_structure(reduce, value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Returns the value of the only replica."""
+        """Returns the value unchanged, because there is one replica."""
         return value
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Returns what the function makes for the only replica."""
+        """Returns the function's value for the only replica."""
         return value_fn(ValueContext())
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns the value of the only replica, in a tuple."""
+        """Returns a tuple with the value of the only replica."""
         return (value,)
 
 
 @functools.cache
 def default_strategy() -> DefaultStrategy:
-    """Returns the only default strategy."""
+    """Returns the only instance of the default strategy."""
     return DefaultStrategy()

@@ -1,4 +1,4 @@
-"""What a strategy says of itself: in its `repr`, and in a line on stderr, once it is made."""
+"""The description of a strategy: its `repr`, and the log line after it is created."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kdist.cluster import logs
 from kdist.cluster.roles import listed, number_of
 from kdist.topology import Central, Sharded
 
-# The one that was announced: others of the same job say nothing new.
+# The first announced plan. Later strategies of the same job would only repeat it.
 _announced: list[str] = []
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a class or an object tells of itself, where nothing else says it.
+    """Details of a strategy that its runtime does not have.
 
     Args:
-        namespace: Where users find the class.
-        tasks: Which tasks there are, in words, where they have different work.
-        source: Who has described them.
+        namespace: The public module of the class.
+        tasks: Descriptions of the tasks, if they have different roles.
+        source: The source of the cluster, for example "TF_CONFIG".
     """
 
     namespace: str = "kdist"
@@ -31,7 +31,7 @@ class Description:
 
 
 def describe(strategy: Any) -> str:
-    """Returns the `repr` of a strategy, whatever has been made of it yet."""
+    """Returns the `repr` of a strategy, even if its constructor has not finished."""
     kind = type(strategy)
     name = (
         f"{strategy._told.namespace}.{kind.__name__}"
@@ -52,7 +52,7 @@ def describe(strategy: Any) -> str:
 
 
 def announce(strategy: Any) -> None:
-    """Says what came of a strategy: by itself on the chief of a job of several tasks, and there once."""
+    """Logs the plan of a new strategy. If there are several tasks, the chief shows it once by default."""
     runtime, several = strategy.runtime, bool(strategy._told.tasks) or strategy.runtime.num_workers > 1
     line = plan(strategy)
     if runtime.worker_index:
@@ -65,9 +65,9 @@ def announce(strategy: Any) -> None:
 
 
 def plan(strategy: Any) -> str:
-    """Returns the strategy, what carries it, the tasks with their devices, and who has described them.
+    """Returns the strategy, backend, tasks with devices, and source of the cluster.
 
-    "MultiWorkerMirrored on torch/gloo, 2 workers × 1 cpu, from TF_CONFIG".
+    For example: "MultiWorkerMirrored on torch/gloo, 2 workers × 1 cpu, from TF_CONFIG".
     """
     runtime = strategy.runtime
     engine = "/".join(filter(None, [get_backend().name, runtime.communication]))

@@ -1,4 +1,4 @@
-"""What `keras.distribution` says of a strategy: the distribution that it amounts to, and one that is set beside it."""
+"""Conversion of strategies to `keras.distribution`, and the check of an active distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kdist.topology import Central, Sharded
 
 
 def distribution_of(runtime: Runtime) -> Any:
-    """Returns the distribution that says what a runtime does; see `Strategy.keras_distribution`."""
+    """Returns the equivalent distribution of a runtime; see `Strategy.keras_distribution`."""
     import keras
 
     library: Any = keras.distribution
@@ -27,7 +27,7 @@ def distribution_of(runtime: Runtime) -> Any:
     strategy_layout = storage.layout
 
     class Divided(library.ModelParallel):
-        """Asks the layout of the strategy, which knows a variable's shape too."""
+        """Uses the layout of the strategy, because Keras's layout map does not receive a variable's shape."""
 
         layout = staticmethod(strategy_layout)
 
@@ -45,7 +45,7 @@ def distribution_of(runtime: Runtime) -> Any:
 
 
 def check_current(strategy: Any) -> None:
-    """Raises if a `keras.distribution` is set that says something else than a strategy."""
+    """Raises a `StrategyScopeError` if the active `keras.distribution` is not equivalent to the strategy."""
     import keras
 
     current = keras.distribution.distribution()
@@ -70,20 +70,20 @@ def _lengths(runtime: Runtime, storage: Sharded) -> dict[str, int]:
 
 
 def facts_of(distribution: Any) -> Any:
-    """The devices, the axes, the batch's axis and the layout of a distribution; without axes, it divides nothing."""
+    """Returns devices, axes, batch axis and layout of a distribution. Without sharding, most are `None`."""
     mesh = distribution.device_mesh
     names = [str(name) for name in mesh.devices.flatten()]
     axes = dict(zip(mesh.axis_names, map(int, mesh.shape), strict=True))
     layout_map = getattr(distribution, "_layout_map", None)
     if layout_map is None and len(axes) == 1:
         return names, None, None, None
-    layout = getattr(distribution, "layout", None)  # of one that `distribution_of` has made
+    layout = getattr(distribution, "layout", None)  # set if `distribution_of` created the distribution
     if layout is None:
         layout = LayoutRules({}) if layout_map is None else read_layouts(layout_map, None)[1]
     return names, axes, distribution.batch_dim_name, layout
 
 
 def _comparable(facts: Any) -> Any:
-    """Rules are equal where they say the same, other layouts where they are the same."""
+    """Replaces a layout by its rules, which are equal if their contents are equal."""
     *others, layout = facts
     return *others, getattr(layout, "rules", layout)

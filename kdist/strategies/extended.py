@@ -1,4 +1,4 @@
-"""`Strategy.extended`: what libraries of TensorFlow's, and users who write their own, ask of a strategy."""
+"""`Strategy.extended`: methods for TensorFlow's libraries and for users who write their own libraries."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kdist.values import DistributedValues, PerReplica, ReduceOp
 
 
 class StrategyExtended:
-    """The parts of a strategy that most users need not know, in the words of `tf.distribute`.
+    """Methods of a strategy for libraries and advanced users, with the names of `tf.distribute`.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended
 
     Args:
-        strategy: The strategy that these are parts of.
+        strategy: The strategy that this object extends.
     """
 
     def __init__(self, strategy: StrategyLike) -> None:
@@ -26,7 +26,7 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The devices of this worker on which replicas run."""
+        """The devices of this worker that run replicas."""
         return tuple(self._strategy.runtime.devices)
 
     @property
@@ -36,21 +36,21 @@ class StrategyExtended:
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """Whether all shapes must be known: never."""
+        """Whether all shapes must be static. Always `False`."""
         return False
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this worker is the one that writes what is written once: the chief."""
+        """Whether this worker is the chief, which writes checkpoints and other shared files."""
         return self._strategy.runtime.worker_index == 0
 
     @property
     def should_save_summary(self) -> bool:
-        """As `should_checkpoint`, for summaries."""
+        """Whether this worker is the chief, which writes summaries."""
         return self.should_checkpoint
 
     def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
-        """Returns where an optimizer's own variables lie."""
+        """Returns the devices that hold an optimizer's own variables."""
         return self.parameter_devices
 
     def reduce_to(
@@ -61,9 +61,9 @@ class StrategyExtended:
         Args:
             reduce_op: `kdist.ReduceOp.SUM` or `MEAN`, or its name.
             value: A `kdist.DistributedValues`.
-            destinations: A variable or device, for a `kdist.CrossDeviceOps` of your own: the result is on every
-                worker.
-            options: As `destinations`.
+            destinations: A variable or device, which is passed to a custom `kdist.CrossDeviceOps`. The result
+                is on every worker.
+            options: Also passed to a custom `kdist.CrossDeviceOps`.
 
         Returns:
             A tensor, equal on all workers.
@@ -88,7 +88,7 @@ class StrategyExtended:
             options: As in `reduce_to`.
 
         Returns:
-            A list of tensors.
+            A list with one tensor per pair.
         """
         from kdist.strategies.reductions import batch_reduce
 
@@ -97,14 +97,14 @@ class StrategyExtended:
         return batch_reduce(self._strategy, reduce_op, value_destination_pairs, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Returns a tensor as all replicas of this worker have it.
+        """Broadcasts a tensor to the replicas of this worker.
 
         Args:
             tensor: A tensor, array or number.
             destinations: As in `reduce_to`.
 
         Returns:
-            A tensor; what `broadcast` of a `kdist.CrossDeviceOps` of your own returns.
+            A tensor, or the result of `broadcast` of a custom `kdist.CrossDeviceOps`.
         """
         import keras
 
@@ -119,21 +119,21 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Calls a function that changes a variable, for all replicas at once.
+        """Calls a function that updates a variable, once for all replicas.
 
         Args:
             var: A Keras variable.
             fn: Called with the variable, then `args` and `kwargs`.
-            args: Values that are equal on all replicas, such as `reduce_to` returns.
-            kwargs: As `args`.
-            group: Whether to return one value for all replicas, or a list of one for each of this worker's.
+            args: Values that are equal on all replicas, for example results of `reduce_to`.
+            kwargs: Keyword arguments, handled like `args`.
+            group: Whether to return one value, or a list with one value per local replica.
 
         Returns:
-            What the function returns.
+            The result of the function.
 
         Raises:
-            InvalidArgumentError: An argument has a value for each replica.
-            StrategyScopeError: Inside a replica.
+            InvalidArgumentError: If an argument has one value per replica.
+            StrategyScopeError: If you call it inside a replica.
         """
         import keras
 
@@ -157,13 +157,13 @@ class StrategyExtended:
         return keras.tree.map_structure(lambda leaf: [leaf] * len(self.worker_devices), result)
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
-        """Returns a context manager in which variables lie where another one does: they all do."""
+        """Returns a context manager that does nothing, because all variables are already colocated."""
         return contextlib.nullcontext()
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Says whether a Keras variable was created in the scope of this strategy."""
+        """Returns whether a Keras variable was created in the scope of this strategy."""
         return self._strategy.new_variables.has_seen(v)
 
     def value_container(self, value: Any) -> Any:
-        """Returns the container that a component of a value belongs to; a Keras variable has no components."""
+        """Returns the value unchanged, because a Keras variable has no components."""
         return value

@@ -1,4 +1,4 @@
-"""Synchronous training with weights, gradients and optimizer state divided over all replicas."""
+"""`FullyShardedStrategy`: weights, gradients and optimizer state are sharded over all replicas."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _AXIS = "replica"
 
 
 class FullyShardedStrategy(ShardedStrategy):
-    """Trains one model whose variables are divided over all replicas: each holds a part of every large one.
+    """Trains one model with its variables sharded over all replicas, as in FSDP and ZeRO stage 3.
 
-    Weights are gathered where they are needed, gradients and the optimizer's state stay divided: with N replicas
-    each holds about one Nth of the memory of `MirroredStrategy`. Results are those of one device. If N divides no axis
-    of a variable, its largest axis is padded where it is stored.
+    Each replica holds a shard of every large variable, and a layer's weights are gathered only when needed.
+    Gradients and optimizer state stay sharded. With N replicas, each needs about 1/N of the memory of
+    `MirroredStrategy`. Results match one device. If N divides no axis of a variable, the largest is padded.
 
-    Who the workers are is found as in `MultiWorkerMirroredStrategy`; where nothing describes a cluster, the devices
-    are those of this process. Reading a variable's value gathers it: with several workers all must do so.
+    kdist detects the workers as in `MultiWorkerMirroredStrategy`. Without a cluster, it uses the devices of
+    this process. Reading a variable gathers it, so with several workers all workers must read it together.
 
     Args:
-        devices: Names of the devices of this worker, a replica each, as many on every worker. `None` for all GPUs
-            (or TPU cores), or one CPU.
-        min_size: How many elements a variable must have to be divided: to gather a small one costs more than it frees.
-        cluster_resolver: Says who the workers are; `None` to look at the environment.
+        devices: The devices of this worker, one per replica. All workers need the same number. By default,
+            all GPUs or TPU cores, or one CPU.
+        min_size: Variables with fewer elements stay whole, because gathering costs more than it saves.
+        cluster_resolver: The resolver of the cluster. By default, kdist reads the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.
 
     Raises:
-        InvalidArgumentError: `min_size` is no number of elements.
-        UnsupportedError: The backend cannot divide variables, or not over devices of one process.
-        DeviceError: A device is not there.
-        WorkerTimeoutError: A worker did not come in time.
+        InvalidArgumentError: If `min_size` is not a non-negative integer.
+        UnsupportedError: If the backend cannot shard variables, or not over the devices of one process.
+        DeviceError: If a device does not exist.
+        WorkerTimeoutError: If a worker does not join in time.
 
     Source: ZeRO, https://arxiv.org/abs/1910.02054; PyTorch FSDP, https://arxiv.org/abs/2304.11277
 
@@ -73,7 +73,7 @@ class FullyShardedStrategy(ShardedStrategy):
 def along_largest_axis(
     path: str, shape: tuple[int, ...], lengths: Mapping[str, int], min_size: int = 0
 ) -> Layout:
-    """Divides a variable along the largest axis that the replicas divide, else along the largest, which is padded.
+    """Shards the largest axis that the number of replicas divides, or else the largest axis, which is padded.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Training as a `keras.distribution` says."""
+"""`KerasDistributionStrategy`: training with a distribution of Keras."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from kdist.topology import Mirrored, Sharded
 
 
 class KerasDistributionStrategy(ShardedStrategy):
-    """Trains as a `keras.distribution.DataParallel` or `ModelParallel` says, with all that strategies do.
+    """Trains as a `keras.distribution.DataParallel` or `ModelParallel` does, with all features of strategies.
 
-    Uneven batches, several workers, callbacks, checkpoints and lost workers are as under the other strategies; Keras's
-    own trainer has no part in it. Once this strategy is made, the distribution need not be set.
+    Uneven batches, several workers, callbacks, checkpoints and lost workers are handled as by the other
+    strategies. kdist replaces Keras's distributed trainer, so you do not need to set the distribution.
 
     Args:
-        distribution: The distribution. Its devices are those of all workers, the devices of worker 0 first. On JAX
-            Keras starts JAX to make it: CPU devices must be there before
-            (`jax.config.update("jax_num_cpu_devices", 2)`), and with several workers
-            `keras.distribution.initialize` or `jax.distributed.initialize` comes before it. On PyTorch devices are
-            numbered over the workers: `["gpu:0", "gpu:1"]` for two of one GPU each.
-        cluster_resolver: Says who the workers are; `None` to look at the environment.
+        distribution: The distribution. Its devices are the devices of all workers, starting with worker 0. On
+            JAX, creating a distribution initializes JAX. Configure CPU devices before
+            (`jax.config.update("jax_num_cpu_devices", 2)`). With several workers, also call
+            `keras.distribution.initialize` or `jax.distributed.initialize` before. On PyTorch, devices are
+            numbered across workers: `["gpu:0", "gpu:1"]` means two workers with one GPU each.
+        cluster_resolver: The resolver of the cluster. By default, kdist reads the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.
 
     Raises:
-        InvalidArgumentError: It is another kind of distribution, or its devices are not those of the workers, in order.
-        UnsupportedError: On the backend `keras.distribution` does nothing.
+        InvalidArgumentError: If it has another type, or its devices are not the workers' devices in order.
+        UnsupportedError: If the backend ignores `keras.distribution`.
 
     Source: https://keras.io/api/distribution/
 

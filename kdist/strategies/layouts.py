@@ -1,4 +1,4 @@
-"""Layouts of variables: rules by their paths, or a function of the user's, checked against the mesh."""
+"""Layouts of variables, from rules for their paths or from a user's function, checked against the mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXAMPLE = (
 
 
 class LayoutRules:
-    """Finds the layout of a variable by its path; notes which rules have found one."""
+    """Finds the layout of a variable by its path, and records which rules were used."""
 
     def __init__(self, layouts: Mapping[str, Layout]) -> None:
         self.rules = dict(layouts)
@@ -27,7 +27,7 @@ class LayoutRules:
         """Returns the layout of a variable.
 
         Raises:
-            InvalidArgumentError: It does not divide the variable.
+            InvalidArgumentError: If the layout does not fit the variable.
         """
         pattern = self._find(path)
         if pattern is None:
@@ -35,7 +35,7 @@ class LayoutRules:
         return _checked(self.rules[pattern], path, shape, lengths, f'"{pattern}"')
 
     def of_output(self, path: str) -> Layout | None:
-        """Returns the layout of what a layer returns, by its path with "/output"; `None` for as the engine likes."""
+        """Returns the layout of a layer's output, by its path with "/output"; `None` if no rule matches."""
         pattern = self._find(path)
         return None if pattern is None else self.rules[pattern]
 
@@ -55,7 +55,7 @@ class LayoutRules:
 
 
 class LayoutFunction:
-    """Asks a function of the user's for the layout of a variable."""
+    """Gets the layout of a variable from a user's function."""
 
     def __init__(self, function: Callable[[str, tuple[int, ...]], Layout]) -> None:
         self._function = function
@@ -64,7 +64,7 @@ class LayoutFunction:
         """Returns the layout of a variable.
 
         Raises:
-            InvalidArgumentError: It does not divide the variable.
+            InvalidArgumentError: If the layout does not fit the variable.
         """
         return _checked(tuple(self._function(path, shape)), path, shape, lengths, f'".*{path}"')
 
@@ -90,7 +90,7 @@ def _checked(
 def read_layouts(
     layout_map: Any, mesh: Mapping[str, int] | None
 ) -> tuple[dict[str, int], LayoutRules | LayoutFunction]:
-    """Returns the axes of the mesh and the layouts, of Keras's objects or of plain ones."""
+    """Returns the axes of the mesh and the layouts, given Keras's objects or plain ones."""
     device_mesh = getattr(layout_map, "device_mesh", None)
     if device_mesh is not None and mesh is None:
         mesh = dict(zip(device_mesh.axis_names, device_mesh.shape, strict=True))
@@ -120,7 +120,7 @@ def read_layouts(
 
 
 def check_axis(name: str, mesh: Mapping[str, int]) -> None:
-    """Raises unless a mesh has an axis."""
+    """Raises an `InvalidArgumentError` if a mesh does not have an axis."""
     if name not in mesh:
         raise InvalidArgumentError(
             f"The mesh has no axis {name!r}, but `batch_dim_name` or a layout uses it.",

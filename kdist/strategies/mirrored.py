@@ -1,4 +1,4 @@
-"""Synchronous training on several devices of one process."""
+"""`MirroredStrategy`: synchronous training on several devices of one process."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from kdist.topology import Topology
 class MirroredStrategy(Strategy):
     """Trains one model on several devices of one machine, in one process.
 
-    Every device holds a replica of the variables; each global batch is split over the replicas and their
-    gradients are summed, so that the result is the one that a single device would give.
+    Every device holds a copy of the variables. Each global batch is split over the replicas, and their
+    gradients are summed. The result matches training on a single device.
 
-    On PyTorch this gives no speedup, because the replicas of a process run one after another. Use
-    `MultiWorkerMirroredStrategy` there, and start one worker per GPU with `kdist run`.
+    On PyTorch, this gives no speedup, because the replicas of a process run one after another. Use
+    `MultiWorkerMirroredStrategy` instead, and start one worker per GPU with `kdist run`.
 
     Args:
-        devices: Names of the devices, e.g. `["gpu:0", "gpu:1"]`. `None` for all GPUs (or TPU cores), or the
-            CPU where there are none. `["cpu:0", "cpu:1"]` makes the backend show two logical CPU devices.
-        cross_device_ops: How to add up over the devices: a class of your own, which is called on every backend, or
-            one of kdist's, which is a hint outside TensorFlow. See `kdist.CrossDeviceOps`.
+        devices: Names of the devices, for example `["gpu:0", "gpu:1"]`. By default, all GPUs or TPU cores, or
+            the CPU if there are none. For `["cpu:0", "cpu:1"]`, the backend creates two logical CPU devices.
+        cross_device_ops: How to reduce over the devices. Every backend calls a custom subclass. kdist's own
+            classes are only hints outside TensorFlow. See `kdist.CrossDeviceOps`.
 
     Raises:
-        DeviceError: A device is not there.
-        InvalidArgumentError: `devices` is empty or names a device twice.
+        DeviceError: If a device does not exist.
+        InvalidArgumentError: If `devices` is empty or contains a device twice.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MirroredStrategy
 

@@ -1,4 +1,4 @@
-"""Synchronous training with layers that are divided over devices, as a layout map says."""
+"""`ModelParallelStrategy`: a layout map shards the layers over a mesh of devices."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from kdist.topology import Sharded
 
 
 class ModelParallelStrategy(ShardedStrategy):
-    """Trains one model whose variables are divided over the axes of a mesh of devices, as a layout map says.
+    """Trains one model with its variables sharded over the axes of a device mesh, by a layout map.
 
-    The devices of all workers form the mesh, those of worker 0 first and the last axis fastest. Rows are divided
-    over the axis `batch_dim_name`; along the other axes devices share the work of a layer. Results are those of one
-    device. Reading the value of a variable that is divided over workers gathers it: all workers must do so.
+    The devices of all workers form the mesh. It starts with the devices of worker 0, and its last axis varies
+    fastest. Rows are split over the axis `batch_dim_name`. Along the other axes, devices share the work of a
+    layer. Results match one device. If a variable is sharded over workers, they must read it together.
 
     Args:
-        layout_map: A `keras.distribution.LayoutMap`, or a mapping of regular expressions, which match whole paths
-            of variables, to tuples that name for each axis of the variable an axis of the mesh, or `None`. A
-            variable that no expression finds is whole on every device. Or a function, called with the path and the
-            shape of each variable, that returns such a tuple. As with Keras, a path of a layer with "/output" at its
-            end stands for what the layer returns.
-        batch_dim_name: The axis of the mesh over which rows are divided; by default the first.
-        mesh: Names and lengths of the axes of the mesh, for a mapping; a `LayoutMap` has its own.
-        devices: Names of the devices of this worker, as many on every worker. `None` for all GPUs (or TPU cores), or
-            as many CPUs as the mesh has places where there is one worker.
-        cluster_resolver: Says who the workers are; `None` to look at the environment.
+        layout_map: A `keras.distribution.LayoutMap`; a mapping; or a function of a variable's path and shape
+            that returns its layout. A layout is a tuple with a mesh axis or `None` per axis of the variable.
+            A mapping has layouts as values and regular expressions for whole variable paths as keys.
+            Unmatched variables are not sharded. As in Keras, a layer's path with the suffix "/output" sets
+            its output's layout.
+        batch_dim_name: The axis of the mesh over which rows are split. By default, the first axis.
+        mesh: The name and length of each mesh axis. A `LayoutMap` has its own mesh.
+        devices: The devices of this worker. All workers need the same number. By default, all GPUs or TPU
+            cores. If there are none and there is one worker, as many CPU devices as the mesh needs.
+        cluster_resolver: The resolver of the cluster. By default, kdist reads the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.
 
     Raises:
-        InvalidArgumentError: An axis is not in the mesh, or the mesh has another number of places than there are
-            devices; in the scope, a layout that does not divide a variable.
-        UnsupportedError: The backend cannot divide variables, or not over devices of one process.
+        InvalidArgumentError: If a layout names an unknown axis, or the mesh does not fit the number of
+            devices. In the scope, if a layout does not fit its variable.
+        UnsupportedError: If the backend cannot shard variables, or not over the devices of one process.
 
     Source: https://keras.io/api/distribution/model_parallel/
 

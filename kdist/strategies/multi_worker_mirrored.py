@@ -1,4 +1,4 @@
-"""Synchronous training on several worker processes, on one machine or many."""
+"""`MultiWorkerMirroredStrategy`: synchronous training on several worker processes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kdist.topology import Topology
 class MultiWorkerMirroredStrategy(Strategy):
     """Trains one model on several worker processes, each with one or more devices.
 
-    Every worker runs the same script. Who the workers are comes from `cluster_resolver`, else from `TF_CONFIG`,
-    torchrun's variables, Slurm, MPI, `KERAS_DISTRIBUTION_*`, Kubernetes, SageMaker or a TPU slice, in the order of
-    `kdist info`; where none of them says anything, there is one worker. Construction blocks until all workers have
-    come.
+    Every worker runs the same script. The constructor waits until all workers have joined. Without a
+    `cluster_resolver`, kdist detects the cluster from `TF_CONFIG`, torchrun, Slurm, MPI,
+    `KERAS_DISTRIBUTION_*`, Kubernetes, SageMaker, a TPU slice and other sources. `kdist info` lists them. If
+    no source describes a cluster, there is one worker.
 
     Args:
-        cluster_resolver: Says who the workers are; `None` to look at the environment.
+        cluster_resolver: The resolver of the cluster. By default, kdist reads the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.
-        devices: Beyond `tf.distribute`: names of the devices of this worker, one a replica, as many on every
-            worker. `None` for as many GPUs as `cluster_resolver.num_accelerators()` was told (0 means one CPU), else
-            for all GPUs that the worker sees, or one CPU.
+        devices: The devices of this worker, one per replica; not in `tf.distribute`. All workers need the
+            same number. By default, as many GPUs as the resolver sets in `num_accelerators` (0 means one
+            CPU). If it sets no number, all visible GPUs, or one CPU.
 
     Raises:
-        ClusterConfigError: The description of the cluster is wrong.
-        WorkerTimeoutError: A worker did not come in time.
-        DeviceError: A device is not there.
+        ClusterConfigError: If the cluster configuration is invalid.
+        WorkerTimeoutError: If a worker does not join in time.
+        DeviceError: If a device does not exist.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MultiWorkerMirroredStrategy
 
@@ -60,7 +60,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The resolver given at construction, else that of the environment: of `TF_CONFIG` where nothing is set."""
+        """The resolver of the constructor or the environment. Defaults to `TFConfigClusterResolver`."""
         return self._cluster_resolver
 
 

@@ -1,4 +1,4 @@
-"""Variables that a strategy's scope has seen, until all workers have the chief's values of them."""
+"""New variables of a strategy's scope, until all workers have the chief's values."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from kdist.backends.variable_table import VariableTable
 class NewVariables:
     """The variables that were created in a scope since the workers last shared their values.
 
-    Workers may draw different random numbers for them. They share at the end of the scope and before a
-    function runs in the replicas: in one collective for all variables, since one for each would take as long as
-    hundreds of training steps.
+    Sharing is necessary because workers may draw different random initial values. Workers share at the end of
+    the scope and before a function runs in the replicas. They use one collective for all variables, because
+    one per variable would take as long as hundreds of training steps.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        # Held, since what one worker's garbage collector has taken another one's may have left.
+        # Strong references, because garbage collection may run at different times on the workers.
         self._found: list[Any] = []
         self._seen: VariableTable[bool] = VariableTable()
 
     def add(self, variable: Any) -> None:
-        """Notes a variable."""
+        """Records a new variable."""
         self._seen[variable] = True
         if self._runtime.takes_variables:
             self._found.append(variable)
 
     def forget(self) -> None:
-        """Leaves the new variables as they are on each worker."""
+        """Drops the new variables without sharing their values."""
         self._found = []
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """Within this, new variables are nobody's: Keras makes some for itself on a worker that writes a file."""
+        """A context manager that ignores new variables, which Keras creates when one worker saves a file."""
         known = len(self._found)
         try:
             yield
@@ -46,17 +46,17 @@ class NewVariables:
             del self._found[known:]
 
     def has_seen(self, variable: Any) -> bool:
-        """Says whether a variable was created in the scope."""
+        """Returns whether a variable was created in the scope."""
         return self._seen.get(variable) is not None
 
     def share(self) -> None:
-        """Gives every worker the chief's values, held as the topology says.
+        """Sends the chief's values to all workers, and shards them if the topology requires it.
 
-        All workers must call it, having created the same variables.
+        All workers must create the same variables before they call it.
 
         Raises:
-            WorkerMismatchError: The workers have created different variables.
-            InvalidArgumentError: A layout does not divide its variable.
+            WorkerMismatchError: If the workers have created different variables.
+            InvalidArgumentError: If a layout does not fit its variable.
         """
         if not self._runtime.takes_variables:
             return
@@ -64,7 +64,7 @@ class NewVariables:
         noted, self._found = bool(self._found), []
         if not noted:
             return
-        # Names carry counters ("dense_1"), which may differ where a worker built another model before.
+        # Names contain counters ("dense_1"), which may differ if a worker has created another model before.
         facts = {f"variable {i}": [list(v.shape), str(v.dtype)] for i, v in enumerate(variables)}
         check_equal(
             self._runtime,

@@ -1,4 +1,4 @@
-"""All variables and all computation on one device."""
+"""`OneDeviceStrategy`: all variables and all computation on one device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kdist.topology import Topology
 class OneDeviceStrategy(Strategy):
     """Places variables and computation on a single device.
 
-    Useful to test a script before it is distributed.
+    Use it to test a script before you distribute it.
 
     Args:
-        device: Name of the device, e.g. `"cpu:0"` or `"/gpu:0"`.
+        device: Name of the device, for example `"cpu:0"` or `"/gpu:0"`.
 
     Raises:
-        DeviceError: The device is not there.
+        DeviceError: If the device does not exist.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/OneDeviceStrategy
 

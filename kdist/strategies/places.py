@@ -1,4 +1,4 @@
-"""Where a strategy's replicas are: the devices of this process, and the workers of the cluster."""
+"""Chooses the devices of this process and finds the workers of the cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kdist.errors import InvalidArgumentError
 def choose_devices(
     backend: Backend, devices: Sequence[str] | None, argument: str = "devices"
 ) -> tuple[str, ...]:
-    """Returns the short names of the devices that the user named, which exist, or of all that the backend has."""
+    """Returns the short names of the user's or the backend's devices, and checks that they exist."""
     names = check_device_names(devices, argument) if devices is not None else backend.list_devices()
     names = backend.require_devices(names)
     if len(set(names)) != len(names):
@@ -26,7 +26,7 @@ def choose_devices(
 
 
 def check_device_names(devices: Sequence[str], argument: str = "devices") -> tuple[str, ...]:
-    """Returns the names as a tuple; raises unless there is at least one name."""
+    """Returns the names as a tuple. Raises an error if it is not a list of at least one name."""
     if isinstance(devices, str) or not devices or not all(isinstance(name, str) for name in devices):
         raise InvalidArgumentError(
             f"`{argument}` is not a list of device names, or the list is empty.",
@@ -37,7 +37,7 @@ def check_device_names(devices: Sequence[str], argument: str = "devices") -> tup
 
 
 def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
-    """Returns the options, or those that wish nothing."""
+    """Returns the options, or the default options for `None`."""
     if isinstance(options, CommunicationOptions | None):
         return options or CommunicationOptions()
     raise InvalidArgumentError(
@@ -50,16 +50,16 @@ def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
 def find_workers(
     resolver: ClusterResolver | None, devices: Sequence[str] | None
 ) -> tuple[Cluster, tuple[str, ...]]:
-    """Returns the cluster, of one worker where nothing describes any, and the devices of this worker.
+    """Returns the cluster and the devices of this worker.
 
-    They are those that the user named, else those that the resolver was told of, else `()`: the backend's choice.
+    The devices come from the user, or else from the resolver. `()` means that the backend chooses.
     """
     cluster = discover(resolver)
     return cluster, check_device_names(devices) if devices is not None else _told_devices(resolver)
 
 
 def _told_devices(resolver: ClusterResolver | None) -> tuple[str, ...]:
-    """The devices that the user's resolver was told of; none where it looks at the machine, as engines do better."""
+    """Returns the devices that a resolver sets explicitly. Backends detect devices better than resolvers."""
     if not isinstance(resolver, ClusterResolver):
         return ()
     if type(resolver).num_accelerators is ClusterResolver.num_accelerators:

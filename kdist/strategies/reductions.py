@@ -1,4 +1,4 @@
-"""`Strategy.reduce` and `Strategy.gather`: from one value a replica to one value for all."""
+"""`Strategy.reduce` and `Strategy.gather`, which turn one value per replica into one value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reduce(
     destinations: Any = None,
     options: Any = None,
 ) -> Any:
-    """Reduces a value over all replicas, and along an axis of it; see `Strategy.reduce`."""
+    """Reduces a value over all replicas and along an axis; see `Strategy.reduce`."""
     require_cross_replica("reduce")
     op, runtime, own = ReduceOp.of(reduce_op), strategy.runtime, strategy.own_ops
     where = runtime.devices[0] if destinations is None else destinations
@@ -45,7 +45,7 @@ def reduce(
 def batch_reduce(
     strategy: StrategyLike, reduce_op: ReduceOp | str, pairs: Iterable[tuple[Any, Any]], options: Any
 ) -> list[Any]:
-    """Reduces several values over all replicas, each with its destination: a class of the user's gets all at once."""
+    """Reduces several values over all replicas. A custom `CrossDeviceOps` gets them in one call."""
     require_cross_replica("extended.batch_reduce_to")
     op, runtime, own = ReduceOp.of(reduce_op), strategy.runtime, strategy.own_ops
     pairs = list(pairs)
@@ -73,7 +73,7 @@ def batch_reduce(
 
 
 def _summands(runtime: Runtime, op: ReduceOp, leaf: Any) -> list[Any]:
-    """The components that are to be reduced, on the first device; the mean of integers is of floating point."""
+    """Returns the components to reduce, on the first device. For a mean, casts integers to floating point."""
     check_components(runtime, leaf)
     parts = runtime.to_holder(_parts(leaf))
     _check_equal_shapes(parts)
@@ -81,8 +81,8 @@ def _summands(runtime: Runtime, op: ReduceOp, leaf: Any) -> list[Any]:
 
 
 def _checked(runtime: Runtime, own: Any, result: Any, parts: Sequence[Any]) -> Any:
-    """Returns what a class of the user's has made of components; raises unless it is a tensor of their shape."""
-    if isinstance(result, DistributedValues):  # one for each device, all equal
+    """Returns the result of a custom `CrossDeviceOps` if it is a tensor with the shape of the components."""
+    if isinstance(result, DistributedValues):  # one value per device, all equal
         result = result.values[0]
     shape = tuple(parts[0].shape)
     problem = f"{type(own).__name__} returned a result that is not a tensor with the shape of a component."
@@ -129,11 +129,11 @@ def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None, by
         lengths = [ops.shape(part)[axis] for part in parts]
         parts = [ops.sum(part, axis=axis) for part in parts]
         if op is ReduceOp.MEAN:
-            # Every element counts the same, whichever replica has it.
+            # Every element has the same weight, even if replicas have different numbers of elements.
             local = ops.cast(sum(lengths), "float32")
             (number,) = runtime.sum_over_workers(runtime.to_holder([local]))
     _check_equal_shapes(parts)
-    if by_own is not None:  # all replicas are here
+    if by_own is not None:  # only strategies of one process accept a custom class
         total = by_own(ReduceOp.SUM, parts)
     else:
         (total,) = runtime.sum_over_workers([sum(parts[1:], parts[0])])
@@ -143,7 +143,7 @@ def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None, by
 
 
 def _check_equal_shapes(parts: Sequence[Any]) -> None:
-    """Raises unless the tensors have the same shape: adding would broadcast a last row over the others."""
+    """Raises an error if shapes differ, because adding would broadcast the single row of a last batch."""
     shapes = [tuple(part.shape) for part in parts]
     if any(not _agree(shape, shapes[0]) for shape in shapes[1:]):
         raise InvalidArgumentError(
@@ -155,14 +155,14 @@ def _check_equal_shapes(parts: Sequence[Any]) -> None:
 
 
 def _agree(shape: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Says whether two shapes may be equal; in a graph of TensorFlow some lengths are not known."""
+    """Returns whether two shapes may be equal. In a TensorFlow graph, some lengths are unknown."""
     return len(shape) == len(other) and all(
         a == b or a is None or b is None for a, b in zip(shape, other, strict=True)
     )
 
 
 def _reduce_equal(op: ReduceOp, value: Any, axis: int | None) -> Any:
-    """Reduces what is the same on all replicas, as `tf.distribute` does: the mean, or the sum of nothing."""
+    """Reduces a value that is equal on all replicas. As in `tf.distribute`, only 0 can be summed."""
     if op is ReduceOp.SUM and not (isinstance(value, (int, float)) and value == 0):
         raise InvalidArgumentError(
             "Cannot sum the value over the replicas: it is not distributed.",
@@ -211,7 +211,7 @@ def _parts(leaf: Any) -> Sequence[Any]:
 
 
 def check_components(runtime: Runtime, leaf: Any) -> None:
-    """Raises for a distributed value of other replicas than those of this worker."""
+    """Raises an error if a distributed value does not have one component per replica of this worker."""
     if isinstance(leaf, DistributedValues) and len(leaf.values) != len(runtime.devices):
         raise InvalidArgumentError(
             "A distributed value does not have one component per replica of this worker.",
@@ -221,7 +221,7 @@ def check_components(runtime: Runtime, leaf: Any) -> None:
 
 
 def require_cross_replica(method: str) -> None:
-    """Raises inside a replica."""
+    """Raises a `StrategyScopeError` inside a replica."""
     replica = current_replica()
     if replica is not None:
         inside = {"reduce": "all_reduce", "gather": "all_gather"}.get(method)

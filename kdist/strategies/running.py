@@ -14,16 +14,16 @@ from kdist.values import regroup
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of `Strategy.run`, with the names of `tf.distribute.RunOptions`.
+    """Options of `Strategy.run`, for compatibility with `tf.distribute.RunOptions`.
 
-    They speak of XLA on TPUs under TensorFlow, and are hints: no backend of kdist needs them.
+    They configure XLA on TPUs under TensorFlow. kdist ignores them, because no backend needs them.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/RunOptions
 
     Args:
-        experimental_enable_dynamic_batch_size: Whether batches may differ in size; they always may.
+        experimental_enable_dynamic_batch_size: Whether batches can differ in size. In kdist, they always can.
         experimental_bucketizing_dynamic_shape: Whether to pad inputs to a few sizes.
-        experimental_xla_options: Options of XLA.
+        experimental_xla_options: Options for XLA.
 
     Example:
 
@@ -44,7 +44,7 @@ def run(
     kwargs: Mapping[str, Any] | None,
     options: RunOptions | None,
 ) -> Any:
-    """Calls a function in every replica; see `Strategy.run`."""
+    """Calls a function once per replica; see `Strategy.run`."""
     import keras
 
     from kdist import keras_hooks

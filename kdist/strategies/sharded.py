@@ -1,4 +1,4 @@
-"""What strategies share whose variables are divided over devices."""
+"""`ShardedStrategy`, the base class of strategies that shard variables over devices."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kdist.topology import Mirrored, Sharded, Topology
 
 
 class ShardedStrategy(Strategy):
-    """Base of the strategies whose variables are divided over the devices of all workers.
+    """Base class of strategies that shard variables over the devices of all workers.
 
     Args:
-        storage: How they are divided.
-        devices: Names of the devices of this worker; `None` for all of them, or one CPU.
-        cluster_resolver: Says who the workers are; `None` to look at the environment.
+        storage: How variables are sharded; `Mirrored` if they are not.
+        devices: Names of the devices of this worker. By default, all accelerators or one CPU.
+        cluster_resolver: The resolver of the cluster. By default, kdist reads the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.
     """
 
@@ -43,5 +43,5 @@ class ShardedStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The resolver given at construction, else that of the environment."""
+        """The resolver of the constructor or the environment. Defaults to `TFConfigClusterResolver`."""
         return self._cluster_resolver

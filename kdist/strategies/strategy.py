@@ -1,4 +1,4 @@
-"""The base class of all strategies: which replicas there are, and the scope that makes them current."""
+"""`Strategy`, the base class of all strategies."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @without_left_out
 class Strategy:
-    """A policy for distributing computation over devices and workers.
+    """Distributes computation over devices and workers.
 
-    Create one, build and compile models in its `scope()`, then call `fit`, `evaluate` and `predict` as on one
-    device.
+    Create a strategy, then build and compile a model in its `scope()`. Call `fit`, `evaluate` and `predict`
+    as on one device.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
 
@@ -45,9 +45,9 @@ class Strategy:
     """
 
     own_ops: CrossDeviceOps | None = None
-    """The user's own class by which gradients and values are reduced; `None` where the engine does it."""
+    """The user-defined object that reduces gradients and values; `None` if the backend reduces them."""
     _told: Description = Description()
-    """What its `repr` tells that nothing else says."""
+    """Details for `repr` and for the log that the runtime does not have."""
 
     def __init__(self, runtime: Runtime) -> None:
         from kdist import keras_hooks
@@ -65,57 +65,57 @@ class Strategy:
 
     @property
     def runtime(self) -> Runtime:
-        """The devices and workers of this strategy, as the backend drives them."""
+        """The backend's `Runtime`, which controls the devices and workers of this strategy."""
         return self._runtime
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas over which gradients are summed, over all workers."""
+        """The number of replicas of all workers. Gradients are summed over these replicas."""
         return self._runtime.num_replicas
 
     @property
     def extended(self) -> StrategyExtended:
-        """What most users need not know of a strategy; see `StrategyExtended`."""
+        """Methods for libraries and advanced users; see `StrategyExtended`."""
         from kdist.strategies.extended import StrategyExtended
 
         return StrategyExtended(self)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """The resolver of a multi-worker strategy; `None` for a strategy of one process."""
+        """The cluster resolver of a multi-worker strategy; `None` if the strategy uses only one process."""
         return None
 
     @property
     def keras_distribution(self) -> Any:
-        """The `keras.distribution.Distribution` that this strategy amounts to, for code that asks Keras.
+        """The equivalent `keras.distribution.Distribution`, for code that needs one.
 
-        kdist needs no distribution to be set. One that is set when a strategy is made, or its scope is entered, must
-        say the same; in the scope, and while the strategy's models train, Keras sees none.
+        You do not need to set it. If a distribution is set when you create the strategy or enter its scope,
+        it must be equivalent. In the scope, and while the strategy's models train, Keras does not see it.
 
         Returns:
-            A `keras.distribution.DataParallel`, or a `ModelParallel` where variables are divided.
+            A `keras.distribution.DataParallel`, or a `ModelParallel` if variables are sharded.
 
         Raises:
-            UnsupportedError: On the backend `keras.distribution` does nothing, or it has nothing like this strategy.
+            UnsupportedError: If the backend ignores `keras.distribution`, or no distribution is equivalent.
         """
         from kdist.strategies.distributions import distribution_of
 
         return distribution_of(self._runtime)
 
     def scope(self) -> Scope[Self]:
-        """Returns a context manager that makes this strategy current.
+        """Returns a context manager that makes this strategy current in this thread.
 
-        Models, optimizers and metrics created inside belong to the strategy, and remember it: `fit` works
-        outside the scope too. At its end all workers have the chief's values of the variables that were created
-        inside: every worker must leave it, having created the same ones. Scopes of the same strategy may be
-        nested, those of different ones not; a scope counts for the thread that entered it.
+        Models, optimizers and metrics that you create in the scope belong to the strategy. You can call `fit`
+        outside the scope, because a model remembers its strategy. When the scope ends, all workers receive
+        the chief's values of the new variables. Every worker must therefore create the same variables and
+        leave the scope. You can nest scopes of the same strategy, but not scopes of different strategies.
 
         Returns:
             A context manager whose `as` target is the strategy.
 
         Raises:
-            StrategyScopeError: On entering, inside the scope of another strategy or inside a replica.
-            WorkerMismatchError: On leaving, if workers have created different variables.
+            StrategyScopeError: If you enter it inside the scope of another strategy or inside a replica.
+            WorkerMismatchError: If the workers have created different variables when the scope ends.
         """
         return Scope(self, self._resources)
 
@@ -129,7 +129,7 @@ class Strategy:
             with keras_hooks.without_distribution(), self._runtime.scope():
                 yield
         except BaseException:
-            # The other workers may have come further, or not as far.
+            # Sharing is a collective, and the other workers may have failed elsewhere or not at all.
             self.new_variables.forget()
             raise
         if not has_strategy():  # this was the outermost scope
@@ -138,25 +138,25 @@ class Strategy:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Distributes the datasets that a function makes, one a worker.
+        """Distributes datasets that a function creates, one dataset per worker.
 
-        The function batches and shards: its dataset gives per-replica batches, and each replica of the worker
-        takes one in turn at every step.
+        The function must shard and batch the data itself. Its dataset returns per-replica batches, and in
+        each step every replica of the worker takes the next batch in turn.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
 
         Args:
-            dataset_fn: Called once on each worker with a `kdist.InputContext`. Returns a `tf.data.Dataset`, a
-                PyTorch `DataLoader`, a `keras.utils.PyDataset`, a Grain dataset, a generator function (called
-                once an epoch) or an iterable, of batches with the rows of one replica; or of single elements, of
-                which each replica takes one a step, until there is not one for each.
+            dataset_fn: Called once on each worker with a `kdist.InputContext`. Returns a `tf.data.Dataset`,
+                PyTorch `DataLoader`, `keras.utils.PyDataset`, Grain dataset, generator function (called once
+                per epoch) or iterable. Its elements are batches for one replica, or single rows. With single
+                rows, each replica takes one row per step, until fewer rows than replicas are left.
             options: A `kdist.InputOptions`.
 
         Returns:
-            A `kdist.DistributedDataset`, to iterate over or to hand to `fit`, `evaluate` and `predict`.
+            A `kdist.DistributedDataset`. Iterate over it, or pass it to `fit`, `evaluate` and `predict`.
 
         Raises:
-            DatasetError: The function failed on a worker, or returned something else; on all workers.
+            DatasetError: If the function fails or returns another type on a worker. All workers raise it.
 
         Example:
 
@@ -173,30 +173,30 @@ class Strategy:
 
         return distribute_from_function(self.runtime, dataset_fn, options or InputOptions())
 
-    # The older name of the same method.
+    # An older name in `tf.distribute`.
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Distributes a dataset of global batches: each replica takes its rows.
+        """Distributes a dataset of global batches over the replicas.
 
-        Rows are split as evenly as possible, the larger parts first, whatever their number. Which rows a
-        worker reads is the dataset's `AutoShardPolicy`.
+        kdist splits any number of rows as evenly as possible, and the first replicas get the larger parts.
+        The `AutoShardPolicy` of the dataset sets which rows each worker reads.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
 
         Args:
-            dataset: A `tf.data.Dataset`, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, a Grain dataset, a
-                generator function (called once an epoch) or an iterable, of global batches. Every worker
-                passes the same one.
+            dataset: A `tf.data.Dataset`, PyTorch `DataLoader`, `keras.utils.PyDataset`, Grain dataset,
+                generator function (called once per epoch) or iterable. Its elements are global batches. Pass
+                the same dataset on every worker.
             options: A `kdist.InputOptions`.
 
         Returns:
-            A `kdist.DistributedDataset`, to iterate over or to hand to `fit`, `evaluate` and `predict`.
+            A `kdist.DistributedDataset`. Iterate over it, or pass it to `fit`, `evaluate` and `predict`.
 
         Raises:
-            DatasetError: The policy cannot be applied to the dataset, or it is no dataset; on all workers.
+            DatasetError: If it is not a dataset, or does not support the policy. All workers raise it.
 
         Example:
 
@@ -211,14 +211,14 @@ class Strategy:
         return distribute_dataset(self.runtime, dataset, options or InputOptions())
 
     def make_experimental_numpy_dataset(self, numpy_input: Any) -> Any:
-        """Makes a dataset of the rows of arrays, for `experimental_distribute_dataset`.
+        """Creates a dataset from the rows of arrays, for `experimental_distribute_dataset`.
 
         Args:
-            numpy_input: A structure of arrays with the same number of rows.
+            numpy_input: A nested structure of arrays with the same number of rows.
 
         Returns:
-            A `tf.data.Dataset` on TensorFlow; else a dataset with its methods `shuffle`, `repeat`, `take`,
-            `skip` and `batch`.
+            A `tf.data.Dataset` on TensorFlow. On other backends, a dataset with the methods `shuffle`,
+            `repeat`, `take`, `skip` and `batch`.
 
         Example:
 
@@ -233,15 +233,15 @@ class Strategy:
         return NumpyDataset(numpy_input) if native is None else native
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Makes one value for each replica of this worker.
+        """Creates one value per replica of this worker.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
 
         Args:
-            value_fn: Called with a `kdist.experimental.ValueContext` for each local replica.
+            value_fn: Called once per local replica, with a `kdist.experimental.ValueContext`.
 
         Returns:
-            A `kdist.DistributedValues`; the value itself where the worker has one replica.
+            A `kdist.DistributedValues`, or the value itself if the worker has one replica.
 
         Example:
 
@@ -262,34 +262,34 @@ class Strategy:
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Calls a function in every replica, each with its component of distributed arguments.
+        """Calls a function once per replica, with the replica's component of each distributed argument.
 
-        In the function, `kdist.get_replica_context()` says which replica runs. Gradients that
-        `optimizer.apply` is given are summed over all replicas; what the function writes to Keras variables is
-        aggregated at its end, by each variable's `aggregation`; of one with `synchronization="on_read"` each
-        replica keeps its own component, and outside there is what they aggregate to. A mean loss of Keras's is
-        divided by the number of replicas, so that the sum is a mean.
+        In the function, `kdist.get_replica_context()` returns the context of the replica. `optimizer.apply`
+        sums the gradients over all replicas. When the function ends, kdist aggregates the values that it
+        assigned to Keras variables, by each variable's `aggregation`. With `synchronization="on_read"`, each
+        replica keeps its own value, and reading the variable outside aggregates the values. Keras's mean
+        losses are divided by the number of replicas, so that their sum is a mean.
 
-        On JAX the function is compiled, once for each structure, shape and dtype of its arguments; Python
-        numbers, strings and what the function closes over are constants of the program. On TensorFlow and
-        PyTorch it runs as it is; `kdist.function` around the call compiles it on TensorFlow.
+        On JAX, the function is compiled once per structure, shape and dtype of its arguments. Python numbers,
+        strings and closure variables become constants of the program. On TensorFlow and PyTorch, it runs
+        eagerly. To compile it on TensorFlow, wrap the call in `kdist.function`.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
 
         Args:
-            fn: The function of a replica.
-            args: Positional arguments. Of a `kdist.DistributedValues` (what a distributed dataset gives) each
-                replica gets its component; anything else goes to all as it is.
-            kwargs: Keyword arguments, as `args`.
+            fn: The function to call in each replica.
+            args: Positional arguments. Each replica receives its component of a `kdist.DistributedValues`,
+                such as an element of a distributed dataset. All replicas receive other values unchanged.
+            kwargs: Keyword arguments, handled like `args`.
             options: A `kdist.RunOptions`.
 
         Returns:
-            The function's result: a structure of `kdist.DistributedValues` with one component per replica of
-            this worker, or the value itself if the worker has one replica. A Python number or string that all
-            replicas return is one value, and so is a tensor that comes from `merge_call` for all of them.
+            The results as a structure of `kdist.DistributedValues`, with one component per replica of this
+            worker. If the worker has one replica, its result. If all replicas return an equal Python number
+            or string, or the same tensor from `merge_call`, it stays one value.
 
         Raises:
-            StrategyScopeError: Inside a replica.
+            StrategyScopeError: If you call it inside a replica.
 
         Example:
 
@@ -306,25 +306,25 @@ class Strategy:
         return run(self, fn, args, kwargs, options)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
-        """Reduces a value over all replicas, of all workers.
+        """Reduces a value over all replicas of all workers.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
 
         Args:
             reduce_op: `kdist.ReduceOp.SUM` or `MEAN`, or its name.
-            value: A `kdist.DistributedValues`, or a structure of them, such as `run` returns.
-            axis: An axis to reduce along too, within each replica; usually 0, the rows. In a `MEAN` every
-                element then counts the same, also where replicas have different numbers of rows. `None` to
-                reduce over the replicas only, whose shapes must be equal.
+            value: A `kdist.DistributedValues` or a structure of them, for example the result of `run`.
+            axis: The axis to also reduce within each replica, usually 0 for the rows. Every element has the
+                same weight in a `MEAN`, even if replicas have different numbers of rows. `None` reduces only
+                over the replicas, which must have equal shapes.
 
         Returns:
-            A structure of tensors, equal on all workers. The `MEAN` of integers has the dtype of a true division
-            in TensorFlow: float32 for 8 and 16 bits, else float64. JAX has float64 only if `jax_enable_x64` is set.
+            A structure of tensors, equal on all workers. The `MEAN` of integers is floating point, as in
+            TensorFlow: float32 for 8 and 16 bits, else float64. JAX needs `jax_enable_x64` for float64.
 
         Raises:
-            InvalidArgumentError: There is no such operation or axis, or a value that is not distributed is to
-                be summed.
-            StrategyScopeError: Inside a replica.
+            InvalidArgumentError: If the operation or axis does not exist, the shapes differ, or `SUM` is used
+                with a value that is not distributed.
+            StrategyScopeError: If you call it inside a replica.
 
         Example:
 
@@ -338,21 +338,21 @@ class Strategy:
         return reduce(self, reduce_op, value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates the values of all replicas, of all workers, along an axis.
+        """Concatenates the values of all replicas of all workers along an axis.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
 
         Args:
-            value: A `kdist.DistributedValues` of tensors of rank 1 at least, or a structure of them. Their
-                shapes may differ along `axis`.
+            value: A `kdist.DistributedValues` of tensors with at least one axis, or a structure of them.
+                Shapes can differ along `axis`.
             axis: The axis to concatenate along.
 
         Returns:
             A structure of tensors, equal on all workers, in the order of the replicas.
 
         Raises:
-            InvalidArgumentError: The values have no such axis, or differ along another one.
-            StrategyScopeError: Inside a replica.
+            InvalidArgumentError: If the axis does not exist, or shapes differ along another axis.
+            StrategyScopeError: If you call it inside a replica.
 
         Example:
 
@@ -365,18 +365,18 @@ class Strategy:
         return gather(self.runtime, value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns the components of a value, one for each replica of this worker.
+        """Returns the components of a value, one per replica of this worker.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
 
         Args:
-            value: A value or a structure of values, such as an element of a distributed dataset.
+            value: A value or a structure of values, for example an element of a distributed dataset.
 
         Returns:
-            One value per local replica. A dictionary, list or tuple becomes one structure per replica, whether
-            its leaves are distributed or not; any other value that is not distributed becomes `(value,)`. A
-            Keras variable becomes the variable once per replica, or, with `synchronization="on_read"`, each
-            replica's own value; all workers must ask for these values together.
+            A tuple with one value per local replica. A dictionary, list or tuple becomes one structure per
+            replica, even if its leaves are not distributed. Any other undistributed value becomes `(value,)`.
+            A Keras variable is repeated once per replica. If it has `synchronization="on_read"`, you get each
+            replica's value, and all workers must call this method together.
         """
         import keras
 

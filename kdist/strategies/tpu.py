@@ -1,4 +1,4 @@
-"""Synchronous training on the TPUs of a host, of a slice or of several slices."""
+"""`TPUStrategy`: synchronous training on the TPUs of a host, a slice or several slices."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _DIVIDE = "To shard a model over devices, use kdist.ModelParallelStrategy or kdi
 
 
 class TPUStrategy(Strategy):
-    """Trains one model on all TPU devices of the slices that this host belongs to: a replica each.
+    """Trains one model on all TPU devices of this host's slices, with one replica per device.
 
-    The same script runs on every host. Who the hosts are is asked of the resolver: the chief is the first host of the
-    first slice. Construction blocks until all have come.
+    Run the same script on every host. The resolver returns the hosts, and the chief is the first host of the
+    first slice. The constructor waits until all hosts have joined.
 
     Args:
-        tpu_cluster_resolver: A `kdist.cluster_resolver.TPUClusterResolver`; `None` for one without arguments.
-        experimental_device_assignment: `None`: a replica is one device.
-        experimental_spmd_xla_partitioning: Accepted as `tf.distribute` does: on JAX a step always is one program that
-            XLA divides.
-        devices: Beyond `tf.distribute`: names of the devices of this host, as many on every host; `None` for all
-            its TPUs. With `["cpu:0", "cpu:1"]` a script can be tried where no TPU is.
+        tpu_cluster_resolver: A `kdist.cluster_resolver.TPUClusterResolver`. By default, one without
+            arguments.
+        experimental_device_assignment: Must be `None`, because each replica has one device.
+        experimental_spmd_xla_partitioning: Ignored. On JAX, XLA always partitions a step.
+        devices: The devices of this host; not in `tf.distribute`. All hosts need the same number. By default,
+            all TPUs. Pass `["cpu:0", "cpu:1"]` to try a script without a TPU.
 
     Raises:
-        ClusterConfigError: There is no TPU, or what describes it is wrong.
-        ClusterRuntimeError: The metadata server does not answer.
-        DeviceError: The backend sees no TPU.
-        UnsupportedError: The backend has no TPUs.
+        ClusterConfigError: If there is no TPU, or its configuration is invalid.
+        ClusterRuntimeError: If the metadata server does not answer.
+        DeviceError: If the backend does not find a TPU.
+        UnsupportedError: If the backend does not support TPUs.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/TPUStrategy
 
@@ -80,36 +80,36 @@ class TPUStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The resolver given at construction, or the one that was made."""
+        """The resolver that was passed to the constructor, or the default resolver."""
         return self._cluster_resolver
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """Returns the tensor: a replica has one logical device.
+        """Returns the tensor unchanged, because a replica has one logical device.
 
         Args:
             tensor: A tensor.
-            logical_device_id: 0.
+            logical_device_id: Must be 0.
 
         Raises:
-            InvalidArgumentError: It is another one.
+            InvalidArgumentError: If `logical_device_id` is not 0.
         """
         return self._on_one_device(tensor, "logical_device_id", logical_device_id, logical_device_id == 0)
 
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
-        """Returns the tensor: a replica has one logical device.
+        """Returns the tensor unchanged, because a replica has one logical device.
 
         Args:
             tensor: A tensor.
-            partition_dimensions: For each axis of the tensor 1.
+            partition_dimensions: The number of parts per axis of the tensor. All must be 1.
 
         Raises:
-            InvalidArgumentError: The tensor would be divided.
+            InvalidArgumentError: If the tensor would be split.
         """
         whole = math.prod(partition_dimensions) == 1
         return self._on_one_device(tensor, "partition_dimensions", partition_dimensions, whole)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """Returns the tensor: a replica has one logical device.
+        """Returns the tensor unchanged, because a replica has one logical device.
 
         Args:
             tensor: A tensor.
@@ -127,7 +127,7 @@ class ExperimentalTPUStrategy(TPUStrategy):
 
     Args:
         tpu_cluster_resolver: As in `TPUStrategy`.
-        device_assignment: `None`: a replica is one device.
+        device_assignment: Must be `None`, because each replica has one device.
     """
 
     def __init__(

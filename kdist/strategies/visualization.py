@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from kdist.strategies.strategy import Strategy
 
 Range = tuple[int, int]
-_DRAWN = 4  # variables: more do not fit beside each other
+_DRAWN = 4  # variables; more do not fit next to each other
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # colorblind-safe, by Okabe and Ito
 _WIDTH, _HEIGHT, _MARGIN, _ROWS_WIDTH, _LONGEST, _SHORTEST = 342, 150, 10, 26, 58, 8
 
 
 @dataclass(frozen=True)
 class Visualization:
-    """Shows what each device of a strategy computes and holds: as text when printed, as a picture in a notebook.
+    """The rows and variables of each device of a strategy, as text when printed or a picture in a notebook.
 
     Args:
-        devices: A name for each device of all workers, such as `"worker 0, cpu:0"`.
-        global_batch_size: Rows of the global batch.
-        rows: For each device that computes, its rows of the global batch, as `(start, stop)`.
+        devices: The names of the devices of all workers, for example `"worker 0, cpu:0"`.
+        global_batch_size: The number of rows in the global batch.
+        rows: The rows of the global batch that each device computes, as `(start, stop)`.
         shapes: The shape of each variable, by its path.
-        parts: For each device, and each variable that it holds, the `(start, stop)` of every axis.
+        parts: The part of each variable that each device holds, as `(start, stop)` per axis.
     """
 
     devices: Sequence[str]
@@ -41,7 +41,7 @@ class Visualization:
     parts: Mapping[str, Mapping[str, tuple[Range, ...]]]
 
     def share(self, device: str) -> float:
-        """Returns the share of the weights that a device holds, from 0 to 1."""
+        """Returns the fraction of the weights that a device holds, from 0 to 1."""
         held = sum(math.prod(stop - start for start, stop in part) for part in self.parts[device].values())
         return held / max(1, sum(map(math.prod, self.shapes.values())))
 
@@ -64,7 +64,7 @@ class Visualization:
         )
 
     def _frame(self, device: str, color: str) -> str:
-        """Returns one device as SVG: its rows at the left, then its parts of the largest variables."""
+        """Returns an SVG image of a device: its rows on the left, then its parts of the largest variables."""
         start, stop = self.rows.get(device, (0, 0))
         size = 80 / max(1, self.global_batch_size)
         boxes = [
@@ -101,21 +101,21 @@ class Visualization:
 
 
 def visualize(strategy: Strategy, model: keras.Model, global_batch_size: int = 8) -> Visualization:
-    """Shows which rows each device computes, and which part of each variable it holds.
+    """Shows which rows each device computes and which part of each variable it holds.
 
-    The result is text when you print it, and a picture in a notebook. The picture has the largest variables.
+    The result is text when you print it and a picture in a notebook. The picture shows the largest variables.
 
     Args:
-        strategy: The strategy. All workers know the whole plan, so any of them can call this function.
-        model: A built model, created in the scope of the strategy.
-        global_batch_size: Number of rows of a global batch. On JAX, each device computes all rows of a batch that the
-            devices cannot divide evenly.
+        strategy: A strategy without parameter servers. Each worker can call this function independently.
+        model: A built model that was created in the scope of the strategy.
+        global_batch_size: The number of rows in a global batch. On JAX, if the devices cannot divide a batch
+            evenly, each device computes all its rows.
 
     Returns:
-        A `Visualization`: it can be pickled, for example to return it from `kdist.launch`.
+        A `Visualization`. You can pickle it, for example to return it from `kdist.launch`.
 
     Raises:
-        InvalidArgumentError: The model is not built, or the strategy keeps its variables on parameter servers.
+        InvalidArgumentError: If the model is not built.
 
     Example:
 
@@ -169,7 +169,7 @@ def _named(worker: int, device: str) -> str:
 
 
 def _place(number: int, mesh: Mapping[str, int]) -> dict[str, int]:
-    """Returns the place of a device on each axis of the mesh, whose last axis is the fastest."""
+    """Returns the index of a device on each axis of the mesh. The last axis varies fastest."""
     place: dict[str, int] = {}
     for axis, length in reversed(list(mesh.items())):
         number, place[axis] = divmod(number, length)
@@ -177,13 +177,13 @@ def _place(number: int, mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def _cut(length: int, index: int, count: int) -> Range:
-    """Returns one of `count` parts of an axis: all but the last are as long as the first."""
+    """Returns the range of one of `count` equal parts of an axis. Only the last parts can be shorter."""
     size = -(-length // count)
     return min(index * size, length), min((index + 1) * size, length)
 
 
 def _drawn_size(shape: Sequence[int]) -> tuple[float, float]:
-    """Returns the height and width of a variable in the picture: the root of its lengths, not to scale."""
+    """Returns the height and width of a variable in the picture, from the square roots of its lengths."""
     *outer, last = shape or (1,)
     return _pixels(math.prod(outer)), _pixels(last)
 
@@ -195,7 +195,7 @@ def _pixels(length: int) -> float:
 def _drawn_part(
     part: Sequence[Range], shape: Sequence[int]
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Returns a part as shares of the picture's height and width; leading axes are drawn as one."""
+    """Returns a part as fractions of the picture's height and width. The leading axes are drawn as one."""
     shares = [(start / length, stop / length) for (start, stop), length in zip(part, shape, strict=True)]
     *outer, last = shares or [(0.0, 1.0)]
     cut = next((share for share in outer if share != (0.0, 1.0)), (0.0, 1.0))

@@ -1,6 +1,6 @@
-"""For tests: functions in several worker processes, parity with one device, and what a test must not leave behind.
+"""For tests: runs functions in several workers, compares with one device, and detects leaks.
 
-A contents page, whose names are loaded when they are first used: pytest imports this room in every session.
+Names are loaded when they are first used, because pytest imports this package in every session.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a test must not leave behind: processes, threads, listening ports, environment variables."""
+"""Detects what a test leaves behind: processes, threads, listening ports and environment variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kdist.launch.linux import descendants
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What this process has at one moment."""
+    """The resources of this process at one moment."""
 
     processes: frozenset[int]
     threads: frozenset[threading.Thread]
@@ -24,7 +24,7 @@ class Snapshot:
 
 
 def snapshot() -> Snapshot:
-    """Notes the processes below this one, its threads, its listening ports and its environment.
+    """Records the descendants of this process, its threads, its listening ports and its environment.
 
     Returns:
         A `Snapshot` for `check`.
@@ -40,16 +40,16 @@ def snapshot() -> Snapshot:
 def check(
     before: Snapshot, settle: float = 2.0, ignore_threads: str = r"$^", ignore_variables: str = r"PYTEST_"
 ) -> None:
-    """Checks that everything that was not there before has gone again.
+    """Checks that a test has left no process, thread, listening port or changed variable behind.
 
     Args:
-        before: What `snapshot()` returned.
-        settle: How many seconds processes, threads and ports may take to go.
-        ignore_threads: Threads whose name matches this pattern may stay.
-        ignore_variables: Environment variables whose name matches this pattern may change.
+        before: The result of `snapshot()`.
+        settle: Seconds that processes, threads and ports may take to end.
+        ignore_threads: A pattern for the names of threads that may stay.
+        ignore_variables: A pattern for the names of environment variables that may change.
 
     Raises:
-        AssertionError: If something was left; the message lists it.
+        AssertionError: If anything is left; the message lists it.
 
     Example:
 
@@ -77,12 +77,12 @@ def no_leaks(
     """Checks that a `with` block leaves nothing behind; see `check`.
 
     Args:
-        settle: How many seconds processes, threads and ports may take to go.
-        ignore_threads: Threads whose name matches this pattern may stay.
-        ignore_variables: Environment variables whose name matches this pattern may change.
+        settle: Seconds that processes, threads and ports may take to end.
+        ignore_threads: A pattern for the names of threads that may stay.
+        ignore_variables: A pattern for the names of environment variables that may change.
 
     Raises:
-        AssertionError: If something was left. An error of the block itself goes first.
+        AssertionError: If anything is left. If the block itself fails, its error is raised instead.
     """
     before = snapshot()
     yield
@@ -112,7 +112,7 @@ def _command_of(pid: int) -> str:
 
 
 def _listening_ports() -> set[int]:
-    """Ports at which this process listens: the system's table, matched with its open sockets."""
+    """Returns the ports at which this process listens, from the system's table and its open sockets."""
     own: set[str] = set()
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):

@@ -1,4 +1,4 @@
-"""`assert_parity`: a user's own model trains to the numbers of one device, or the test says which one differs."""
+"""`assert_parity`: checks that a user's model trains to the same results as on one device."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ def assert_parity(
     workers: Workers | None = None,
     **fit_arguments: Any,
 ) -> None:
-    """Checks that a model trains under a strategy to the numbers of plain Keras on one device.
+    """Checks that a model trains to the same results under a strategy as in plain Keras on one device.
 
-    The model is trained twice: in a process of its own without a strategy, and in workers, each of which makes the
-    strategy and the model in its scope. The weights before and after training, the history and the predictions of every
-    worker must equal those of one device.
+    The model is trained twice: without a strategy in a separate process, and in workers. Each worker creates
+    the strategy, and the model in its scope. The weights before and after training, the history and the
+    predictions of every worker must equal the results of one device.
 
     Args:
         make_model: Returns the compiled model. It is called once in each process.
-        data: A tuple of `x`, `y` and perhaps `sample_weight`; or a function that returns it or a dataset, the same in
-            every process and at every call.
+        data: A tuple of `x`, `y` and optionally `sample_weight`, or a function that returns such a tuple or a
+            dataset. The function must return the same data in every process and on every call.
         strategy: Returns the strategy; by default `kdist.MultiWorkerMirroredStrategy`.
-        num_workers: How many worker processes there are.
-        backend: Their Keras backend; by default what `KERAS_BACKEND` says.
-        epochs: How often the model sees the data.
+        num_workers: The number of worker processes.
+        backend: The Keras backend of the processes; by default the backend in `KERAS_BACKEND`.
+        epochs: The number of epochs.
         rtol: Relative tolerance.
-        atol: Absolute tolerance, for numbers near zero.
-        seed: Of Keras's random numbers, before the model is made.
-        timeout: How many seconds each of the two runs may take.
-        workers: Whose processes are kept for the next call; by default new ones are started and ended. With pytest,
-            the fixture `kdist_workers`.
-        **fit_arguments: What else `fit` is told: `batch_size`, `validation_split`, `class_weight`.
+        atol: Absolute tolerance, for values near zero.
+        seed: The seed of Keras's random numbers, set before the model is created.
+        timeout: Seconds that each of the two runs may take.
+        workers: Keeps the processes for the next call, for example the pytest fixture `kdist_workers`. By
+            default, each call starts and terminates its processes.
+        **fit_arguments: Other arguments of `fit`, such as `batch_size`, `validation_split` or `class_weight`.
 
     Raises:
-        AssertionError: If a number differs; the message names it, and the likely reasons.
-        WorkerFailure: If a worker fails; the message has its traceback.
+        AssertionError: If a result differs; the message contains the differences and likely reasons.
+        WorkerFailure: If a worker fails; the message contains its traceback.
         PoolTimeoutError: If a worker takes longer than `timeout`.
-        InvalidArgumentError: If the strategy has one replica alone, or an argument cannot be.
+        InvalidArgumentError: If the strategy has only one replica, or an argument is invalid.
 
     Example:
 

@@ -1,6 +1,6 @@
-"""The plugin of pytest that comes with kdist: fixtures for tests that need several workers.
+"""The pytest plugin of kdist: fixtures for tests that need several workers.
 
-pytest loads it by its entry point in every session, so it imports nothing until a fixture is used.
+pytest loads it in every session through its entry point, so it imports nothing until a fixture is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def kdist_workers() -> Iterator[Workers]:
-    """Worker processes that are kept for the whole session: `kdist_workers(2, backend="jax").run(fn)`."""
+    """Provides worker processes for the whole session: `kdist_workers(2, backend="jax").run(fn)`."""
     from kdist.testing import Workers
 
     with Workers() as workers:
@@ -26,7 +26,7 @@ def kdist_workers() -> Iterator[Workers]:
 
 @pytest.fixture
 def kdist_no_leaks(kdist_workers: Workers) -> Iterator[None]:
-    """The test must leave behind no process, thread, listening port or changed variable, kept workers apart."""
+    """Fails a test that leaves a process (except kept workers), thread, port or changed variable behind."""
     from kdist.testing import check, snapshot
 
     before = snapshot()

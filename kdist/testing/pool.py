@@ -1,4 +1,4 @@
-"""`WorkerPool`: several worker processes that run one function after the other, for tests."""
+"""`WorkerPool`: worker processes for tests, which run one function after another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kdist.launch.plan import check_backend, plan_job
 from kdist.launch.worker_process import start_command
 
 _HEADER = struct.Struct("!Q")
-_AFTER_FAILURE = 5.0  # seconds that the others get once a worker has failed: they may wait for it forever
+_AFTER_FAILURE = 5.0  # seconds to wait for the other workers after a failure, because they may hang
 _TAIL = 20_000
 _THREADS = {
     "OMP_NUM_THREADS": "1",
@@ -41,7 +41,7 @@ class PoolTimeoutError(WorkerTimeoutError):
 
 
 class Process(Protocol):
-    """What a pool needs of a worker's process."""
+    """The parts of a worker's process that a pool uses."""
 
     pid: int
 
@@ -51,7 +51,7 @@ class Process(Protocol):
 
 
 class _Member:
-    """One worker of the pool, seen from the test."""
+    """The test's side of one worker."""
 
     def __init__(self, name: str, environ: Mapping[str, str], start: Callable[..., Process]) -> None:
         self.name = name
@@ -67,17 +67,17 @@ class _Member:
         self.received = b""
 
     def send(self, call: bytes, deadline: float) -> None:
-        """Sends a call; where the worker has gone, reading from it tells."""
+        """Sends a call. If the worker has died, reading its answer fails."""
         self.connection.settimeout(max(0.1, deadline - time.monotonic()))
         with contextlib.suppress(OSError):
             self.connection.sendall(_HEADER.pack(len(call)) + call)
         self.connection.settimeout(None)
 
     def take(self) -> shipping.Result | None:
-        """Reads what has come; returns the answer once it is complete.
+        """Reads available data, and returns the answer when it is complete.
 
         Raises:
-            EOFError: If the worker has gone.
+            EOFError: If the worker has died.
         """
         try:
             data = self.connection.recv(1 << 20)
@@ -95,13 +95,13 @@ class _Member:
         return pickle.loads(answer)
 
     def output(self) -> list[str]:
-        """The last lines that it has printed."""
+        """Returns the last lines that the worker printed."""
         size = os.fstat(self.errors.fileno()).st_size
         data = os.pread(self.errors.fileno(), _TAIL, max(0, size - _TAIL))
         return data.decode("utf-8", "replace").splitlines()
 
     def exit_text(self) -> str:
-        """How it ended, in words."""
+        """Returns a description of how the worker ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return report.describe_exit(self.process.wait(timeout=2.0))
         return "closed its connection"
@@ -112,16 +112,16 @@ class _Member:
 
 
 class WorkerPool:
-    """Several worker processes that are started once and run one function after the other.
+    """Worker processes that start once and run one function after another.
 
-    The workers have `TF_CONFIG` and torchrun's variables set as under `kdist run`, and one thread each, so
-    that several of them get along on a small machine. It is a context manager.
+    `TF_CONFIG` and torchrun's variables are set as under `kdist run`. Each worker computes on one thread, so
+    that several workers can run on a small machine. The pool is a context manager.
 
     Args:
-        num_workers: How many workers.
-        backend: Their Keras backend; by default what `KERAS_BACKEND` says.
-        env: More environment variables.
-        timeout: How many seconds a `run` may take unless it says otherwise; it covers the start too.
+        num_workers: The number of workers.
+        backend: The Keras backend of the workers; by default the backend in `KERAS_BACKEND`.
+        env: Additional environment variables.
+        timeout: The default timeout of `run`, in seconds. It includes the start of the workers.
 
     Raises:
         BackendError: If the backend is unknown or not installed.
@@ -151,7 +151,7 @@ class WorkerPool:
         self.num_workers = num_workers
         self.backend = backend
         self.broken = False
-        self.has_failed = False  # whether a function has, in some worker
+        self.has_failed = False  # whether a function has failed in any worker
         self._timeout = timeout
         extra = {**_THREADS, **{name: str(value) for name, value in (env or {}).items()}}
         plan = plan_job(num_workers, backend=backend, extra=extra)
@@ -166,7 +166,7 @@ class WorkerPool:
             raise
 
     def _start(self, environ: Mapping[str, str], output: IO[bytes], connection: int) -> Process:
-        """Starts a worker that reads calls from a connection. kdist's own tests start theirs in another way."""
+        """Starts a worker that reads calls from a connection. kdist's own tests override this method."""
         command = shipping.worker_command("kdist.testing.pool_worker", str(connection))
         return subprocess.Popen(
             start_command(command),
@@ -184,18 +184,18 @@ class WorkerPool:
         """Runs a function in all workers at once and waits for all of them.
 
         Args:
-            fn: The function; it is shipped with `cloudpickle`.
-            *args: Its positional arguments, the same for all workers.
-            timeout: How many seconds it may take; by default the pool's own timeout.
-            **kwargs: Its keyword arguments.
+            fn: The function, which is sent with `cloudpickle`.
+            *args: The positional arguments of the function, the same for all workers.
+            timeout: Seconds to wait for all workers; by default the timeout of the pool.
+            **kwargs: The keyword arguments of the function, the same for all workers.
 
         Returns:
-            What it returned, one entry a worker, in the order of the workers.
+            A list with one result per worker, in the order of the workers.
 
         Raises:
-            WorkerFailure: If it failed in a worker; the message lists every worker's traceback. The pool can
-                be used again if all workers have answered.
-            PoolTimeoutError: If a worker does not answer in time; the pool's processes are ended.
+            WorkerFailure: If the function fails in a worker. The message contains the traceback of each
+                failed worker. You can use the pool again if all workers have answered.
+            PoolTimeoutError: If a worker does not answer in time. All workers of the pool are terminated.
         """
         if self.broken:
             raise InvalidArgumentError(
@@ -204,7 +204,7 @@ class WorkerPool:
         timeout = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + timeout
         call = shipping.pack_call(fn, args, kwargs, sys.path)
-        # In the order in which they came; `None` of a worker that has gone.
+        # In the order of arrival; `None` if the worker has died.
         answers: dict[int, shipping.Result | None] = {}
         with selectors.DefaultSelector() as selector:
             for index, member in enumerate(self._members):
@@ -258,7 +258,7 @@ class WorkerPool:
         return "\n".join([f"──── worker {index} {member.exit_text()} ────", *lines])
 
     def _stacks(self, silent: list[int]) -> list[str]:
-        """Makes the workers that have not answered print their stacks."""
+        """Makes the workers that have not answered print their stacks, and returns the stacks."""
         for index in silent:
             linux.send(self._members[index].process.pid, signal.SIGUSR1)
         if silent:
@@ -270,14 +270,14 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the workers, in their order."""
+        """The process IDs of the workers, in their order."""
         return [member.process.pid for member in self._members]
 
     def close(self) -> None:
-        """Ends the workers and everything they have started. It may be called twice."""
+        """Terminates the workers and all processes that they have started. You can call it twice."""
         self.broken = True
         for member in self._members:
-            member.connection.close()  # a worker that has nothing to do ends by itself
+            member.connection.close()  # an idle worker then exits by itself
         deadline = time.monotonic() + 3.0
         for signum, patience in ((None, 0.3), (signal.SIGTERM, 0.3), (signal.SIGKILL, 2.0)):
             until = min(deadline, time.monotonic() + patience)

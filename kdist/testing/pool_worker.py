@@ -1,4 +1,4 @@
-"""The worker's side of `WorkerPool`: reads a call, carries it out, answers, until nobody calls any more."""
+"""The worker's side of `WorkerPool`: reads, runs and answers calls until the test closes the connection."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _HEADER = struct.Struct("!Q")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serves the pool.
+    """Answers the calls of the pool.
 
     Args:
         argv: The file descriptor of the connection to the test.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # Ctrl-C at the test's terminal is the test's business: it ends the pool.
+    # Only the test handles Ctrl-C in its terminal, and terminates the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.argv = ["kdist.testing"]
     connection = socket.socket(fileno=int(argv[0]))
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     while True:
         call = _read(calls)
         if call is None:
-            # Not an ordinary exit: frameworks would wait for peers there, and the test does not care.
+            # Not a normal exit, because there frameworks would wait for peers.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -45,14 +45,14 @@ def main(argv: Sequence[str]) -> None:
         sys.stdout.flush()
         connection.sendall(_HEADER.pack(len(answer)) + answer)
         if len(sys.modules) != num_modules:
-            # Keras collects garbage in `clear_session`: a quarter of a second for what frameworks bring along.
+            # `clear_session` collects garbage, which takes 0.25 s unless frameworks' objects are frozen.
             num_modules = len(sys.modules)
             gc.collect()
             gc.freeze()
 
 
 def _read(calls: IO[bytes]) -> bytes | None:
-    """Returns the next call; `None` once the test has gone, in the middle of one too."""
+    """Returns the next call, or `None` if the test closed the connection, even in the middle of a call."""
     with contextlib.suppress(ConnectionResetError, struct.error):
         (size,) = _HEADER.unpack(calls.read(_HEADER.size))
         call = calls.read(size)

@@ -1,4 +1,4 @@
-"""`run`, a function in several workers, and `Workers`, pools that are kept from one test to the next."""
+"""`run` calls a function in several workers; `Workers` keeps pools of workers from one test to the next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kdist.cluster import keras_backend_name
 from kdist.testing.pool import WorkerPool
 
-_MOST = 3  # pools that are kept at a time
+_MOST = 3  # pools to keep
 
 
 def run(
@@ -20,25 +20,25 @@ def run(
     env: Mapping[str, object] | None = None,
     timeout: float = 120.0,
 ) -> list[Any]:
-    """Runs a function in several fresh worker processes, as a test does, and returns their results.
+    """Runs a function in several new worker processes, for a test, and returns the results.
 
-    Unlike with `kdist.launch`, what the workers print is shown if one fails, with the traceback of each.
+    Unlike `kdist.launch`, it hides the workers' output. If workers fail, the error contains their tracebacks.
 
     Args:
-        fn: The function. Import Keras inside it: this process's backend is not the workers'.
-        num_workers: How many workers.
-        args: Its positional arguments, the same for all workers.
-        kwargs: Its keyword arguments.
-        backend: The Keras backend of the workers; by default what `KERAS_BACKEND` says.
-        env: More environment variables.
-        timeout: How many seconds it may take, with the start of the workers.
+        fn: The function. Import Keras inside it, because this process may use a different backend.
+        num_workers: The number of workers.
+        args: The positional arguments of the function, the same for all workers.
+        kwargs: The keyword arguments of the function, the same for all workers.
+        backend: The Keras backend of the workers; by default the backend in `KERAS_BACKEND`.
+        env: Additional environment variables.
+        timeout: Seconds to wait for all workers, including their start.
 
     Returns:
-        What it returned, one entry a worker.
+        A list with one result per worker.
 
     Raises:
-        WorkerFailure: If it failed in a worker.
-        PoolTimeoutError: If a worker does not answer in time; the message shows what each was doing.
+        WorkerFailure: If the function fails in a worker.
+        PoolTimeoutError: If a worker does not answer in time; the message shows the stacks of such workers.
         BackendError: If the backend is unknown or not installed.
 
     Example:
@@ -53,14 +53,14 @@ def run(
 
 
 class Workers:
-    """Pools of workers that are kept: called with what a test needs, it returns a `WorkerPool`.
+    """Keeps pools of workers: call it with the requirements of a test to get a `WorkerPool`.
 
-    One that has failed is replaced, since its workers may be out of step; so is the one that was not used for longest,
-    when there are too many. It is a context manager, at whose end all of them are closed.
+    A pool where a function failed is replaced, because its workers may be out of step. If there are too many
+    pools, the least recently used pool is closed. As a context manager, it closes all pools at the end.
 
     Args:
-        make: Makes a pool of what it is called with.
-        most: How many pools are kept at a time.
+        make: Creates a pool from the number of workers, the backend and the environment variables.
+        most: The maximum number of pools to keep.
 
     Example:
 
@@ -85,15 +85,15 @@ class Workers:
         *,
         plain: bool = False,
     ) -> WorkerPool:
-        """Returns a pool, the same one as before where it was asked for the same.
+        """Returns a pool, which is the same pool as before for the same arguments.
 
         Args:
-            num_workers: How many workers.
-            backend: Their Keras backend; by default what `KERAS_BACKEND` says.
-            env: More environment variables.
-            plain: Whether they are for functions that make no strategy, and must have run none that does.
+            num_workers: The number of workers.
+            backend: The Keras backend of the workers; by default the backend in `KERAS_BACKEND`.
+            env: Additional environment variables.
+            plain: Whether the pool runs only functions without a strategy.
         """
-        # A test may have set KERAS_BACKEND, for itself alone.
+        # A test may have changed KERAS_BACKEND, so the name is part of the key.
         now = (backend or keras_backend_name()).lower()
         key = (num_workers, now, tuple(sorted((env or {}).items())), plain)
         pool = self._pools.pop(key, None)
@@ -108,11 +108,11 @@ class Workers:
 
     @property
     def pids(self) -> frozenset[int]:
-        """The processes of all workers."""
+        """The process IDs of all workers."""
         return frozenset(pid for pool in self._pools.values() for pid in pool.pids)
 
     def close(self) -> None:
-        """Ends all workers. It may be called twice."""
+        """Terminates all workers. You can call it twice."""
         while self._pools:
             self._pools.popitem()[1].close()
 

@@ -1,4 +1,4 @@
-"""Spans of time: what a worker does when. For `KDIST_TRACE`, which writes them to files, and for who adds them up."""
+"""Measures activities of a worker as spans. `KDIST_TRACE` writes them to files; `Meter` adds them up."""
 
 from kdist.tracing.meter import Meter, Totals
 from kdist.tracing.spans import Span, span, timed

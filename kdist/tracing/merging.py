@@ -1,4 +1,4 @@
-"""The traces of all workers, put together into one that shows them below each other."""
+"""Merges the traces of all workers into one trace."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from kdist.whole_files import whole_file
 
 MERGED = "trace.json"
-# In the order of their rows.
+# In the order of the rows in the merged trace.
 JOBS = ("worker", "chief", "ps", "evaluator")
 _FILE = re.compile(rf"({'|'.join(JOBS)})-(\d+)(?:-(\d+))?\.json")
 
 
 def file_of(job: str, index: int, start: int) -> str:
-    """The name of a task's file; `start` counts the processes that were this task, from 0."""
+    """Returns the file name of a task. `start` counts the starts of this task, from 0."""
     return f"{job}-{index}-{start + 1}.json" if start else f"{job}-{index}.json"
 
 
 def line_of(event: dict[str, Any], first: bool) -> str:
-    """Returns an event as it stands in a file. What comes before it has no line break."""
+    """Returns the text of an event in a file, including the line break before it."""
     return ("[\n" if first else ",\n") + json.dumps(event, separators=(",", ":"))
 
 
 def files_in(folder: str) -> list[str]:
-    """Returns the paths of the tasks' traces, in the order of the tasks and of their starts."""
+    """Returns the paths of the traces, sorted by job, task index and start."""
     names = [match for name in os.listdir(folder) if (match := _FILE.fullmatch(name))]
     names.sort(key=lambda match: (JOBS.index(match[1]), int(match[2]), int(match[3] or 0)))
     return [os.path.join(folder, match.string) for match in names]
@@ -36,7 +36,7 @@ def files_in(folder: str) -> list[str]:
 def read(path: str) -> Iterator[dict[str, Any]]:
     """Yields the events of a trace that kdist has written.
 
-    The file of a worker that was killed has no end, and perhaps half a line: what is whole is read.
+    Skips incomplete lines. The file of a killed worker has no end, and may stop in the middle of a line.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -58,7 +58,7 @@ def read_all(folder: str) -> Iterator[dict[str, Any]]:
 
 
 def write(path: str, events: Iterable[dict[str, Any]]) -> None:
-    """Writes a trace, which is whole once it has its name."""
+    """Writes a trace. The file appears under its name when it is complete."""
     with whole_file(path) as file:
         first = True
         for event in events:
@@ -68,7 +68,7 @@ def write(path: str, events: Iterable[dict[str, Any]]) -> None:
 
 
 def merge(folder: str) -> str:
-    """Writes the traces of all workers into one file; returns its path.
+    """Merges the traces of all workers into one file, and returns its path.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""`Meter`: adds up how long a worker has done what, for callbacks and for `kdist bench`."""
+"""`Meter`, which adds up how long a worker spends on each activity, for callbacks and `kdist bench`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from kdist.tracing import spans
 from kdist.tracing.spans import Span
 
-# What counts as a whole, whatever it consists of.
+# Categories whose spans count completely, including the spans inside.
 _WHOLES = frozenset({spans.SAVE, spans.VALIDATION, spans.PREDICTION})
 _FIRST = "first"
 
 
 @dataclass
 class Totals:
-    """What a worker has done in some time.
+    """The activities of a worker in an interval of time.
 
     Args:
-        elapsed: Seconds, altogether.
-        steps: Training steps.
-        rows: Rows of their global batches; 0 where nobody has counted them.
-        seconds: Of each category: "input", "step", "exchange", "save", … What is left of `elapsed` is Python.
-        compiles: Whether this is the first step of a step function alone, which compiles.
+        elapsed: The length of the interval in seconds.
+        steps: The number of training steps.
+        rows: The number of rows in the global batches of these steps; 0 if unknown.
+        seconds: The seconds per category: "input", "step", "exchange", "save", … The rest is Python code.
+        compiles: Whether the interval only contains the first step of a step function, which compiles.
     """
 
     elapsed: float = 0.0
@@ -34,23 +34,23 @@ class Totals:
     compiles: bool = False
 
     def of(self, *categories: str) -> float:
-        """Seconds of some categories."""
+        """Returns the total seconds of some categories."""
         return sum(self.seconds.get(category, 0.0) for category in categories)
 
     @property
     def training(self) -> float:
-        """Seconds without validation and predictions."""
+        """The elapsed seconds without validation and predictions."""
         return max(self.elapsed - self.of(spans.VALIDATION, spans.PREDICTION), 0.0)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the same as JSON."""
+        """Returns the totals as JSON."""
         return asdict(self)
 
 
 class Meter:
-    """Adds up the spans of the thread that enters it, and of the replicas that it lets run.
+    """Adds up the spans of the thread that enters it, and of the replicas that this thread runs.
 
-    The first step of a step function compiles: what comes before its end is left out, unless there is nothing else.
+    The first step of a step function compiles, so the time until its end only counts if no step follows.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Meter:
         spans.remove_sink(self)
 
     def take(self) -> Totals:
-        """Returns what there was since it was entered or asked the last time."""
+        """Returns the totals since the last call or, at the first call, since entering the meter."""
         totals = self._totals
         totals.elapsed = time.perf_counter() - self._since
         if not totals.steps and self._compiling is not None:
@@ -75,7 +75,7 @@ class Meter:
         return totals
 
     def add(self, span: Span) -> None:
-        """Adds a span, which has just ended."""
+        """Adds a span that has just ended."""
         if span.root_thread != self._thread or span.category == spans.LOOP:
             return
         if any(around.category in _WHOLES for around in span.outer()):

@@ -1,4 +1,4 @@
-"""How fast several workers have trained together, and who has waited for whom."""
+"""Compares the training speed of workers, and finds the time that they wait for each other."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kdist.tracing.meter import Totals
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast the workers have trained, over the same steps.
+    """The training speed of all workers over the same steps.
 
     Args:
-        rows_per_second: Rows of global batches.
-        waiting_for_input: The share of the time in which a worker waits for its data, as a mean over the workers.
-        waiting_for_others: The share in which it waits for others, as far as that is known; 0 for one worker.
-        slowest: The worker that was busy with its own things for the longest time: the others have waited for it.
+        rows_per_second: The rows of global batches per second.
+        waiting_for_input: The share of the time that a worker waits for data, averaged over the workers.
+        waiting_for_others: The measurable share of the time that it waits for others; 0 with one worker.
+        slowest: The index of the worker with the most work outside of exchanges, for which the others wait.
     """
 
     rows_per_second: float
@@ -28,24 +28,24 @@ class Pace:
 
 
 def together(totals: Totals, exchanges_in_programs: bool) -> float:
-    """Seconds that a worker has spent in what all take part in, waiting for the others or not.
+    """Returns the seconds that a worker spent in exchanges with the others, including waits.
 
-    Where a program exchanges inside of it, that is the whole program.
+    If a compiled program includes the exchange, this is the time of the whole program.
     """
     return totals.of(spans.EXCHANGE, *([spans.STEP] if exchanges_in_programs else []))
 
 
 def alone(totals: Totals, exchanges_in_programs: bool) -> float:
-    """Seconds that a worker was busy with its own things: input, Python, and its steps where they can be told."""
+    """Returns the seconds that a worker spent on its own work: input, Python, steps without exchange."""
     return max(totals.training - together(totals, exchanges_in_programs), 0.0)
 
 
 def pace_of(everyone: Sequence[Totals], exchanges_in_programs: bool) -> Pace:
-    """Compares what the workers have done in the same steps.
+    """Compares the times of the workers over the same steps.
 
-    Whoever comes last to an exchange waits for nobody there: the time of the worker that has spent the least in
-    exchanges is what they take, and what another has spent beyond is waiting. Where the exchange is inside of a
-    compiled program, the same holds for programs; workers that differ within them cannot be told apart then.
+    The last worker to arrive at an exchange does not wait. Therefore, the shortest time in exchanges is their
+    cost, and all time beyond it is waiting. If compiled programs include the exchange, the same applies to
+    whole programs. Then differences between workers inside the programs are not visible.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""`span`: marks what a worker does for a while. Where nobody wants to know, it costs the look whether somebody does."""
+"""`span`, which measures an activity. Without sinks, it only costs the check whether there are any."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
-# What a worker does, and what a span's own time counts as, without that of the spans inside.
+# Categories of spans. The time of a span excludes the time of the spans inside it.
 INPUT, STEP, EXCHANGE, SAVE, CALLBACKS = "input", "step", "exchange", "save", "callbacks"
-# A pass of its own, in the middle of a fit or by itself.
+# A separate pass over data, during `fit` or outside it.
 VALIDATION, PREDICTION = "validation", "prediction"
-# What consists of the others: an epoch, a fit.
+# Spans that consist of others: an epoch, a fit.
 LOOP = "loop"
 
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class Sink(Protocol):
-    """Who wants to know of spans."""
+    """A receiver of spans."""
 
     def add(self, span: Span) -> None:
-        """Called at the end of each span, in the thread that it was in."""
+        """Receives each span at its end, in the thread of the span."""
 
 
 class Span:
-    """A stretch of time in one thread.
+    """An interval of time in one thread.
 
     Args:
-        name: What is done: "step", "all_reduce".
-        category: What it counts as.
-        about: What else there is to say, as JSON: `{"step": 3}`.
+        name: The name of the activity, for example "step" or "all_reduce".
+        category: The category to which its time counts.
+        about: Further details as JSON, for example `{"step": 3}`.
     """
 
     __slots__ = ("_token", "about", "begin", "category", "end", "inside", "name", "parent", "root_thread")
@@ -50,11 +50,11 @@ class Span:
         self.category = category
         self.about = about
         self.inside = 0
-        """Nanoseconds of the spans inside."""
+        """The nanoseconds in the spans inside this one."""
 
     def __enter__(self) -> Span:
         self.parent = _innermost.get()
-        # Replicas run in threads that take over the context of the step.
+        # Threads of replicas copy the context of the step, so the parent may be in another thread.
         self.root_thread = threading.get_ident() if self.parent is None else self.parent.root_thread
         self._token: Token[Span | None] = _innermost.set(self)
         self.begin = time.perf_counter_ns()
@@ -69,7 +69,7 @@ class Span:
             sink.add(self)
 
     def outer(self) -> Iterator[Span]:
-        """Yields the spans that this one is in, the innermost first."""
+        """Yields the enclosing spans, the innermost first."""
         around = self.parent
         while around is not None:
             yield around
@@ -81,7 +81,7 @@ _sinks: tuple[Sink, ...] = ()
 
 
 def span(name: str, category: str, **about: Any) -> AbstractContextManager[Any]:
-    """Entered for the time that something takes.
+    """Returns a context manager that measures an activity.
 
     Example:
 
@@ -96,7 +96,7 @@ def span(name: str, category: str, **about: Any) -> AbstractContextManager[Any]:
 
 
 def timed(items: Iterable[T], name: str, category: str) -> Iterator[T]:
-    """Yields the items; each time that the next one is awaited is a span."""
+    """Yields the items. Each wait for the next item is a span."""
     iterator = iter(items)
     try:
         while True:
@@ -112,14 +112,14 @@ def timed(items: Iterable[T], name: str, category: str) -> Iterator[T]:
 
 
 def add_sink(sink: Sink) -> None:
-    """From now on, tells it of all spans."""
+    """Passes all spans to a sink from now on."""
     global _sinks
     if sink not in _sinks:
         _sinks = (*_sinks, sink)
 
 
 def remove_sink(sink: Sink) -> None:
-    """Tells it no more."""
+    """Stops passing spans to a sink."""
     global _sinks
     _sinks = tuple(other for other in _sinks if other is not sink)
 
@@ -129,5 +129,5 @@ def _in_child() -> None:
     _sinks = ()
 
 
-if hasattr(os, "register_at_fork"):  # a loader's processes have nothing to say to their parent's files
+if hasattr(os, "register_at_fork"):  # child processes of data loaders must not write to the parent's files
     os.register_at_fork(after_in_child=_in_child)

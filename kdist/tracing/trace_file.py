@@ -1,7 +1,7 @@
-"""`KDIST_TRACE=folder`: each worker writes what it does when, as a trace that Perfetto and chrome://tracing open.
+"""`KDIST_TRACE=directory`: each worker writes a trace, which you can open in Perfetto and chrome://tracing.
 
-The format is Chrome's "Trace Event Format", an array of events, one a line. Its last bracket may be missing, so that
-the file of a worker that was killed can be opened, too.
+The format is Chrome's "Trace Event Format": an array with one event per line. The closing bracket may be
+missing, so you can also open the file of a killed worker.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kdist.tracing import merging, spans
 from kdist.tracing.spans import Span
 
 VARIABLE = "KDIST_TRACE"
-# What waits to be written is no older and no more than this: a worker that is killed takes it along.
+# Limits for the age and the number of buffered lines, which are lost when a worker is killed.
 _SECONDS = 0.2
 _MOST_LINES = 512
-# About 150 MB. A trace that is longer can hardly be looked at.
+# About 150 MB. Viewers can hardly show longer traces.
 _MOST_EVENTS = 1_000_000
-# How the numbers of rows are apart: of processes that were started one after the other for the same task, of jobs.
+# Offsets of process numbers, which determine the rows: between starts of the same task, and between jobs.
 _STARTS, _JOBS = 10_000, 100_000_000
 
 
@@ -33,9 +33,9 @@ class TraceFile:
     """The trace of this process.
 
     Args:
-        folder: Where; made if it is not there.
+        folder: The directory of the trace. It is created if necessary.
         index: The index of this task.
-        job: Its job.
+        job: The job of this task.
     """
 
     def __init__(self, folder: str, index: int, job: str = "worker") -> None:
@@ -45,10 +45,10 @@ class TraceFile:
         self._file, start = _create(folder, job, index)
         rank = _JOBS * merging.JOBS.index(job) + index
         self._process = rank + _STARTS * start
-        # Clocks that never go back have no common beginning.
+        # Monotonic clocks of different processes have different origins.
         self._zero = time.time_ns() - time.perf_counter_ns()
         self._lock = threading.RLock()
-        self._threads = [threading.main_thread()]  # a row each
+        self._threads = [threading.main_thread()]  # one row per thread
         self._is_empty = True
         self._lines: list[str] = []
         self._written = time.monotonic()
@@ -61,7 +61,7 @@ class TraceFile:
         self.flush()
 
     def add(self, span: Span) -> None:
-        """Notes a span, which has just ended."""
+        """Adds a span that has just ended."""
         event: dict[str, Any] = {
             "name": span.name,
             "cat": span.category,
@@ -87,14 +87,14 @@ class TraceFile:
                 self.flush()
 
     def flush(self) -> None:
-        """Writes what has not been written."""
+        """Writes the buffered events."""
         with self._lock:
             data, self._lines = "".join(self._lines).encode(), []
             self._written = time.monotonic()
             try:
                 while data:
                     data = data[os.write(self._file, data) :]
-            except OSError as error:  # a full disk ends no training
+            except OSError as error:  # for example a full disk, which must not stop training
                 spans.remove_sink(self)
                 warnings.warn(
                     f"{VARIABLE}: stopped writing the trace to {self.folder}: {error}. "
@@ -102,7 +102,7 @@ class TraceFile:
                 )
 
     def close(self) -> None:
-        """Writes the end."""
+        """Writes the buffered events and the end of the trace, and closes the file."""
         with self._lock:
             if self._file < 0:
                 return
@@ -113,7 +113,7 @@ class TraceFile:
             self._file = -1
 
     def _row(self) -> int:
-        """Returns the number of this thread's row; threads of one name that come one after the other share theirs."""
+        """Returns the row of this thread. New threads reuse rows of finished threads with the same name."""
         mine = threading.current_thread()
         for number, thread in enumerate(self._threads):
             if thread is mine or (thread.name == mine.name and not thread.is_alive()):
@@ -134,7 +134,7 @@ class TraceFile:
 
 
 def _create(folder: str, job: str, index: int) -> tuple[int, int]:
-    """Opens a file that was not there; returns its number, too, among those of the same task."""
+    """Creates a new file, and returns its descriptor and the start number in its name."""
     start = 0
     while True:
         path = os.path.join(folder, merging.file_of(job, index, start))
@@ -147,9 +147,9 @@ _file: TraceFile | None = None
 
 
 def begin(worker: int) -> None:
-    """Begins the trace of this process, if it is wanted and has not begun. Called once the worker knows which it is.
+    """Begins the trace of this process, if `KDIST_TRACE` is set and the trace has not begun.
 
-    Where tasks have different work, each is a worker by itself: the trace is named by what `TF_CONFIG` calls the task.
+    With parameter servers, and for evaluators, the file is named after the task in `TF_CONFIG`.
     """
     global _file
     folder = environment.get(VARIABLE)
@@ -166,7 +166,7 @@ def begin(worker: int) -> None:
 
 
 def flush() -> None:
-    """Writes what has not been written: whoever puts the files together finds it."""
+    """Writes the buffered events, so that merged traces include them."""
     if _file is not None:
         _file.flush()
 
@@ -185,5 +185,5 @@ def _in_child() -> None:
     _file = None
 
 
-if hasattr(os, "register_at_fork"):  # what its parent has not written yet is the parent's to write
+if hasattr(os, "register_at_fork"):  # only the parent must write its buffered events
     os.register_at_fork(after_in_child=_in_child)

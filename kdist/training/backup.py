@@ -1,4 +1,4 @@
-"""`BackupAndRestore`: a `fit` that was interrupted goes on where it was, in the middle of an epoch too."""
+"""`BackupAndRestore`, which resumes an interrupted `fit`, also in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from kdist.training.session import progress_of
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Saves what `fit` needs to go on, and goes on from it when the same script is started again.
+    """Saves backups during `fit`, and resumes from the last one when you start the same script again.
 
-    The run that goes on equals one that was never interrupted: it has the same weights, and no sample is repeated
-    or left out. Saved are the weights, the optimizer, metrics, seeds, random states, the position in the data,
-    the history and what Keras's callbacks count. Every worker writes its share, in the background, and the
-    number of workers may change from one start to the next.
+    A resumed run ends with the same weights as an uninterrupted run: no sample is repeated or skipped. A
+    backup contains the weights, optimizer, metrics, seeds, random states, position in the data, history, and
+    the counters of Keras's callbacks. Every worker writes its share in the background. The number of workers
+    may change between starts.
 
-    Data must come in the same order again: arrays, tf.data pipelines whose `shuffle` has a seed, loaders,
-    `PyDataset`s and generators that start from the beginning. What was consumed of a generator is read again
-    and skipped.
+    After a restart, the data must come in the same order. Arrays, data loaders and `PyDataset`s meet this
+    condition. In a tf.data pipeline, `shuffle` needs a seed. A generator must start from the beginning: kdist
+    reads the consumed batches again and skips them.
 
     Args:
-        backup_dir: A folder for the checkpoints, which all workers see; or one of its own for each worker.
-        save_freq: `"epoch"`, or a number of steps; `None` or `False` where only the other ways count.
-        every_seconds: Saves, besides, about as often.
-        delete_checkpoint: Whether the backups are deleted at the end of training, as Keras's own callback does.
-        max_to_keep: How many backups are kept; with more than one, a damaged one does not matter.
-        save_before_preemption: Whether SIGTERM on any worker makes all of them save after the same step and leave
-            with exit code 75.
-        termination_config: How else a termination is noticed, and what is done then; see
-            `kdist.experimental.TerminationConfig`.
+        backup_dir: The directory for the backups: one that all workers share, or a separate one per worker.
+        save_freq: `"epoch"`, or a number of steps. `None` or `False` disables this trigger.
+        every_seconds: The approximate number of seconds between backups, in addition to `save_freq`.
+        delete_checkpoint: Whether to delete the backups at the end of training, as Keras's callback does.
+        max_to_keep: The number of backups to keep. With two or more, one of them may be corrupt.
+        save_before_preemption: Whether all workers save after the same step and exit with code 75 when any of
+            them receives SIGTERM.
+        termination_config: Options to detect and handle a termination; see
+            `kdist.experimental.TerminationConfig`. Implies `save_before_preemption`.
 
     Example:
 
@@ -92,7 +92,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._watch: TerminationWatch | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Goes to where the last run was, if there was one."""
+        """Restores the last backup, if there is one."""
         self._progress = progress_of(self.model)
         self._manager = CheckpointManager(
             Checkpoint(model=self.model, fit=self._progress), self.backup_dir, max_to_keep=self.max_to_keep
@@ -103,24 +103,24 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._saved_at = self._progress.num_steps
         self._saved_time = time.monotonic()
         self._clock = Meetings(runtime, min(1.0, self.every_seconds / 4)) if self.every_seconds else None
-        if self._watch is not None:  # of a `fit` that failed
+        if self._watch is not None:  # left over from a `fit` that failed
             self._watch.close()
         self._watch = None if self._termination is None else TerminationWatch(runtime, self._termination)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Saves, where it is time; leaves, where a worker is to be terminated."""
+        """Saves a backup if it is due. Saves and exits if a worker will be terminated."""
         if self._watch is not None and self._watch.must_leave(self._progress.num_steps):
             self._watch.leave(self._save_now)
         elif self._is_time(self._progress):
             self._save()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Saves at the end of each epoch, where that is wanted."""
+        """Saves a backup if `save_freq` is `"epoch"`."""
         if self.save_freq == "epoch":
             self._save()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Waits for the last backup; deletes all, where that is wanted."""
+        """Waits for the last backup, and deletes all backups if `delete_checkpoint` is set."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -146,7 +146,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 def _delete_all(manager: CheckpointManager) -> None:
-    """Deletes the backups once all workers have ended; those who have a folder of their own delete that."""
+    """Deletes the backups when all workers have finished: first the shared ones, on the chief."""
     runtime = manager.checkpoint.runtime()
     for is_turn_of_chief in (True, False):
         if runtime is not None:
@@ -154,12 +154,12 @@ def _delete_all(manager: CheckpointManager) -> None:
         if (runtime is None or runtime.worker_index == 0) == is_turn_of_chief:
             for path in manager.checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # the user has something else there
+            with contextlib.suppress(OSError):  # the directory contains other files
                 os.rmdir(manager.directory)
 
 
 def _restore_newest(manager: CheckpointManager) -> None:
-    """Restores the newest checkpoint that is not damaged."""
+    """Restores the newest backup that is not corrupt."""
     for path in reversed(manager.checkpoints):
         try:
             manager.checkpoint.restore(path)

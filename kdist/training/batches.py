@@ -1,4 +1,4 @@
-"""`GlobalBatches`: the batches of an epoch, as the steps take them, on every worker alike."""
+"""`GlobalBatches`, the global batches of an epoch, which are the same on all workers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from kdist.training.passes import TAKEN, Passes
 
 
 class GlobalBatches:
-    """The batches of an epoch: Keras's own iterator, with the workers' agreement on top.
+    """The batches of an epoch, from Keras's `EpochIterator`, on which all workers agree.
 
-    Arrays are known on all workers before the first step. Anything else is read ahead by a thread, its parts
-    are put on the devices, and the workers agree on each step.
+    The workers compare the sizes of arrays before the first step. For other data, a thread reads ahead and
+    places the parts on the devices, and the workers agree on each step.
 
     Args:
-        runtime: The workers that read them.
+        runtime: The runtime of the workers.
         model: The name of the model, for messages.
-        x: What the user passes as `x`; the other arguments are Keras's, too.
-        epochs: How often it is iterated, to read no more of a generator than is needed.
-        **arguments: Those of Keras's `EpochIterator`.
+        x: The argument `x` of `fit`, `evaluate` or `predict`.
+        epochs: The number of iterations. It limits how far a generator is read.
+        **arguments: The other arguments of Keras's `EpochIterator`.
     """
 
     def __init__(self, runtime: Runtime, model: str, x: Any, epochs: int = 1, **arguments: Any) -> None:
@@ -58,7 +58,7 @@ class GlobalBatches:
         self.iterator = keras_hooks.epoch_iterator(
             backend.native_batches, backend.keeps_batches, x=x, **arguments
         )
-        # Arrays are compared before the first step; other data may end anywhere on any worker.
+        # Arrays are compared before the first step. Other data may end early on any worker.
         self._is_array = keras_hooks.num_array_rows(self.iterator) is not None
         steps = arguments.get("steps_per_epoch")
         self._limit = steps * epochs if steps else None
@@ -83,15 +83,15 @@ class GlobalBatches:
 
     @property
     def num_batches(self) -> int | None:
-        """Steps of an epoch, where known."""
+        """The number of steps per epoch, or `None` if unknown."""
         return self.iterator.num_batches
 
     def num_rows(self, batches: Sequence[Any]) -> int:
-        """Rows of some batches, over all replicas; 0 where only each worker knows its own."""
+        """Returns the rows of batches over all replicas, or 0 if each worker reads its own dataset."""
         return 0 if self._workers_own is not None else sum(batch.split[-1][1] for batch in batches)
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same on all workers, before the first step."""
+        """Returns the properties of the data that must be equal on all workers."""
         adapter = self.iterator.data_adapter
         return {
             "kind of data": type(adapter).__name__,
@@ -101,7 +101,7 @@ class GlobalBatches:
         }
 
     def build(self, model: Any) -> None:
-        """Creates the variables that are missing, from the shapes of the first batch."""
+        """Creates missing variables, from the shapes of the first batch."""
         if keras_hooks.is_built(model):
             return
         steps_build = get_backend().steps_build
@@ -115,7 +115,7 @@ class GlobalBatches:
             keras_hooks.build(model, steps_build, data_batch=self.peek())
 
     def peek(self) -> Any:
-        """Returns one batch, of some number of rows, without consuming it."""
+        """Returns one batch, with any number of rows, without consuming it."""
         if self._workers_own is not None:
             return self._workers_own.peek()
         if self._distributed is not None:
@@ -133,10 +133,10 @@ class GlobalBatches:
         return data[0]
 
     def share_random_state(self) -> None:
-        """Gives every worker the chief's random state: all shuffle as the chief alone would.
+        """Copies the chief's random state to all workers, so that all shuffle in the same order.
 
-        Once the workers agree on their data, and at the beginning of each epoch, since workers may have drawn
-        different numbers in the one before: in a callback, or in a layer that draws as many as it has rows.
+        Called when the workers have agreed on their data, and before each epoch. In the previous epoch,
+        callbacks or layers may have drawn different numbers on each worker, for example one per row.
         """
         runtime, backend = self.runtime, get_backend()
         if not keras_hooks.shuffles_arrays(self.iterator):
@@ -146,26 +146,26 @@ class GlobalBatches:
             backend.set_random_state(runtime.group.all_gather_bytes(backend.random_state())[0])
 
     def reset(self) -> None:
-        """Starts again from the first batch."""
+        """Restarts at the first batch."""
         self.iterator.reset()
 
     def close(self) -> None:
-        """Ends what reads ahead, with its thread."""
+        """Stops reading ahead."""
         keras_hooks.release(self.iterator)
 
     def record(self) -> None:
-        """From now on, notes what `position` needs; to be called before the first epoch."""
+        """Starts to track the position. Call it before the first epoch."""
         self._passes.record()
 
     def position(self) -> dict[str, Any]:
-        """Where the reading is, as JSON: what `go_to` needs in another process."""
+        """Returns the position in the data for `go_to` in another process, as JSON."""
         position = self._passes.position()
         if self._distributed is not None:
             position |= {"taken": 0, "dataset": self._distributed.get_state()}
         return position
 
     def go_to(self, position: Mapping[str, Any], step: int) -> None:
-        """Lets the next epoch, of which so many steps have been taken, go on where `position` was called."""
+        """Makes the next epoch resume at `position`, after `step` completed steps of the epoch."""
         self.reset()
         self._passes.record()
         self._passes.go_to(position, step)
@@ -173,7 +173,7 @@ class GlobalBatches:
             self._distributed.set_state(position["dataset"])
 
     def __iter__(self) -> Iterator[tuple[int, int, Sequence[Any]]]:
-        """Yields the index of the first and the last step, and the batches of one execution."""
+        """Yields the indices of the first and the last step, and the batches of each execution."""
         self.iterator.prepare = self._prepared
         self._passes.before_epoch()
         self.share_random_state()
@@ -184,15 +184,15 @@ class GlobalBatches:
                 yield begin, end, present
 
     def _prepared(self, batches: Any) -> Iterator[Any]:
-        """What the steps take, of Keras's iterable of global batches or of the distributed dataset's own."""
+        """Converts Keras's iterable to batches for the steps, and counts them."""
         if self._is_array or self._distributed is not None or self._workers_own is not None:
-            # Not in a generator: PyTorch's loader draws random numbers when its iterator is made.
+            # Not in a generator, because PyTorch's loader draws random numbers when its iterator is created.
             started = self._passes.start(batches)
             return self._passes.counted(self._split(started) if self._is_array else started)
         return self._passes.counted(self._agreed(batches))
 
     def _split(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Of arrays every worker has the same batches: about none is there anything to agree."""
+        """Splits batches of arrays, which are equal on all workers, so that no agreement is necessary."""
         for batch in batches:
             yield split_batch(self.runtime, rows.to_host(batch))
 
@@ -212,7 +212,7 @@ class GlobalBatches:
 
 
 class _OwnDatasets:
-    """Batches of which each is the next one of the worker that will train on it."""
+    """Batches that each worker reads from its own dataset."""
 
     def __init__(self, values: PerWorkerValues) -> None:
         self._iterator = iter(values)
@@ -222,18 +222,18 @@ class _OwnDatasets:
 
 
 class _Epochs:
-    """The batches of the next epoch, each time it is iterated."""
+    """An iterable over a distributed dataset. Each iteration yields the batches of the next epoch."""
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator: Keras asks for iterators that it never starts, and an epoch begins with its first batch.
+        # A generator, because Keras creates iterators that it never uses. The first batch starts an epoch.
         yield from iter(self._dataset).batches()
 
 
 def refuse_distributed(model: Any, method: str, *data: Any) -> None:
-    """Raises for a strategy's dataset, which is of no use to a model that has no strategy."""
+    """Raises an error if a model without a strategy receives a distributed dataset."""
     if any(isinstance(x, DistributedDataset) for x in data):
         raise StrategyScopeError(
             f"`{method}` received a distributed dataset, but the model was created outside the scope of a strategy.",

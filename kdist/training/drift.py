@@ -1,4 +1,4 @@
-"""`DriftWatch`: a callback that makes sure that all replicas still have the same weights."""
+"""`DriftWatch`, a callback that checks that all replicas still have the same weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kdist.training.session import progress_of
 
 
 class DriftWatch(keras.callbacks.Callback):
-    """Compares weights, optimizer, metrics and seeds of all workers now and then, and raises where they differ.
+    """Compares weights, optimizer, metrics and seeds of all replicas regularly, and fails if they differ.
 
-    A worker may drift away because a script changes a variable on one worker only, or because its memory is
-    broken; without this, training goes on with garbage. A comparison costs one pass over the values and one small
-    message.
+    Replicas can diverge, for example if a script changes a variable on only one worker, or if memory is
+    faulty. Without this callback, training continues with wrong values. A comparison costs one pass over the
+    values and one small message.
 
     Args:
-        every: Steps from one comparison to the next. The end of each epoch is compared, too.
+        every: The number of steps between comparisons. The callback also compares at the end of each epoch.
 
     Raises:
-        WorkerMismatchError: From `fit`, on all workers: names the first variable that differs, and the worker.
+        WorkerMismatchError: If replicas differ. All workers raise it, with the first different variable.
 
     Example:
 
@@ -42,17 +42,17 @@ class DriftWatch(keras.callbacks.Callback):
         self.every = every
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Starts to count."""
+        """Starts to count the steps."""
         self._progress = progress_of(self.model)
         self._compared = self._progress.num_steps
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Compares, where it is time."""
+        """Compares the replicas every `every` steps."""
         if self._progress.num_steps - self._compared >= self.every:
             self._compare()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Compares."""
+        """Compares the replicas."""
         self._compare()
 
     def _compare(self) -> None:

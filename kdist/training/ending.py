@@ -1,4 +1,4 @@
-"""What `fit` tells an evaluator that watches the folders of its checkpoints: that training runs, or has ended."""
+"""Notifies evaluators that watch the checkpoint directories of `fit` when training has ended."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kdist.whole_files import is_remote
 
 
 class Ending:
-    """The sign of one `fit`: gone while it runs, left by the chief once it has ended as it should.
+    """Removes the file `.training-ended` when `fit` begins, and writes it after `fit` has succeeded.
 
     Args:
-        runtime: Says which worker this is.
-        callbacks: Those of `fit`, which say where models are saved.
+        runtime: The runtime of this worker. Only the chief removes and writes the file.
+        callbacks: The callbacks of `fit`, whose paths show where models are saved.
     """
 
     def __init__(self, runtime: Runtime, callbacks: Any) -> None:
@@ -28,12 +28,12 @@ class Ending:
             ending.begin(self._folders)
 
     def leave(self) -> None:
-        """Leaves the sign in those folders, of all to which this `fit` has saved, where one is wanted."""
+        """Writes the file to the directories of this `fit` that an evaluator watches or will watch."""
         if self._is_chief:
             ending.end(filter(ending.is_wanted, {*self._folders, *ending.saved_since(self._began)}))
 
 
 def _folder_of(path: str) -> str:
-    """The folder of a file; of one that is named after the epoch and the logs, as far as it is always the same."""
+    """Returns the directory of a file, up to the first placeholder in the path."""
     fixed = path.partition("{")[0]
     return os.path.dirname(fixed)

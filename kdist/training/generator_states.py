@@ -1,4 +1,4 @@
-"""The random generators that decide what data come next, as text that a checkpoint can keep."""
+"""Saves and restores the random generators that determine the order of the data, as text for checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kdist.data.sources import torch_loader
 
 
 def capture(with_torch: bool = False) -> dict[str, Any]:
-    """Returns the states of the generators that shuffle: the backend's, Python's, NumPy's, and of PyTorch's loaders."""
+    """Returns the random states of the backend, Python and NumPy, and optionally of PyTorch's loaders."""
     name, words, *rest = np.random.get_state()
     backend = get_backend()
     states = {
@@ -26,12 +26,12 @@ def capture(with_torch: bool = False) -> dict[str, Any]:
     }
     if with_torch:
         states["loaders"] = _text(torch_loader.random_state())
-    # As it will be read: tuples are lists in JSON.
+    # Converted to the types that a checkpoint returns: JSON turns tuples into lists.
     return dict(json.loads(json.dumps(states)))
 
 
 def restore(states: Mapping[str, Any]) -> None:
-    """Sets what `capture` returned, in this process or another; what belongs to another backend is left out."""
+    """Restores states from `capture`, in any process. Skips the state of another backend."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     name, key, *rest = states["numpy"]

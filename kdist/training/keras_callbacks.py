@@ -1,7 +1,7 @@
-"""Keras's callbacks that write files, under a strategy: the chief's write, the others' do not.
+"""Restricts Keras callbacks that write files to the chief.
 
-A callback of another worker counts as the chief's if it is of the same kind and writes to the same path. One with
-a path of its own, or that the chief does not have, does what it does in plain Keras.
+This applies if a worker and the chief have a callback of the same kind with the same path. If the chief has
+no such callback, or its path differs, the callback behaves as in plain Keras.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import keras
 from kdist.training import saving
 from kdist.whole_files import normal
 
-# What each kind writes to.
+# The attribute with the path or address that each kind writes to.
 _PATHS = {
     "BackupAndRestore": "backup_dir",
     "CSVLogger": "filename",
@@ -29,19 +29,19 @@ _TALKERS = ("EarlyStopping", "LearningRateScheduler", "ModelCheckpoint", "Reduce
 
 
 def describe(callbacks: Any) -> list[list[str]]:
-    """Returns the kind and the path of each callback that writes, as JSON."""
+    """Returns the kind and the path of each callback that writes files, as JSON."""
     return [list(found) for found in map(_described, _members(callbacks)) if found is not None]
 
 
 def speaking(callbacks: Any) -> list[str]:
-    """Returns the callbacks that exchange something with those of the other workers, which must have them, too."""
+    """Returns the names of the callbacks that communicate between workers, so that all workers need them."""
     found = _members(callbacks)
     orbax = [f"OrbaxCheckpoint({str(c.directory)!r})" for c in found if _saves_together(c)]
     return [type(c).__name__ for c in found if getattr(c, "on_all_workers", False)] + orbax
 
 
 def saved_paths(callbacks: Any) -> list[str]:
-    """Returns where callbacks save the model."""
+    """Returns the paths to which `ModelCheckpoint` callbacks save the model."""
     found = [_described(callback) for callback in _members(callbacks)]
     return [path for kind, path in filter(None, found) if kind == "ModelCheckpoint"]
 
@@ -50,13 +50,13 @@ def saved_paths(callbacks: Any) -> list[str]:
 def of_this_worker(
     callbacks: Any, worker_index: int, chief_has: Sequence[Sequence[str]], is_divided: bool
 ) -> Iterator[Any]:
-    """Gives the callbacks that this worker is to run, and leaves them as they were at the end.
+    """Yields the callbacks that this worker runs, and undoes all changes to them at the end.
 
     Args:
-        callbacks: Those that the user passed on this worker.
-        worker_index: Of this worker.
-        chief_has: What `describe` said on the chief.
-        is_divided: Whether variables are divided over the workers: then all must read, save and load them.
+        callbacks: The callbacks that the user passed on this worker.
+        worker_index: The index of this worker.
+        chief_has: The result of `describe` on the chief.
+        is_divided: Whether variables are sharded over workers, so that all workers must read and save them.
     """
     if worker_index == 0:
         yield callbacks
@@ -74,7 +74,7 @@ def of_this_worker(
 def _prepare(
     callback: Any, shared: set[tuple[str, ...]], stack: contextlib.ExitStack, is_divided: bool
 ) -> bool:
-    """Makes a callback what a worker beside the chief runs; says whether it does."""
+    """Adapts a callback to a worker that is not the chief. Returns whether the worker runs it."""
     if isinstance(callback, _kinds(_TALKERS)):
         _change(stack, callback, "verbose", 0)
     found = _described(callback)
@@ -88,14 +88,14 @@ def _prepare(
     if kind == "ModelCheckpoint" or _saves_together(callback):
         return True  # `model.save` waits for the chief's file
     if kind == "OrbaxCheckpoint":
-        _change(stack, callback, "checkpointer", _NoCheckpointer())  # reads divided variables with the chief
+        _change(stack, callback, "checkpointer", _NoCheckpointer())  # still reads sharded variables
         return True
     if kind == "BackupAndRestore" and is_divided:
-        _change(stack, callback, "on_train_end", lambda logs=None: None)  # the chief deletes
+        _change(stack, callback, "on_train_end", lambda logs=None: None)  # the chief deletes the backup
         return True
     is_own = not type(callback).__module__.startswith("keras.")
     if (kind in ("CSVLogger", "TensorBoard") and is_own) or (kind == "TensorBoard" and is_divided):
-        # A class of the user's may compute with the model, and then needs all workers.
+        # A custom subclass may run the model, and sharded variables also need all workers.
         folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         _change(stack, callback, _PATHS[kind], folder if kind == "TensorBoard" else f"{folder}/log.csv")
         return True
@@ -103,13 +103,13 @@ def _prepare(
 
 
 def _saves_together(callback: Any) -> bool:
-    """Says whether Orbax itself lets all processes save together: on JAX only."""
+    """Returns whether Orbax itself saves on all processes together, which it only does on JAX."""
     kinds = _kinds(("OrbaxCheckpoint",))
     return any(isinstance(callback, kind) for kind in kinds) and bool(callback.is_multihost_enabled())
 
 
 class _NoCheckpointer:
-    """In place of Orbax's, whose methods and futures it has: writes nothing."""
+    """Replaces Orbax's checkpointer and its futures, and writes nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: self
@@ -124,7 +124,7 @@ def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _change(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    before = vars(owner).get(name, owner)  # methods are not in an object's own dictionary
+    before = vars(owner).get(name, owner)  # the instance dictionary does not contain methods
     setattr(owner, name, value)
     if before is owner:
         stack.callback(vars(owner).pop, name, None)

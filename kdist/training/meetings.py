@@ -1,4 +1,4 @@
-"""`Meetings`: steps after which the workers decide something together, about as often as a clock says."""
+"""`Meetings`, which selects steps after which all workers exchange values, at a given interval in seconds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kdist.backends.messages import gather
 
 
 class Meetings:
-    """Lets workers exchange something every so often, after the same steps, for next to nothing in between.
+    """Lets workers exchange values regularly, after the same steps. Other steps cost almost nothing.
 
-    Clocks differ, steps do not: at each meeting the chief says, from how long the last steps took, after how
-    many more the next one is.
+    Clocks differ between workers, but step counts do not. Therefore, at each meeting the chief measures the
+    duration of the last steps, and sets the number of steps until the next meeting.
 
     Args:
-        runtime: The workers; `None` for this process alone.
-        seconds: About how long from one meeting to the next.
+        runtime: The runtime of the workers, or `None` for this process only.
+        seconds: The approximate time between meetings.
     """
 
     def __init__(self, runtime: Runtime | None, seconds: float) -> None:
@@ -28,16 +28,16 @@ class Meetings:
         self._next = 0
 
     def is_due(self, num_steps: int) -> bool:
-        """Says whether the workers meet after so many steps; the same on all of them."""
+        """Returns whether the workers meet after `num_steps` steps. The result is equal on all workers."""
         return num_steps >= self._next
 
     def meet(self, num_steps: int, value: Any) -> list[Any]:
-        """Exchanges a JSON value with all workers after so many steps; returns one a worker, in their order."""
+        """Exchanges a JSON value, and returns the values of all workers in the order of their indices."""
         now = time.monotonic()
         interval = 1
         if self._last is not None:
             steps, since = num_steps - self._last[0], now - self._last[1]
-            # No more than twice as far as the last time: steps may become slower.
+            # At most twice the last interval, because steps may become slower.
             interval = max(1, min(int(steps / max(since, 1e-6) * self._seconds), 2 * self._interval))
         mine = [interval, value]
         said = [mine] if self._runtime is None else gather(self._runtime, mine)

@@ -1,7 +1,7 @@
 """`fit`, `evaluate`, `predict` and their `…_on_batch` forms, for models created under a strategy.
 
-The signatures and meanings are those of `keras.Model` (https://keras.io/api/models/model_training_apis/), with
-one loop for the three backends. Every argument speaks of global batches, and every worker passes the same ones.
+Signatures and meanings equal `keras.Model` (https://keras.io/api/models/model_training_apis/), and all
+backends use the same loop. Arguments refer to global batches, and all workers must pass the same ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fit(
     validation_batch_size: int | None = None,
     validation_freq: Any = 1,
 ) -> Any:
-    """Trains the model for a fixed number of epochs. Arguments and result are those of `keras.Model.fit`."""
+    """Trains the model for a number of epochs. Arguments and result are the same as for `keras.Model.fit`."""
     session = session_of(strategy, model)
     keras_hooks.require_compiled(model, "fit")
     epochs = min(epochs, keras.config.max_epochs() or epochs)
@@ -122,7 +122,7 @@ def _train(
     with function, progress.at_end:
         session.run_callbacks(callbacks.on_train_begin)
         progress.restore_callbacks()
-        # Either may have been set by a callback that restores a checkpoint: Keras's own, or kdist's.
+        # Keras's BackupAndRestore sets the initial epoch of the model, kdist's sets `progress.epoch`.
         progress.epoch = keras_hooks.initial_epoch(model) or progress.epoch
         for epoch in range(progress.epoch, epochs):
             with tracing.span("epoch", "loop", epoch=epoch + 1):
@@ -164,7 +164,7 @@ def _train(
     if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
         with session.strategy.scope():
             model.optimizer.finalize_variable_values(model.trainable_weights)
-    # Who returns finds the files of all callbacks complete.
+    # All files of callbacks must be complete when `fit` returns.
     session.run_callbacks(functools.partial(callbacks.on_train_end, logs=logs))
     tracing.flush()
     wait_for_all(session.runtime)
@@ -172,7 +172,7 @@ def _train(
 
 
 class _Validation:
-    """The validation part of `fit`: which epochs, which data."""
+    """The validation data of `fit`, and the epochs in which it validates."""
 
     def __init__(self, session: Session, data: Any, freq: Any, **arguments: Any) -> None:
         self._session = session
@@ -212,7 +212,7 @@ def evaluate(
     callbacks: Any = None,
     return_dict: bool = False,
 ) -> Any:
-    """Returns the loss and the metrics. Arguments and result are those of `keras.Model.evaluate`."""
+    """Returns the loss and the metrics. Arguments and result are the same as for `keras.Model.evaluate`."""
     keras_hooks.require_compiled(model, "evaluate")
     data = {
         "x": x,
@@ -275,7 +275,7 @@ def predict(
     steps: int | None = None,
     callbacks: Any = None,
 ) -> Any:
-    """Returns all rows, in order, on every worker. Arguments are those of `keras.Model.predict`."""
+    """Returns the predictions for all rows, in order, on every worker, as `keras.Model.predict` does."""
     data = {"x": x, "batch_size": batch_size, "steps_per_epoch": steps}
     with _one_epoch(strategy, model, "predict", callbacks, verbose, **data) as (session, batches, callbacks):
         return _predict(session, batches, callbacks)
@@ -313,7 +313,7 @@ def train_on_batch(
     class_weight: Any = None,
     return_dict: bool = False,
 ) -> Any:
-    """Runs a single update on one global batch. As `keras.Model.train_on_batch`."""
+    """Trains the model on one global batch, as `keras.Model.train_on_batch` does."""
     keras_hooks.require_compiled(model, "train_on_batch")
     if class_weight is not None:
         if sample_weight is not None:
@@ -335,14 +335,14 @@ def test_on_batch(
     sample_weight: Any = None,
     return_dict: bool = False,
 ) -> Any:
-    """Tests the model on one global batch. As `keras.Model.test_on_batch`."""
+    """Tests the model on one global batch, as `keras.Model.test_on_batch` does."""
     keras_hooks.require_compiled(model, "test_on_batch")
     logs = _on_batch(strategy, model, "test", (x, y, sample_weight))
     return keras_hooks.python_logs(model, logs, return_dict)
 
 
 def predict_on_batch(strategy: StrategyLike, model: Any, x: Any) -> Any:
-    """Returns the predictions for one global batch. As `keras.Model.predict_on_batch`."""
+    """Returns the predictions for one global batch, as `keras.Model.predict_on_batch` does."""
     return get_backend().join_predictions([_on_batch(strategy, model, "predict", (x,))])
 
 

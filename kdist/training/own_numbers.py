@@ -1,4 +1,4 @@
-"""Losses, layers and metrics of the user's: the numbers that they make of the rows of a batch, and what these are."""
+"""Tests whether numbers of custom losses, layers and metrics are means or sums over the rows of a batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_A_TOTAL = "Return a mean over the rows."
 
 
 def owns_of(model: Any) -> list[Own]:
-    """Returns what a compiled model has of the user's that makes numbers of the rows; `compute_loss` last."""
+    """Returns the custom losses, layers and metrics of a compiled model, and at the end `compute_loss`."""
     found = [
         Own(loss, f"The loss `{loss.name}`", "call", _of_loss, _OF_A_LOSS)
         for loss in keras_hooks.own_losses(model)
@@ -43,28 +43,28 @@ def owns_of(model: Any) -> list[Own]:
 
 
 def note_calls(model: Any, owns: Sequence[Own], batch: Any, training: bool) -> None:
-    """Computes a step without gradients, and notes with what the user's things are called."""
+    """Computes a step without gradients, and records the arguments of all calls of `owns`."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     with Unwritten(), contextlib.ExitStack() as stack:
         for own in owns:
             stack.enter_context(own.noting())
-        # In training, modules of PyTorch's own would write to their statistics.
+        # In training mode, PyTorch's modules would update their statistics.
         training = training and not keras_hooks.has_torch_modules(model)
         keras_hooks.compute_step(model, x, y, sample_weight, training)
 
 
 @dataclass
 class Own:
-    """Something of the user's that makes numbers of the rows.
+    """A custom object that computes numbers from the rows: a loss, a layer, a metric, or a model.
 
     Args:
-        owner: It, or an `OwnLoss` that stands for it.
-        label: What it is called.
-        method: Which of its methods is called with the rows.
-        numbers: Returns the numbers that it makes of the arguments of such a call.
-        hint: What would be right.
-        makes_several: Whether it makes several in an order of their own, each of which may be something else.
-        is_added_up: Whether its sums can be added up.
+        owner: The object, or an `OwnLoss` that wraps it.
+        label: The name of the object in messages.
+        method: The name of the method that receives the rows.
+        numbers: A function that returns the numbers for the arguments of a call.
+        hint: The fix that the warning suggests.
+        makes_several: Whether there are several independent numbers, each of which may be a mean or a sum.
+        is_added_up: Whether kdist can add up its sums over the replicas.
     """
 
     owner: Any
@@ -78,35 +78,35 @@ class Own:
 
     @property
     def reason(self) -> str:
-        """Why its results differ if it couples the rows."""
+        """The reason for different results if the object couples the rows."""
         what = "neither a mean nor a sum" if self.is_added_up else "not a mean"
         return f"It is {what} over the rows of a batch, and each replica only has its part of the rows."
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Within this, its calls are noted."""
+        """Returns a context that records the calls."""
         function, before = getattr(self.owner, self.method), dict(vars(self.owner))
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(keras.tree.map_structure(_copy, (args, kwargs)))
             return function(*args, **kwargs)
 
-        vars(self.owner)[self.method] = noted  # past `__setattr__`, which tracks
+        vars(self.owner)[self.method] = noted  # bypasses `__setattr__`, which tracks attributes
         try:
             yield
         finally:
             del vars(self.owner)[self.method]
-            if self.method in before:  # the user has set it on this object
+            if self.method in before:  # set on the instance by the user
                 vars(self.owner)[self.method] = before[self.method]
 
     def judge(self, sample: Sample) -> list[Verdict]:
-        """Says of each of its numbers what it is, and lets sums be added up; nothing where that cannot be found out."""
+        """Returns a verdict per number, and enables adding up sums. The list is empty if the test fails."""
         try:
             found = [verdict for call in self.calls for verdict in self._judge_call(sample, call)]
-        except Exception:  # it is not for parts of a batch
+        except Exception:  # it does not accept parts of a batch
             return []
         found = found if self.makes_several else [agreed(found)]
-        if SUM in found:  # `compute_loss` is made of losses
+        if SUM in found:  # the probe of `compute_loss` needs this, because it contains losses
             keras_hooks.add_up(self.owner, are_sums(found))
         return found
 
@@ -114,7 +114,7 @@ class Own:
         numbers, (args, kwargs) = functools.partial(self.numbers, self.owner), call
         found = sample.judge(numbers, call)
         if kwargs.get("training") and {None, COUPLES} & set(found):
-            # Without random numbers and the statistics of a batch, one can see what it is.
+            # Random numbers and batch statistics may hide the result, so test again without them.
             quiet = sample.judge(numbers, (args, kwargs | {"training": False}))
             if len(quiet) == len(found):
                 found = [b if a in (None, COUPLES) else a for a, b in zip(found, quiet, strict=True)]
@@ -122,17 +122,17 @@ class Own:
 
 
 def are_sums(verdicts: Sequence[Verdict]) -> tuple[bool, ...]:
-    """Returns what `keras_hooks.add_up` is told."""
+    """Converts verdicts to the argument of `keras_hooks.add_up`."""
     return tuple(verdict == SUM for verdict in verdicts)
 
 
 def _copy(leaf: Any) -> Any:
-    # Without its gradients: PyTorch would keep all that it was computed from.
+    # Without gradients, because PyTorch would keep the whole graph in memory.
     return keras.ops.stop_gradient(keras.ops.copy(leaf)) if keras.ops.is_tensor(leaf) else leaf
 
 
 def _of_loss(loss: Any, y: Any, y_pred: Any, *weights: Any) -> list[Any]:
-    # Keras sees to the weights, but for a loss that does all itself.
+    # Keras applies the weights, unless a custom loss overrides `__call__`.
     weights = weights if keras_hooks.is_own(type(loss.loss).__call__) else ()
     return [keras.ops.mean(loss.loss(y, y_pred, *weights))]
 
@@ -144,9 +144,9 @@ def _of_layer(layer: Any, /, *args: Any, **kwargs: Any) -> list[Any]:
 
 
 def _of_metric(metric: Any, /, *args: Any, **kwargs: Any) -> list[Any]:
-    """Returns the scalars that one of Keras's own metrics takes, which can be added up; else what its variables say.
+    """Returns the scalars that a Keras metric receives, or otherwise the changes of its variables.
 
-    Sums are returned as those of as many rows as the batch has: then all numbers are to be means.
+    Scales the changes of sum variables to all rows of the batch, because the test expects means.
     """
     metric.reset_state()
     old = [variable.value for variable in metric.variables]

@@ -1,4 +1,4 @@
-"""`Passes`: how often data were started and how far they were read, so that a new process can go there."""
+"""`Passes`, which tracks the position in the data, so that a new process can resume there."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kdist.data.sources import is_tf_data
 from kdist.training import generator_states
 
 TAKEN: Any = object()
-"""Stands for a batch that was consumed before the job was interrupted."""
+"""A placeholder for a batch that was consumed before the interruption."""
 
 
 class Passes:
-    """Notes what is read of Keras's iterables of global batches, and repeats it in a new process.
+    """Tracks the position in Keras's iterables of global batches, and restores it in a new process.
 
-    A pass ends with the epoch, or goes on through several where `steps_per_epoch` says how long an epoch is.
+    A pass over the data ends with the epoch, unless `steps_per_epoch` defines the length of the epochs.
 
     Args:
-        iterator: Keras's iterator over epochs.
-        continues: Whether a pass may go on in the next epoch.
+        iterator: Keras's `EpochIterator`.
+        continues: Whether a pass may continue in the next epoch.
     """
 
     def __init__(self, iterator: Any, continues: bool) -> None:
@@ -29,7 +29,7 @@ class Passes:
         self._continues = continues
         self._records = False
         self._number = 0
-        # Random states as the epoch begins, which order a PyDataset, and as the pass begins, which order all else.
+        # The random states before the epoch define the order of a PyDataset; before the pass, of other data.
         self._before: dict[str, Any] | None = None
         self._started: dict[str, Any] | None = None
         self._resume: Mapping[str, Any] | None = None
@@ -37,14 +37,14 @@ class Passes:
         self._step = 0
         self._steps_seen = 0
         self.taken = 0
-        """Batches of the present pass that have been consumed."""
+        """The number of consumed batches in the current pass."""
 
     def record(self) -> None:
-        """From now on, notes random states too; to be called before the first epoch."""
+        """Starts to track random states. Call it before the first epoch."""
         self._records = True
 
     def position(self) -> dict[str, Any]:
-        """Returns, as JSON, where the reading is."""
+        """Returns the position in the data, as JSON."""
         return {
             "passes": self._number,
             "taken": self.taken,
@@ -54,7 +54,7 @@ class Passes:
         }
 
     def go_to(self, position: Mapping[str, Any], step: int) -> None:
-        """Lets the next epoch, of which so many steps have been taken, go on where `position` was called."""
+        """Makes the next epoch resume at `position`, after `step` completed steps of the epoch."""
         taken = position["taken"]
         self._resume = position
         self._in_middle = taken > 0 and (step > 0 or self._continues)
@@ -63,14 +63,14 @@ class Passes:
         self._steps_seen = max(taken - step, 0) if self._in_middle else 0
 
     def before_epoch(self) -> None:
-        """Called before Keras prepares the data for an epoch."""
+        """Restores random states after an interruption, before Keras prepares the data for an epoch."""
         if self._resume is not None:
             generator_states.restore(self._resume["before" if self._in_middle else "now"])
-            keras_hooks.forget_batches(self._iterator)  # made with other seeds
+            keras_hooks.forget_batches(self._iterator)  # they were created with other random states
         self._before = self._capture()
 
     def start(self, batches: Any) -> Iterator[Any]:
-        """Starts a pass; after an interruption in the middle of one, at the batch that comes next."""
+        """Starts a pass. After an interruption in the middle of a pass, skips the consumed batches."""
         resume, self._resume = self._resume, None
         if resume is not None:
             self._repeat(batches)
@@ -84,24 +84,24 @@ class Passes:
             return started
         self.taken = resume["taken"]
         rest = itertools.islice(started, self.taken, None)
-        first = list(itertools.islice(rest, 1))  # by now the order of the pass has been drawn
+        first = list(itertools.islice(rest, 1))  # this draws the order of the pass
         generator_states.restore(resume["now"])
         return itertools.chain(first, rest)
 
     def _repeat(self, batches: Any) -> None:
-        """A `tf.data.Dataset` that shuffles gives an order of its own at each iteration."""
+        """Repeats the shuffles of earlier passes, because `tf.data` draws a new order in each iteration."""
         dataset = batches if is_tf_data(batches) else keras_hooks.dataset_of(self._iterator)
         if is_tf_data(dataset):
             for _ in range(self._number):
                 next(iter(dataset), None)
 
     def counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields `TAKEN` for each step of the epoch that was taken before, and the batches that are left."""
+        """Yields `TAKEN` for each completed step of the epoch, and then the remaining batches."""
         step, self._step = self._step, 0
         keras_hooks.skip_steps(self._iterator, self._steps_seen)
         self._steps_seen = 0
         if step and self._in_middle:
-            # Begins the pass, of which perhaps no batch is left that would: the next one is not to go on there.
+            # Starts the pass now, even if it has no batches left. Otherwise, the next pass would resume here.
             batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
         for _ in range(step):
             yield TAKEN

@@ -1,6 +1,6 @@
-"""Preemption: a machine says that it will be taken away, and all workers save and leave at the same step.
+"""Preemption: before a machine is taken away, all workers save after the same step and exit.
 
-Names and meanings are those of `tf.distribute.experimental.PreemptionCheckpointHandler`.
+The names and meanings are the same as in `tf.distribute.experimental.PreemptionCheckpointHandler`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from kdist.errors import InvalidArgumentError
 from kdist.training.meetings import Meetings
 
 EXIT_CODE = 75
-"""With which preempted workers leave: "temporary failure, try again" (EX_TEMPFAIL of sysexits.h)."""
+"""The exit code of preempted workers: "temporary failure, try again" (EX_TEMPFAIL in sysexits.h)."""
 _MEETING_SECONDS = 0.5
 _LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class TerminationConfig:
-    """How a termination is noticed, and what is done about it.
+    """Configures how kdist detects and handles the termination of a worker.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/TerminationConfig
 
     Args:
-        termination_watcher_fn: Called about once a second in a thread of its own; returns `True` once this worker
-            will be terminated. By default SIGTERM says so.
-        exit_fn: Called after the save, without arguments; by default the process ends with code 75.
-        grace_period: Seconds between the notice and the termination that training may still use. By default
-            workers save and leave at once.
-        save_fn: Called in place of the checkpoint's own `save`, without arguments.
+        termination_watcher_fn: A function that returns `True` when this worker will be terminated. A separate
+            thread calls it about once per second. By default, kdist watches for SIGTERM.
+        exit_fn: Called after the save, without arguments. By default, the process exits with code 75.
+        grace_period: The number of seconds to continue training after the notice. By default, the workers
+            save and exit at once.
+        save_fn: Called instead of the checkpoint's `save`, without arguments.
 
     Example:
 
@@ -56,7 +56,7 @@ class TerminationConfig:
 
 
 class TerminationWatch:
-    """Notices that this worker will be terminated, and lets all (`None`: this process) leave at the same step."""
+    """Detects a termination, so that all workers (without a runtime: this process) exit at the same step."""
 
     def __init__(self, runtime: Runtime | None, config: TerminationConfig) -> None:
         self._config = config
@@ -76,7 +76,7 @@ class TerminationWatch:
             )
 
     def must_leave(self, num_steps: int) -> bool:
-        """Says whether all workers save and leave after so many steps; the same on all of them."""
+        """Returns whether all workers save and exit after `num_steps` steps. The result is equal on all."""
         if not self._meetings.is_due(num_steps):
             return False
         since = None if self._noticed is None else time.monotonic() - self._noticed
@@ -84,7 +84,7 @@ class TerminationWatch:
         return bool(said) and max(said) >= (self._config.grace_period or 0.0)
 
     def leave(self, save: Callable[[], Any]) -> None:
-        """Calls what saves and waits until everything is on disk, and ends the process."""
+        """Calls `save_fn` or `save`, which must wait until the files are complete, and exits."""
         logs.logger.warning("a worker will be terminated: all workers save a checkpoint and exit.")
         (self._config.save_fn or save)()
         self.close()
@@ -94,7 +94,7 @@ class TerminationWatch:
             sys.exit(EXIT_CODE)
 
     def close(self) -> None:
-        """Stops watching; SIGTERM means again what it meant before."""
+        """Stops watching, and restores the previous handler of SIGTERM."""
         self._closed.set()
         if self._earlier is not None:
             signal.signal(signal.SIGTERM, self._earlier)
@@ -104,7 +104,7 @@ class TerminationWatch:
         if self._noticed is None:
             self._noticed = time.monotonic()
             return
-        # The second one is meant: nobody has come to the end of a step since the first.
+        # A second SIGTERM terminates at once, because training has not stopped since the first.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -118,19 +118,19 @@ class TerminationWatch:
 
 
 class PreemptionCheckpointHandler:
-    """Saves a checkpoint on all workers when one of them is to be terminated, and restores it at the next start.
+    """Saves a checkpoint before a worker is terminated, and restores the newest one at the next start.
 
-    For loops of one's own; in `fit`, use `kdist.callbacks.BackupAndRestore(…, save_before_preemption=True)`.
-    Restores the newest checkpoint when it is made. All workers must make one, and call `run` equally often.
+    Use it in custom loops; in `fit`, use `kdist.callbacks.BackupAndRestore(…, save_before_preemption=True)`.
+    The constructor restores the checkpoint. All workers must create a handler and call `run` equally often.
 
     Source:
     https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler
 
     Args:
-        cluster_resolver: Not needed: the workers are those of the strategy. There for the signature's sake.
-        checkpoint_or_checkpoint_manager: What to save.
-        checkpoint_dir: Where; only with a `Checkpoint`.
-        termination_config: How a termination is noticed; by default by SIGTERM.
+        cluster_resolver: Ignored, because the strategy defines the workers.
+        checkpoint_or_checkpoint_manager: The checkpoint to save, or its manager.
+        checkpoint_dir: The directory for the checkpoint. Only valid with a `Checkpoint`.
+        termination_config: How to detect and handle a termination. The default is SIGTERM.
 
     Example:
 
@@ -176,19 +176,19 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How often `run` or `save_checkpoint_if_preempted` was called in this process."""
+        """The number of calls of `run` and `save_checkpoint_if_preempted` in this process."""
         return self._calls
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function that takes a step on all replicas, unless the workers are to leave: then saves and leaves.
+        """Calls a function that runs one step. If a worker will be terminated, saves and exits instead.
 
         Args:
-            distributed_train_function: Calls `strategy.run`.
-            *args: Its arguments.
-            **kwargs: Its arguments, by name.
+            distributed_train_function: A function that calls `strategy.run`.
+            *args: The positional arguments of the function.
+            **kwargs: The keyword arguments of the function.
 
         Returns:
-            What the function returned.
+            The result of the function.
         """
         self._leave_if_told()
         result = distributed_train_function(*args, **kwargs)
@@ -196,18 +196,18 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Saves and leaves if the workers are to; in place of `run`, after each step.
+        """Saves and exits if a worker will be terminated. Call it after each step instead of `run`.
 
         Args:
-            *args: There for the signature's sake.
-            **kwargs: As `args`.
+            *args: Ignored, for compatibility with `tf.distribute`.
+            **kwargs: Ignored, as `args`.
         """
         self._calls += 1
         self._leave_if_told()
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Within this, `run` watches; after it no more. Without it, `run` watches from the beginning."""
+        """Checks for a termination until the end of a `with` block. Without a block, `run` always checks."""
         try:
             yield
             self._leave_if_told()
@@ -215,7 +215,7 @@ class PreemptionCheckpointHandler:
             self.close()
 
     def close(self) -> None:
-        """Stops watching; SIGTERM means again what it meant before."""
+        """Stops watching, and restores the previous handler of SIGTERM."""
         self._watches = False
         self._watch.close()
 

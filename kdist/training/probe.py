@@ -1,12 +1,12 @@
-"""Finds out, at the first batch of a compiled model, which numbers of the user's are sums over the rows.
+"""Tests at the first batch whether custom losses, layers and metrics compute sums over the rows.
 
-On TensorFlow and PyTorch a replica sees its own rows. What a loss of the user's returns, or a layer adds as a loss, is
-taken for a mean over them: nothing says what it is. But its value on some rows and its values on two parts of them do.
-If they add up to it, it is a sum, which is added up from then on. If their mean is not it either, it couples the rows,
-and nobody can put it together from what the replicas have: a warning says so.
+On TensorFlow and PyTorch, a replica only sees its own rows. kdist assumes that a custom loss, or a loss that
+a layer adds, is a mean over them. To check this, the probe compares the value for some rows with the values
+for two parts of these rows. If the two values add up, the loss is a sum, and kdist adds it up from then on.
+If it is not a mean either, it couples the rows, so kdist cannot combine the values of the replicas and warns.
 
-The probe computes outside of the replicas, on the rows of one of them, and writes to nothing. What is Keras's own needs
-none. `KDIST_PROBE=0` leaves it out.
+The probe runs outside the replicas on the rows of one replica, and changes no state. Keras's own losses,
+layers and metrics need no probe. `KDIST_PROBE=0` disables it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kdist.training import generator_states
 from kdist.training.own_numbers import are_sums, note_calls, owns_of
 from kdist.training.verdicts import COUPLES, Sample, Verdict, agreed
 
-# Of what each model was warned.
+# The labels for which kdist has already warned, by model.
 _said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def at_first_batch(function: StepFunction, strategy: Any, model: Any, kind: str) -> StepFunction:
-    """Returns a step function of a kind ("train", …) that probes the model at its first batch, where that is of use."""
+    """Returns a step function that probes the model at its first batch, if the model needs it."""
     runtime = strategy.runtime
     if kind == "predict" or runtime.sees_all_rows or runtime.num_replicas == 1:
         return function
@@ -42,10 +42,10 @@ class _Probing(StepFunction):
     def __init__(self, function: StepFunction, strategy: Any, model: Any, training: bool) -> None:
         self._function = function
         self._strategy = strategy
-        self._model = weakref.ref(model)  # which owns this function
+        self._model = weakref.ref(model)  # weak, because the model owns this function
         self._training = training
         self._is_due = True
-        # In training a layer may add other losses than in validation, for which there is another step function.
+        # Per step function, because a layer may add different losses in training and in validation.
         self._sums: weakref.WeakKeyDictionary[Any, tuple[bool, ...]] = weakref.WeakKeyDictionary()
 
     def __enter__(self) -> StepFunction:
@@ -65,23 +65,23 @@ class _Probing(StepFunction):
         return self._function(batches)
 
     def sync(self) -> None:
-        """Makes the state visible."""
+        """Synchronizes the state of the model."""
         self._function.sync()
 
 
 def _probe(
     strategy: Any, model: Any, batch: ReplicaBatches, training: bool
 ) -> Iterator[tuple[Any, tuple[bool, ...]]]:
-    """Warns of what couples the rows; yields what makes numbers, and which of them are sums."""
+    """Yields owners of numbers, and which of their numbers are sums. Warns about numbers that couple rows."""
     runtime = strategy.runtime
-    # The same ones in the same order on all workers.
+    # All workers have the same list, in the same order.
     owns = owns_of(model) if keras_hooks.is_built(model) else []
     if not owns:
         return
     verdicts: list[list[Verdict]] = [[] for _ in owns]
     if environment.get("KDIST_PROBE") != "0":
         drawn = generator_states.capture()
-        # What fails here fails in the step, too, where its error has its place; or it is not for this data.
+        # Ignored, because the step raises the same error, unless the probe does not apply to this data.
         with contextlib.suppress(Exception), runtime.scope():
             sample = Sample(strategy, model, batch)
             with keras_hooks.kept_buffers(model):

@@ -1,4 +1,4 @@
-"""`Progress`: where a `fit` is, so that a checkpoint can go on from there, in the middle of an epoch too."""
+"""`Progress`, the position of a `fit`, so that it can resume from a checkpoint in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 from kdist.training.batches import GlobalBatches
 
-# What Keras's own callbacks remember from epoch to epoch, in numbers.
+# The numbers that Keras's callbacks keep from epoch to epoch.
 _REMEMBERED = {
     "EarlyStopping": ("wait", "best", "best_epoch", "stopped_epoch"),
     "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
@@ -21,7 +21,7 @@ _REMEMBERED = {
 
 
 class Progress:
-    """Where a `fit` is. Its state is JSON; a checkpoint that holds it brings a new `fit` to the same place."""
+    """Tracks the position of a `fit`. Checkpoints store its state (JSON), so that a new `fit` can resume."""
 
     def __init__(self, batches: GlobalBatches, callbacks: Any, epoch: int) -> None:
         self._batches = batches
@@ -29,42 +29,42 @@ class Progress:
         self._restored: Mapping[str, Any] | None = None
         self._history: list[Any] = []
         self.epoch = epoch
-        """The epoch under way, or the next one."""
+        """The current epoch, or the next one between epochs."""
         self.step = 0
-        """Steps of it that have been taken."""
+        """The number of completed steps in the epoch."""
         self.num_steps = 0
-        """Steps of all epochs that this process has taken."""
+        """The number of steps in all epochs that this process has completed."""
         self.is_resumed = False
-        """Whether the epoch goes on in its middle: its metrics are those of the checkpoint."""
+        """Whether `fit` resumes in the middle of an epoch. Then it keeps the metrics of the checkpoint."""
         self.at_end = contextlib.ExitStack()
-        """What callbacks have open while `fit` runs. If it fails, Keras does not tell them."""
+        """Closes resources of callbacks after `fit`. Keras does not call callbacks if `fit` fails."""
 
     @property
     def runtime(self) -> Runtime:
-        """The workers that train."""
+        """The runtime of the workers that train."""
         return self._batches.runtime
 
     def record(self) -> None:
-        """From now on `get_state` may be called: the data keeps count of where it is."""
+        """Starts to track the position in the data. `get_state` requires this."""
         self._batches.record()
 
     def after_step(self, end: int) -> None:
-        """Notes that the step of index `end` has been taken."""
+        """Updates the counters after the step with the index `end`."""
         self.num_steps += end + 1 - self.step
         self.step = end + 1
         self.is_resumed = False
 
     def after_epoch(self, logs: Mapping[str, Any]) -> None:
-        """Notes that the epoch has ended, its validation too, with these logs."""
-        # Keras's own history hears of them only after all callbacks.
+        """Updates the position and the history after an epoch and its validation."""
+        # A separate history, because Keras only updates its own after all other callbacks.
         self._history.append([self.epoch, dict(logs)])
         self.epoch, self.step = self.epoch + 1, 0
         self.is_resumed = False
 
     def get_state(self) -> dict[str, Any]:
-        """Returns, as JSON, what a new `fit` needs to go on from here. All workers must call it.
+        """Returns the state that a new `fit` needs to resume here, as JSON. All workers must call it.
 
-        It is the chief's on all of them, so that any number of workers can go on.
+        All workers return the chief's state, so that `fit` can resume with any number of workers.
         """
         return dict(gather(self._batches.runtime, self._state())[0])
 
@@ -78,7 +78,7 @@ class Progress:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Lets this `fit`, which has not begun its first epoch, go on where `get_state` was called."""
+        """Moves this `fit` to the position of `get_state`. Call it before the first epoch begins."""
         self.epoch, self.step = state["epoch"], state["step"]
         self.is_resumed = self.step > 0
         self._history = list(state["history"])
@@ -86,7 +86,7 @@ class Progress:
         self._restored = state
 
     def restore_callbacks(self) -> None:
-        """Gives callbacks what they remembered. Called once all have begun, where they forget."""
+        """Restores the states of the callbacks. Called after `on_train_begin`, which resets them."""
         if self._restored is None:
             return
         keras_history = next(c for c in self._callbacks if isinstance(c, keras.callbacks.History))
@@ -94,7 +94,7 @@ class Progress:
             keras_history.epoch.append(epoch)
             for name, value in logs.items():
                 keras_history.history.setdefault(name, []).append(value)
-        # By their names: not every worker has all of them.
+        # Matched by name, because a worker may have fewer callbacks than the chief.
         states = list(self._restored["callbacks"])
         for callback in self._callbacks:
             found = next((entry for entry in states if entry[0] == _name(callback)), None)
@@ -104,7 +104,7 @@ class Progress:
 
 
 def _number(value: Any) -> Any:
-    # A metric may have a value for each class.
+    # A metric may be an array, for example with one value per class.
     return keras.ops.convert_to_numpy(value).tolist()
 
 

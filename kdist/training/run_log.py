@@ -1,4 +1,4 @@
-"""`RunLog`: a callback that writes how training goes on each worker, for `kdist plot`."""
+"""`RunLog`, a callback that records the progress of training on each worker for `kdist plot`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kdist.whole_files import is_remote
 
 
 class RunLog(keras.callbacks.Callback):
-    """Writes the loss, the time of steps and what was waited for, on each worker, into a folder: see `kdist plot`.
+    """Records the loss, step times and waiting times of each worker in a directory, for `kdist plot`.
 
-    Each worker has a file of its own, `worker-0.jsonl`, of one JSON object a line. A job that is started again goes on
-    in the same files; of steps that are trained twice, the last time counts.
+    Each worker appends to a separate file, such as `worker-0.jsonl`, with one JSON object per line. A
+    restarted job continues the same files. If a step is trained twice, the last record counts.
 
     Args:
-        directory: The folder; made if it is not there. Other workers may see it or not.
-        every: Steps from one record to the next; the end of each epoch has one, too. To read the loss, a record
-            waits for its step, as the progress bar does.
+        directory: The directory for the files. It is created if necessary, and workers need not share it.
+        every: The number of steps between records. The end of each epoch also has a record. To read the
+            loss, each record waits for its step to finish, as the progress bar does.
 
     Raises:
-        InvalidArgumentError: `every` is no number of steps, or there can be no such folder.
+        InvalidArgumentError: If `every` is not a positive number of steps, or the directory cannot be used.
 
     Example:
 
@@ -63,7 +63,7 @@ class RunLog(keras.callbacks.Callback):
         self._file: IO[str] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Opens the file of this worker, and notes who it is."""
+        """Opens the file of this worker, and writes a description of the worker."""
         self._progress = progress_of(self.model)
         runtime = self._progress.runtime
         try:
@@ -92,18 +92,18 @@ class RunLog(keras.callbacks.Callback):
         self._meter = self._progress.at_end.enter_context(Meter())
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Leaves out what was between the epochs."""
-        self._step = self._progress.step  # of an epoch that goes on, all may have been taken
+        """Excludes the time between epochs from the measurement."""
+        self._step = self._progress.step  # a resumed epoch may have no steps left
         self._meter.take()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Writes a record, where it is time."""
+        """Writes a record every `every` steps."""
         self._step = batch + 1
         if self._progress.num_steps - self._noted >= self.every:
             self._record(self._progress.epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Writes what has not been written, and the logs of the epoch."""
+        """Writes a record with the remaining steps and the logs of the epoch."""
         self._record(epoch, logs, epoch_end=True)
 
     def _close(self) -> None:
@@ -123,7 +123,7 @@ class RunLog(keras.callbacks.Callback):
         try:
             self._file.write(json.dumps({**record, "time": round(time.time(), 3)}) + "\n")
             self._file.flush()
-        except OSError as error:  # a full disk ends no training
+        except OSError as error:  # for example a full disk, which must not stop training
             self._file = None
             warnings.warn(
                 f"kdist.callbacks.RunLog stopped writing to {self.directory}: {error}. Training continues without "
@@ -132,7 +132,7 @@ class RunLog(keras.callbacks.Callback):
 
 
 def _open(path: str) -> IO[str]:
-    """Opens a file to write on, behind the last whole line: who wrote it may have been killed."""
+    """Opens a file to append to. Ends a partial last line, which a killed process may have left."""
     with open(path, "ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -142,9 +142,9 @@ def _open(path: str) -> IO[str]:
 
 
 def _as_json(value: Any) -> Any:
-    """Returns a metric as JSON, which has no word for what is no finite number; what is none at all, as text."""
+    """Converts a log value to JSON: `None` if it is not finite, text if it is not a number."""
     try:
         value = keras.ops.convert_to_numpy(value).tolist()
         return value if np.isfinite(value).all() else None
-    except (TypeError, ValueError):  # a callback may write anything into the logs
+    except (TypeError, ValueError):  # callbacks may add any value to the logs
         return str(value)

@@ -1,11 +1,11 @@
-"""Keras's own files of a model, written once and complete on every worker when `save` returns.
+"""Saves Keras files of a model once for all workers. The file is complete when `save` returns on any worker.
 
-Workers may call `model.save` in three ways, and none may hang or lose a file: all with the same path, the chief
-alone, or each with a path of its own. So the chief never waits. It posts what it saves and where, and a worker
-that saves the same state to the same path waits for that file instead of writing it again. Wherever it is in
-doubt, a worker writes its own file: all have the same contents, and a file is moved into place as a whole, so
-that a second writer does no harm. Only where variables are divided over the workers must all call `save`, since
-no file can be written of the chief's parts alone.
+Workers may call `model.save` in three ways: all with the same path, only the chief, or each with a different
+path. No call may hang or lose a file. Therefore, the chief never waits. It posts the state and the path that
+it saves. A worker that saves the same state to the same path waits for the chief's file. If in doubt, a
+worker writes its own file. This does no harm, because all files have the same contents and are moved into
+place when complete. If variables are sharded over workers, all workers must call `save`, because the chief
+does not have all values.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from kdist.cluster import logs
 from kdist.context import StrategyLike
 from kdist.whole_files import is_remote, normal, write_whole
 
-# How long a worker waits for the chief to begin a save of the same file, before it writes its own.
+# A worker waits this long for the chief to begin a save of the same file. Then it writes its own.
 PATIENCE_SECONDS = 30.0
-# The same, once the chief has not come: a save that the chief does not take part in is likely to be so again.
+# The limit after a timeout: if the chief did not take part in one save, it probably skips the next one also.
 _IMPATIENCE_SECONDS = 1.0
-# How long the chief may take to write.
+# The limit for a write by the chief.
 _WRITING_SECONDS = 600.0
 _PAUSE = 0.02
-# How long after its last save the chief, which holds what it has posted, stays for those that have not read it yet.
+# At exit, the chief waits up to this long after its last save, so that other workers can read its posts.
 _STAY_SECONDS = 5.0
 
 _is_alone: ContextVar[bool] = ContextVar("kdist_saves_alone", default=False)
@@ -49,22 +49,22 @@ _keeps_files: ContextVar[bool] = ContextVar("kdist_keeps_files", default=False)
 
 
 def save(strategy: StrategyLike, model: Any, target: Any, write: Callable[[Any], Any]) -> Any:
-    """Saves a file of a model's for all workers that call this; what the hooks in Keras's `save` call.
+    """Saves a file of a model once for all workers that call this. The hooks in Keras's `save` call it.
 
     Args:
         strategy: The strategy of the model.
-        model: The model, whose state says which saves of other workers are the same.
-        target: Where to: the path that the user gave, or an open file.
-        write: Keras's own function, which writes to the path that it is given.
+        model: The model. Workers with the same state of the model share a file.
+        target: The path that the user passed, or an open file.
+        write: Keras's function, which writes to the path that it receives.
 
     Returns:
-        What `write` returned; `None` where another worker wrote the file.
+        The result of `write`, or `None` if another worker wrote the file.
     """
     runtime = strategy.runtime
 
     def write_intact(path: Any) -> Any:
         result = write(path)
-        runtime.group.check_intact()  # else the file does not get its name
+        runtime.group.check_intact()  # an error here keeps an incomplete file from getting its final name
         return result
 
     with tracing.span("saving a file", "save"), whole(strategy, model):
@@ -72,7 +72,7 @@ def save(strategy: StrategyLike, model: Any, target: Any, write: Callable[[Any],
 
 
 def whole(strategy: StrategyLike, model: Any) -> contextlib.AbstractContextManager[None]:
-    """Within this, a worker reads the present state of a model by itself. All workers must enter it."""
+    """Returns a context in which any worker can read the whole current state. All workers must enter it."""
     keras_hooks.sync_state(model)
     return strategy.runtime.kept_whole(keras_hooks.all_variables(model))
 
@@ -94,12 +94,12 @@ def _save(runtime: Runtime, model: Any, target: Any, write: Callable[[Any], Any]
 
 
 def keeping_files() -> contextlib.AbstractContextManager[None]:
-    """Within this, a worker overwrites nothing: for `overwrite=False`, where Keras asks at the chief's terminal."""
+    """Returns a context that overwrites no files, for `overwrite=False`: Keras only asks on the chief."""
     return _within(_keeps_files)
 
 
 def alone() -> contextlib.AbstractContextManager[None]:
-    """Within this, a worker does not wait for the chief, which is known not to save."""
+    """Returns a context in which a worker does not wait for the chief, because the chief does not save."""
     return _within(_is_alone)
 
 
@@ -113,7 +113,7 @@ def _within(flag: ContextVar[bool]) -> Iterator[None]:
 
 
 def fingerprint(model: Any) -> str:
-    """Returns what tells one state of a model (weights and optimizer) from another, on all workers alike."""
+    """Returns a hash of the weights and the optimizer, which is equal on all workers with the same state."""
     variables = list(model.weights)
     if getattr(model, "optimizer", None) is not None:
         variables += model.optimizer.variables
@@ -122,7 +122,7 @@ def fingerprint(model: Any) -> str:
 
 
 def _checksum(array: np.ndarray) -> int:
-    # As fast as memory, unlike a hash: models have gigabytes.
+    # Runs at memory speed, because models have gigabytes. A cryptographic hash is slower.
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     words = len(data) // 8 * 8
     total = int(data[:words].view(np.uint64).sum(dtype=np.uint64))
@@ -131,7 +131,7 @@ def _checksum(array: np.ndarray) -> int:
 
 @dataclass
 class _Post:
-    """A save of the chief's: a path and a fingerprint, and once it has ended how."""
+    """A save on the chief: the path and the fingerprint, and the result when it has finished."""
 
     number: int
     wanted: tuple[str, str]
@@ -139,7 +139,7 @@ class _Post:
 
 
 class _Log:
-    """What the chief has saved, as it posts it and as the others read it. One a process, as is the cluster."""
+    """The list of the chief's saves, which the chief posts and the others read. There is one per process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -151,7 +151,7 @@ class _Log:
         self._last_seen = -1
 
     def announce(self, runtime: Runtime, wanted: tuple[str, str], write: Callable[[Any], Any]) -> Any:
-        """On the chief: writes, and tells the others before and after."""
+        """Runs on the chief: writes the file, and informs the other workers before and after."""
         with self._lock:
             number, self._num_posted = self._num_posted, self._num_posted + 1
         end: dict[str, Any] = {"failed": True}
@@ -163,19 +163,19 @@ class _Log:
         finally:
             _post(runtime, _end_key(number), end)
             if self._stays_until is None:
-                atexit.register(self._stay, runtime)  # called before the connection is closed
+                atexit.register(self._stay, runtime)  # runs before the connection is closed
             self._stays_until = time.monotonic() + _STAY_SECONDS
 
     def _stay(self, runtime: Runtime) -> None:
-        """On the chief, at its end: waits a little for those that may still ask for its last save."""
+        """Runs on the chief at exit: waits until the other workers have seen its last save."""
         left = set(range(1, runtime.num_workers))
-        with contextlib.suppress(Exception):  # whatever the engine raises when others have gone
+        with contextlib.suppress(Exception):  # backends raise different errors when other workers have exited
             while left and time.monotonic() < (self._stays_until or 0.0) and not hasattr(sys, "last_type"):
                 left = {i for i in left if runtime.group.look_up(_seen_key(self._num_posted - 1, i)) is None}
                 time.sleep(_PAUSE if left else 0.0)
 
     def is_written(self, runtime: Runtime, wanted: tuple[str, str]) -> bool:
-        """On another worker: waits for the chief's save of the same; says whether its file can be seen here."""
+        """Runs on the other workers: waits for the chief's file, and returns whether this worker sees it."""
         with self._lock:
             try:
                 found, last = self._wait(runtime, wanted), len(self._posts) - 1
@@ -183,7 +183,7 @@ class _Log:
                     self._last_seen = last
                     _post(runtime, _seen_key(last, runtime.worker_index), True)
                 return found
-            except Exception as error:  # whatever the engine raises when the chief has gone
+            except Exception as error:  # backends raise different errors when the chief has exited
                 logs.logger.warning(
                     "worker %d writes its own copy of %s, because the chief (worker 0) does not respond. Read the log "
                     "of worker 0. The connection reports: %s",
@@ -212,7 +212,7 @@ class _Log:
             time.sleep(_PAUSE)
 
     def _is_elsewhere(self, wanted: tuple[str, str]) -> bool:
-        """Says whether the chief saves this state to a path that this worker has not saved to."""
+        """Returns whether the chief saves this state to a path that this worker has not saved to."""
         posted = Counter(post.wanted for post in self._posts if post.wanted[1] == wanted[1])
         return any(count > self._mine[other] for other, count in posted.items() if other != wanted)
 
@@ -227,13 +227,13 @@ class _Log:
                     return False
                 time.sleep(_PAUSE)
         if "failed" in post.end:
-            return False  # this worker then gets the same error, or saves what can be saved
+            return False  # this worker then tries: it gets the same error, or succeeds
         if is_remote(post.wanted[0]):
             return True
         written = post.end["file"]
         if _stat(written) == post.end["stat"]:
             return True
-        # Overwritten by the chief's next save, if not another disk: an older state must not come back.
+        # The chief's next save may have overwritten the file. This worker must not restore the older state.
         while self._read_next(runtime):
             pass
         newer = any(p.wanted[0] == post.wanted[0] and p.number > post.number for p in self._posts)
@@ -271,7 +271,7 @@ def _seen_key(number: int, worker_index: int) -> str:
 def _post(runtime: Runtime, key: str, value: Any) -> None:
     try:
         runtime.group.post(key, json.dumps(value))
-    except Exception as error:  # a file can be saved when nobody is left to be told
+    except Exception as error:  # the save itself does not need the other workers
         logs.logger.warning(
             "cannot announce this save to the other workers, so they write their own copies. Read their logs. "
             "The connection reports: %s",
@@ -280,10 +280,10 @@ def _post(runtime: Runtime, key: str, value: Any) -> None:
 
 
 def _stat(path: str) -> list[int] | None:
-    """Returns size and time of a file, which are the same wherever the folder is shared."""
+    """Returns the size and the time of a file, which all workers that share the directory see alike."""
     try:
         with os.scandir(os.path.dirname(path)):
-            pass  # opening a folder makes NFS look at it again
+            pass  # opening a directory makes NFS refresh its cache
         found = os.stat(path)
     except OSError:
         return None

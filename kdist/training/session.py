@@ -1,4 +1,4 @@
-"""What the methods of a model share under one strategy: its steps, its data, its agreement with other workers."""
+"""`Session`, the state that `fit`, `evaluate` and `predict` of a model share under a strategy."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _SAME_CALL = "Pass the same arguments on every worker. kdist shards the data."
 
 
 class Session:
-    """A model under the strategy that it was created under. Lives as long as the model."""
+    """A model and its strategy, with its step functions. The session lives as long as the model."""
 
     def __init__(self, strategy: StrategyLike, model: Any) -> None:
-        # The session is kept in a table of models: a strong reference would keep the model alive.
+        # `_sessions` refers to this session, so a strong reference would keep the model alive.
         self._model = weakref.ref(model)
         self.strategy = strategy
         self.runtime = strategy.runtime
         self._functions: dict[str, tuple[Any, StepFunction]] = {}
         self._num_shared = -1
-        # The step functions that have not run yet: the first step compiles.
+        # The step functions that have not run yet, because their first step compiles.
         self._unused: set[str] = set()
         self.progress: Progress | None = None
-        """Where `fit` is, while it runs."""
-        # Whether this worker has loaded weights, which may be others than another worker's.
+        """The position of `fit` while it runs."""
+        # Whether this worker has loaded weights, which may differ from the weights of other workers.
         self.has_loaded = False
 
     @property
@@ -47,7 +47,7 @@ class Session:
     def callback_list(
         self, callbacks: Any, verbose: Any, batches: GlobalBatches, epochs: int = 1, **arguments: Any
     ) -> Any:
-        """Returns Keras's `CallbackList` for this worker: only the chief prints."""
+        """Returns Keras's `CallbackList` for this worker. Only the chief shows a progress bar."""
         verbose = verbose if self.runtime.worker_index == 0 else 0
         return keras_hooks.callback_list(
             callbacks,
@@ -60,7 +60,7 @@ class Session:
         )
 
     def function(self, kind: str) -> StepFunction:
-        """Returns the step function of a kind ("train", "test", "predict"); made anew after `compile`."""
+        """Returns the step function of a kind ("train", "test", "predict"). `compile` invalidates it."""
         model = self.model
         key = keras_hooks.compiled_state(model)
         cached = self._functions.get(kind)
@@ -73,9 +73,9 @@ class Session:
     def step_span(
         self, kind: str, begin: int, end: int, rows: int | None = None
     ) -> AbstractContextManager[Any]:
-        """Entered for the time of the steps of a kind that run as one, by the index of the first and the last.
+        """Returns a span for one execution of the steps from `begin` to `end`, which are indices.
 
-        Those that train tell their rows, of all replicas.
+        Training steps pass their number of `rows` over all replicas.
         """
         about: dict[str, Any] = {"step": begin + 1}
         if rows is not None:
@@ -89,10 +89,10 @@ class Session:
         return tracing.span(name, "step", **about)
 
     def iterator(self, **arguments: Any) -> GlobalBatches:
-        """Returns the batches of an epoch: the same global ones on every worker, or a distributed dataset's.
+        """Returns the batches of an epoch, from data that all workers pass or from a distributed dataset.
 
         Raises:
-            InvalidArgumentError: `batch_size` is less than 1: some backends would read nothing, without a word.
+            InvalidArgumentError: If `batch_size` is less than 1. Some backends would silently read nothing.
         """
         batch_size = arguments.get("batch_size")
         if batch_size is not None and batch_size < 1:
@@ -105,13 +105,13 @@ class Session:
         return GlobalBatches(self.runtime, self.model.name, **defaults | arguments)
 
     def open_data(self, function: Callable[[], Any]) -> Any:
-        """Calls what makes iterators: Keras looks at the first batches of a generator, which may fail on one worker."""
+        """Calls a function that creates iterators. Keras reads ahead here, which may fail on one worker."""
         return read_on_all(self.runtime, "Reading the data", function)
 
     def agree(self, what: str, facts: Mapping[str, Any], callbacks: Any = None) -> Any:
-        """Raises unless all workers were called with the same facts; `what` is compared.
+        """Raises an error unless all workers have the same facts. The error contains `what`.
 
-        Returns a context manager that gives those of the user's callbacks which this worker is to run.
+        Returns a context manager that yields the callbacks that this worker runs.
         """
         note = {"loaded": self.has_loaded, "files": keras_callbacks.describe(callbacks)}
         notes = check_equal(self.runtime, what, facts, _SAME_CALL, note)
@@ -125,11 +125,11 @@ class Session:
     def run_callbacks(self, function: Callable[[], None]) -> None:
         """Calls callbacks on every worker and waits for all.
 
-        Afterwards all agree on what callbacks decide: `model.stop_training` if it is set on any worker, the epoch
-        that the chief begins with, and its weights where weights were loaded.
+        Afterwards, `model.stop_training` is set on all workers if any worker has set it. All workers take the
+        initial epoch of the chief, and also its weights if any worker has loaded weights.
 
         Raises:
-            WorkerFailedError: A callback failed on another worker. On the worker itself, its own error.
+            WorkerFailedError: If a callback failed on another worker. That worker raises its original error.
         """
         model = self.model
         _, said = call_on_all(
@@ -153,7 +153,7 @@ class Session:
     def prepare(
         self, batches: GlobalBatches | None = None, data_batch: Any = None, layers_only: bool = False
     ) -> None:
-        """Creates what variables are missing and makes them equal on all workers."""
+        """Creates missing variables, and makes all variables equal on all workers."""
         with self.strategy.scope():
             if layers_only:
                 keras_hooks.build_layers(self.model, get_backend().steps_build, data_batch)
@@ -179,7 +179,7 @@ class Session:
             )
 
     def _share(self, variables: list[Any]) -> None:
-        # Without names, which carry counters ("dense_1"): a worker may have built another model before.
+        # Without names, because their counters ("dense_1") depend on earlier models of the worker.
         check_equal(
             self.runtime,
             "model",
@@ -199,22 +199,22 @@ _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 
 
 def note_loaded(strategy: StrategyLike, model: Any) -> None:
-    """Notes that this worker has loaded weights; what the hook of Keras's `load_weights` calls."""
+    """Records that this worker has loaded weights. The hook of Keras's `load_weights` calls it."""
     session_of(strategy, model).has_loaded = True
 
 
 def session_of(strategy: StrategyLike, model: Any) -> Session:
-    """Returns the session of a model, creating it at the first call."""
+    """Returns the session of a model. The first call creates it."""
     if model not in _sessions:
         _sessions[model] = Session(strategy, model)
     return _sessions[model]
 
 
 def progress_of(model: Any) -> Progress:
-    """Returns where the `fit` of a model is, for callbacks; from now on it can be saved.
+    """Returns the position of the `fit` of a model, for callbacks, and enables saving it.
 
     Raises:
-        StrategyScopeError: It was created outside any strategy, or does not train.
+        StrategyScopeError: If the model was created outside the scope of a strategy, or `fit` is not running.
     """
     strategy = keras_hooks.strategy_of(model)
     if strategy is None:

@@ -1,4 +1,4 @@
-"""`StepCheckpoints`: the callback that saves every so many steps."""
+"""`StepCheckpoints`, a callback that saves a checkpoint every few steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kdist.checkpoint.manager import CheckpointManager
 
 
 class StepCheckpoints(keras.callbacks.Callback):
-    """Saves every so many steps and at the end; the number of a checkpoint is that of its steps.
+    """Saves a checkpoint every `every` steps and at the end, numbered by the step.
 
     Args:
-        manager: Saves.
-        done: Steps that were trained before.
-        every: Steps from one checkpoint to the next.
-        after: Called on each worker once a checkpoint is complete.
+        manager: The manager that saves the checkpoints.
+        done: The number of steps that were trained before.
+        every: The number of steps between checkpoints.
+        after: A function that every worker calls after each complete checkpoint.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class StepCheckpoints(keras.callbacks.Callback):
         self._begin, self._step, self._saved = done, done, done
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Saves, where it is time."""
+        """Saves a checkpoint if it is due."""
         self._step = self._begin + batch + 1
         if self._step // self._every > self._saved // self._every:
             self._save()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Saves the last step."""
+        """Saves the last step, unless its checkpoint exists."""
         if self._saved < self._step:
             self._save()
 

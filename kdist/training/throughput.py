@@ -1,4 +1,4 @@
-"""`Throughput`: a callback that says how fast the workers train, what they wait for, and who is the slowest."""
+"""`Throughput`, a callback that measures training speed and waiting times, and finds the slowest worker."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kdist.training.session import progress_of
 
 
 class Throughput(keras.callbacks.Callback):
-    """Adds the speed of training to the logs of each epoch: the progress bar and the history show it.
+    """Adds the training speed to the logs of each epoch, for the progress bar and the history.
 
-    The logs get
+    The new logs are:
 
-    - `rows_per_second`: rows of global batches. The first step after `compile`, which takes longer, is left out;
-    - `waiting_for_input`: the share of the time in which a worker waits for its data, as a mean over the workers;
-    - `waiting_for_others`: the share in which it waits for other workers, as far as kdist can tell: on JAX and
-      TensorFlow, which exchange inside of the compiled step, what a worker computes there is not seen;
-    - `slowest_worker`: the index of the worker that the others have waited for.
+    - `rows_per_second`: rows of global batches per second, without the slower first step after `compile`.
+    - `waiting_for_input`: the share of the time that a worker waits for data, averaged over all workers.
+    - `waiting_for_others`: the share of the time that a worker waits for other workers. On JAX and
+      TensorFlow, the compiled step includes the exchange, so workers that are slow inside it are not visible.
+    - `slowest_worker`: the index of the worker that the others wait for.
 
-    The last two are there with several workers only. All are the same on every worker, for one small message an epoch.
-    Pass it on all workers, and before a callback that is to see its numbers, such as `CSVLogger`.
+    The last two require several workers. All workers log the same values, which costs one small message per
+    epoch. Pass the callback on all workers, before callbacks that read its values, such as `CSVLogger`.
 
     Raises:
-        WorkerMismatchError: From `fit`: not all workers have this callback.
+        WorkerMismatchError: If not all workers have this callback. `fit` raises it.
 
     Example:
 
@@ -39,24 +39,24 @@ class Throughput(keras.callbacks.Callback):
     on_all_workers = True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begins to measure."""
+        """Starts to measure."""
         progress = progress_of(self.model)
         self._runtime = progress.runtime
         self._meter = progress.at_end.enter_context(Meter())
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Leaves out what was between the epochs."""
+        """Excludes the time between epochs from the measurement."""
         self._meter.take()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Compares the workers, and adds to the logs."""
+        """Compares the workers, and adds the results to the logs."""
         runtime = self._runtime
         mine = self._meter.take()
         everyone = [Totals(**theirs) for theirs in gather(runtime, mine.as_json())]
         if logs is None or not mine.steps:
             return
         pace = pace_of(everyone, runtime.exchanges_in_programs)
-        # Where each worker has a dataset of its own, nobody has counted the rows.
+        # The number of rows is unknown (0) if each worker reads its own dataset.
         logs |= {"rows_per_second": pace.rows_per_second} if mine.rows else {}
         logs["waiting_for_input"] = pace.waiting_for_input
         if runtime.num_workers > 1:

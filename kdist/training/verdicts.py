@@ -1,4 +1,4 @@
-"""What a number is of the rows of a batch, by its values on some of them: a mean, a sum, or neither."""
+"""Tests whether a number is a mean or a sum over the rows of a batch, from its values for parts of them."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from kdist.backends.aggregation import NotesAdditions
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.replica import Replica, RowShare
 
-# Of the size of the numbers. What is neither mean nor sum is off by far more; GPUs multiply with 10 bits.
+# Relative tolerances. GPUs may multiply with 10 bits. Numbers that are not means or sums differ by far more.
 _TOLERANCE = 2e-3
 _TOLERANCE_OF_HALVES = 3e-2
 
 MEAN, SUM, COUPLES = "mean", "sum", "couples"
-# `None`: it is 0, or random, or asks for the other replicas' rows itself. Then it counts as a mean.
+# `None`: the number is 0 or random, or the function requests the rows of other replicas. It counts as a mean.
 Verdict = str | None
-# The arguments by position and by name.
+# The positional and the keyword arguments.
 Call = tuple[Any, Any]
 
 
 def agreed(verdicts: Iterable[Verdict]) -> Verdict:
-    """Returns what all say who have seen it."""
+    """Combines the verdicts of several calls or workers on the same number. Ignores `None`."""
     said = set(verdicts) - {None}
     return COUPLES if len(said) > 1 else next(iter(said), None)
 
 
 class Sample:
-    """The rows that one replica has of a batch, or all have where it has one only: as a whole and in two parts."""
+    """The rows to test with, as a whole and in two parts: of one replica, or of all if these are too few."""
 
     def __init__(self, strategy: Any, model: Any, batch: ReplicaBatches) -> None:
         runtime = strategy.runtime
         part = batch.parts[0]
-        # One row has no parts. If there is one altogether, all replicas have it, and there are as many.
+        # One row has no parts. If the batch has only one, all replicas have a copy, which gives enough rows.
         if any(stop - first < 2 for first, stop in batch.split):
             part = gather_rows(runtime.group, batch.parts)
-        # In memory of their own.
+        # A copy in separate memory.
         self.batch = runtime.place([part] + [None] * (len(runtime.devices) - 1))[0]
         self.num_rows = num_rows(self.batch)
         self._strategy = strategy
-        # They differ in size, so that a mean of means is no mean.
+        # The parts differ in size, so that an unweighted mean of means does not look like a mean.
         middle = max(1, self.num_rows // 3)
         self._parts = (slice(0, middle), slice(middle, self.num_rows))
         self._shares = (middle / self.num_rows, 1 - middle / self.num_rows)
@@ -53,7 +53,7 @@ class Sample:
         self._tolerance = _TOLERANCE_OF_HALVES if is_half else _TOLERANCE
 
     def judge(self, numbers: Callable[..., Sequence[Any]], call: Call) -> list[Verdict]:
-        """Says of the numbers that a function makes of the rows of a call what they are."""
+        """Returns a verdict on each number that a function computes from the arguments of a call."""
 
         def of(rows: slice) -> list[np.ndarray]:
             args, kwargs = keras.tree.map_structure(lambda leaf: self._take(leaf, rows), call)
@@ -80,7 +80,7 @@ class Sample:
     ) -> Verdict:
         margin = self._tolerance * (abs(whole) + abs(first) + abs(second))
         if not np.isfinite(margin).all() or (abs(whole - again) > margin).any():
-            return None  # what is random
+            return None  # the number is random or not finite
         is_mean = (abs(self._shares[0] * first + self._shares[1] * second - whole) <= margin).all()
         is_sum = (abs(first + second - whole) <= margin).all()
         if is_mean:
@@ -89,7 +89,7 @@ class Sample:
 
 
 class Unwritten(NotesAdditions, keras.StatelessScope):
-    """Within this, what is written to variables is written nowhere."""
+    """A scope in which assignments to variables are discarded."""
 
     untracked = contextlib.nullcontext
 
@@ -98,7 +98,7 @@ class Unwritten(NotesAdditions, keras.StatelessScope):
 
 
 class _Part(Replica):
-    """Stands for a replica that has a part of the rows."""
+    """A simulated replica with a part of the rows."""
 
     def __init__(self, strategy: Any, share: float, scope: Any) -> None:
         super().__init__(strategy, 0, 2, RowShare(share, 1.0, share))

@@ -1,4 +1,4 @@
-"""How workers decide together to stop."""
+"""Lets workers decide together whether to stop training."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kdist.backends.messages import gather
 
 
 def act_on_batches(callbacks: Any) -> bool:
-    """Says whether anybody in a `CallbackList` is to be told of batches.
+    """Returns whether any callback in a `CallbackList` needs calls for each batch.
 
-    Where nobody is, Keras's own list turns the logs of each step into numbers all the same.
+    If not, kdist skips the calls, because Keras's list would still convert the logs of each step to numbers.
     """
     import keras
 
@@ -20,22 +20,22 @@ def act_on_batches(callbacks: Any) -> bool:
 
 
 class Ballot:
-    """Lets `model.stop_training`, set on any worker, stop all at the same step.
+    """Stops all workers at the same step when any worker sets `model.stop_training`.
 
-    Keras's own callbacks decide from logs, which are equal on all workers, and kdist's agree among themselves: they
-    need no vote after each batch.
-    A callback of the user's that acts on batches may decide from anything (a clock, a file, a signal), and then
-    every batch ends with a vote. Every epoch ends with one in any case.
+    The callbacks of Keras and kdist need no vote after each batch: Keras's decide from logs, which are equal
+    on all workers, and kdist's agree with each other. Custom callbacks that act on batches may decide from a
+    clock, a file or a signal, so they need a vote after each batch. In any case, the workers also vote after
+    each epoch.
     """
 
     def __init__(self, runtime: Runtime, callbacks: Any) -> None:
         self._runtime = runtime
         wanted = any(_acts_on_batches(c) and not _decides_alike(c) for c in callbacks.callbacks)
-        # A worker may have a callback that the others lack: all vote as soon as one wants to.
+        # Only some workers may have such a callback, but then all must vote.
         self._votes_after_batch = runtime.num_workers > 1 and agree_to_stop(runtime, wanted)
 
     def after_batch(self, stop: bool) -> bool:
-        """Says whether training stops after this batch."""
+        """Returns whether training stops after this batch."""
         return agree_to_stop(self._runtime, stop) if self._votes_after_batch else stop
 
 
@@ -51,11 +51,11 @@ def _acts_on_batches(callback: Any) -> bool:
     import keras
 
     if isinstance(callback, keras.callbacks.LambdaCallback):
-        return True  # has the functions in attributes, not in methods of its class
+        return True  # its functions are attributes, not methods of the class
     base = keras.callbacks.Callback
     return any(getattr(type(callback), name, None) is not getattr(base, name) for name in _BATCH_METHODS)
 
 
 def agree_to_stop(runtime: Runtime, stop: bool) -> bool:
-    """Says whether any worker wants to stop."""
+    """Returns whether any worker wants to stop."""
     return any(gather(runtime, bool(stop)))

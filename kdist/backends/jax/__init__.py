@@ -6,7 +6,7 @@ from kdist.backends.contract import Backend
 
 
 def create_backend() -> Backend:
-    """Returns the backend; called once a process by `kdist.backends.get_backend`."""
+    """Returns the backend; `kdist.backends.get_backend` calls this once per process."""
     from kdist.backends.jax.backend import JaxBackend
 
     return JaxBackend()

@@ -20,7 +20,7 @@ from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions, hint_ignored
 from kdist.topology import Sharded, Topology
 
-# NumPy's Mersenne Twister: position, whether a second Gaussian is waiting, and that Gaussian; then the words.
+# NumPy's Mersenne Twister: position, whether a Gaussian is cached, and its value. The words follow.
 _GENERATOR = struct.Struct("<qqd")
 
 
@@ -73,14 +73,14 @@ class JaxBackend(Backend):
         return head + words
 
     def set_random_state(self, state: bytes) -> None:
-        """Sets what `random_state` returned on another worker."""
+        """Restores the state that `random_state` returned on another worker."""
         position, has_gauss, gauss = _GENERATOR.unpack_from(state)
         words = np.frombuffer(state, dtype="<u4", offset=_GENERATOR.size).astype(np.uint32)
         np.random.set_state(("MT19937", words, position, has_gauss, gauss))
 
 
 def _cpus_of_mesh(topology: Topology) -> tuple[str, ...]:
-    """As many CPUs as the mesh of this process alone has places; none where it says no number, or there are GPUs."""
+    """Returns CPUs for the mesh of a single process; none if its size is open or GPUs are visible."""
     storage = topology.storage
     if not isinstance(storage, Sharded) or topology.cluster is not None or visible_gpus():
         return ()

@@ -1,4 +1,4 @@
-"""What the replicas of one program do together: sums, gathered rows, functions that speak for all of them."""
+"""Collectives of replicas in one program: sums, gathered rows, and functions for all replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH_AXIS = "batch"
 
 
 class Collectives(Protocol):
-    """What connects the replicas of a function of the user's."""
+    """The operations that connect the replicas of a user function."""
 
     replica_id: Any
     local_index: Any
@@ -24,14 +24,14 @@ class Collectives(Protocol):
         """Sums each tensor over all replicas."""
 
     def gather(self, rows: Any) -> tuple[Any, Any]:
-        """Returns the rows of all replicas, and the index of this replica's first one."""
+        """Returns the rows of all replicas, and the index of this replica's first row."""
 
     def merge(self, function: Callable[..., Any], values: Any) -> Any:
-        """Calls a function once with the values of all local replicas; returns this one's component."""
+        """Calls a function with the values of all local replicas, and returns this replica's component."""
 
 
 class MeshCollectives:
-    """The collectives of a program that all devices run: their tensors have equal shapes."""
+    """The collectives of a program that all devices run with equal tensor shapes."""
 
     def __init__(self, runtime: Any) -> None:
         self._num_replicas = runtime.num_replicas
@@ -46,17 +46,17 @@ class MeshCollectives:
         if self._num_replicas == 1:
             return list(tensors)
         totals = jax.lax.psum(tuple(tensors), self._axes)
-        # The sum of truth values would be a number.
+        # Without the cast, a sum of booleans would be a number.
         return [total.astype(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
 
     def gather(self, rows: Any) -> tuple[Any, Any]:
-        """Returns the rows of all devices: as many of each, since they run one program."""
+        """Returns the rows of all devices. Their numbers are equal, because all devices run one program."""
         if self._num_replicas == 1:
             return rows, 0
         return jax.lax.all_gather(rows, self._axes, tiled=True), self.replica_id * rows.shape[0]
 
     def merge(self, function: Callable[..., Any], values: Any) -> Any:
-        """Calls a function on every device, with the values of all devices of its worker."""
+        """Calls a function on every device with the values of all devices of its worker."""
         if self._num_local == 1:
             return function(values)
         first = self.replica_id - self.local_index

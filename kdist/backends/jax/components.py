@@ -1,7 +1,7 @@
-"""On-read variables on JAX: each device holds its replica's component, beside what all of them aggregate to.
+"""On-read variables on JAX: each device holds its replica's component and the aggregate of all components.
 
-The value of such a variable in a program is a pair, (component, aggregate). The components are said to be equal on
-all devices, as everything is that a program keeps, and are not.
+In a program, the value of such a variable is a pair, (component, aggregate). Programs declare all values that
+they keep as equal on all devices. For components, this is not true.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kdist.backends.jax.core import JaxCore
 
 
 def has_components(runtime: JaxCore, variable: Any) -> bool:
-    """Says whether the replicas have components of a variable."""
+    """Returns whether the replicas have components of a variable."""
     return runtime.num_replicas > 1 and is_on_read(variable)
 
 
 def place_shares(runtime: JaxCore, variable: Any) -> Any:
-    """Returns the components that a variable's present value gives the local replicas."""
+    """Returns the components of the local replicas for a variable's current value."""
     value, number = keras_hooks.native_value(variable), runtime.num_replicas
     return place_components(runtime, [share_of(variable, value, i, number) for i in runtime.replica_ids])
 

@@ -1,4 +1,4 @@
-"""What kdist's own parameter servers need of JAX."""
+"""The JAX functions that kdist's own parameter servers need."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from kdist.backends.jax import tables
 
 
 class JaxEngine(Engine):
-    """Values are arrays that nobody writes to; another value is another array."""
+    """Implements `Engine` with immutable arrays: a new value is always a new array."""
 
     def __init__(self) -> None:
         tables.hook_lookups()
-        # The programs by which optimizers update the variables that are named.
+        # The compiled steps of each optimizer. The keys are the ids of the variables.
         self._programs: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = (
             weakref.WeakKeyDictionary()
         )
 
     def load(self, variable: Any, held: Any, array: np.ndarray) -> jax.Array:
-        """Puts the numbers on the device."""
-        with jax.ensure_compile_time_eval():  # a function that is being traced may be the first to read it
+        """Copies a value to the device."""
+        with jax.ensure_compile_time_eval():  # the first read may happen in a trace
             return keras.ops.convert_to_tensor(array, dtype=variable.dtype)
 
     def mark(self, held: Any) -> Any:
-        """The array itself."""
+        """Returns the array itself."""
         return held
 
     def is_changed(self, held: Any, mark: Any) -> bool:
-        """Says whether it is another array."""
+        """Returns whether the value is another array."""
         return held is not mark
 
     def table(self, record: Any) -> None:
-        """Programs look up rows before they run."""
+        """Does nothing, because programs look up rows before they run."""
 
     def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
-        """Asks those that the program has."""
+        """Returns the indices and values of the rows of a gradient, if the program has the table."""
         return tables.by_rows(variable, gradient)
 
     def train_step(self, model: Any, data: Any) -> Any:
-        """Runs Keras's stateless step over the variables as they are in the scope around it."""
-        # The optimizer's step happens elsewhere: of what it keeps for each variable nothing is needed here.
+        """Runs Keras's stateless step with the values that variables have in the surrounding scope."""
+        # The optimizer's step runs elsewhere, so the values of its per-variable state do not matter here.
         own = [
             v.value if v.ndim == 0 else jax.numpy.zeros(v.shape, v.dtype) for v in model.optimizer.variables
         ]
@@ -62,7 +62,7 @@ class JaxEngine(Engine):
         return logs
 
     def apply(self, optimizer: Any, gradients: Sequence[np.ndarray], variables: Sequence[Any]) -> None:
-        """Compiles the optimizer's step once for the variables that it is for."""
+        """Runs the optimizer's step, which is compiled once per set of variables."""
         programs = self._programs.setdefault(optimizer, {})
         key = tuple(map(id, variables))
         if key not in programs:

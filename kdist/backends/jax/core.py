@@ -1,7 +1,7 @@
-"""`JaxCore`: the mesh over all devices, and the placing of state and batches on it.
+"""`JaxCore`: the mesh over all devices, and the placement of state and batches on it.
 
-Nothing is computed per replica: the step is one global program, and XLA divides its rows. So "placing" is all there
-is: state is replicated, batches are split by rows.
+The step is one global program, and XLA splits its rows, so nothing is computed per replica. kdist only places
+data: state is replicated or sharded, and batches are split by rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOST_EVEN = 64  # arrays of the last batches
 
 
 class JaxCore(Runtime):
-    """The devices of all workers as one axis, those of worker 0 first. A replica is a device of this mesh."""
+    """The mesh over the devices of all workers, in worker order. Each replica is a device of this mesh."""
 
     sees_all_rows = True
 
@@ -52,7 +52,7 @@ class JaxCore(Runtime):
     def __init__(self, topology: Topology, group: Workers) -> None:
         super().__init__(topology, group)
         self.local_devices = find_devices(self.devices)
-        # Where what speaks for all replicas computes; variables are created there too, but for those that are divided.
+        # The device for cross-replica computation. Variables that are not sharded are also created there.
         (self.holder,) = find_devices(topology.parameter_devices[:1])
         self.is_central = isinstance(topology.storage, Central)
         self._even: collections.deque[weakref.ref[jax.Array]] = collections.deque(maxlen=_MOST_EVEN)
@@ -74,60 +74,60 @@ class JaxCore(Runtime):
         self.by_batch = NamedSharding(self.mesh, PartitionSpec(batch_axis))
         local_mesh = Mesh(np.array(self.local_devices), (BATCH_AXIS,))
         self._local_replicated = NamedSharding(local_mesh, PartitionSpec())
-        # Several executions in flight on several CPU devices can exhaust XLA's threads, each waiting for the
-        # other's collectives. PJRT_NPROC makes this unlikely, one execution at a time makes it impossible.
+        # Concurrent executions on several CPU devices can exhaust XLA's threads, so that each waits for the
+        # others' collectives. PJRT_NPROC makes this unlikely. One execution at a time rules it out.
         self._one_at_a_time = len(self.devices) > 1 and self.local_devices[0].platform == "cpu"
         if self.num_workers > 1:
             with without_chatter(), group.working():
                 try:
-                    self.broadcast([np.zeros(1, np.float32)])  # a broken connection shows here
+                    self.broadcast([np.zeros(1, np.float32)])  # detects a broken connection
                 except jax.errors.JaxRuntimeError as error:
                     if (explained := group.explain_failure(error)) is not error:
                         raise explained from error
                     raise closed_error(f"worker {self.worker_index}", error) from error
 
     def note_even(self, batch: Any) -> None:
-        """Keeps the arrays of a batch whose shapes all workers know to be equal, as long as somebody uses them."""
+        """Records the arrays of a batch, whose shapes are equal on all workers, by weak references."""
         self._even.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.Array))
 
     def is_even(self, array: Any) -> bool:
-        """Says whether an array has the same shape on all workers, as far as this is known without a message."""
+        """Returns whether an array is known to have the same shape on all workers, without communication."""
         return not array.shape or any(known() is array for known in self._even)
 
     @property
     def communication(self) -> str:
-        """By what devices talk is JAX's choice, by their kind."""
+        """The communication library, which JAX selects by the kind of device."""
         by_kind = {"cpu": "gloo", "gpu": "nccl"}
         return by_kind.get(self.devices[0].partition(":")[0], "xla") if self.num_workers > 1 else ""
 
     @property
     def all_devices(self) -> list[str]:
-        """The devices of the mesh, in its order."""
+        """The devices of the mesh, in mesh order."""
         return [f"{device.platform}:{device.id}" for device in self.mesh.devices.flat]
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Creates variables on the device that holds them; those that no device need hold whole, on the host."""
+        """Creates variables on the device that holds them, or on the host if they may be sharded."""
         hosts = [] if self.storage is None else local_devices("cpu")
         device = self.holder if self.holder.platform == "cpu" else (*hosts, self.holder)[0]
         if device == jax.local_devices()[0]:
-            return contextlib.nullcontext()  # JAX's default anyway; setting it would trace functions anew
+            return contextlib.nullcontext()  # already JAX's default; setting it would cause retracing
         return jax.default_device(device)
 
     @property
     def can_exchange(self) -> bool:
-        """Not in a program, which runs later."""
+        """Whether workers can communicate now. This is impossible while a program is traced."""
         return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
     def to_holder(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns tensors on the device that holds variables."""
+        """Copies tensors to the device that holds variables."""
         return [
             part if isinstance(part, jax.core.Tracer) else jax.device_put(part, self.holder) for part in parts
         ]
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Gives every worker the values that the chief has, and divides what is new."""
+        """Copies the chief's values to all workers, and shards new variables."""
         if self.num_workers > 1:
-            # A divided variable has had the chief's value since it was divided.
+            # Sharded variables have had the chief's values since they were sharded.
             for some in _in_parts([v for v in variables if not is_divided(v)]):
                 values = self.broadcast([variable.value for variable in some])
                 for variable, value in zip(some, values, strict=True):
@@ -138,14 +138,14 @@ class JaxCore(Runtime):
     def place_state(self, values: Any) -> Any:
         """Copies process-local arrays to all devices.
 
-        Every worker passes equal values; nothing is sent between workers. The result shares no memory with
-        `values`, so it may be donated while variables still show them.
+        All workers must pass equal values, because nothing is sent between workers. The result shares no
+        memory with `values`, so it can be donated while variables still use `values`.
         """
         # A replicated device_put would share the first device's buffer even with may_alias=False.
         return self._replicate(jax.device_put(values, self.holder, may_alias=False))
 
     def place(self, parts: Sequence[Any]) -> list[Any]:
-        """Copies one batch for each local replica to its device."""
+        """Copies the batch of each local replica to its device."""
 
         def put(leaf: Any, device: Any) -> Any:
             array = _as_array(leaf)
@@ -153,7 +153,7 @@ class JaxCore(Runtime):
                 return array
             is_number = isinstance(array, jax.Array) or array.dtype.kind in "biufcV"
             if isinstance(array, np.ndarray):
-                # Whatever may_alias says, JAX shows memory that is aligned as it wants; a pipeline may fill it again.
+                # JAX shares aligned memory even with may_alias=False, but a pipeline may overwrite it.
                 array = np.array(array)
             return jax.device_put(array, device, may_alias=False) if is_number else array
 
@@ -174,21 +174,21 @@ class JaxCore(Runtime):
         return [keras.tree.map_structure(placed, part) for part in parts]
 
     def place_eagerly(self, data: Any) -> Any:
-        """Returns data of this worker's for a step outside of any program, on its first device, or beside any array."""
+        """Returns data for an eager step, on the first device, or as NumPy arrays for sharded variables."""
         if self.storage is None:
             return jax.device_put(data, self.holder)
         return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, data)
 
     def show_eager(self, outputs: Any) -> Any:
-        """Returns what such a step has computed as arrays of this worker."""
+        """Returns the results of an eager step as arrays of this worker."""
         if self.storage is None:
             return outputs
         return jax.tree.map(lambda leaf: arranged(leaf, self.replicated), outputs)
 
     def join_parts(self, batch: ReplicaBatches) -> Any:
-        """Returns the global batch that is on the devices; nothing is sent.
+        """Returns the global batch as arrays over the mesh; nothing is sent between devices.
 
-        Each device has its rows, or all of them: `divide` splits the work inside the program then.
+        Each device has its rows or all rows. If it has all rows, `divide` splits them inside the program.
         """
         if self._is_single:
             return batch.parts[0]
@@ -212,9 +212,9 @@ class JaxCore(Runtime):
         return keras.tree.map_structure(join, *batch.parts)
 
     def join_values(self, values: Sequence[Sequence[Any]]) -> list[Any]:
-        """Returns the values of all replicas as arrays over the mesh, concatenated by rows; scalars as rows.
+        """Concatenates the values of all replicas by rows into arrays over the mesh; scalars become rows.
 
-        There is one array a local replica for each value, of equal shapes.
+        Each value consists of one array per local replica, with equal shapes.
         """
         placed = []
         for parts in values:
@@ -229,9 +229,9 @@ class JaxCore(Runtime):
         return placed
 
     def divide(self, batch: Any) -> Any:
-        """Inside the program: has XLA split the rows over the replicas, also where these do not divide them.
+        """Makes XLA split rows over the replicas inside a program, even if the number is not divisible.
 
-        XLA pads the last part and masks the padding in every reduction, so numbers do not change.
+        XLA pads the last part and masks the padding in every reduction, so the results do not change.
         """
 
         if self._is_single:
@@ -245,16 +245,16 @@ class JaxCore(Runtime):
         return keras.tree.map_structure(constrain, batch)
 
     def _divides(self, num_rows: int) -> bool:
-        """Says whether a program divides so many rows.
+        """Returns whether a program splits this number of rows.
 
-        Along one axis of several it does not pad: XLA's partitioner then counts some rows of a scatter (the gradient
-        of an embedding, a confusion matrix) twice (jaxlib 0.10.2).
+        If the mesh has several axes, the rows must divide evenly. With padding, XLA's partitioner counts some
+        rows of a scatter twice (the gradient of an embedding, a confusion matrix; jaxlib 0.10.2).
         """
         length = self.mesh.shape[self.by_batch.spec[0]]
         return num_rows >= length and (num_rows % length == 0 or length == self.num_replicas)
 
     def place_variables(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns the values of variables on all devices; those of divided ones are the variables' own arrays."""
+        """Returns the values of variables on all devices. Sharded variables provide their own arrays."""
         values = [keras_hooks.native_value(variable) for variable in variables]
         whole_ones = [i for i, variable in enumerate(variables) if not is_divided(variable)]
         placed = self.place_state([values[i] for i in whole_ones])
@@ -263,11 +263,11 @@ class JaxCore(Runtime):
         return values
 
     def shardings(self, variables: Sequence[Any]) -> Any:
-        """Returns how a program is to leave variables; `None` for as it likes."""
+        """Returns the output shardings of variables for a program, or `None` if XLA may choose."""
         return None if self.storage is None else [self.storage.sharding(variable) for variable in variables]
 
     def show_variables(self, variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """Returns what variables hold of the values that a program has left; nothing is copied but to a holder."""
+        """Returns the values to store in variables after a program; copies only to a central device."""
         if self.storage is None:
             return list(self.show(list(values)))
         return [
@@ -276,25 +276,25 @@ class JaxCore(Runtime):
         ]
 
     def kept_whole(self, variables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Gathers the variables for as long as this lasts, in the memory of the host."""
+        """Returns a context that keeps the gathered variables in host memory."""
         return storage.kept_whole(self, variables)
 
     def local_values(self, variable: Any) -> Sequence[Any]:
-        """Returns the value of a variable, whole."""
+        """Returns a list that contains the whole value of a variable."""
         return [np.asarray(variable)] if is_divided(variable) else [variable.value]
 
     def show(self, values: Any) -> Any:
-        """Returns this worker's view of replicated arrays: plain arrays of one device, copied only to a holder."""
+        """Returns replicated arrays as arrays of one local device, copied only to a central device."""
         if self._is_single:
             return values
         local = jax.tree.map(lambda value: value.addressable_data(0), values)
         return jax.device_put(local, self.holder) if self.is_central else local
 
     def broadcast(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the arrays that worker 0 has, on this worker's first device. All workers must call it."""
+        """Returns worker 0's arrays on this worker's first device. All workers must call this method."""
         hosts = [np.asarray(value) for value in values]
         words = _words(b"".join(host.tobytes() for host in hosts))
-        # One row a device; a program that asks for the first one sends it to all.
+        # One row per device. A program that returns the first row on all devices broadcasts it.
         (rows,) = self.join_values([[words[None]] * len(self.devices)])
         first = jax.jit(lambda rows: rows[0], out_shardings=self.replicated)(rows)
         data = np.asarray(first.addressable_data(0)).tobytes()
@@ -306,7 +306,7 @@ class JaxCore(Runtime):
         return chief
 
     def throttle(self, values: Any) -> None:
-        """Called after each step with its results: waits where a second step could get in the way."""
+        """Waits for the results of a step if the next step could interfere with it."""
         note_dispatched(values)
         if self._one_at_a_time:
             with tracing.span("until ready", "step"):
@@ -324,7 +324,7 @@ class JaxCore(Runtime):
 
 
 def _in_parts(variables: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Variables as they travel: only so many at once that a device has room for them beside its own."""
+    """Yields groups of variables, so that a device has enough memory for a second copy of each group."""
     some: list[Any] = []
     size = 0
     for variable in variables:
@@ -348,6 +348,6 @@ def _as_array(leaf: Any) -> Any:
         return sparse.BCOO((leaf.values.numpy(), leaf.indices.numpy()), shape=tuple(leaf.shape))
     if is_scipy(leaf):
         return sparse.BCOO.from_scipy_sparse(leaf)
-    if hasattr(leaf, "detach"):  # of PyTorch
+    if hasattr(leaf, "detach"):  # a PyTorch tensor
         return torch_to_numpy(leaf)
     return np.asarray(to_dense(leaf) if is_ragged(leaf) else leaf)

@@ -1,4 +1,4 @@
-"""The devices of this process as JAX sees them, and logical CPU devices on request."""
+"""The JAX devices of this process, and logical CPU devices on request."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kdist.cluster import environment, may_have_gpus
 
 KINDS = ("gpu", "tpu", "cpu")
 
-# Each CPU device of a process blocks a thread of XLA's pool while it waits in a collective, and the pool has
-# only as many threads as there are cores: more devices than cores wait for each other until XLA aborts.
+# Each CPU device blocks a thread of XLA's pool while it waits in a collective. The pool has one thread per
+# core, so more devices than cores wait for each other until XLA aborts.
 _POOL_THREADS = 16
 _THREADS_PER_DEVICE = 4
 
 
 def local_devices(kind: str) -> list[Any]:
-    """Returns JAX's device objects of a kind (`"cpu"`, `"gpu"`, `"tpu"`) in this process; starts JAX's backends."""
+    """Starts JAX, and returns this process's device objects of a kind: `"cpu"`, `"gpu"` or `"tpu"`."""
     try:
         return list(jax.local_devices(backend=kind))
-    except RuntimeError:  # JAX's way to say that it knows no such platform here
+    except RuntimeError:  # JAX has no such platform here
         return []
 
 
 def list_devices(kind: str | None = None) -> tuple[str, ...]:
-    """Returns the names of the local devices of a kind; `None` for accelerators, else the CPU devices."""
+    """Returns the names of local devices of a kind; `None` means accelerators, or CPUs if there are none."""
     for candidate in (kind,) if kind else KINDS:
         names = tuple(f"{candidate}:{i}" for i in range(len(local_devices(candidate))))
         if names:
@@ -39,18 +39,18 @@ def list_devices(kind: str | None = None) -> tuple[str, ...]:
 
 
 def request_cpus(devices: Sequence[str]) -> None:
-    """Asks JAX to show the CPU devices that the short names `devices` need, without starting it.
+    """Makes JAX provide the CPU devices in `devices` (short names), without starting it.
 
     Raises:
-        DeviceError: JAX has started already, with fewer CPU devices.
+        DeviceError: If JAX has already started with fewer CPU devices.
     """
     needed = count_of_kind(devices, "cpu")
     if needed < 2:
         return
-    # Read by XLA when its CPU client starts; with fewer threads than collectives in flight, they wait for each other.
+    # XLA reads this when its CPU client starts. With fewer threads than concurrent collectives, it hangs.
     environment.set_default("PJRT_NPROC", max(_POOL_THREADS, _THREADS_PER_DEVICE * needed))
     if "xla_force_host_platform_device_count" in (environment.get("XLA_FLAGS") or ""):
-        shown = len(local_devices("cpu"))  # the older way to ask; JAX refuses both at once
+        shown = len(local_devices("cpu"))  # an older option; JAX refuses both together
     else:
         shown = _show_cpus(needed)
     if shown < needed:
@@ -62,12 +62,12 @@ def _show_cpus(needed: int) -> int:
     try:
         jax.config.update("jax_num_cpu_devices", wanted)
         return wanted
-    except RuntimeError:  # JAX's backends have started: it shows what it shows
+    except RuntimeError:  # JAX has started, so the number is fixed
         return len(local_devices("cpu"))
 
 
 def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
-    """Makes sure that the devices exist; see `Backend.require_devices`."""
+    """Returns short names of devices after a check that they exist; see `Backend.require_devices`."""
     names = tuple(short_name(name) for name in devices)
     request_cpus(names)
     find_devices(names)
@@ -75,9 +75,9 @@ def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def own_devices(names: Sequence[str], num_workers: int) -> tuple[str, ...]:
-    """Returns the short names of those devices, named by their ids over all processes, that this process has."""
+    """Returns the short names of this process's devices in `names`, which have ids over all processes."""
     if num_workers == 1:
-        request_cpus(names)  # Keras has started JAX: where there are too few, this says how to have more
+        request_cpus(names)  # Keras has started JAX; the error explains how to get more devices
     ids = {
         f"{device.platform}:{device.id}": f"{kind}:{index}"
         for kind in KINDS
@@ -92,7 +92,7 @@ def find_devices(names: Sequence[str]) -> list[Any]:
     for name in names:
         kind, index = name.split(":")
         if kind == "gpu" and not has_started() and not may_have_gpus():
-            raise missing_device(name, ["cpu:0"])  # JAX is not started: CPU devices can still be asked for
+            raise missing_device(name, ["cpu:0"])  # JAX is not started, so CPUs can still be requested
         available = local_devices(kind)
         if int(index) >= len(available):
             raise missing_device(name, [other for k in KINDS for other in list_devices(k)])
@@ -101,10 +101,10 @@ def find_devices(names: Sequence[str]) -> list[Any]:
 
 
 def along_links(names: Sequence[str], mesh_shape: Sequence[int]) -> tuple[str, ...]:
-    """Returns the TPU cores of this worker in the order in which a mesh uses their links best.
+    """Sorts the TPU cores of this worker, so that a mesh uses their links efficiently.
 
-    Only this worker's own devices change places. The mesh keeps the order of the workers, in which the hosts of a slice
-    are neighbors, so its first axes span the slower network.
+    The order of the workers does not change. In this order, the hosts of a slice are neighbors, so the first
+    axes of the mesh span the slower network.
 
     Args:
         names: The short names of TPU cores.
@@ -118,7 +118,7 @@ def along_links(names: Sequence[str], mesh_shape: Sequence[int]) -> tuple[str, .
         left //= shape[0]
     try:
         mesh = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    except (AssertionError, NotImplementedError, ValueError):  # for some devices, JAX has no order
+    except (AssertionError, NotImplementedError, ValueError):  # JAX has no order for these devices
         return tuple(names)
     found = {id(device): name for device, name in zip(devices, names, strict=True)}
     return tuple(found[id(device)] for device in mesh.flat)

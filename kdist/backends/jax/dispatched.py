@@ -1,4 +1,4 @@
-"""Programs that were dispatched and have perhaps not ended: JAX returns their arrays before."""
+"""Programs that may still be running, because JAX returns their arrays before they end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import jax
 
 from kdist.backends import whereabouts
 
-# One array of each program, and where in the training that was.
+# One array of each program, and the position in training at its dispatch.
 _dispatched: collections.deque[tuple[Any, tuple[str, int, int]]] = collections.deque(maxlen=64)
 
 
 def note_dispatched(values: Any) -> None:
-    """Remembers one array of a program: until it is ready, whoever reads it waits for others."""
+    """Remembers one array of a program. Code that reads it before it is ready waits for other workers."""
     while isinstance(values, (dict, list, tuple)) and values:
         values = next(iter(values.values() if isinstance(values, dict) else values))
     while _dispatched and _has_ended(_dispatched[0][0]):
@@ -24,7 +24,7 @@ def note_dispatched(values: Any) -> None:
 
 
 def first_unfinished() -> str | None:
-    """Returns where in the training the first program was dispatched that has not ended well."""
+    """Returns the position in training of the first program that has not succeeded yet, or `None`."""
     for array, where in list(_dispatched):
         if not _has_ended(array):
             return whereabouts.words(*where)
@@ -36,9 +36,9 @@ def _has_ended(array: Any) -> bool:
         if array.is_ready():
             array.block_until_ready()
             return True
-    except RuntimeError as error:  # deleted, since a later program has taken it; or it has failed
+    except RuntimeError as error:  # deleted, because a later program reuses it; or failed
         return "deleted" in str(error)
-    except ValueError:  # the engine's, as it failed
+    except ValueError:  # the program failed in the backend
         return False
     return False
 

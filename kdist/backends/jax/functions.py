@@ -1,4 +1,4 @@
-"""Functions of the user's in replicas on JAX: one program over all devices, with Keras's state in and out."""
+"""User functions in replicas on JAX: one program over all devices, with Keras's state as input and output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MANY_PROGRAMS = 16
 
 
 class Functions:
-    """What a runtime keeps for functions of the user's: compiled programs, and variables on all devices."""
+    """The compiled programs of user functions, and the variables' values on all devices."""
 
     def __init__(self, runtime: JaxCore) -> None:
         self._runtime = runtime
@@ -85,7 +85,7 @@ class Functions:
 
 
 class SpeaksForAll(BaseException):
-    """Tells `function` that what it traces calls `strategy.run`, which compiles by itself, or reads a dataset."""
+    """Stops the trace of a function that calls `strategy.run`, which compiles itself, or reads a dataset."""
 
 
 class _Running(threading.local):
@@ -98,7 +98,7 @@ _running = _Running()
 
 
 def leave_function() -> None:
-    """Called by what speaks for all replicas: a `kdist.function` that does runs as it is."""
+    """Marks a running `kdist.function` as acting for all replicas, so that it is not compiled."""
     for function in _running.first_calls:
         function.speaks_for_all = True
     if _running.traces:
@@ -106,20 +106,20 @@ def leave_function() -> None:
 
 
 class _Call(Template):
-    """The arguments of one call: arrays, one for each local replica, and constants."""
+    """The arguments of one call: constants, and arrays with one value per local replica."""
 
     def __init__(self, args: Any, kwargs: Any, num_local: int) -> None:
         super().__init__((args, kwargs), lambda leaf: _parts(leaf, num_local))
         self.constants = list(map(_same_constant, self.constants))
 
     def key(self) -> Any:
-        """What another call must have in common to run the same program."""
+        """Returns a key that is equal for all calls that can run the same program."""
         shapes = tuple((tuple(parts[0].shape), str(parts[0].dtype)) for parts in self.data)
         return repr(self._structure), constant_key(tuple(self.constants)), shapes
 
 
 def _parts(leaf: Any, num_local: int) -> list[Any] | None:
-    """One array for each local replica, or `None` for a constant."""
+    """Returns one array per local replica, or `None` for a constant."""
     if isinstance(leaf, DistributedValues):
         parts = [part if is_array(part) else np.asarray(part) for part in leaf.values]
         return None if any(part.dtype.kind in "OSU" for part in parts) else parts
@@ -145,7 +145,7 @@ def _same_constant(leaf: Any) -> Any:
 
 
 class _Program:
-    """A function of the user's, compiled for arguments of one kind: those of its first call."""
+    """A user function, compiled for arguments with the same key as its first call."""
 
     def __init__(self, runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: _Call) -> None:
         self._runtime = runtime
@@ -171,16 +171,16 @@ class _Program:
         state, outputs = self._compiled(written, read, looked, inputs)
         placed.write(self._written, state)
         self._runtime.throttle((state, outputs))
-        # Not `addressable_data`, which takes any shard of an array that is said to be equal on all devices.
+        # `addressable_data` would return any shard, because the array is declared equal on all devices.
         shards = [out.addressable_shards for out in outputs]
         number = len(self._runtime.devices)
         pairs = [*zip(shards, self._outputs.same, strict=True)]
         return [self._outputs.fill([p[0 if same else i].data for p, same in pairs]) for i in range(number)]
 
     def _discover(self, call: _Call) -> list[Any]:
-        """Traces the function, without compiling it, until all its variables are known."""
+        """Traces the function without compiling it, until all its variables are known."""
         inputs = self._runtime.join_values(call.data)
-        large = getattr(self._strategy, "tables", ())  # a worker of parameter servers has some
+        large = getattr(self._strategy, "tables", ())  # only with parameter servers
         how = (self._over, inputs, self._runtime.broadcast_variables, self._initial_value)
         found = tables.discover(large, *how) if large else None
         self._tables, values = found or (Tables(), discover(*how))
@@ -201,7 +201,7 @@ class _Program:
         return list(map(stored, self._written, state)), outputs
 
     def _find_ids(self, written: Any, read: Any, inputs: Any) -> list[Any]:
-        """The program that returns the numbers of the rows: what only the rest needs, JAX leaves out."""
+        """Returns the indices of the rows to look up; JAX omits computation that they do not need."""
         with self._tables.find() as finding:
             self._replica(self._values(written, read), inputs)
         return finding.ids
@@ -221,7 +221,7 @@ class _Program:
 
         def mapped(*args: Any) -> Any:
             specs = (*[whole] * (len(args) - 1), split)
-            # Unchecked: each device keeps what it computed, which its shards show.
+            # Without the check, each device can keep its own result in its shard.
             return jax.shard_map(
                 body, mesh=self._runtime.mesh, in_specs=specs, out_specs=whole, check_vma=False
             )(*args)
@@ -229,7 +229,7 @@ class _Program:
         return mapped
 
     def _replica(self, values: Values, inputs: Sequence[Any]) -> Any:
-        """What every device does: returns the variables that were written, and the arrays of the result."""
+        """Runs the function on one device; returns the values of written variables and the arrays."""
         if self._num_replicas > 1:
             inputs = [part[0] if scalar else part for part, scalar in zip(inputs, self._scalar, strict=True)]
         replica = JaxReplica(self._strategy, MeshCollectives(self._runtime))
@@ -245,13 +245,13 @@ class _Program:
             error.add_note("Raised in the function of all replicas: JAX traces it once.")
             raise
         self._outputs = Outputs(result, replica.same)
-        # One trace may see a value as new that another one sees as the old one: the first says which are written.
+        # Traces can disagree on whether a value is new, so the first trace determines the written variables.
         written = self._written if self._knows_written else list(values.written.values())
         return values.results(written), self._outputs.take()
 
 
 def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Returns a function that is compiled, unless it speaks for all replicas: `strategy.run` compiles by itself."""
+    """Returns a compiled function, unless it acts for all replicas; `strategy.run` compiles by itself."""
     if options:
         hint_ignored(f"options={sorted(options)} of kdist.function", "JAX compiles all functions.")
     compiled = _Function(fn)
@@ -266,10 +266,10 @@ def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 class _Function:
-    """A function that runs in no replica. Its first call shows whether it can be compiled.
+    """A function that runs outside replicas. Its first call shows whether it can be compiled.
 
-    Tracing it would show that too, but what it had done by then to the world (a batch taken, a number counted up)
-    would be done again.
+    A trace would also show this. However, side effects before it stops (reading a batch, increasing a
+    counter) would happen twice.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -289,7 +289,7 @@ class _Function:
         try:
             if key not in self._programs:
                 self._programs[key] = _PlainProgram(self._fn, call)
-        except SpeaksForAll:  # in a branch that its first call did not take
+        except SpeaksForAll:  # in a branch that the first call did not take
             self.speaks_for_all = True
             return self._fn(*args, **kwargs)
         return self._programs[key](call)
@@ -305,7 +305,7 @@ class _Function:
 
 
 class _PlainProgram:
-    """A function that runs in no replica, compiled for arguments of one kind."""
+    """A function that runs outside replicas, compiled for arguments with the same key."""
 
     def __init__(self, fn: Callable[..., Any], call: _Call) -> None:
         self._fn = fn
@@ -339,7 +339,7 @@ class _PlainProgram:
 
 
 def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool) -> Callable[..., Any]:
-    """Returns a function that gives a loss and its gradients, by `jax.value_and_grad`."""
+    """Returns a function that computes a loss and its gradients with `jax.value_and_grad`."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         outer = keras_hooks.stateless_scope()

@@ -1,4 +1,4 @@
-"""Meeting on JAX: waits until all workers of a cluster are there, and connects them with `jax.distributed`."""
+"""Rendezvous on JAX: waits for all workers of a cluster, and connects them with `jax.distributed`."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from kdist.cluster import (
 )
 from kdist.errors import StrategyScopeError
 
-# A worker that has sent no heartbeat for this share of the timeout counts as lost; JAX's own default is 100 s.
+# A worker is lost if it sends no heartbeat for this share of the timeout. JAX's default timeout is 100 s.
 _SILENCE = 0.4
 
 
 def meet(cluster: Cluster, timeout: float, devices: Sequence[str]) -> None:
-    """Waits until all workers are there, and connects this one, with its devices (`()`: as the backend prefers).
+    """Waits for all workers, and connects this worker and its devices (`()` for the backend's default).
 
-    JAX would wait too, but where a worker does not come it ends the process from C++ instead of raising an
-    error that could say who is missing.
+    JAX also waits, but if a worker is missing, it terminates the process from C++. kdist raises an error that
+    names the missing workers instead.
     """
     chief = None if cluster.coordinator_taken else str(cluster.coordinator)
     addresses = wait_for_all(cluster, chief, timeout)
     coordinator = chief or addresses[0]
-    # A task that fails must not end the others from C++, before they can say why: `Watch` sees to them.
+    # A failed task must not terminate the others from C++ before they can report why. `Watch` handles it.
     jax.config.update("jax_enable_recoverability", True)
-    # Its handler of SIGTERM would keep a worker alive that is asked to end.
+    # Its SIGTERM handler would keep a worker alive that is asked to end.
     jax.config.update("jax_enable_preemption_service", False)
     if visible_gpus():
         choose_nccl_interface(cluster)
@@ -54,14 +54,14 @@ def meet(cluster: Cluster, timeout: float, devices: Sequence[str]) -> None:
             cluster.worker_index,
             local_device_ids=_local_gpus(cluster, devices),
             cluster_detection_method="deactivate",
-            initialization_timeout=60,  # all workers are there already
+            initialization_timeout=60,  # all workers have already arrived
             heartbeat_timeout_seconds=max(1, round(liveness.heartbeat_timeout() * _SILENCE)),
             coordinator_bind_address=coordinator if is_loopback(split_address(coordinator)[0]) else None,
         )
 
 
 def check_session(cluster: Cluster) -> None:
-    """Raises unless the session of `jax.distributed` that the user has made is that of a cluster."""
+    """Raises an error if the user's `jax.distributed` session does not match a cluster."""
     from jax._src import distributed
 
     state = distributed.global_state
@@ -79,10 +79,10 @@ def check_session(cluster: Cluster) -> None:
 
 
 def _use_gloo(own_host: str) -> None:
-    """Has CPU collectives use gloo, listening at the interface that leads to the other workers.
+    """Makes CPU collectives use gloo on the network interface that leads to the other workers.
 
-    gloo's own choice is the address of this machine's name, which may be the loopback interface, by which
-    nobody else can be reached, or a public one for a job of one machine. JAX has no option for it.
+    By default, gloo uses the address of this host's name. This can be the loopback interface, which other
+    hosts cannot reach, or a public interface for a job on one host. JAX has no option for it.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if not _can_listen(own_host):
@@ -92,7 +92,7 @@ def _use_gloo(own_host: str) -> None:
         from jax._src.xla_bridge import make_cpu_client
 
         make_gloo = _jax.make_gloo_tcp_collectives
-    except (ImportError, AttributeError):  # another JAX: its own choice then
+    except (ImportError, AttributeError):  # other JAX versions; gloo chooses the interface
         return
 
     def make_client() -> Any:
@@ -112,19 +112,19 @@ def _can_listen(host: str) -> bool:
 
 
 def _local_gpus(cluster: Cluster, devices: Sequence[str]) -> list[int] | None:
-    """Returns the GPUs that JAX may open in this worker; `None` for all that it sees."""
+    """Returns the GPUs that JAX may open in this worker, or `None` for all visible GPUs."""
     count = len(visible_gpus())
     mine = own_gpus(cluster, count)
     return None if devices or len(mine) == count else list(mine)
 
 
-# What gloo and the coordination service say of themselves when all is well, on every worker.
+# Messages of gloo and the coordination service that appear on every worker without a problem.
 _CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|Using experimental recoverable task feature")
 
 
 @contextlib.contextmanager
 def without_chatter() -> Iterator[None]:
-    """Holds back what C++ prints meanwhile, and lets everything but the usual chatter through afterwards."""
+    """Captures the output of C++ code, and prints it afterwards without the usual status messages."""
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held:

@@ -1,9 +1,9 @@
-"""The moments of BatchNormalization in a program that is divided by rows: one small collective in each direction.
+"""Moments of BatchNormalization in a program that is split by rows, with one small collective per direction.
 
-Keras takes the mean, and then the mean of the squared differences from it. XLA makes a collective of each of these sums
-and of those of the gradient: four per layer and step, and each waits for the one before. Here each device computes the
-moments of its rows. One collective gathers them, and every device combines all of them. Sums of x and of its square
-would need only one collective, too, but their difference loses digits if the mean is large.
+Keras computes the mean, and then the mean of the squared differences from it. For these sums and their
+gradients, XLA needs four collectives per layer and step, and each waits for the previous one. Here, each
+device computes the moments of its rows. One collective gathers them, and every device combines them. Sums of
+x and its square would also need only one collective, but their difference loses digits if the mean is large.
 
 Source: Chan et al., http://infolab.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf
 """
@@ -24,7 +24,7 @@ _rows: ContextVar[NamedSharding | None] = ContextVar("rows", default=None)
 
 @contextlib.contextmanager
 def over(rows: NamedSharding) -> Iterator[None]:
-    """Within this, the program of a step is traced, whose rows have this sharding."""
+    """A context for tracing the program of a step whose rows have a given sharding."""
     token = _rows.set(rows)
     try:
         yield
@@ -35,13 +35,13 @@ def over(rows: NamedSharding) -> Iterator[None]:
 def moments(
     original: Callable[..., Any], x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False
 ) -> Any:
-    """Called in place of Keras's `moments`."""
+    """Replaces Keras's `moments`."""
     rows = _rows.get()
     number = 1 if rows is None else rows.mesh.shape[rows.spec[0]]
     if number == 1 or isinstance(axes, int) or axes is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return original(x, axes, keepdims, synchronized)
     reduced = tuple({axis % x.ndim for axis in axes})
-    if 0 not in reduced or x.shape[0] % number or not x.size:  # XLA pads, in four collectives
+    if 0 not in reduced or x.shape[0] % number or not x.size:  # XLA pads, with four collectives
         return original(x, axes, keepdims, synchronized)
     found = _combined(x.astype(jnp.promote_types(x.dtype, jnp.float32)), reduced, number, rows)
     if x.dtype.itemsize < 4:  # as in Keras
@@ -51,10 +51,10 @@ def moments(
 
 
 def _combined(x: Any, axes: tuple[int, ...], number: int, rows: Any) -> tuple[Any, Any]:
-    """Returns mean and variance of all rows, of parts of equal numbers of rows."""
+    """Returns the mean and variance of all rows, from parts with equal numbers of rows."""
 
     def divided(array: Any, axis: str | None) -> Any:
-        # Other axes may be divided over other axes of a mesh.
+        # Other axes may be sharded over other axes of a mesh.
         spec = PartitionSpec(axis, *[PartitionSpec.UNCONSTRAINED] * (array.ndim - 1))
         return jax.lax.with_sharding_constraint(array, NamedSharding(rows.mesh, spec))
 

@@ -1,8 +1,8 @@
-"""What a compiled function needs of stateful Keras code: which variables it reads and writes.
+"""Finds the variables that stateful Keras code reads and writes, so that JAX can compile it.
 
-JAX compiles pure functions; Keras layers, optimizers and metrics change variables. While a function is traced, a
-`keras.StatelessScope` shows it the values that came in as arguments, and keeps what it writes, to be handed out
-as results. A first trace, without arguments for the state, finds out which variables there are.
+JAX compiles pure functions, but Keras layers, optimizers and metrics change variables. During a trace, a
+`keras.StatelessScope` supplies the values of variables from the arguments. It also records new values, which
+become results. A first trace, without state arguments, finds the variables.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from kdist.backends.jax.storage import is_divided
 from kdist.backends.variable_table import VariableTable
 
 _NOTHING: tuple[Any, Any] = (None, None)
-_FEW = 100  # items of a container that is a constant by its contents
+_FEW = 100  # the most items of a container that is compared by value
 _all_placed: weakref.WeakSet[Placed] = weakref.WeakSet()
 
 
 def assigned(variable: Any) -> None:
-    """Called when a variable was assigned to outside of replicas: also the same array is another value then."""
+    """Discards stored components after an assignment outside replicas, even if the array is the same."""
     if is_on_read(variable):
         for placed in _all_placed:
             placed.forget(variable)
 
 
 class Placed:
-    """The variables' values on all devices, from one call to the next.
+    """The values of variables on all devices, kept between calls.
 
-    A value is copied to all devices when it comes from elsewhere (`assign`, `load_weights`, `fit`), and not
-    when it is what the last call has left.
+    A value is copied to all devices if other code set it (`assign`, `load_weights`, `fit`). It is not copied
+    if it is the result of the last call.
     """
 
     def __init__(self, runtime: JaxCore) -> None:
         self._runtime = runtime
-        # What each variable showed last, and its value on all devices.
+        # The last native value of each variable, and its value on all devices.
         self._known: VariableTable[tuple[Any, Any]] = VariableTable()
         self._holders = 0
         _all_placed.add(self)
 
     def read(self, variables: Sequence[Any], donated: bool = False) -> list[Any]:
-        """Returns the values on all devices; of on-read variables, pairs of the components and what they make.
+        """Returns values on all devices; for on-read variables, pairs of the components and the aggregate.
 
-        Where the buffers are donated, to be used for something else, a value that somebody else holds too
-        (`old = variable.value`, `target.assign(variable)`) is copied.
+        If buffers are donated, the program reuses their memory. Values with other references are then copied
+        (`old = variable.value`, `target.assign(variable)`).
         """
         found: list[Any] = [None] * len(variables)
         missing, components = [], {}
@@ -82,21 +82,21 @@ class Placed:
         return found
 
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Shows new values in the variables."""
+        """Sets the variables to new values."""
         for variable, placed in zip(variables, values, strict=True):
             self._show(variable, placed)
 
     def forget(self, variable: Any) -> None:
-        """Lets the next program take the variable's own value."""
+        """Makes the next program use the variable's own value."""
         self._known.pop(variable)
 
     def component(self, variable: Any, index: int) -> Any:
-        """Returns what a local replica has of an on-read variable."""
+        """Returns a local replica's component of an on-read variable."""
         ((parts, _),) = self.read([variable])
         return parts.addressable_shards[index].data
 
     def write_components(self, variable: Any, parts: Sequence[Any], total: Any) -> None:
-        """Keeps what the local replicas have of an on-read variable, and shows what all replicas' make."""
+        """Stores the local replicas' components of an on-read variable, and sets it to their aggregate."""
         (whole,) = self._runtime.place_state([total])
         self._show(variable, (place_components(self._runtime, parts), whole))
 
@@ -105,22 +105,22 @@ class Placed:
         (shown,) = self._runtime.show_variables([variable], [placed[1] if is_pair else placed])
         keras_hooks.set_native_value(variable, shown)
         if is_divided(variable):
-            return placed  # the variable's own
+            return placed  # the variable holds it
         if self._runtime.is_central and not is_pair:
-            return placed  # until the end of the call: only components stay on the devices
+            return placed  # used in this call; only components stay on the devices
         self._known[variable] = (shown, placed)
-        self._holders = sys.getrefcount(shown)  # the variable, this object and the local name, as in `read`
+        self._holders = sys.getrefcount(shown)  # variable, this object and a local name, as in `read`
         return placed
 
 
 def _strong(value: Any) -> Any:
-    """The value without JAX's weak type, which `keras.Variable(1.0)` has: each program would be compiled twice."""
+    """Removes JAX's weak type, for example from `keras.Variable(1.0)`, to avoid a second compilation."""
     is_weak = isinstance(value, jax.Array) and value.weak_type
     return jax.numpy.asarray(value, value.dtype) if is_weak else value
 
 
 def _own_array(variable: Any, donated: bool) -> Any:
-    """The array of a divided variable; a copy where it is donated, and somebody else holds it, too."""
+    """Returns the array of a sharded variable, or a copy if it is donated and has other references."""
     value = keras_hooks.native_value(variable)
     is_held = donated and sys.getrefcount(value) > _own_holders()
     return jax.numpy.copy(value) if is_held else value
@@ -128,18 +128,18 @@ def _own_array(variable: Any, donated: bool) -> Any:
 
 @functools.cache
 def _own_holders() -> int:
-    """How many references `_own_array` counts where only the variable holds the array."""
+    """Returns the reference count in `_own_array` if only the variable holds the array."""
     holder = [object()]
     value = holder[0]
     return sys.getrefcount(value)
 
 
 def initialize(variables: Sequence[Any]) -> bool:
-    """Gives values to variables that a traced function has created; says whether there were any."""
+    """Initializes variables that a traced function has created; returns whether there are any."""
     if all(keras_hooks.native_value(variable) is not None for variable in variables):
         return False
     with keras_hooks.without_scope(), keras.StatelessScope():
-        pass  # Keras does it when a scope is left
+        pass  # Keras initializes variables at the end of a scope
     return True
 
 
@@ -149,33 +149,33 @@ def discover(
     created: Callable[[Sequence[Any]], None] = lambda variables: None,
     value: Callable[[Any], Any] = initial_value,
 ) -> Values:
-    """Traces a function without compiling it, and returns the `Values` of all variables it reads and writes.
+    """Traces a function without compiling it, and returns the `Values` of the variables that it uses.
 
     Args:
-        function: Returns the function to trace over some `Values`.
-        arguments: Shapes and dtypes of its arguments.
-        created: Called with all variables once the function has created some, which have values by then.
-        value: Returns the value of a variable as the trace sees it.
+        function: Takes `Values` and returns the function to trace.
+        arguments: Shapes and dtypes of the arguments of the traced function.
+        created: Receives all variables if the function has created some. The new variables have values.
+        value: Returns the value of a variable in the trace.
     """
     while True:
         values = Values((), (), value)
         jax.eval_shape(function(values), arguments)
         if not initialize(values.variables):
             return values
-        created(values.variables)  # and once more: a layer that is built may use other variables
+        created(values.variables)  # trace again: built layers may use other variables
 
 
 def is_array(leaf: Any) -> bool:
-    """Says whether a leaf of a result is data; anything else is a constant of the program."""
+    """Returns whether a leaf of a result is data; all other leaves are constants of the program."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
 class Template:
-    """A structure of data, which goes into a program or comes out of it, among constants.
+    """A nested structure of data and constants that is the input or output of a program.
 
     Args:
-        structure: It is not kept, but for the constants.
-        data: Returns the data of a leaf; `None` for a constant.
+        structure: The structure. Only its constants are kept.
+        data: Returns the data of a leaf, or `None` for a constant.
     """
 
     def __init__(self, structure: Any, data: Callable[[Any], Any]) -> None:
@@ -193,30 +193,30 @@ class Template:
 
 
 class Outputs(Template):
-    """The result of a traced function: arrays, which its program computes, among constants.
+    """The result of a traced function: arrays, which its program computes, and constants.
 
     Args:
-        result: A structure.
-        same: The arrays among them that all local replicas share.
+        result: A nested structure.
+        same: The arrays in `result` that are the same in all local replicas.
     """
 
     def __init__(self, result: Any, same: Sequence[Any] = ()) -> None:
         super().__init__(result, lambda leaf: leaf if is_array(leaf) else None)
         self.same = [any(leaf is other for other in same) for leaf in self.data]
-        """For each array, whether it is one of those that all local replicas share."""
+        """Whether each array is the same in all local replicas."""
 
     def take(self) -> list[Any]:
-        """Returns the arrays of the trace, once: they must not outlive it."""
+        """Returns the arrays of the trace and drops them, because they must not outlive it."""
         arrays, self.data = self.data, []
         return arrays
 
 
 def function_key(fn: Any) -> Any:
-    """What must be equal for two functions to be the same program: a tuple, which holds what it identifies.
+    """Returns a key that is equal for functions that compile to the same program.
 
-    A step function is often defined anew each time that a training step is called: the same code over the same
-    objects. Or it stays, and its global names come to mean others, as where one cell of a notebook runs again. What it
-    closes over and its global names are compared by identity, small constants by value.
+    Training code often defines a step function again for each call, with the same code and objects. Or global
+    names of a function change, for example if a notebook cell runs again. The key therefore compares the
+    code, closures and globals: objects by identity, small constants by value. It references the objects.
     """
     return _function_key(fn, {})
 
@@ -235,7 +235,7 @@ def _function_key(fn: Any, known: dict[int, Any]) -> Any:
         )
     if id(fn) in known:
         return known[id(fn)]
-    known[id(fn)] = "function", fn.__code__  # for one that refers to itself
+    known[id(fn)] = "function", fn.__code__  # for recursive functions
 
     def key(value: Any) -> Any:
         is_function = isinstance(value, (types.FunctionType, types.MethodType))
@@ -250,7 +250,7 @@ def _function_key(fn: Any, known: dict[int, Any]) -> Any:
 
 
 def _is_of_library(fn: types.FunctionType) -> bool:
-    """Says whether a function is of a package, whose names mean always the same."""
+    """Returns whether a function is from an installed package, whose global names do not change."""
     return "-packages" in fn.__code__.co_filename or (fn.__module__ or "").startswith("kdist.")
 
 
@@ -258,13 +258,13 @@ def _contents(cells: Sequence[Any]) -> Iterator[Any]:
     for cell in cells:
         try:
             yield cell.cell_contents
-        except ValueError:  # of what is not there yet
+        except ValueError:  # the cell is still empty
             yield None
 
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The global names that a function and those in it read, but for those that they set, such as counters."""
+    """Returns the global names that code and its inner functions read, except names that they set."""
     read: dict[str, None] = {}
     written: set[str] = set()
     for instruction in dis.get_instructions(code):
@@ -279,7 +279,7 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def constant_key(value: Any, depth: int = 4) -> Any:
-    """What must be equal for two constants to be the same: small ones by value, other objects by identity."""
+    """Returns a key for comparing constants: small constants by value, other objects by identity."""
     if isinstance(value, (float, complex)):
         return type(value), repr(value)  # 0.0 is not -0.0, but NaN is NaN
     if value is None or isinstance(value, (bool, int, str, bytes)):
@@ -292,7 +292,7 @@ def constant_key(value: Any, depth: int = 4) -> Any:
 
 
 class _Same:
-    """Equal to another one of the same object."""
+    """Compares an object by identity, and keeps a reference to it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

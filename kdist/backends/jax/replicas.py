@@ -1,4 +1,4 @@
-"""One replica of a function of the user's on JAX."""
+"""One replica of a user function on JAX."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kdist.values import DistributedValues
 
 
 class JaxReplica(Replica):
-    """A replica that runs a function of the user's."""
+    """A replica that runs a user function."""
 
     def __init__(self, strategy: Any, collectives: Collectives) -> None:
         number = strategy.num_replicas_in_sync
@@ -29,11 +29,11 @@ class JaxReplica(Replica):
         )
         self._collectives = collectives
         self.same: list[Any] = []
-        """The arrays that `merge_call` returned to all local replicas alike."""
+        """The arrays that `merge_call` returned to all local replicas."""
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device of this replica; of one program for several devices, all of them."""
+        """The device of this replica, or all local devices if one program runs on several."""
         names = self.strategy.runtime.devices
         return (names[self.local_index],) if isinstance(self.local_index, int) else tuple(names)
 
@@ -42,7 +42,7 @@ class JaxReplica(Replica):
         return self._collectives.sum(tensors)
 
     def all_reduce_with_gradient(self, tensor: Any) -> Any:
-        """Sums a tensor over all replicas; its gradient is the sum of theirs."""
+        """Sums a tensor over all replicas; its gradient is the sum of the replicas' gradients."""
 
         @jax.custom_vjp
         def total(x: Any) -> Any:
@@ -52,7 +52,7 @@ class JaxReplica(Replica):
         return total(tensor)
 
     def gather_tensor(self, tensor: Any, axis: int) -> Any:
-        """Concatenates the tensors of all replicas; what each is used for counts in the gradient."""
+        """Concatenates the tensors of all replicas; the gradient includes the uses in all replicas."""
         self.note(f"all_gather(axis={axis})", [])
         numpy = jax.numpy
         number = tensor.shape[axis]
@@ -89,13 +89,13 @@ class JaxReplica(Replica):
 
         result, written, same = self._collectives.merge(call, (tuple(args), dict(kwargs or {})))
         self.same += [leaf for leaf, is_same in zip(keras.tree.flatten(result), same, strict=True) if is_same]
-        with scope.crossing():  # the function may have run in another's place
+        with scope.crossing():  # the function may have run in another replica
             for variable, value in written:
                 variable.assign(value)
         return result
 
     def for_all(self, value: Any) -> Any:
-        """Returns a value where functions that speak for all replicas compute: the first device, or a program."""
+        """Moves a value to the first device for cross-replica computation, unless it is traced."""
         runtime: Any = self.strategy.runtime
         first = runtime.holder
         return value if isinstance(value, jax.core.Tracer) else jax.device_put(value, first)

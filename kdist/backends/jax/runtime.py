@@ -1,4 +1,4 @@
-"""`JaxRuntime`: what a strategy holds of JAX; its devices and workers, with what runs on them."""
+"""`JaxRuntime`: the devices and workers of a strategy on JAX, and the programs that run on them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class JaxRuntime(JaxCore):
         self._sum = jax.jit(lambda rows: rows.sum(0), out_shardings=self.replicated)
 
     def traced(self, iterator: Any) -> None:
-        """A function that reads speaks for all replicas: it is not compiled as one."""
+        """Prevents compilation of a function that reads a dataset, because it acts for all replicas."""
         leave_function()
         if not self.can_exchange:
             raise StrategyScopeError(
@@ -38,7 +38,7 @@ class JaxRuntime(JaxCore):
             )
 
     def begin_loop(self) -> None:
-        """As `traced`."""
+        """Prevents compilation of the running function; see `traced`."""
         leave_function()
 
     def run(
@@ -55,7 +55,7 @@ class JaxRuntime(JaxCore):
         if not self.can_exchange:
             return [_sum_in_program(tensor, self) for tensor in tensors]
         with self.group.working():
-            others = len(self.devices) - 1  # of this worker, whose first device has the tensor
+            others = len(self.devices) - 1  # only this worker's first device has the tensor
             parts = [[tensor[None], *[jax.numpy.zeros_like(tensor)[None]] * others] for tensor in tensors]
             return [self._sum(rows).addressable_data(0) for rows in self.join_values(parts)]
 
@@ -70,7 +70,7 @@ class JaxRuntime(JaxCore):
         return jax.device_put(rows, self.holder)
 
     def step_function(self, model: Any, kind: str) -> StepFunction:
-        """Returns the program of the step."""
+        """Returns the object that runs a model's steps."""
         strategy: Any = keras_hooks.strategy_of(model)
         if kind == "train" and strategy.own_ops is not None:
             raise InvalidArgumentError(
@@ -83,14 +83,14 @@ class JaxRuntime(JaxCore):
 
 
 def _sum_in_program(tensor: Any, runtime: JaxCore) -> Any:
-    """In a `merge_call`, where all devices of a worker have its tensor: the sum over the workers."""
+    """Sums over the workers in a `merge_call`, where all devices of a worker have its tensor."""
     tensor = jax.numpy.asarray(tensor)
     total = jax.lax.psum(tensor, runtime.mesh.axis_names)
     return divide(total, len(runtime.devices)).astype(tensor.dtype)
 
 
 def _gather_in_program(rows: Any, runtime: JaxCore) -> Any:
-    """In a `merge_call`: the rows of all workers, of which each has as many."""
+    """Gathers rows over the workers in a `merge_call`; all workers have the same number of rows."""
     rows = jax.numpy.asarray(rows)
     everyone = jax.lax.all_gather(rows, runtime.mesh.axis_names)[:: len(runtime.devices)]
     return everyone.reshape(-1, *rows.shape[1:])

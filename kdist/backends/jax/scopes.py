@@ -1,4 +1,4 @@
-"""What stateful Keras code sees while a function is traced on JAX: the values of variables, and what it writes."""
+"""Scopes through which stateful Keras code reads and writes variables during a trace on JAX."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kdist.context import current_replica
 
 
 class Values:
-    """The values of variables while a function is traced or runs; `unknown` gives that of one that is not known yet."""
+    """The values of variables in a traced or running function; `unknown` returns missing values."""
 
     def __init__(
         self, variables: Sequence[Any], values: Sequence[Any], unknown: Callable[[Any], Any]
@@ -27,31 +27,31 @@ class Values:
         self.written: dict[int, Any] = {}
 
     def get(self, variable: Any) -> Any:
-        """Returns the present value of a variable."""
+        """Returns the current value of a variable."""
         if id(variable) not in self._values:
             self._values[id(variable)] = self._unknown(variable)
             self.variables.append(variable)
         return self._values[id(variable)]
 
     def set(self, variable: Any, value: Any) -> None:
-        """Changes the value of a variable."""
+        """Sets the value of a variable."""
         self.get(variable)
         self._values[id(variable)] = value
         self.written[id(variable)] = variable
 
     def results(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns the values of some variables at the end."""
+        """Returns the final values of some variables."""
         return [self._values[id(variable)] for variable in variables]
 
 
 def initial_value(variable: Any) -> Any:
-    """The value of a variable as the first trace sees it; one that the function creates has none yet."""
+    """Returns a variable's value for the first trace; new variables use their initializers."""
     value = keras_hooks.native_value(variable)
     return keras_hooks.first_value(variable) if value is None else in_own_shape(variable, value)
 
 
 class JaxScope(ReplicaScope):
-    """Shows a replica its `Values`: of on-read variables, pairs of component and aggregate."""
+    """Provides `Values` to a replica; for on-read variables, pairs of component and aggregate."""
 
     _crossing: dict[int, Any] | None = None
 
@@ -61,7 +61,7 @@ class JaxScope(ReplicaScope):
         self._values = values
 
     def local(self, variable: Any) -> Any:
-        """Returns the present value."""
+        """Returns the current value."""
         value = self._values.get(variable)
         crossing = self._crossing is not None
         if self.has_component(variable):
@@ -69,7 +69,7 @@ class JaxScope(ReplicaScope):
         return self._replica.for_all(value) if crossing else value
 
     def write(self, variable: Any, value: Any) -> None:
-        """Keeps a value."""
+        """Stores a new value."""
         if self._crossing is not None:
             self._crossing[id(variable)] = variable
         if self.has_component(variable):
@@ -80,19 +80,19 @@ class JaxScope(ReplicaScope):
         self._values.set(variable, value)
 
     def show(self, variable: Any, total: Any) -> None:
-        """Keeps what the components aggregate to."""
+        """Stores the aggregate of the components."""
         self._values.set(variable, (self._values.get(variable)[0], total))
 
     def snapshot(self, variable: Any) -> Any:
-        """Returns the present value; arrays do not change."""
+        """Returns the current value without a copy, because arrays are immutable."""
         return self.local(variable)
 
     @contextlib.contextmanager
     def crossing(self) -> Iterator[list[tuple[Any, Any]]]:
-        """Within this, the function speaks for all replicas, which all get to write the same values.
+        """A context in which the function acts for all replicas, which all write the same values.
 
         Yields:
-            A list that has pairs of variables and their values in the end, of those that were written.
+            A list. At the end, it contains a pair of variable and value for each written variable.
         """
         outer, self._crossing = self._crossing, {}
         written: list[tuple[Any, Any]] = []
@@ -105,7 +105,7 @@ class JaxScope(ReplicaScope):
 
 
 class PlainScope(NotesAdditions, keras.StatelessScope):
-    """Shows a function that runs in no replica the `Values`."""
+    """Provides `Values` to a function that runs outside replicas."""
 
     def __init__(self, values: Values) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
@@ -121,9 +121,9 @@ class PlainScope(NotesAdditions, keras.StatelessScope):
 
 
 class GradientScope(NotesAdditions, keras.StatelessScope):
-    """Shows a function the values that it is differentiated for, and keeps what it writes.
+    """Provides the values for which a function is differentiated, and records its writes.
 
-    All other variables belong to the scope around it, or are themselves.
+    The values of other variables come from the outer scope, or from the variables if there is no outer scope.
     """
 
     def __init__(self, outer: Any, variables: Sequence[Any], values: Sequence[Any]) -> None:
@@ -154,11 +154,11 @@ class GradientScope(NotesAdditions, keras.StatelessScope):
 
     @property
     def is_untracked(self) -> bool:
-        """Whether what is written now needs no aggregation."""
+        """Whether current writes need no aggregation."""
         return bool(getattr(self._outer, "is_untracked", False))
 
     def write_outside(self, values: Sequence[Any]) -> None:
-        """Writes `results` in the scope around this one, as they were written here."""
+        """Writes `results` to the outer scope, in the same way as they were written here."""
         for (key, variable), value in zip(self.written.items(), values, strict=True):
             with contextlib.ExitStack() as stack:
                 if key in self._quiet:
@@ -168,16 +168,16 @@ class GradientScope(NotesAdditions, keras.StatelessScope):
                 variable.assign(value)
 
     def untracked(self) -> Any:
-        """Within this, writes are known to be equal on all replicas."""
+        """Returns a context in which all replicas are known to write equal values."""
         return self._outer.untracked()
 
     def results(self) -> list[Any]:
-        """The values of the variables that were written, in the order of their first writes."""
+        """Returns the values of the written variables, in the order of their first writes."""
         return [self._values[key] for key in self.written]
 
 
 def cond(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps Keras's `cond`: the branches may write variables, such as those of a `LossScaleOptimizer`."""
+    """Wraps Keras's `cond`, so that its branches can write variables, as in a `LossScaleOptimizer`."""
 
     def wrapper(pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
         outer = keras_hooks.stateless_scope()
@@ -193,7 +193,7 @@ def cond(original: Callable[..., Any]) -> Callable[..., Any]:
                 set_anew.update(scope.set_anew)
                 return result, [scope.get_current_value(variable) for variable in written.values()]
 
-        for branch in (true_fn, false_fn):  # which variables either one writes
+        for branch in (true_fn, false_fn):  # finds the variables that either branch writes
             jax.eval_shape(lambda b=branch: trace(b))
         result, values = original(pred, lambda: trace(true_fn), lambda: trace(false_fn))
         for variable, value in zip(written.values(), values, strict=True):

@@ -1,8 +1,8 @@
 """`JaxSteps`: runs the steps of one model as one program over all devices.
 
-Keras's JAX trainer is stateless inside (`train_step(state, data) -> logs, state`) and its state is what is
-placed on the mesh. Since the program sees the whole global batch, every loss, mask, metric, clipping and
-moving statistic is the one of a single device.
+Keras's JAX trainer is stateless internally (`train_step(state, data) -> logs, state`), and kdist places this
+state on the mesh. The program sees the whole global batch. Therefore every loss, mask, metric, clipping and
+moving statistic is the same as on a single device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kdist.backends.jax import moments
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.storage import divided, is_divided, stored
 
-# What each step's state consists of, in the order of Keras's JAX trainer.
+# The parts of each step's state, in the order of Keras's JAX trainer.
 _STATE = {
     "train": ("trainable_variables", "non_trainable_variables", "optimizer", "metrics_variables"),
     "test": ("trainable_variables", "non_trainable_variables", "metrics_variables"),
@@ -36,16 +36,16 @@ _STATE = {
 class JaxSteps(StepFunction):
     """Runs `train_step`, `test_step` or `predict_step` of a model on global batches.
 
-    Between steps the state lives here, replicated over all devices; `sync` shows it in the variables. The
-    variables keep their last values meanwhile, in memory of their own on the first device, so that an error
-    in a step never leaves them without a value.
+    Between steps, the state is here, and `sync` writes it to the variables. Until then, variables that are
+    not sharded keep their last values in separate memory on the first device. A failed step does not
+    affect these values. Sharded variables can lose their values, because a step reuses their memory.
 
-    With `run_eagerly` or `jit_compile=False` there is no program to divide: every worker computes the whole
-    global batch on its first device. This is for debugging; every value is then an ordinary array.
+    With `run_eagerly=True` or `jit_compile=False`, every worker computes the whole global batch on its first
+    device, with ordinary arrays. Use this only for debugging.
 
-    Predictions are gathered: each device holds the outputs for all rows of the batch while they are read.
+    Each device holds the predictions for all rows of the batch while they are read.
 
-    The model is held weakly, since step functions are kept in a table of models.
+    The model is held by a weak reference, because a table of models contains the step functions.
     """
 
     def __init__(self, runtime: JaxCore, model: Any, kind: str) -> None:
@@ -61,14 +61,14 @@ class JaxSteps(StepFunction):
             self._step = self._compile(step)
 
     def __enter__(self) -> JaxSteps:
-        """Ends what other steps of the model have under way, such as the `fit` whose callback evaluates."""
+        """Syncs the state of other steps of the model, for example of a `fit` whose callback evaluates."""
         self._model().jax_state_sync()
         self._working = self._runtime.group.working()
         self._working.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *exc: Any) -> None:
-        """Shows the state in the variables; after an error, the last state that was computed."""
+        """Writes the state to the variables; after an error, the last state that was computed."""
         if kind is not None:
             self._forget_failed()
             if self._has_lost_divided():
@@ -80,7 +80,7 @@ class JaxSteps(StepFunction):
         self.sync()
 
     def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
-        """Runs one step a batch. Returns the last logs (train, test) or the rows of all batches (predict)."""
+        """Runs one step per batch; returns the last logs, or for `predict` the rows of all batches."""
         outputs = [self._run(batch) for batch in batches]
         if self._kind != "predict":
             return outputs[-1]
@@ -90,7 +90,7 @@ class JaxSteps(StepFunction):
 
     def _run(self, batch: ReplicaBatches) -> Any:
         if self._state is None:
-            # A callback may have changed anything since the last sync: the variables are the truth.
+            # Read the variables again, because a callback may have changed them since the last sync.
             self._state = self._read()
             keras_hooks.show_state(self._model(), self.sync)
         if self._eager:
@@ -107,17 +107,17 @@ class JaxSteps(StepFunction):
             raise
         self._runtime.throttle((outputs, self._state))
         if self._runtime.is_central:
-            self.sync()  # back to the device that holds it
+            self.sync()  # moves the state back to the central device
         self._show_divided()
         return self._runtime.show(outputs)
 
     def sync(self) -> None:
-        """Shows the state in the model's variables, without copying; the next step reads them again."""
+        """Writes the state to the model's variables without copying; the next step reads them again."""
         state, self._state = self._state, None
         if state is None:
             return
         keras_hooks.hide_state(self._model())
-        # An execution that failed after it was started raises here, and not where its values are used.
+        # If an execution has failed, raise its error here, rather than where its values are used.
         with tracing.span("until ready", "step"):
             jax.block_until_ready(state)
         for variables, values in zip(_state_variables(self._model(), self._kind), state, strict=True):
@@ -135,7 +135,7 @@ class JaxSteps(StepFunction):
         return tuple(self._runtime.place_variables(variables) for variables in groups)
 
     def _compile(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """Returns the program of the step, which leaves each variable as its layout says."""
+        """Returns the compiled step, which leaves each variable in its layout."""
         runtime = self._runtime
 
         def traced(state: Any, data: Any) -> tuple[Any, Any]:
@@ -147,7 +147,7 @@ class JaxSteps(StepFunction):
             return outputs, tuple(list(map(stored, *pair)) for pair in zip(groups, state, strict=True))
 
         @functools.cache
-        def compiled() -> Callable[[Any, Any], tuple[Any, Any]]:  # once the model has all its variables
+        def compiled() -> Callable[[Any, Any], tuple[Any, Any]]:  # when the model has all its variables
             groups = _state_variables(self._model(), self._kind)
             state = tuple(runtime.shardings(variables) or runtime.replicated for variables in groups)
             return jax.jit(traced, donate_argnums=0, out_shardings=(runtime.replicated, state))
@@ -159,7 +159,7 @@ class JaxSteps(StepFunction):
         return any(is_divided(v) and keras_hooks.native_value(v).is_deleted() for v in variables)
 
     def _show_divided(self) -> None:
-        """Shows divided variables their new parts: the step has taken the memory of the old ones."""
+        """Sets sharded variables to their new values, because the step has reused the old memory."""
         if self._runtime.storage is None:
             return
         for variables, values in zip(_state_variables(self._model(), self._kind), self._state, strict=True):
@@ -168,13 +168,13 @@ class JaxSteps(StepFunction):
                     keras_hooks.set_native_value(variable, value)
 
     def _forget_failed(self) -> None:
-        """Drops a state that a failed execution has taken or left without values.
+        """Drops a state that a failed execution has consumed or left without values.
 
-        The variables keep the values of the last sync then.
+        The variables then keep the values of the last sync.
         """
         try:
-            jax.block_until_ready(self._state)  # an execution may fail after it was started
-        except (RuntimeError, ValueError):  # deleted; or the engine's error
+            jax.block_until_ready(self._state)  # an execution can fail after its dispatch
+        except (RuntimeError, ValueError):  # deleted, or a backend error
             keras_hooks.hide_state(self._model())
             self._state = None
 

@@ -1,12 +1,12 @@
-"""Variables that are divided over a mesh: how they are held, and what it takes to read them.
+"""Variables that are sharded over a mesh: how kdist stores and reads them.
 
-A divided variable holds one array over all devices of all workers, each of which has its part. One that no layout
-divides is an array of this process, as under the other strategies, but an uncommitted one: JAX lets it meet arrays over
-the mesh as well as those of one device.
+A sharded variable holds one array over all devices of all workers, with one shard per device. If no layout
+shards a variable, it holds an array of this process, as under other strategies. This array is uncommitted, so
+JAX can combine it with arrays over the mesh and with arrays on one device.
 
-JAX only divides an axis into equal parts. A variable with another axis is padded with zeros where it is stored, between
-programs. Programs remove the padding first and add it last, which moves nothing between devices: inside a program, XLA
-divides any axis. Whoever reads or assigns the variable sees its own shape.
+JAX only splits an axis into equal parts. Other axes are padded with zeros while a variable is stored between
+programs. Programs remove the padding first and add it last. This moves no data between devices, because XLA
+can split any axis inside a program. Code that reads or assigns the variable sees its own shape.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EACH_DIVIDES = ("int8", "uint8")  # quantized weights; other integers are count
 
 
 class Place(NamedTuple):
-    """Where a variable is: how it is divided, the runtime whose workers hold the parts, and its shape with padding."""
+    """Where a variable is stored: the runtime of its workers, its sharding, and its shape with padding."""
 
     runtime: Any
     sharding: NamedSharding
@@ -42,10 +42,10 @@ _kept: VariableTable[np.ndarray] = VariableTable()
 
 
 class Storage:
-    """The variables of one runtime, divided as a topology says.
+    """Shards the variables of one runtime by the layout of its topology.
 
     Args:
-        runtime: It has the `mesh`.
+        runtime: The runtime, whose `mesh` is used.
         sharded: The topology's storage.
     """
 
@@ -55,26 +55,26 @@ class Storage:
         self._lengths: dict[str, int] = dict(runtime.mesh.shape)
 
     def take(self, variables: Sequence[Any]) -> None:
-        """Divides those variables that were not taken yet: they are whole on every worker, with equal values.
+        """Shards new variables, which are whole on every worker and have equal values.
 
         Raises:
-            InvalidArgumentError: A layout does not divide its variable.
+            InvalidArgumentError: If a layout cannot shard its variable.
         """
         variables = [variable for variable in variables if _places.get(variable) is None]
-        shardings = [self._sharding(variable) for variable in variables]  # all errors first
+        shardings = [self._sharding(variable) for variable in variables]  # raises all errors first
         for variable, sharding in zip(variables, shardings, strict=True):
             _places[variable] = Place(self._runtime, sharding, _padded_shape(variable.shape, sharding))
             value = assigned_value(variable, keras_hooks.native_value(variable))
             keras_hooks.set_native_value(variable, value)
 
     def sharding(self, variable: Any) -> NamedSharding:
-        """Returns how a variable is held in a program."""
+        """Returns the sharding of a variable in a program."""
         place = _places.get(variable)
         return self._runtime.replicated if place is None else place.sharding
 
     @contextlib.contextmanager
     def outputs(self) -> Iterator[None]:
-        """Within this, a step is traced: what layers return is divided where the layout says so."""
+        """A context for tracing a step, in which the layout shards the outputs of layers."""
         if not hasattr(self._layout, "of_output"):
             yield
             return
@@ -85,7 +85,7 @@ class Storage:
             keras.distribution.set_distribution(None)
 
     def get_tensor_layout(self, path: str) -> NamedSharding | None:
-        """What Keras's layers ask a distribution for."""
+        """Returns the sharding of a layer's output; Keras's layers call this method of a distribution."""
         axes = self._layout.of_output(path)  # type: ignore[attr-defined]
         return None if axes is None else NamedSharding(self._runtime.mesh, PartitionSpec(*axes))
 
@@ -98,7 +98,7 @@ class Storage:
 
 
 def _may_be_divided(variable: Any) -> bool:
-    """Not what metrics count, nor counters and seeds: they are small, and read by single workers."""
+    """Returns `False` for metrics, counters and seeds: they are small, and single workers read them."""
     if is_on_read(variable) or variable.aggregation == "sum" or not variable.shape:
         return False
     dtype = keras.backend.standardize_dtype(variable.dtype)
@@ -106,13 +106,13 @@ def _may_be_divided(variable: Any) -> bool:
 
 
 def is_divided(variable: Any) -> bool:
-    """Says whether a variable's value is an array over several devices."""
+    """Returns whether a variable's value is an array over several devices."""
     place = _places.get(variable)
     return place is not None and not place.sharding.is_fully_replicated
 
 
 def arranged(value: Any, sharding: NamedSharding) -> Any:
-    """Returns a value as a variable of this sharding holds it; all workers pass equal ones."""
+    """Returns a value in the form that a variable with this sharding holds; all workers pass equal values."""
     if isinstance(value, jax.core.Tracer):
         return value
     over_mesh = isinstance(value, jax.Array) and value.sharding.device_set == sharding.device_set
@@ -124,12 +124,12 @@ def arranged(value: Any, sharding: NamedSharding) -> Any:
         is_so = value.sharding.is_equivalent_to(sharding, value.ndim)
         return value if is_so else jax.device_put(value, sharding)
     host = np.asarray(value)
-    # A copy of each part: JAX shows memory that is aligned as it wants, here that of the whole.
+    # Copy each shard, because JAX shares suitably aligned memory, here of the whole array.
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
 def _uncommitted(value: Any) -> Any:
-    """The same array, which JAX may bring to where the others of a computation are; there is no public way."""
+    """Returns an array that JAX may move to the devices of a computation; there is no public function."""
     from jax._src.array import ArrayImpl
 
     if not isinstance(value, ArrayImpl) or not value._committed:
@@ -138,7 +138,7 @@ def _uncommitted(value: Any) -> Any:
 
 
 def _padded_shape(shape: Sequence[int], sharding: NamedSharding) -> tuple[int, ...]:
-    """Returns a shape whose axes the mesh divides."""
+    """Rounds a shape up, so that the mesh divides all axes."""
     spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
     parts = [1 if name is None else sharding.mesh.shape[name] for name in spec]
     return tuple(-(-length // number) * number for length, number in zip(shape, parts, strict=True))
@@ -151,13 +151,13 @@ def _place(variable: Any) -> Place:
 
 
 def is_padded(variable: Any) -> bool:
-    """Says whether a variable's native value has rows or columns that the variable does not have."""
+    """Returns whether a variable's native value is padded."""
     place = _places.get(variable)
     return place is not None and place.shape != tuple(variable.shape)
 
 
 def stored(variable: Any, value: Any) -> Any:
-    """Returns a value of a variable as it is stored: with padding, if it has any."""
+    """Returns a value in the form that a variable stores, with padding if needed."""
     if not is_padded(variable):
         return value
     widths = [(0, length - own) for length, own in zip(_place(variable).shape, value.shape, strict=True)]
@@ -165,18 +165,18 @@ def stored(variable: Any, value: Any) -> Any:
 
 
 def in_own_shape(variable: Any, value: Any) -> Any:
-    """In a trace: returns a stored value without padding."""
+    """Returns a stored value without padding, in a trace."""
     return jax.lax.slice(value, [0] * value.ndim, variable.shape) if is_padded(variable) else value
 
 
 def divided(variable: Any, value: Any) -> Any:
-    """In the program of a step: as `in_own_shape`, and XLA does not gather the value first."""
+    """Returns a stored value without padding, in a step; prevents XLA from gathering the value first."""
     own = in_own_shape(variable, value)
     return own if own is value else jax.lax.with_sharding_constraint(own, _place(variable).sharding)
 
 
 def assigned_value(variable: Any, value: Any) -> Any:
-    """Called with what is assigned to a variable outside of replicas: keeps it divided as it was."""
+    """Returns the value to store if a variable is assigned outside replicas; its sharding stays the same."""
     place = _places.get(variable)
     if place is None:
         return value
@@ -186,14 +186,14 @@ def assigned_value(variable: Any, value: Any) -> Any:
 
 
 def whole(value: Any, mesh: Mesh) -> np.ndarray:
-    """Returns all of an array. All workers must call it where it is divided over them."""
+    """Returns a whole array. If it is sharded over workers, all workers must call this function."""
     if not value.is_fully_addressable and not value.is_fully_replicated:
         value = jax.device_put(value, NamedSharding(mesh, PartitionSpec()))
     return np.asarray(value)
 
 
 def read(variable: Any) -> np.ndarray | None:
-    """Returns a value that is divided over workers, who must all read it, or is padded; `None` for other variables."""
+    """Returns the whole value if it is padded, or sharded over workers (all must call this); else `None`."""
     kept = _kept.get(variable)
     if kept is not None or not (is_over_workers(variable) or is_padded(variable)):
         return kept
@@ -205,26 +205,26 @@ def read(variable: Any) -> np.ndarray | None:
 
 
 def shown(variable: Any, value: Any) -> Any:
-    """Returns a value without padding: as an array of this process, or of a trace."""
+    """Returns a value without padding, in a trace or as an array of this process."""
     if not is_padded(variable) or isinstance(jax.numpy.zeros(()), jax.core.Tracer):
         return in_own_shape(variable, value)
     return jax.numpy.asarray(read(variable), value.dtype)
 
 
 def whole_of(runtime: Any, variable: Any) -> np.ndarray:
-    """Returns all of a divided variable. All workers must call it where it is divided over them."""
+    """Returns a whole sharded variable. If it is sharded over workers, all of them must call this."""
     found = whole(keras_hooks.native_value(variable), runtime.mesh)
     return found[tuple(slice(length) for length in variable.shape)]
 
 
 def is_over_workers(variable: Any) -> bool:
-    """Says whether other workers hold parts of a variable that this one lacks."""
+    """Returns whether other workers hold shards of a variable that this worker lacks."""
     return is_divided(variable) and not keras_hooks.native_value(variable).is_fully_addressable
 
 
 @contextlib.contextmanager
 def kept_whole(runtime: Any, variables: Sequence[Any]) -> Iterator[None]:
-    """Within this, this worker reads variables that are divided over workers by itself. All workers must enter it."""
+    """Lets single workers read variables that are sharded over workers. All workers must enter it."""
     divided = [variable for variable in variables if is_over_workers(variable)]
     if not divided:
         yield

@@ -10,17 +10,17 @@ from kdist.backends.store import Store
 
 
 class ServiceStore(Store):
-    """The store that the coordination service keeps."""
+    """The store of the coordination service."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def set(self, key: str, data: bytes) -> None:
-        """Leaves data under a key."""
+        """Stores data under a key."""
         self._client.key_value_set_bytes(key, data)
 
     def get(self, key: str, seconds: float = 0.0) -> bytes | None:
-        """Returns the data under a key, or waits for them."""
+        """Returns the data under a key after waiting up to `seconds`, or `None`."""
         try:
             if seconds:
                 return bytes(self._client.blocking_key_value_get_bytes(key, int(seconds * 1000)))

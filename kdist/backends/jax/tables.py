@@ -1,8 +1,8 @@
-"""Large variables on parameter servers, of which a compiled function needs only the rows that it looks up.
+"""Large variables on parameter servers, from which a compiled function needs only the rows that it looks up.
 
-JAX traces a function before it runs, so that what it does with such a variable, a table, is known. Where embeddings
-look up rows of it and nothing else is done with it, two programs are made of the function: one that returns the numbers
-of the rows alone, and one that takes these rows, and looks up where they stand. Its gradients are those of the rows.
+JAX traces a function before it runs, so kdist can see how it uses such a variable (a table). If embeddings
+only look up its rows, kdist compiles two programs. The first one returns the row indices. The second one
+takes these rows as arguments, and looks up their positions. Its gradients are the gradients of these rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kdist.backends.jax.scopes import Values
 
 
 class _Trace:
-    """What happens to tables while a function is traced."""
+    """Records the use of tables while a function is traced."""
 
     def __init__(self, tables: Sequence[Any]) -> None:
         self.tables = {id(variable): variable for variable in tables}
@@ -38,16 +38,16 @@ class _Trace:
         _current.trace = self._outer
 
     def is_noted(self, variable: Any, gradient: Any) -> bool:
-        """Says whether a gradient is as it was computed."""
+        """Returns whether a gradient is unchanged since it was computed."""
         return any(of is variable and noted is gradient for of, noted in self.gradients)
 
 
 class Finding(_Trace):
-    """Finds out which rows are looked up, and what else a function does with tables.
+    """Records which rows a function looks up, and how else it uses tables.
 
     Args:
         tables: The tables.
-        rows: Some array like a row of each of them, which is what lookups find.
+        rows: For each table, an array like one of its rows, which lookups return.
     """
 
     def __init__(self, tables: Sequence[Any], rows: Sequence[Any]) -> None:
@@ -59,23 +59,23 @@ class Finding(_Trace):
         self.asked: set[int] = set()
 
     def lookup(self, variable: Any, ids: Any) -> Any:
-        """Notes the numbers of the rows."""
+        """Records the row indices, and returns placeholder rows."""
         self.asked.add(id(variable))
         self.lookups.append(variable)
         self.ids.append(ids)
         return jnp.take(self._rows[id(variable)], jnp.zeros_like(ids), axis=0)
 
     def given(self, variable: Any) -> Any:
-        """Returns what a gradient is taken for."""
+        """Returns the value for which a gradient is computed."""
         self.asked.add(id(variable))
         return variable.value
 
     def shown(self, variable: Any, value: Any) -> Any:
-        """Returns what such a variable shows then."""
+        """Returns the value that the variable has in the differentiated function."""
         return value
 
     def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
-        """Notes that a gradient is another one than was computed, which needs all rows; else returns some rows."""
+        """Returns placeholder rows for an unchanged gradient; otherwise records that all rows are needed."""
         if self.is_noted(variable, gradient):
             return jnp.zeros(1, "int32"), jnp.zeros_like(self._rows[id(variable)])
         self.refused.add(id(variable))
@@ -83,13 +83,13 @@ class Finding(_Trace):
 
 
 class Looking(_Trace):
-    """Looks rows up among those that are there.
+    """Looks up rows among the rows that were requested from the servers.
 
     Args:
         tables: The tables.
-        rows: Of each of them, or `None` where none are needed, the rows that are there.
-        ids: Their numbers in the table.
-        positions: For each lookup, where its rows stand.
+        rows: The requested rows of each table.
+        ids: The indices of these rows in the table.
+        positions: For each lookup, the positions of its rows in `rows`.
     """
 
     def __init__(
@@ -101,20 +101,20 @@ class Looking(_Trace):
         self._positions = iter(positions)
 
     def lookup(self, variable: Any, ids: Any) -> Any:
-        """Returns the rows; as Keras does, NaN for numbers that no row has."""
+        """Returns the rows, with NaN for indices out of range as in Keras."""
         return jnp.take(self._rows[id(variable)], next(self._positions), axis=0)
 
     def given(self, variable: Any) -> Any:
-        """Returns the rows."""
+        """Returns the requested rows."""
         return self._rows[id(variable)]
 
     def shown(self, variable: Any, value: Any) -> Any:
-        """Looks up in these rows from now on; the variable shows numbers that nobody looks at."""
+        """Uses `value` as the rows from now on, and returns a placeholder for the variable's value."""
         self._rows[id(variable)] = value
         return _nothing(variable)
 
     def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any]:
-        """Returns the numbers of the rows, and their gradients."""
+        """Returns the row indices and their gradients."""
         assert self.is_noted(variable, gradient)
         return self._ids[id(variable)], gradient
 
@@ -133,19 +133,19 @@ def _trace_of(variable: Any) -> Any:
 
 
 def lookup(variable: Any, ids: Any) -> Any:
-    """Returns what an embedding finds in a table; `None` for another variable."""
+    """Returns the rows that an embedding looks up in a table, or `None` for other variables."""
     trace = _trace_of(variable)
     return None if trace is None else trace.lookup(variable, ids)
 
 
 def given(variables: Sequence[Any]) -> list[Any]:
-    """Returns what gradients with respect to variables are taken for: their values; of tables the rows."""
+    """Returns the values for which gradients are computed: the values of variables, or rows of tables."""
     return [v.value if (trace := _trace_of(v)) is None else trace.given(v) for v in variables]
 
 
 @contextlib.contextmanager
 def using(variables: Sequence[Any], values: Sequence[Any]) -> Iterator[list[Any]]:
-    """Within this, a function computes with what was `given`; yields the values that the variables show."""
+    """A context in which a function computes with `given` values; yields the values of the variables."""
     trace = _current.trace
     rows = dict(trace._rows) if trace is not None else {}
     try:
@@ -157,20 +157,20 @@ def using(variables: Sequence[Any], values: Sequence[Any]) -> Iterator[list[Any]
 
 
 def note(variables: Sequence[Any], gradients: Sequence[Any]) -> None:
-    """Told of gradients as they were computed."""
+    """Records gradients when they are computed."""
     if _current.trace is not None:
         _current.trace.gradients += zip(variables, gradients, strict=True)
 
 
 def by_rows(variable: Any, gradient: Any) -> tuple[Any, Any] | None:
-    """Returns the numbers and values of the rows of a gradient that is applied; `None` of one with all rows."""
+    """Returns the row indices and values of an applied gradient, or `None` if it has all rows."""
     trace = _trace_of(variable)
     return None if trace is None else trace.by_rows(variable, gradient)
 
 
 @contextlib.contextmanager
 def in_step_of(model: Any) -> Iterator[None]:
-    """Within this, Keras's own `train_step` computes with the rows of tables; one of the user's with all of them."""
+    """A context in which Keras's `train_step` uses single rows of tables, and a custom one uses all rows."""
     trace, optimizer = _current.trace, model.optimizer
     if trace is None or keras_hooks.is_own(type(model).train_step):
         if trace is not None:
@@ -188,7 +188,7 @@ def in_step_of(model: Any) -> Iterator[None]:
         optimizer.apply(gradients, model.trainable_variables)
         return values, own
 
-    # Attributes of the objects, gone afterwards: the step computes, and applies, by what these are.
+    # The step computes and applies gradients through these attributes, which exist only in this context.
     vars(model)["compute_loss_and_updates"] = compute_loss_and_updates
     vars(optimizer)["stateless_apply"] = stateless_apply
     try:
@@ -198,12 +198,12 @@ def in_step_of(model: Any) -> Iterator[None]:
 
 
 class Tables:
-    """The tables of a program of which it needs some rows: those that are not among its `variables`.
+    """The tables from which a program needs only some rows. They are not among its variables.
 
     Args:
         variables: The tables.
-        asked: Those of them that the program looks at all.
-        lookups: The table of each lookup, and how many rows it looks up.
+        asked: The tables that the program uses.
+        lookups: The table of each lookup, and the number of rows that it looks up.
     """
 
     def __init__(
@@ -215,23 +215,23 @@ class Tables:
         self.variables = list(variables)
         self._asked = list(asked)
         self._lookups = [variable for variable, _ in lookups]
-        # A table of which nothing is looked up may have a gradient, of no rows.
+        # A table without lookups may have a gradient without rows.
         self._capacity = [max(1, sum(size for of, size in lookups if of is v)) for v in asked]
 
     def values(self) -> list[Any]:
-        """Returns what the tables show in a trace, which nobody looks at."""
+        """Returns placeholders for the values of the tables in a trace."""
         return [_nothing(variable) for variable in self.variables]
 
     def find(self) -> Finding:
-        """Within what this returns, a trace finds the numbers of rows."""
+        """Returns a context in which a trace records row indices."""
         return Finding(self.variables, [jnp.zeros((1, *v.shape[1:]), v.dtype) for v in self.variables])
 
     def look(self, looked: Any) -> Any:
-        """Within what this returns, a trace looks up in rows that are there."""
+        """Returns a context in which a trace looks up the rows that `pull` returned."""
         return Looking(self._asked, *looked) if looked else contextlib.nullcontext()
 
     def pull(self, find: Callable[[], Sequence[Any]]) -> Any:
-        """Asks the servers for the rows whose numbers a function finds; returns what `look` takes."""
+        """Requests the rows with the indices from `find` from the servers; returns the argument of `look`."""
         found = [np.asarray(one) for one in find()] if self._lookups else []
         if not self._asked:
             return ()
@@ -260,14 +260,14 @@ def discover(
     created: Callable[[Sequence[Any]], None],
     value: Callable[[Any], Any],
 ) -> tuple[Tables, Values] | None:
-    """Traces a function, and returns of which tables it needs some rows, and its other variables.
+    """Traces a function, and finds the tables from which it needs only some rows, and its other variables.
 
     Args:
         tables: Large variables on servers.
         function, arguments, created, value: See `programs.discover`.
 
     Returns:
-        `None` if some rows are looked up in a loop, of which nobody knows the numbers outside.
+        The tables and the variables; `None` if a loop looks up rows, so their indices are unknown outside.
     """
     whole = [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in tables]
     rows = [jax.ShapeDtypeStruct((1, *v.shape[1:]), v.dtype) for v in tables]
@@ -307,7 +307,7 @@ def discover(
 
 
 def _needed(program: Any, finding: Finding) -> set[int]:
-    """Returns the tables that are needed whole: looked at, or their gradients; or before it is known which rows."""
+    """Returns tables that are needed whole: values or gradients are used, or indices depend on rows."""
     number = len(finding.tables)
     whole, rows = program.invars[:number], program.invars[number : 2 * number]
     ids, gradients = program.outvars[: len(finding.ids)], program.outvars[len(finding.ids) :]
@@ -332,5 +332,5 @@ def _nothing(variable: Any) -> Any:
 
 @functools.cache
 def hook_lookups() -> None:
-    """Lets embeddings look up in tables; once a process."""
+    """Makes embeddings look up rows in tables; runs once per process."""
     keras_hooks.hook_embedding(lookup)

@@ -1,9 +1,9 @@
-"""`strategy.run` on arguments that differ in shape: replica after replica, uncompiled.
+"""`strategy.run` with arguments of different shapes: one replica after another, uncompiled.
 
-One program for all devices needs equal shapes. A batch that the replicas do not divide is the exception (the
-last one of an epoch), so here simplicity counts: each replica runs in a thread, as on PyTorch, and collectives
-meet on the host. `fit` has no such batches: `Runtime.split` gives a short one whole to every replica, and its step
-divides the rows by itself (`JaxCore.divide`).
+One program for all devices needs equal shapes. Only few batches have different shapes (the last batch of an
+epoch), so this module favors simplicity. Each replica runs in a thread, as on PyTorch, and collectives run on
+the host. `fit` has no such batches: `Runtime.split` passes a whole short batch to every replica, and the step
+splits its rows (`JaxCore.divide`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from kdist.values import component
 
 
 def on_any_worker(runtime: JaxCore, values: Sequence[Sequence[Any]]) -> bool:
-    """Says whether replicas have arguments of different shapes; the result is the same on all workers.
+    """Returns whether replicas have arguments of different shapes. The result is equal on all workers.
 
-    XLA orders the collectives of each program by itself. If the workers ran programs for different shapes, a sum of
-    one worker could therefore meet another sum of the other worker. The parts of a batch of a distributed dataset
-    were compared when the workers agreed on the batch.
+    XLA orders the collectives of each program separately. If workers ran programs for different shapes, their
+    collectives could therefore be mismatched. Batches of distributed datasets need no check here, because the
+    workers compared the shapes when they agreed on the batch.
     """
     mine = any(part.shape != parts[0].shape for parts in values for part in parts[1:])
     if runtime.num_workers == 1 or all(runtime.is_even(part) for parts in values for part in parts):
@@ -75,7 +75,7 @@ def run(runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: Any, plac
         with runtime.group.working():
             returned = threads.run(one_replica)
     except Exception as error:
-        if len(devices) == 1:  # else the threads say it
+        if len(devices) == 1:  # with several replicas, the threads add the note
             error.add_note(f"Raised in replica {runtime.replica_ids[0]} ({runtime.devices[0]}).")
         raise
     for variable in seen[0].written.values():
@@ -88,7 +88,7 @@ def run(runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: Any, plac
 
 
 def _with_first(outputs: Outputs, first: Outputs) -> list[Any]:
-    """A replica's arrays, with the first replica's where all of them share one."""
+    """Returns a replica's arrays, with shared arrays from the first replica."""
     return [a if same else own for own, a, same in zip(outputs.data, first.data, outputs.same, strict=True)]
 
 
@@ -106,7 +106,7 @@ def _value_on(runtime: JaxCore, variable: Any, index: int, placed: Placed) -> An
 
 
 class HostCollectives:
-    """The collectives of replicas that run one at a time, outside of any program."""
+    """The collectives of replicas that run one at a time, outside any program."""
 
     def __init__(self, runtime: JaxCore, local_index: int, device: Any, baton: Baton) -> None:
         self._runtime = runtime
@@ -130,7 +130,7 @@ class HostCollectives:
         ]
 
     def gather(self, rows: Any) -> tuple[Any, Any]:
-        """Returns the rows of all replicas, and the index of this replica's first one."""
+        """Returns the rows of all replicas, and the index of this replica's first row."""
         mine = _on_host(rows)
 
         def combine(values: Sequence[np.ndarray]) -> Any:

@@ -1,8 +1,8 @@
-"""`Watch`: notices that a worker is gone, says which, and sees to it that nobody waits for it forever.
+"""`Watch`: detects and names lost workers, and prevents other workers from waiting for them forever.
 
-What JAX does by itself when a worker dies: gloo's collectives fail at once with "Connection reset by peer",
-which names nobody; NCCL's wait; the coordination service learns of it from missing heartbeats; and where the
-chief dies, which hosts that service, the others are aborted from C++ within milliseconds.
+If a worker dies, JAX behaves as follows. gloo's collectives fail at once with "Connection reset by peer",
+which names no worker. NCCL's collectives hang. The coordination service detects missing heartbeats. If the
+chief dies, which hosts this service, JAX aborts the other workers from C++ within milliseconds.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from kdist.backends.store import Store
 from kdist.cluster import Cluster, liveness, logs, split_address
 from kdist.errors import WorkerLostError
 
-# Shares of the heartbeat timeout. How long the main thread has to raise an error after a worker is known to be
-# lost, before the process ends; and how long an error waits for a name, which the service knows after 0.5.
+# Shares of the heartbeat timeout: the time for the main thread to raise an error after the loss of a worker,
+# before the process is terminated; and the time to find the lost worker, which the service names after 0.5.
 _GRACE, _LEAST_GRACE = 0.2, 2.0
 _NAMING = 0.85
-# How long a worker that has ended in good order may be waited for: what it took part in ends soon, or never.
+# How long to wait for a worker that has ended normally. Its last collectives end soon, or never.
 _UNANSWERED = 0.55
-# How long a chief that has failed serves the others, so that they can read why.
+# Seconds for which a failed chief serves the others, so that they can read the reason.
 _FAREWELL = 10.0
-# How long the sockets of a process that was killed may take to close, one after the other.
+# Seconds in which the sockets of a killed process close, one after the other.
 _CLOSING = 2.0
-# A server is C++ and answers at once, whatever its main thread does.
+# The server is C++ code and answers at once, even if the main thread of its process is blocked.
 _ANSWER = 0.1  # a share of the heartbeat timeout
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and no settings
 _FAILED = "it failed"
 _HUNG = "it hung"
-# How long a chief that has hung serves the others, so that they can read it.
+# Seconds for which a hung chief serves the others, so that they can read its message.
 _LAST_WORDS = 1.5
 _LOST_ANOTHER = "it lost another worker"
 
@@ -50,23 +50,23 @@ _kept: list[Any] = []  # C code calls or owns these until the process ends
 
 
 def has_started() -> bool:
-    """Says whether JAX has started its backends, after which no worker can join."""
-    from jax._src import xla_bridge  # no public function says so without starting them
+    """Returns whether JAX has started its backends. After that, no worker can join."""
+    from jax._src import xla_bridge  # no public function returns this without starting them
 
     return bool(xla_bridge.backends_are_initialized())
 
 
 def service_client() -> Any:
     """Returns this process's client of JAX's coordination service (its key-value store and liveness)."""
-    from jax._src import distributed  # where JAX's own libraries (Orbax) take it from; there is no public way
+    from jax._src import distributed  # Orbax also uses it; there is no public function
 
     return distributed.global_state.client
 
 
 class Watch:
-    """Watches over the other workers of a cluster, from a thread of its own and at the end of the process.
+    """Monitors the other workers of a cluster, in a separate thread and at the end of the process.
 
-    They have been joined, and say in the store why they end.
+    All workers have joined, and each one writes the reason why it ends to the store.
     """
 
     def __init__(self, cluster: Cluster, client: Any, store: Store) -> None:
@@ -75,12 +75,12 @@ class Watch:
         self._client = client
         self._store = store
         self._others = [i for i in range(cluster.num_workers) if i != cluster.worker_index]
-        self._lost: dict[int, str] = {}  # worker -> what happened to it
-        self._gone: set[int] = set()  # these, and those that have ended in good order
+        self._lost: dict[int, str] = {}  # worker -> reason
+        self._gone: set[int] = set()  # lost workers, and workers that have ended normally
         self._working = 0
-        self._entered = 0.0  # when the main thread began to wait for others
+        self._entered = 0.0  # when the main thread began to wait for other workers
         self._watching = True
-        self._explained = False  # the user has been told
+        self._explained = False  # the user gets an error about the lost worker
         self._leaving = False
         self._aborted = threading.Event()
         self._changed = threading.Condition()
@@ -97,7 +97,7 @@ class Watch:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Entered while the main thread may wait for other workers."""
+        """A context in which the main thread may wait for other workers."""
         self._entered = time.monotonic()
         self._working += 1
         try:
@@ -107,14 +107,14 @@ class Watch:
 
     @property
     def lost(self) -> frozenset[int]:
-        """The workers that have been noticed to be lost."""
+        """The workers that are known to be lost."""
         return frozenset(self._lost)
 
     def check(self, index: int | None = None, tells: bool = True) -> None:
-        """Raises if a worker is lost, or if the one that is waited for has ended.
+        """Raises an error if a worker is lost, or if the worker with this index has ended.
 
-        The error `tells` the user, unless it is of a thread that gathers messages. That does so later or never: the
-        main thread may be in a collective that does not end.
+        Set `tells=False` in a thread that gathers messages. The user sees its error later or never, because
+        the main thread may be in a collective that hangs.
         """
         culprits = dict(self._lost)
         if not culprits and index not in (None, self._cluster.worker_index):
@@ -124,17 +124,17 @@ class Watch:
             raise self._error(culprits, None)
 
     def has_told(self) -> None:
-        """Notes that the user is told that a worker is lost, whose turn it is."""
+        """Records that an error about a lost worker reaches the user."""
         self._explained = True
 
     def explain(self, error: BaseException, tells: bool = True) -> BaseException:
-        """Waits until it is known who was lost, and returns the error that says so; `tells` as in `check`.
+        """Waits until the lost worker is known, and returns an error that names it; for `tells`, see `check`.
 
-        Where nobody is, the error is this worker's own, whatever its words: the user's code may use a network, too.
+        If no worker is lost, returns the original error, because the user's code may also use a network.
         """
         deadline = time.monotonic() + self._timeout * _NAMING
         ended: dict[int, str] = {}
-        # Not in this thread: a question to a chief that is dying is never answered.
+        # In a separate thread, because a dying chief never answers a request.
         threading.Thread(
             target=self._ask, args=(ended, deadline), name="kdist watch: ask", daemon=True
         ).start()
@@ -162,11 +162,11 @@ class Watch:
     def _watch(self) -> None:
         everyone = list(range(self._cluster.num_workers))
         pause = max(1.0, len(everyone) / 100)
-        ended: dict[int, str] = {}  # those who have left in good order
+        ended: dict[int, str] = {}  # workers that have ended normally
         while self._watching:
             try:
-                # Waits for the watches of all who are alive, whatever their main threads do, and answers
-                # without those whose heartbeats (which need no Python) have stopped.
+                # Waits for the watch threads of all live workers, even if their main threads are blocked.
+                # The result omits workers whose heartbeats, which need no Python, have stopped.
                 live = self._client.get_live_nodes(everyone)
             except jax.errors.JaxRuntimeError:
                 if self._leaving or not self._chief_answers():
@@ -178,10 +178,10 @@ class Watch:
                 said = self._said(index)
                 if said is None or said.startswith((_FAILED, _HUNG)):
                     self._note(index, said or stalls.DIED)
-                elif said != _LOST_ANOTHER:  # else the one that it has lost is noticed soon
+                elif said != _LOST_ANOTHER:  # otherwise the worker that it lost is detected soon
                     ended[index] = said
                 self._gone.add(index)
-            # A chief that has ended is still alive, for the sake of those who need its service.
+            # A chief that has ended stays alive, because other workers need its service.
             if 0 not in ended and not self._cluster.is_chief and (said := self._said(0)) is not None:
                 ended[0] = said
                 if said.startswith(_HUNG):
@@ -191,20 +191,20 @@ class Watch:
             time.sleep(pause)
 
     def _note_unanswered(self, ended: dict[int, str]) -> None:
-        """Gives up waiting for workers that have ended and will not answer."""
+        """Terminates this process if it has waited too long for workers that have ended."""
         if ended and self._working and time.monotonic() - self._entered > self._timeout * _UNANSWERED:
             self._say(_LOST_ANOTHER)
             self._end(ended)
 
     def _said(self, index: int, seconds: float = 0.0) -> str | None:
-        """What a worker said when it left; `None` if it is there, or died without a word."""
+        """Returns the message of a worker that has left; `None` if it is alive, or died without a message."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if 0 not in self._lost and (said := self._store.get(_farewell_key(index), seconds)):
                 return said.decode()
         return None
 
     def _culprits_among(self, indices: Sequence[int]) -> dict[int, str]:
-        """Those who have left and not because of another: who failed, else who ended."""
+        """Returns workers that failed, or else workers that ended, but not because of another worker."""
         left = {index: said for index in indices if (said := self._said(index)) is not None}
         left = {index: what for index, what in left.items() if what != _LOST_ANOTHER}
         return {index: what for index, what in left.items() if what.startswith((_FAILED, _HUNG))} or left
@@ -216,7 +216,7 @@ class Watch:
             with socket.create_connection(
                 split_address(_coordinator()), timeout=self._timeout * _ANSWER
             ) as connection:
-                # Of a process that was stopped, the kernel accepts connections; a gRPC server greets as well.
+                # The kernel also accepts connections for a stopped process, but only a live server replies.
                 connection.sendall(_HTTP2_GREETING)
                 return bool(connection.recv(1))
         except OSError:
@@ -241,7 +241,7 @@ class Watch:
             time.sleep(0.5)
 
     def _end(self, culprits: dict[int, str]) -> None:
-        """Ends the process: its main thread waits, in C++, for a worker that will not come."""
+        """Terminates the process, because its main thread waits in C++ for a worker that is lost."""
         with contextlib.suppress(Exception):
             print(f"kdist: {self._error(dict(culprits), None)}", file=sys.stderr, flush=True)
             stalls.print_stack()
@@ -251,45 +251,45 @@ class Watch:
     # The abort from C++ ----------------------------------------------------------------------------------
 
     def _catch_abort(self) -> None:
-        """Catches the abort with which JAX ends this process when the chief is lost.
+        """Catches the abort with which JAX terminates this process when the chief is lost.
 
-        JAX can be given a function to call instead, but the conversion of its argument to Python fails
-        (std::bad_cast, jaxlib 0.10.2). A handler in Python's `signal` would only run in the main thread.
+        JAX accepts a callback instead, but the conversion of its argument to Python fails (std::bad_cast,
+        jaxlib 0.10.2). A handler set with Python's `signal` module would only run in the main thread.
         """
         handler = _CHandler(self._on_abort)
         _kept.append(handler)
         self._earlier_handler = _libc().signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
 
     def _on_abort(self, number: int) -> None:
-        if self._leaving and 0 not in self._lost:  # the chief was faster to leave: nothing is lost
+        if self._leaving and 0 not in self._lost:  # the chief left first, and no worker is lost
             os._exit(1 if _uncaught() else 0)
         deadline = time.monotonic() + _CLOSING
         while (
             (answers := self._chief_answers()) and not self._cluster.is_chief and time.monotonic() < deadline
         ):
             time.sleep(0.1)
-        if answers:  # an abort of another kind
+        if answers:  # the abort has another cause
             if self._earlier_handler not in (None, 0, 1):
                 _CHandler(self._earlier_handler)(number)
             return
         self._note(0, stalls.DIED)
         self._aborted.set()
-        # The main thread gets an error from the collective and raises it. To return means to abort.
+        # The main thread raises the error of the collective. A return from this handler would abort.
         deadline = time.monotonic() + self._timeout * _GRACE
         while not self._explained:
             if time.monotonic() > deadline:
                 self._end(self._lost)
             time.sleep(0.1)
-        while True:  # in C, so that the thread does not wake in an interpreter that is gone
+        while True:  # in C, because the interpreter may have ended when the thread wakes
             _libc().sleep(1_000_000)
 
     # The end of the process ------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Says goodbye; the chief waits for the others, since they need the service that it hosts."""
+        """Announces the end of this worker. The chief waits for the others, which need its service."""
         self._leaving = True
         if 0 in self._lost:
-            self._aborted.wait(_CLOSING)  # JAX tries to abort once, and is held
+            self._aborted.wait(_CLOSING)  # JAX tries to abort once; `_on_abort` stops it
         else:
             error = _uncaught()
             what = "it ended before the others" if error is None else f"{_FAILED}: {error}"
@@ -298,25 +298,25 @@ class Watch:
             self._say(what)
             if self._cluster.is_chief:
                 self._wait_for_others(_FAREWELL if error else None)
-                time.sleep(0.3)  # they disconnect next
+                time.sleep(0.3)  # the others disconnect next
             self._watching = False
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 jax.distributed.shutdown()
             for thread in self._threads:
                 thread.join(3.0)
-        # No Python may be called from C once the interpreter is gone. Where a worker is lost, threads may still
-        # wait for answers in C++, and would abort the process if they wake too late: it is to end anyway.
+        # C code must not call Python after the interpreter has ended. If a worker is lost, C++ threads may
+        # still wait for answers, and abort the process if they wake too late. Then the process just exits.
         libc = _libc()
         end = ctypes.cast(libc._exit, ctypes.c_void_p) if self._lost else None
         libc.signal(signal.SIGABRT, end)
 
     def _say(self, what: str) -> None:
-        """Leaves word for the others why this worker ends."""
+        """Stores the reason why this worker ends, for the other workers."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._store.set(_farewell_key(self._cluster.worker_index), what.encode(errors="backslashreplace"))
 
     def say_hung(self, what: str) -> None:
-        """Tells the others why this worker ends; a chief stays until they can have read it."""
+        """Announces why this worker ends. A chief then waits, so that the others can read the reason."""
         self._say(what)
         if self._cluster.is_chief:
             time.sleep(_LAST_WORDS)
@@ -341,9 +341,9 @@ def _farewell_key(index: int) -> str:
 
 
 def _uncaught() -> str | None:
-    """The error that ends this process, in one line."""
+    """Returns the error that ends this process, in one line, or `None`."""
     error = getattr(sys, "last_value", None)
-    if error is None or hasattr(sys, "ps1"):  # interactive: errors end nothing
+    if error is None or hasattr(sys, "ps1"):  # errors do not end an interactive session
         return None
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
@@ -362,7 +362,7 @@ def _coordinator() -> str:
 
 
 def _abandon_client() -> None:
-    """Lets JAX forget its client, without running its destructor: both would wait for a lock that is held."""
+    """Makes JAX forget its client without its destructor, because both would wait for a lock that is held."""
     from jax._src import distributed
 
     client = distributed.global_state.client

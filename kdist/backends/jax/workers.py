@@ -1,4 +1,4 @@
-"""Joining the workers of a cluster on JAX, and what they tell each other."""
+"""Joins the workers of a cluster on JAX, and exchanges messages between them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _ENGINE = workers.folders_of_engine(jax.__file__, __file__)
 
 
 class JoinedWorkers(workers.JoinedWorkers):
-    """The workers of a cluster, joined through JAX's coordination service, which lives in worker 0.
+    """The workers of a cluster, joined through JAX's coordination service, which runs in worker 0.
 
-    A message may take `timeout_seconds`; `None` for as long as its sender is there.
+    A message may take up to `timeout_seconds`. With `None`, it may take as long as its sender is alive.
     """
 
     def __init__(self, cluster: Cluster, timeout_seconds: float | None) -> None:
@@ -49,13 +49,13 @@ class JoinedWorkers(workers.JoinedWorkers):
         self._stalls.start()
 
     def _gather_pieces(self, data: bytes) -> list[bytes]:
-        """Gathers through the key-value store of the service."""
+        """Gathers data through the key-value store of the service."""
         self._watch.check()
         with self._told():
             return self.mail.gather(data)
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Gathers in a thread, which asks for the messages while this one goes on."""
+        """Gathers data in a thread, which requests the messages while this thread continues."""
         self._watch.check()
         with self.working():
             begun = self.mail.begin(data)
@@ -68,7 +68,7 @@ class JoinedWorkers(workers.JoinedWorkers):
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Within this, the main thread waits for messages; an error goes to the user."""
+        """A context in which the main thread waits for messages, and errors reach the user."""
         with self.working():
             try:
                 yield
@@ -77,28 +77,28 @@ class JoinedWorkers(workers.JoinedWorkers):
                 raise
 
     def look_up(self, key: str) -> str | None:
-        """Returns a text from the store, if the chief is there, who holds it."""
+        """Returns a text from the store; raises an error if the chief, which holds the store, is gone."""
         self._watch.check(0)
         return super().look_up(key)
 
     def lost(self) -> frozenset[int]:
-        """Returns the workers whose loss the watch has noticed."""
+        """Returns the workers that are known to be lost."""
         return self._watch.lost
 
     def waits_in(self, filename: str) -> bool:
-        """Says whether a program is under way, or the main thread is inside JAX."""
+        """Returns whether a program is running, or the main thread is inside JAX."""
         return filename.startswith(_ENGINE) or first_unfinished() is not None
 
     def farewell(self, text: str) -> None:
-        """Leaves word with the watch."""
+        """Announces the end of this worker through the watch."""
         self._watch.say_hung(text)
 
     def working(self) -> AbstractContextManager[Any]:
-        """Within this, the process is ended if a worker is lost and no error of JAX's reports it."""
+        """Returns a context that terminates the process if a worker is lost and JAX raises no error."""
         return self._watch.working()
 
     def explain_failure(self, error: BaseException) -> BaseException:
-        """Returns a `WorkerLostError` for an error of JAX's about a connection."""
+        """Returns a `WorkerLostError` for a connection error of JAX if a worker is lost."""
         return self._explained(error, tells=True)
 
     def _explained(self, error: BaseException, tells: bool) -> BaseException:
@@ -110,7 +110,7 @@ class JoinedWorkers(workers.JoinedWorkers):
         return error
 
 
-# JAX raises ValueError or JaxRuntimeError with the words of XLA, gloo, NCCL or gRPC.
+# JAX raises ValueError or JaxRuntimeError with messages of XLA, gloo, NCCL or gRPC.
 _CONNECTION_WORDS = re.compile(
     r"gloo|nccl|coordination.?service|connection (reset|closed|refused)|heartbeat|rendezvous"
     r"|^(UNAVAILABLE|ABORTED)",
@@ -119,7 +119,7 @@ _CONNECTION_WORDS = re.compile(
 
 
 def all_devices(group: Workers, local: Sequence[Any]) -> list[Any]:
-    """Returns the devices of all workers, those of worker 0 first; raises unless all have as many, of one kind."""
+    """Returns all workers' devices in worker order; all workers need the same number and kind of devices."""
     if not isinstance(group, JoinedWorkers):
         return list(local)
     platform = local[0].platform
@@ -132,16 +132,16 @@ def all_devices(group: Workers, local: Sequence[Any]) -> list[Any]:
 
 
 def join(devices: Sequence[str], cluster: Cluster | None, options: CommunicationOptions) -> Workers:
-    """Waits for all workers of the cluster and connects them; `None` for this process alone.
+    """Waits for all workers of the cluster and connects them; a cluster of `None` means a single process.
 
-    A process joins once: another strategy with the same cluster shares the connection. Where the user has called
-    `jax.distributed.initialize`, that session is taken.
+    A process joins only once: another strategy with the same cluster shares the connection. If the user has
+    called `jax.distributed.initialize`, kdist uses that session.
 
     Raises:
-        WorkerTimeoutError: A worker did not come in time; names it.
-        ClusterConfigError: The port of the chief is in use.
-        StrategyScopeError: JAX has computed something already, or this process has joined another cluster,
-            by kdist or by `jax.distributed.initialize`.
+        WorkerTimeoutError: If a worker does not join in time. The error names it.
+        ClusterConfigError: If the port of the chief is in use.
+        StrategyScopeError: If JAX has already started, or if this process has joined another cluster through
+            kdist or `jax.distributed.initialize`.
     """
     _check_options(devices, options, 0 if cluster is None else cluster.worker_index)
     names = [short_name(name) for name in devices]

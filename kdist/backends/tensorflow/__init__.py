@@ -1,4 +1,4 @@
-"""The TensorFlow backend: `tf.distribute` underneath, with the global-batch contract on top."""
+"""The TensorFlow backend, which uses `tf.distribute` and adds exact global batches."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from kdist.backends.tensorflow.backend import TensorFlowBackend
 
 
 def create_backend() -> TensorFlowBackend:
-    """Returns the backend; called once, by `kdist.backends`."""
+    """Creates the backend. `kdist.backends` calls it once."""
     return TensorFlowBackend()

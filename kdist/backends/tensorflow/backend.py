@@ -1,4 +1,4 @@
-"""TensorFlow as a backend of kdist: devices, native strategies, random state."""
+"""`TensorFlowBackend`: devices, native strategies and random state on TensorFlow."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from kdist.topology import Topology
 
 
 class TensorFlowBackend(Backend):
-    """Strategies are native ones of `tf.distribute`."""
+    """The TensorFlow backend. Its strategies use native strategies of `tf.distribute`."""
 
     name = "tensorflow"
     native_moments = True
     steps_build = True
-    # Building a dataset takes longer than a step, and its shuffles follow from how often it was iterated.
+    # Building a dataset takes longer than a step, and each iteration of a dataset shuffles differently.
     keeps_batches = True
 
     list_devices = staticmethod(tensorflow_devices.list_devices)
@@ -52,12 +52,12 @@ class TensorFlowBackend(Backend):
         keras_hooks.hook_embedding(effects.look_up)
 
     def native_batches(self, adapter: Any) -> Any:
-        """Returns a `tf.data.Dataset`'s batches; what kdist's own adapter gives as it is."""
+        """Returns the batches of a `tf.data.Dataset`, or the batches of kdist's own adapter unchanged."""
         batches = adapter.get_tf_dataset()
         return Iterated(batches) if isinstance(batches, tf.data.Dataset) else batches
 
     def join_predictions(self, batches: Sequence[Any]) -> Any:
-        """Returns arrays, and ragged tensors where the model gives them or where batches differ in more than rows."""
+        """Returns arrays, or ragged tensors if the outputs are ragged or their inner shapes differ."""
         return keras.tree.map_structure(_joined, *batches)
 
     def create_runtime(
@@ -81,20 +81,20 @@ class TensorFlowBackend(Backend):
         return TensorFlowRuntime(native, topology, joined)
 
     def seed_shuffling(self) -> None:
-        """Sets TensorFlow's global seed where the user has not: array shuffles derive from it."""
+        """Sets TensorFlow's global seed if the user has not, because array shuffles derive from it."""
         if _global_seed() is None:
             tf.random.set_seed(random.SystemRandom().randrange(2**31))
 
     def random_state(self) -> bytes:
-        """Returns TensorFlow's global seed, nothing where there is none.
+        """Returns TensorFlow's global seed, or an empty state if none is set.
 
-        None is set here: workers would have different ones, and every `shuffle(seed=…)` that follows draws from both.
+        Does not set one, because workers would get different seeds, which `shuffle(seed=…)` also uses.
         """
         seed = _global_seed()
         return b"" if seed is None else str(seed).encode()
 
     def set_random_state(self, state: bytes) -> None:
-        """Sets the global seed of another worker, unless it is the same: setting it restarts all draws."""
+        """Sets another worker's global seed if it differs, because setting a seed restarts all draws."""
         if state and _global_seed() != int(state):
             tf.random.set_seed(int(state))
 
@@ -104,15 +104,15 @@ class TensorFlowBackend(Backend):
 
 
 def _keep_from_autograph() -> None:
-    """Lets AutoGraph call what belongs to kdist as it is, as it does with Keras; users' functions it converts."""
+    """Makes AutoGraph call kdist's functions without conversion, as it does with Keras."""
     from tensorflow.python.autograph.core import config
 
-    # There is no public way to except a package.
+    # There is no public API to exclude a package.
     config.CONVERSION_RULES = (config.DoNotConvert("kdist"), *config.CONVERSION_RULES)
 
 
 def _convert_mirrored_variables() -> None:
-    """Lets mirrored variables become Python numbers, as TensorFlow's others do."""
+    """Adds `int()` and `float()` to mirrored variables. TensorFlow's other variables have them."""
     from tensorflow.python.distribute.values import DistributedVariable
 
     for kind in (int, float):
@@ -126,27 +126,27 @@ def _joined(*parts: Any) -> Any:
     return np.concatenate(list(map(keras.ops.convert_to_numpy, parts)))
 
 
-# More groups of devices than one strategy uses; TensorFlow's own tests take the same distance.
+# More keys than one strategy uses. TensorFlow's own tests use the same step.
 _KEYS_PER_STRATEGY = 100_000
 
 
 def _mirrored(names: Sequence[str], ops: CrossDeviceOps | None) -> tf.distribute.Strategy:
-    """Makes a native strategy whose collectives are not mistaken for those of another one in this process.
+    """Creates a native strategy whose collectives have unique keys in this process.
 
-    TensorFlow numbers them from the same start in each strategy: a second one, as in a notebook's cell that is
-    run again, fails with "Shape mismatch in the collective instance".
+    In TensorFlow, the keys of all strategies start at the same number. A second strategy, for example in a
+    notebook cell that runs again, fails with "Shape mismatch in the collective instance".
     """
     tf.distribute.MirroredStrategy._collective_key_base += _KEYS_PER_STRATEGY
     return tf.distribute.MirroredStrategy([name.upper() for name in names], _native(ops))
 
 
 def _native(ops: CrossDeviceOps | None) -> Any:
-    """Returns TensorFlow's own class of the same name, and with the same arguments."""
+    """Returns an instance of TensorFlow's class with the same name and arguments."""
     return None if ops is None else getattr(tf.distribute, type(ops).__name__)(**vars(ops))
 
 
 def _global_seed() -> int | None:
     from tensorflow.python.eager import context
 
-    # There is no public getter of what `tf.random.set_seed` set.
+    # There is no public getter for the value of `tf.random.set_seed`.
     return context.global_seed()

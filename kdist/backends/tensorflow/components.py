@@ -1,8 +1,8 @@
-"""Variables of the replicas' own, for Keras variables that are not simply mirrored over the local devices.
+"""Per-replica copies of Keras variables that are not mirrored over the local devices.
 
-There are two kinds. An on-read variable has a component for each replica, which lasts from `run` to `run`; the
-mirrored variable shows what they aggregate to. A variable that was created outside of the strategy's scope is one
-`tf.Variable` for all local replicas: each works on a copy, and the first one's is written back at the end.
+There are two kinds. An on-read variable has one component per replica, which persists between `run` calls;
+the mirrored variable holds the aggregate. If a variable was created outside the scope, all local replicas
+share one `tf.Variable`. Each replica works on a copy, and the first replica's copy is written back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _all: weakref.WeakSet[Components] = weakref.WeakSet()
 
 @dataclass
 class Part:
-    """What one local replica has of a variable, and the value outside of replicas from which that was made."""
+    """One local replica's copy of a variable, and the value outside replicas that it was derived from."""
 
     value: Any
     shown: Any
@@ -40,10 +40,10 @@ class _Known:
 
 
 def native_of(variable: Any, index: int, num_local: int) -> Any:
-    """Returns the `tf.Variable` of a local replica, or the one of all.
+    """Returns the `tf.Variable` of a local replica, or the only `tf.Variable` if replicas share it.
 
     Raises:
-        StrategyScopeError: The variable belongs to the replicas of another strategy.
+        StrategyScopeError: If the variable belongs to the replicas of another strategy.
     """
     value = keras_hooks.native_value(variable)
     if not isinstance(value, tf.distribute.DistributedValues):
@@ -58,33 +58,33 @@ def native_of(variable: Any, index: int, num_local: int) -> Any:
 
 
 def is_shared(variable: Any, num_local: int) -> bool:
-    """Says whether the local replicas have one `tf.Variable` for all."""
+    """Returns whether the local replicas share one `tf.Variable`."""
     return num_local > 1 and not isinstance(
         keras_hooks.native_value(variable), tf.distribute.DistributedValues
     )
 
 
 class Components:
-    """The replicas' own variables, made when a replica first meets the Keras variable.
+    """The replicas' copies of variables. A copy is created when a replica first uses the Keras variable.
 
-    They are found to be out of date by their value: in a graph there is no other trace of what was assigned.
+    Outdated copies are detected by comparing values, because a graph leaves no other trace of an assignment.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        # In a model's step what is aggregated when it is read is no component, but may be one variable for all.
+        # By `is_on_read`. In a model's step, an on-read variable has no components, but it can be shared.
         self._known: dict[bool, VariableTable[_Known]] = {True: VariableTable(), False: VariableTable()}
         _all.add(self)
 
     def get(self, variable: Any, index: int, is_on_read: bool) -> Part:
-        """Returns what a local replica has; see `enter`."""
+        """Returns a local replica's copy; see `enter`."""
         known = self._known[is_on_read].get(variable)
         if known is None or not known.is_valid(variable):
             known = self._known[is_on_read][variable] = self._make(variable, is_on_read)
         return known.parts[index]
 
     def enter(self, variable: Any, index: int, is_on_read: bool) -> None:
-        """Takes over what was assigned outside of replicas since; may be done as often as one likes."""
+        """Updates the copy if the variable was assigned outside replicas. Repeated calls have no effect."""
         part = self.get(variable, index, is_on_read)
         outside = native_of(variable, index, len(self._runtime.devices)).read_value()
         same = tf.reduce_all(tf.equal(outside, part.shown))
@@ -92,12 +92,12 @@ class Components:
         part.shown.assign(outside)
 
     def show(self, variable: Any, index: int, total: Any) -> None:
-        """Takes what the components of an on-read variable aggregate to."""
+        """Stores the aggregated value of an on-read variable in the mirrored variable."""
         native_of(variable, index, len(self._runtime.devices)).assign(total)
         self.get(variable, index, True).shown.assign(total)
 
     def reset(self, variable: Any) -> None:
-        """Gives all local replicas their shares of the present value, if they have anything of the variable."""
+        """Resets the existing copies of all local replicas to their shares of the current value."""
         for is_on_read, table in self._known.items():
             known = table.get(variable)
             if known is None or not known.is_valid(variable):
@@ -116,20 +116,20 @@ class Components:
     def _make(self, variable: Any, is_on_read: bool) -> _Known:
         parts = []
         devices = self._runtime.devices
-        # Outside of replicas and graphs, as if before the function.
+        # Outside replicas and graphs, as if the copies were created before the function.
         with keras_hooks.without_scope(), tf.init_scope(), self._runtime.suspended():
             for index, name in enumerate(devices):
                 with tf.device(name):
                     native = native_of(variable, index, len(devices))
                     shown = native.read_value()
                     value = self._share(variable, index, shown, is_on_read)
-                    # The flag of creation: tapes must also watch a layer that is unfrozen later.
+                    # The flag at creation, because tapes must also watch a layer that is unfrozen later.
                     own = tf.Variable(value, trainable=native.trainable)
                     parts.append(Part(own, tf.Variable(shown, trainable=False)))
         return _Known(keras_hooks.native_value(variable), parts)
 
 
 def assigned(variable: Any) -> None:
-    """Called when a Keras variable was assigned to outside of replicas."""
+    """Called after a Keras variable was assigned outside replicas."""
     for components in _all:
         components.reset(variable)

@@ -1,4 +1,4 @@
-"""`NativeCoordination`: training with TensorFlow's own parameter servers, driven by one coordinator."""
+"""`NativeCoordination`: training with TensorFlow's parameter servers, controlled by one coordinator."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from kdist.errors import WorkerLostError
 
 
 class _Lost(Exception):
-    """A worker is gone, or another process is in its place."""
+    """Raised if a worker is lost, or another process has replaced it."""
 
 
 class NativeCoordination(Coordination):
-    """Drives each worker from a thread: TensorFlow runs functions on it, and carries tensors between the tasks.
+    """Controls each worker from one thread. TensorFlow runs the functions and transfers the tensors.
 
     Args:
         strategy: The coordinator's strategy.
-        closures: What waits for a worker.
-        cluster: Where the tasks are.
-        partitioner: Divides variables among the servers.
-        synchronous: Never: see `SynchronousRuntime`.
-        timeout: Seconds in which all tasks must have come.
+        closures: The queue of scheduled functions.
+        cluster: The addresses of the tasks.
+        partitioner: Shards variables over the servers.
+        synchronous: Always `False`; see `SynchronousRuntime`.
+        timeout: Seconds to wait until all tasks have joined.
     """
 
     places_variables = True
@@ -60,7 +60,7 @@ class NativeCoordination(Coordination):
         self._workers, self._servers = tasks.of(cluster)
         self.num_workers, self.num_servers = len(self._workers), len(self._servers)
         tasks.require([*self._workers, *self._servers], timeout)
-        # It connects to the tasks; what runs where, and when again, is for this class.
+        # Only connects to the tasks. This class schedules and retries functions itself.
         self.native = tf.distribute.ParameterServerStrategy(
             tf.distribute.cluster_resolver.SimpleClusterResolver(tasks.native_spec(cluster), rpc_layer="grpc")
         )
@@ -68,7 +68,7 @@ class NativeCoordination(Coordination):
         self._commits = threading.Lock()
         self._recovery = threading.Lock()
         self.incarnations = [0] * self.num_workers
-        """How often each worker was replaced."""
+        """How many times each worker was replaced."""
         self._threads = [
             threading.Thread(target=self._drive, args=(i,), name=f"kdist {task.name}", daemon=True)
             for i, task in enumerate(self._workers)
@@ -79,18 +79,18 @@ class NativeCoordination(Coordination):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Puts new variables on the servers."""
+        """Places new variables on the servers."""
         with self.placement.scope():
             yield
 
     def in_closure(self) -> bool:
-        """Says whether a scheduled function is being traced in this thread."""
+        """Returns whether a scheduled function is being traced in this thread."""
         return isinstance(keras_hooks.stateless_scope(), ClosureScope)
 
     def run(
         self, strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls the function in the only replica that a closure has."""
+        """Calls the function in the only replica of a scheduled function."""
         if hasattr(fn, "python_function"):
             fn = fn.python_function
         with ReplicaContext(strategy, 0):
@@ -103,18 +103,18 @@ class NativeCoordination(Coordination):
         kwargs: Mapping[str, Any],
         done: Callable[[Any], None] | None = None,
     ) -> RemoteValue:
-        """Traces the function, unless that was done, and adds the call to those that wait."""
+        """Traces the function if necessary, and adds the call to the queue."""
         call = scheduled.Call(fn, tuple(args), dict(kwargs))
         program: Any
         try:
             program = scheduled.compiled(self, fn, call.signature)
-        except Exception as error:  # the function's own, as if it had been raised on a worker
+        except Exception as error:  # an error of the function, handled like an error on a worker
             program = error
         return self.closures.add(program, call.tensors, {}, done)
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[ClosureScope]:
-        """Within this, a function is traced; gives what notes what it does."""
+        """A context manager for tracing. It yields the scope that records the function's changes."""
         with ClosureScope(self._initialize) as scope, keras_hooks.taking_gradients(self._take):
             yield scope
 
@@ -126,7 +126,7 @@ class NativeCoordination(Coordination):
         scope.take_gradients(optimizer, grads, variables)
 
     def _initialize(self, variable: Any) -> None:
-        """Gives a value to a variable that a closure has made, which Keras defers."""
+        """Initializes a variable that a scheduled function created, because Keras defers it."""
         with self._outside(), keras.StatelessScope():
             pass
 
@@ -141,16 +141,16 @@ class NativeCoordination(Coordination):
             yield
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
-        """Makes the dataset here, and its copies on the workers."""
+        """Creates the dataset in this process, and copies it to the workers."""
         return per_worker(dataset_fn, self.num_workers)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Closes the queue and ends the threads."""
         self.closures.close()
         join_threads(self._threads)
 
     def _drive(self, index: int) -> None:
-        """Runs closures on one worker, as long as the job lasts."""
+        """Runs scheduled functions on one worker until the job ends."""
         executor = eager_executor.new_executor(enable_async=False)
         while not self.closures.is_closed:
             closure = self.closures.take(tasks.PATIENCE)
@@ -168,7 +168,7 @@ class NativeCoordination(Coordination):
                 self.closures.end(closure, value)
 
     def _execute(self, index: int, compiled: Any, tensors: Sequence[Any]) -> Any:
-        """Runs a function on a worker, and commits what it does once all of it has left the worker."""
+        """Runs a function on a worker, and commits its changes after all of them have left the worker."""
         if isinstance(compiled, Exception):
             raise compiled
         try:
@@ -192,7 +192,7 @@ class NativeCoordination(Coordination):
         return compiled.packed(outputs)
 
     def _explained(self, index: int, error: tf.errors.OpError) -> BaseException:
-        """Says whose fault an error is: a server's, the worker's, or the function's own."""
+        """Returns the error of a lost server, a `_Lost` error of the worker, or the function's own error."""
         text = str(error)
         if "/job:ps" in text or isinstance(error, tf.errors.UnavailableError):
             lost = self._lost_server()
@@ -208,7 +208,7 @@ class NativeCoordination(Coordination):
         return tasks.lost_error(lost) if lost else None
 
     def _lost_soon(self) -> WorkerLostError | None:
-        """Returns the error for a server that is going: its connections end before its port does."""
+        """Returns the error for a server that is exiting. Its connections close before its port does."""
         for _ in range(_MOMENTS):
             if (lost := self._lost_server()) is not None:
                 return lost
@@ -216,7 +216,7 @@ class NativeCoordination(Coordination):
         return None
 
     def _watch(self) -> None:
-        """Ends the job where a server is lost, also while nobody calls it."""
+        """Fails the job if a server is lost, even if no call uses the server."""
         while not self.closures.is_closed:
             time.sleep(1.0)
             lost = self._lost_server()
@@ -225,8 +225,8 @@ class NativeCoordination(Coordination):
                 return
 
     def _recover(self, index: int) -> None:
-        """Waits until a process answers at the worker's address, and connects again."""
-        # TensorFlow connects to all tasks: without a server this call hangs, and the job cannot end.
+        """Waits until a process answers at the worker's address, and reconnects."""
+        # TensorFlow connects to all tasks. If a server is missing, this call hangs and the job cannot end.
         needed = [self._workers[index], *self._servers]
         while not self.closures.is_closed:
             time.sleep(tasks.PATIENCE)
@@ -239,8 +239,8 @@ class NativeCoordination(Coordination):
                 return
 
 
-_MOMENTS = 25  # of `tasks.PATIENCE`, in which a server that has cut off a call is found to be lost
-# What TensorFlow says to who calls a worker that was started again.
+_MOMENTS = 25  # checks every `tasks.PATIENCE` seconds, after a call to a server has failed
+# TensorFlow's errors after a worker was restarted.
 _REPLACED = (
     "unknown device",
     "Primary device is not remote",

@@ -1,4 +1,4 @@
-"""`TensorFlowCore`: a native `tf.distribute` strategy and its workers, as loops and steps see them."""
+"""`TensorFlowCore`: the interface of loops and steps to a native `tf.distribute` strategy and its workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kdist.topology import Central, Topology
 
 
 class TensorFlowCore(Runtime):
-    """The replicas of one native strategy, which holds variables and runs them, and the workers of the cluster."""
+    """The replicas and variables of one native strategy, and the workers of the cluster."""
 
     group: Workers
 
@@ -29,10 +29,10 @@ class TensorFlowCore(Runtime):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Mirrors new variables over the devices, or puts them on the one that holds them.
+        """Mirrors new variables over the devices, or places them on the device that holds all variables.
 
-        The native scope is entered for the creation alone: within it TensorFlow refuses to turn a variable into a
-        number and to apply an optimizer, and Keras divides losses by the number of replicas.
+        The native scope is entered only while a variable is created. Inside it, TensorFlow cannot convert a
+        variable to a number or apply an optimizer, and Keras divides losses by the number of replicas.
         """
         with tf.variable_creator_scope(self._mirrored):
             yield
@@ -40,24 +40,24 @@ class TensorFlowCore(Runtime):
     def _mirrored(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         from tensorflow.python.framework import ops
 
-        if tf.distribute.has_strategy():  # of the replica that runs, or the user's own
+        if tf.distribute.has_strategy():  # the running replica's, or the user's native strategy
             return next_creator(**kwargs)
-        # Keras's metrics ask for ON_READ variables, each of which would cost a collective every time it is read.
-        # A ReplicaScope makes what a step writes equal on all replicas with one collective, so that plain mirrored
-        # variables show it; `Components` has what each replica of `run` reads.
+        # Keras's metrics request ON_READ variables, and every read of such a variable costs a collective.
+        # Plain mirrored variables are enough, because a ReplicaScope equalizes all written values with one
+        # collective. `Components` holds the separate values of the replicas in `run`.
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             kwargs["synchronization"] = tf.VariableSynchronization.AUTO
-        if self.is_central:  # for each replica `Components` has a copy of what is one variable for all
+        if self.is_central:  # one variable for all replicas; `Components` holds a copy per replica
             with tf.device(self.topology.parameter_devices[0]):
                 return next_creator(**kwargs)
         with self.native.scope():
-            # The one that this scope has put on top. `tf.Variable` would ask those of the user's scopes again.
+            # The native scope's creator is on top. `tf.Variable` would call the user's creators again.
             *_, (_, create) = ops.get_default_graph()._variable_creator_stack
             return create(next_creator, **kwargs)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Hides the scope's creator of variables, and the native replica that runs; there is no public way to."""
+        """Hides the variable creators and the running native replica. There is no public API for this."""
         from tensorflow.python.distribute import distribute_lib
         from tensorflow.python.framework import ops
 
@@ -73,15 +73,15 @@ class TensorFlowCore(Runtime):
 
     @property
     def can_exchange(self) -> bool:
-        """Not in a graph, which runs later."""
+        """Whether workers can exchange messages now. `False` in a graph, because it runs later."""
         return bool(tf.executing_eagerly())
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Sends the chief's values with one collective a dtype."""
+        """Sends the chief's values to all workers, with one collective per dtype."""
         self.group.broadcast(variables)
 
     def to_holder(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns tensors on the device that holds variables."""
+        """Copies tensors to the first device that holds variables."""
         with tf.device(self.topology.parameter_devices[0]):
             return [tf.identity(part) for part in parts]
 
@@ -90,7 +90,7 @@ class TensorFlowCore(Runtime):
         return [self.group.sum(tensor) for tensor in tensors]
 
     def gather_over_workers(self, tensor: Any) -> Any:
-        """Concatenates the rows of the workers' tensors."""
+        """Concatenates the rows of the workers' tensors. Row counts can differ."""
         if self.num_workers == 1:
             return tensor
         mine = tf.one_hot(self.worker_index, self.num_workers, dtype=tf.int32) * tf.shape(tensor)[0]

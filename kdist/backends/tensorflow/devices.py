@@ -1,4 +1,4 @@
-"""Devices of TensorFlow, and logical CPUs made on request."""
+"""TensorFlow's devices, and logical CPU devices that are created on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACCELERATORS = ("GPU", "TPU")
 
 
 def list_devices(kind: str | None = None) -> tuple[str, ...]:
-    """Returns the devices of this process; accelerators, or the first CPU, where `kind` is `None`."""
+    """Returns the devices of a kind; for `None`, the accelerators, or the first CPU if there are none."""
     if kind is None:
         for accelerator in _ACCELERATORS:
             if names := list_devices(accelerator):
@@ -29,7 +29,7 @@ def list_devices(kind: str | None = None) -> tuple[str, ...]:
 
 
 def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
-    """Makes sure that the devices exist, splitting the CPU into logical devices where needed.
+    """Checks that the devices exist, and splits the CPU into logical devices if necessary.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/config/set_logical_device_configuration
     """
@@ -42,21 +42,21 @@ def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-# The GPUs that the user has named, once they are all that TensorFlow sees: it counts them from 0.
+# The GPUs that the user named, after all others are hidden. TensorFlow then numbers them from 0.
 _named: tuple[str, ...] = ()
 
 
 def devices_of_worker(cluster: Cluster, named: Sequence[str]) -> tuple[str, ...]:
-    """Hides the GPUs that do not belong to this worker; returns its devices, by the names that TensorFlow has for them.
+    """Hides the GPUs of other workers, and returns the names of this worker's devices in TensorFlow.
 
-    The native strategy takes the first GPUs that it sees, whatever their names.
+    Hiding is necessary because the native strategy uses the first visible GPUs.
 
     Args:
         cluster: The cluster of this worker.
-        named: The short names that the user has given; empty for the worker's part of the machine's GPUs.
+        named: The user's short names. If empty, the worker uses its share of the machine's GPUs.
 
     Raises:
-        DeviceError: A GPU is not there, or TensorFlow has started with others.
+        DeviceError: If a GPU does not exist, or TensorFlow has started with other GPUs.
     """
     global _named
     if any(not name.startswith("gpu:") for name in named):
@@ -68,7 +68,7 @@ def devices_of_worker(cluster: Cluster, named: Sequence[str]) -> tuple[str, ...]
         wanted = [visible[int(name.split(":")[1])] for name in require_devices(named)]
     elif visible == tf.config.list_physical_devices("GPU"):
         wanted = [visible[index] for index in own_gpus(cluster, len(visible))]
-    else:  # the user, or another strategy, has hidden some
+    else:  # the user or another strategy has already hidden some
         wanted = visible
     if wanted == visible:
         return list_devices()
@@ -100,8 +100,8 @@ def _require_cpus(count: int) -> None:
 
 
 def _started() -> bool:
-    """Whether TensorFlow has made its devices: then their number is fixed."""
+    """Returns whether TensorFlow has created its devices. Their number is then fixed."""
     from tensorflow.python.eager import context
 
-    # The public API has no such question: asking for logical devices would start the runtime.
+    # There is no public API for this: listing the logical devices would start the runtime.
     return context.context()._initialized

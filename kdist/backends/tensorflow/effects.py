@@ -1,8 +1,8 @@
-"""What a scheduled function does to variables, on TensorFlow: noted while it is traced, committed once it has run.
+"""Records how scheduled functions change variables on TensorFlow, and commits the changes after the run.
 
-The function runs on a worker and only computes: gradients, and differences of what it writes. These are copied to the
-servers, and once all are there one function of the coordinator's adds them up, in which no worker takes part. So a
-worker that dies leaves either nothing behind, and its function is run again, or everything.
+The function runs on a worker and computes only gradients and differences. These are copied to the servers.
+When all have arrived, a function of the coordinator applies them without the worker. If a worker dies, either
+nothing was applied and the function runs again, or everything was applied.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kdist.backends.aggregation import NotesAdditions
 from kdist.backends.coordination import experimental_get_current_worker_index
 from kdist.backends.tensorflow.served import offsets_of, shards_of
 
-# Elements of a tensor that is sent by itself: to pack it would take longer than another message.
+# Tensors with at least this many elements are sent separately, because packing takes longer than a message.
 _LARGE = 16_384
 
 
 @dataclass
 class Write:
-    """A variable that a function has written, and how its value goes on from the server's."""
+    """A variable that a function has written, and whether the value is added to the server's."""
 
     variable: Any
     is_addition: bool
@@ -43,12 +43,12 @@ class Update:
 
 
 class ClosureScope(NotesAdditions, keras.StatelessScope):
-    """Shows a function that is being traced the servers' variables, and notes what it does to them.
+    """Gives a traced function access to the servers' variables, and records its changes.
 
-    Of what is not trained the function sees one value from its beginning to its end, and its own writes.
+    It reads a variable that is not trainable once, and then sees this value and its own writes.
 
     Args:
-        initialize: Gives a value to a variable that has none yet.
+        initialize: Initializes a variable that has no value yet.
     """
 
     def __init__(self, initialize: Callable[[Any], None]) -> None:
@@ -81,10 +81,10 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
                 value = tf.identity(tf.convert_to_tensor(keras_hooks.native_value(variable)))
                 if stride := keras_hooks.seed_stride(
                     variable
-                ):  # workers that read the same draw other numbers
+                ):  # workers that read the same seed state must draw different numbers
                     index = tf.cast(experimental_get_current_worker_index() * stride, value.dtype)
                     value += tf.stack([index, tf.zeros_like(index)])
-                # By these Keras and the tapes take it for a variable.
+                # Keras and the tapes treat a tensor with these attributes as a variable.
                 value.handle, value.trainable = value, True
                 self._read[id(variable)] = value
         return self._read[id(variable)]
@@ -100,29 +100,29 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
         self._written[id(variable)] = Write(variable, is_addition), tf.cast(value, variable.dtype)
 
     def take_gradients(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Called in place of an optimizer's `apply`: it is applied on the servers."""
+        """Replaces an optimizer's `apply`, because the servers apply the gradients."""
         self._updates.append((Update(optimizer, list(variables)), list(grads)))
 
     def take(self, variable: Any, indices: Any) -> Any:
-        """Returns rows of a variable, which alone are sent; `None` where all of it is needed."""
+        """Returns rows of a variable, so that only these are sent; `None` if the whole variable is needed."""
         native = keras_hooks.native_value(variable)
         if native is None or id(variable) in self._written or not isinstance(indices, tf.Tensor):
             return None
         if tf.compat.v1.get_default_graph() is not self._graph:
-            return None  # in a branch or a loop, whose gradient knows no operations of a tape
+            return None  # in a branch or a loop, whose gradient does not support operations of a tape
         indices = tf.where(indices < 0, indices + tf.cast(native.shape[0], indices.dtype), indices)
         rows = self._rows(variable, native, tf.reshape(indices, [-1]))
         return tf.reshape(rows, tf.concat([tf.shape(indices), native.shape[1:]], axis=0))
 
     def _rows(self, variable: Any, native: Any, indices: Any) -> Any:
-        """Looks each row up once; its gradient is that of single occurrences, which optimizers square."""
+        """Looks up each row once. The gradient keeps occurrences separate, because optimizers square them."""
         whole = not isinstance(native, ShardedVariable)
         with record.stop_recording():
             unique, places = tf.unique(indices)
             rows = tf.gather(native, unique) if whole else tf.nn.embedding_lookup(native, unique)
             rows = tf.gather(rows, places)
         if variable.trainable:
-            # By the value as a whole, which is asked for the gradient and is not read for it.
+            # The tape watches the whole value, for which the gradient is requested. It is not read.
             value = self.get_current_value(variable)
             if whole:
                 tape.variable_accessed(value)
@@ -138,7 +138,7 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
         return rows
 
     def effects(self) -> tuple[Plan, list[Any]]:
-        """Returns what the function has done: what does not change from call to call, and the tensors that do."""
+        """Returns the function's changes: the plan, which all calls share, and the tensors of this call."""
         plan = Plan()
         for update, grads in self._updates:
             plan.add_update(update, grads)
@@ -150,7 +150,7 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
 
 
 class _Slot:
-    """Where in what is sent a tensor is: which message, and from which element on."""
+    """The position of a tensor in the messages: the message index, the first element and the shape."""
 
     def __init__(self, message: int, start: int = 0, shape: Sequence[int] | None = None) -> None:
         self.message, self.start, self.shape = message, start, shape
@@ -166,9 +166,9 @@ class _Slot:
 
 
 class Plan:
-    """The effects of a function, as messages to servers: dense ones as one for each server and dtype.
+    """The changes of a function, as messages to servers. Small dense tensors of a server are packed.
 
-    Made while the function is traced; the coordinator makes a function of it that commits the messages.
+    Created while the function is traced. The coordinator compiles it to a function that commits messages.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class Plan:
         return _Slot(len(self._tensors) - 1)
 
     def pack(self) -> list[Any]:
-        """Returns the tensors to be sent."""
+        """Returns the tensors to send."""
         for (device, _), members in self._flat.items():
             message = self._message(
                 device, tf.concat([tf.reshape(part, [-1]) for _, part in members], axis=0)
@@ -231,11 +231,11 @@ class Plan:
             for slot, part in members:
                 slot.message, slot.start = message.message, start
                 start += part.shape.num_elements()
-        tensors, self._tensors, self._flat = self._tensors, [], {}  # of a trace, which they would keep
+        tensors, self._tensors, self._flat = self._tensors, [], {}  # they would keep the trace alive
         return tensors
 
     def commit(self, messages: Sequence[Any]) -> None:
-        """Applies everything, once: the messages are where they are needed, and no worker takes part."""
+        """Applies all changes once. The messages are already on their servers, so no worker is needed."""
         with self._lock:
             if self._commit is None:
                 self._commit = tf.function(self._apply, autograph=False, reduce_retracing=True)
@@ -259,7 +259,7 @@ class Plan:
 
 
 class CommitScope(keras.StatelessScope):
-    """Lets optimizers update each variable on its server, those in shards shard by shard."""
+    """Runs optimizers on each variable's server, and shard by shard for sharded variables."""
 
     def __init__(self) -> None:
         super().__init__(initialize_variables=False)
@@ -268,7 +268,7 @@ class CommitScope(keras.StatelessScope):
         self._kept: list[Any] = []
 
     def gradient(self, variable: Any, entry: Any, messages: Sequence[Any]) -> Any:
-        """Returns the gradient of a variable as a whole, and remembers its parts."""
+        """Returns the gradient of a whole variable, and stores its parts."""
         if entry is None:
             return None
         native = keras_hooks.native_value(variable)
@@ -302,7 +302,7 @@ class CommitScope(keras.StatelessScope):
     def _backend_update_step(
         self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
     ) -> None:
-        """Called in place of the optimizer's method: updates each variable where it is."""
+        """Replaces the optimizer's method, and updates each variable on its server."""
         elementwise = keras_hooks.is_elementwise(optimizer)
         for grad, variable in zip(grads, variables, strict=True):
             native = keras_hooks.native_value(variable)
@@ -320,7 +320,7 @@ class CommitScope(keras.StatelessScope):
                     self._shard = None
 
     def _apply_weight_decay(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Called in place of the optimizer's method."""
+        """Replaces the optimizer's method."""
         for variable in variables if optimizer.weight_decay is not None else ():
             if keras_hooks.decays(optimizer, variable):
                 for shard in shards_of(keras_hooks.native_value(variable)):
@@ -344,7 +344,7 @@ def _joined(parts: Sequence[Any], native: Any) -> Any:
 
 
 def _split(grad: Any, native: Any) -> list[Any]:
-    """Divides a gradient among the shards of a variable."""
+    """Splits a gradient into parts for the shards of a variable."""
     shards, offsets = shards_of(native), offsets_of(native)
     if not isinstance(grad, tf.IndexedSlices):
         return list(tf.split(tf.convert_to_tensor(grad), [int(shard.shape[0]) for shard in shards]))
@@ -359,6 +359,6 @@ def _split(grad: Any, native: Any) -> list[Any]:
 
 
 def look_up(variable: Any, indices: Any) -> Any:
-    """Returns the rows that an embedding looks up in a function that is traced for a worker; else `None`."""
+    """Returns an embedding's rows if a function is being traced for a worker, otherwise `None`."""
     scope = keras_hooks.stateless_scope()
     return scope.take(variable, indices) if isinstance(scope, ClosureScope) else None

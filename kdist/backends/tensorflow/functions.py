@@ -1,4 +1,4 @@
-"""Functions of the user's in replicas on TensorFlow: `tf.distribute.Strategy.run`, `tf.function` and tapes."""
+"""Runs users' functions in replicas on TensorFlow, with `tf.function` and `tf.GradientTape`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def in_replicas(
 ) -> list[Any]:
     """Calls `body(replica, local_index)` in each local replica, in its context and scope.
 
-    In a step of a model's, the shares say how much the rows of each local replica count, and the variables are those
-    that it may write; `None` for the user's function.
+    In a model's step, `shares` has the weights of each local replica's rows, and the step may write
+    `variables`. For a user's function, `shares` is `None`.
     """
-    # By a list, not by what is returned: TensorFlow would regroup it.
+    # Results go into a list, because TensorFlow would regroup returned values.
     results: list[Any] = [None] * len(runtime.devices)
     scopes: dict[int, TensorFlowScope] = {}
 
@@ -64,13 +64,13 @@ def in_replicas(
 def run(
     runtime: TensorFlowCore, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any
 ) -> Sequence[Any]:
-    """Calls the user's function in every local replica, eagerly or in the `tf.function` that is being traced."""
+    """Calls the user's function in every local replica, eagerly or while a `tf.function` is traced."""
     if isinstance(fn, tf.types.experimental.PolymorphicFunction) or hasattr(fn, _LIFTED):
         if tf.executing_eagerly():
             return lifted(strategy, fn)(args, kwargs)
         fn = fn.python_function  # type: ignore[attr-defined]
     called = converted(fn)
-    with tf.init_scope():  # it may create a variable
+    with tf.init_scope():  # outside the graph, because it may create a variable
         thread_state = keras_hooks.ThreadState()
     logs: list[Any] = [()] * len(runtime.devices)
 
@@ -98,15 +98,15 @@ _LIFTED = "_kdist_lifted"
 
 
 def lifted(strategy: Any, fn: Any) -> Callable[..., Any]:
-    """Compiles the call of all replicas in place of what each replica calls.
+    """Compiles the call of all replicas instead of the function that each replica calls.
 
-    TensorFlow cannot reduce over replicas inside a `tf.function` that one of them calls; so it does with its own.
+    Like `tf.distribute`, because TensorFlow cannot reduce in a `tf.function` that a replica calls.
     """
     if not hasattr(fn, _LIFTED):
         setattr(fn, _LIFTED, weakref.WeakKeyDictionary())
     known = getattr(fn, _LIFTED)
     if strategy not in known:
-        # What is kept must hold neither its key nor the function that keeps it.
+        # The cached value must not refer to its weak key or to the function that owns the cache.
         owner, plain = weakref.ref(strategy), fn.python_function
 
         def call(args: Any, kwargs: Any) -> Any:
@@ -120,13 +120,13 @@ def lifted(strategy: Any, fn: Any) -> Callable[..., Any]:
 
 
 def converted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets AutoGraph see the user's function, where it converts what calls `strategy.run`."""
+    """Converts the user's function with AutoGraph if AutoGraph converts the caller of `strategy.run`."""
     context = tf.__internal__.autograph.control_status_ctx()
     return tf.__internal__.autograph.tf_convert(fn, context, convert_by_default=False)
 
 
 def local_index(runtime: TensorFlowCore) -> int:
-    """The index, among this worker's replicas, of the one that runs in this thread, as a Python number."""
+    """Returns the index of this thread's replica among this worker's replicas, as a Python number."""
     if len(runtime.devices) == 1:
         return 0
     replica_id = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
@@ -136,8 +136,8 @@ def local_index(runtime: TensorFlowCore) -> int:
 def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Returns a `tf.function` that is traced for few shapes.
 
-    Without AutoGraph, unless it is asked for, or the function loops over a distributed dataset: a portable
-    function's `if` and other `for` are Python's. In a replica it is part of what `run` runs.
+    It uses AutoGraph only if the user asks for it or the function loops over a distributed dataset. Other
+    `if` and `for` statements run in Python, as on other backends. Inside a replica, it calls `fn` directly.
     """
 
     def compile(autograph: bool) -> Any:
@@ -151,7 +151,7 @@ def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         if current_replica() is not None:
             return fn(*args, **kwargs)
         nonlocal compiled
-        # Collectives run in here, long after the Python code that has called for them.
+        # Collectives run in this call, and not in the Python code that requested them during tracing.
         joined = joined_strategy()
         with (
             contextlib.nullcontext() if joined is None else joined.runtime.engine_errors(),
@@ -169,13 +169,13 @@ def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool) -> Callable[..., Any]:
-    """Returns a function that gives a loss and its gradients, by `tf.GradientTape`."""
+    """Returns a function that computes a loss and its gradients with `tf.GradientTape`."""
 
     @tf.autograph.experimental.do_not_convert
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         values = [variable.value for variable in variables]
         with tf.GradientTape() as tape:
-            tape.watch(values)  # also what is not trainable
+            tape.watch(values)  # also watches variables that are not trainable
             loss, aux = split_aux(converted(fn)(*args, **kwargs), has_aux)
             check_loss(loss)
         gradients = tape.gradient(loss, values)

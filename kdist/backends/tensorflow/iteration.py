@@ -1,4 +1,4 @@
-"""Distributed datasets in a `tf.function`: Python reads a step whenever the graph asks for one."""
+"""Distributed datasets in a `tf.function`: when the graph needs a step, it calls Python to read the batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kdist.values import component, regroup
 
 
 class LoopInGraphError(StrategyScopeError):
-    """Python loops over a distributed dataset in a graph, which would have no end."""
+    """Raised when Python loops over a distributed dataset in a graph, because the loop would never end."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -33,7 +33,7 @@ class LoopInGraphError(StrategyScopeError):
 
 
 def register_loops() -> None:
-    """Makes loops over distributed datasets known to AutoGraph, which has no public way to."""
+    """Registers loops over distributed datasets with AutoGraph, which has no public API for this."""
     from tensorflow.python.autograph.operators.control_flow import for_loop_registry
 
     for kind in (DistributedDataset, DistributedIterator, GraphIterator):
@@ -41,14 +41,14 @@ def register_loops() -> None:
 
 
 def _for_loop(iterable: Any, extra_test: Any, body: Any, *rest: Any) -> None:
-    """What AutoGraph calls for a `for` over something distributed: a loop of the graph, whatever its length."""
+    """Converts a `for` loop over a distributed dataset or iterator to a graph loop. Called by AutoGraph."""
     from tensorflow.python.autograph.operators import control_flow
 
     if tf.executing_eagerly():
         control_flow._py_for_stmt(iterable, extra_test, body, *rest)
         return
     *state, options = rest
-    # One after the other: the sums of two steps over the workers would be taken for each other.
+    # One iteration at a time, because parallel steps could mix up their sums over the workers.
     state.append({**options, "parallel_iterations": 1})
     if isinstance(iterable, GraphIterator):
         control_flow._tf_iterator_for_stmt(iterable, extra_test, body, *state)
@@ -65,25 +65,25 @@ def _for_loop(iterable: Any, extra_test: Any, body: Any, *rest: Any) -> None:
 
 
 class _Passes:
-    """Starts an iterator over a dataset each time that the graph gets to a loop, and ends it."""
+    """Starts an iterator over a dataset each time the graph reaches a loop, and closes it after the loop."""
 
     def __init__(self, dataset: DistributedDataset) -> None:
-        self._dataset = weakref.ref(dataset)  # held by whoever calls what is compiled
-        self._open: dict[int, DistributedIterator] = {}  # one for each thread that is in the loop
+        self._dataset = weakref.ref(dataset)  # the caller of the compiled function keeps it alive
+        self._open: dict[int, DistributedIterator] = {}  # one per thread that runs the loop
 
     def begin(self, element: Element) -> GraphIterator:
-        """Returns the iterator of a pass, for the graph that is being built."""
+        """Returns the iterator of a pass, for the graph that is being traced."""
         this = _kept_by_graph(self)
         (number,) = _in_turn(lambda: [this()._begin()], [], [tf.int64])
         return GraphIterator(element, number)
 
     def end(self, iterator: GraphIterator) -> None:
-        """Ends the pass, also where a `break` has left it."""
+        """Ends the pass, also after a `break`."""
         this = _kept_by_graph(self)
         _in_turn(lambda number: this()._end(int(number)), [iterator.number], [])
 
     def begin_none(self) -> None:
-        """Begins a pass that has no batch, as there was none when the function was traced: nobody knows its kind."""
+        """Begins an empty pass. Without a batch during tracing, the structure of the batches is unknown."""
         this = _kept_by_graph(self)
         _in_turn(lambda: this()._begin_none(), [], [])
 
@@ -113,14 +113,14 @@ class _Passes:
         return iter(dataset)
 
 
-# Passes of one loop that are kept: those that an error has left are not ended before.
+# Limit of open passes per loop. A pass that failed stays open until this limit is reached.
 _MOST_OPEN = 8
 
 
 def _in_turn(function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-    """Calls a Python function when the graph runs, in the program's order.
+    """Calls a Python function when the graph runs, in program order.
 
-    TensorFlow keeps the order of what uses the same tensor of a resource, loops included: so all of these use one.
+    They all use one resource, because TensorFlow keeps the order of operations on a resource, also in loops.
     """
     return tf.py_function(lambda _, *args: function(*args), [_turn(), *inputs], outputs)
 
@@ -132,9 +132,9 @@ def _turn() -> Any:
 
 
 def _kept_by_graph(value: Any) -> Callable[[], Any]:
-    """Keeps a value as long as the function that is being traced; returns what a Python function in it may hold.
+    """Keeps a value alive as long as the traced function, and returns a weak reference to it.
 
-    TensorFlow keeps such functions, and what they hold, as long as the process.
+    The reference is weak because TensorFlow keeps Python functions in a graph until the process ends.
     """
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph.outer_graph, tf.__internal__.FuncGraph):
@@ -147,14 +147,14 @@ def _kept_by_graph(value: Any) -> Callable[[], Any]:
 
 
 class Element:
-    """What the elements of a distributed dataset have in common: structure, dtypes, and shapes but for the rows.
+    """The structure, dtypes and inner shapes that all elements of a distributed dataset share.
 
-    Equal ones run what is compiled for one of them.
+    Datasets with equal descriptions share a compiled function.
 
     Args:
-        runtime: Whose replicas take them.
+        runtime: The runtime whose replicas receive the elements.
         part: A batch of one replica.
-        shapes: Inner shapes of all batches, for each array, where the dataset knows them; else those of `part`.
+        shapes: The inner shape of each array, or `None` to use the inner shapes of `part`.
     """
 
     def __init__(self, runtime: Any, part: Any, shapes: list[Any] | None) -> None:
@@ -171,17 +171,17 @@ class Element:
 
     @staticmethod
     def is_there(source: DistributedDataset | DistributedIterator) -> bool:
-        """Says whether there is an element to look at, now or before. All workers trace, so all do."""
+        """Returns whether a first element is available or known. All workers must call it, as all trace."""
         dataset = source if isinstance(source, DistributedDataset) else source._dataset
         with tf.init_scope():
             return dataset in _elements or source.peek() is not None
 
     @classmethod
     def of(cls, source: DistributedDataset | DistributedIterator) -> Element:
-        """Looks at the first batch, which stays to be read. All workers trace, so all do.
+        """Returns the description of the first batch, without consuming it. All workers must call it.
 
         Raises:
-            OutOfRangeError: The iterator has ended, and nobody has looked before.
+            OutOfRangeError: If the iterator has ended and its batches are unknown.
         """
         dataset = source if isinstance(source, DistributedDataset) else source._dataset
         if dataset not in _elements:
@@ -194,11 +194,11 @@ class Element:
         return _elements[dataset]
 
     def iterator(self, number: Any) -> DistributedIterator | GraphIterator:
-        """Returns the iterator of a number, which is known now or when the graph runs."""
+        """Returns the iterator with a number, which is an array now or a tensor of the graph."""
         return numbered(int(number)) if isinstance(number, np.ndarray) else GraphIterator(self, number)
 
     def checked(self, part: Any) -> list[Any]:
-        """Returns the arrays of another batch of this kind."""
+        """Returns the arrays of another batch. Raises a `DatasetError` if its structure differs."""
         leaves = rows.leaves_of(part)
         if _marks(part) != self._marks or not all(map(tf.TypeSpec.is_compatible_with, self.specs, leaves)):
             raise DatasetError(
@@ -211,7 +211,7 @@ class Element:
         return leaves
 
     def packed(self, leaves: list[Any]) -> Any:
-        """Returns a batch of other arrays."""
+        """Returns a batch with this structure and the given arrays."""
         left = iter(leaves)
         return keras.tree.map_structure(lambda mark: None if mark is None else next(left), self._marks)
 
@@ -229,12 +229,12 @@ _elements: weakref.WeakKeyDictionary[DistributedDataset, Element] = weakref.Weak
 
 
 def _marks(part: Any) -> Any:
-    """The structure alone."""
+    """Returns only the structure of a batch."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else True, part)
 
 
 def spec_of_any_rows(leaf: Any, inner: Any = None, is_single: bool = False) -> Any:
-    """Returns the type of arrays like this one, of any number of rows, and of other inner shapes if told so."""
+    """Returns the `tf.TypeSpec` of an array, for any number of rows and optionally another inner shape."""
     spec = tf.type_spec_from_value(leaf)
     dims = [] if is_single else [None]
     shape = tf.TensorShape([*dims, *(leaf.shape[len(dims) :] if inner is None else inner)])
@@ -247,19 +247,19 @@ def spec_of_any_rows(leaf: Any, inner: Any = None, is_single: bool = False) -> A
 
 
 def traced(iterator: DistributedIterator) -> GraphIterator:
-    """Returns what a distributed iterator is in the function that is being traced, which closes over it."""
+    """Returns the substitute for a distributed iterator that the traced function closes over."""
     return GraphIterator(Element.of(iterator), tf.constant(iterator.number), iterator)
 
 
 class GraphIterator:
-    """A distributed iterator in a graph: a tensor that is its number, and the iterator itself where it is known."""
+    """A distributed iterator in a graph: a tensor with its number and, if known, the iterator itself."""
 
     def __init__(self, element: Element, number: Any, iterator: DistributedIterator | None = None) -> None:
         self._element = element
         self.number = number
         self._iterator = iterator
 
-    # As `DistributedIterator`'s: what enters a `tf.function` may be passed on to another one.
+    # Same as in `DistributedIterator`, because a `tf.function` may pass its argument to another function.
     def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
         return (self._element,), (self.number,)
 
@@ -274,12 +274,12 @@ class GraphIterator:
         return self.get_next()
 
     def get_next(self) -> Any:
-        """Returns the next element; when the graph runs, the end of the data is an `OutOfRangeError`."""
+        """Returns the next element. At the end of the data, the graph raises an `OutOfRangeError`."""
         _, parts = self._read(ends=True)
         return regroup(parts, keras.tree.map_structure)
 
     def get_next_as_optional(self) -> GraphOptional:
-        """Returns the next element and whether there is one, as the graph will know."""
+        """Returns an optional with the next element, which may be missing when the graph runs."""
         return GraphOptional(*self._read(ends=False))
 
     def _read(self, ends: bool) -> tuple[Any, list[Any]]:
@@ -297,7 +297,7 @@ class GraphIterator:
         return has_value, [element.packed(leaves[i * size : (i + 1) * size]) for i in range(number_local)]
 
     def _next(self, number: int, ends: bool) -> list[Any]:
-        """When the graph runs: whether there is a batch, and the arrays of all local replicas."""
+        """Reads when the graph runs: whether there is a batch, and the arrays of all local replicas."""
         iterator = self._iterator or numbered(number)
         local = range(len(self._element.runtime.devices))
         try:
@@ -315,18 +315,18 @@ class GraphIterator:
 
 
 class GraphOptional(Optional):
-    """An element that may be missing when the graph runs; its parts have no rows then."""
+    """An element that may be missing when the graph runs. A missing element has parts without rows."""
 
     def __init__(self, is_there: Any, parts: list[Any]) -> None:
         super().__init__(parts)
         self._is_there = is_there
 
     def has_value(self) -> Any:
-        """Returns a tensor that says whether there is an element."""
+        """Returns a Boolean tensor: whether there is an element."""
         return self._is_there
 
     def get_value(self) -> Any:
-        """Returns the element; when the graph runs and there is none, that is an `InvalidArgumentError`."""
+        """Returns the element. If there is none, the graph raises an `InvalidArgumentError`."""
         with tf.control_dependencies(
             [tf.debugging.Assert(self._is_there, ["An empty Optional has no value."])]
         ):
@@ -338,12 +338,12 @@ class GraphOptional(Optional):
 
 # Errors ------------------------------------------------------------------------------------------------------------
 
-# What Python has raised in a graph last: the graph's own error holds its text only.
+# The last Python error that was raised in a graph. The graph's own error contains only its text.
 _raised: collections.deque[KdistError] = collections.deque(maxlen=1)
 
 
 class _TensorFlowOutOfRangeError(OutOfRangeError, tf.errors.OutOfRangeError):
-    """What a loop that was written for either may catch."""
+    """An error that loops for kdist and loops for TensorFlow can both catch."""
 
     def __init__(self, problem: str, *, received: Mapping[str, object] | None = None, hint: str = "") -> None:
         OutOfRangeError.__init__(self, problem, received=received, hint=hint)
@@ -354,7 +354,7 @@ class _TensorFlowOutOfRangeError(OutOfRangeError, tf.errors.OutOfRangeError):
 
 @contextlib.contextmanager
 def python_errors() -> Iterator[None]:
-    """Within this, what Python has raised in a graph comes out as it was, and not as the graph's error."""
+    """A context manager that raises Python's original error instead of the graph's error."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -367,10 +367,10 @@ def python_errors() -> Iterator[None]:
             raise known from None
         raise
     except Exception as error:
-        # AutoGraph's, which has another type where it cannot make one of the same.
+        # An error of AutoGraph. Its type differs if AutoGraph cannot create an error of the original type.
         original: Any = error.__context__
         if hasattr(error, "ag_error_metadata") and hasattr(original, "ag_error_metadata"):
-            del original.ag_error_metadata  # else a function around this one would look into it again
+            del original.ag_error_metadata  # otherwise an outer function would process it again
             raise original from None
         raise
     finally:

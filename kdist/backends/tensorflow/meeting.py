@@ -1,4 +1,4 @@
-"""Meeting on TensorFlow: waits until all workers of a cluster are there, and prepares its coordination service."""
+"""Rendezvous on TensorFlow: waits for all workers of a cluster, and configures the coordination service."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kdist.cluster import Cluster, liveness
 from kdist.errors import ClusterConfigError, StrategyScopeError
 
 TASK = re.compile(r"/job:worker/(?:replica:\d+/)?task:(\d+)")
-"""How TensorFlow names a worker."""
-# After this share of the timeout without a heartbeat, TensorFlow's coordination service takes a worker for lost.
+"""Matches TensorFlow's name of a worker."""
+# TensorFlow's coordination service regards a worker as lost after this fraction of the heartbeat timeout.
 _SILENCE = 0.5
 
 
 def meet(cluster: Cluster, timeout: float) -> tuple[str, ...]:
-    """Waits until all workers are there; returns their addresses.
+    """Waits until all workers have joined, and returns their addresses.
 
-    TensorFlow waits too, but its chief does so forever, whatever time it is given to register.
+    TensorFlow also waits, but its chief waits forever and ignores the timeout for registration.
     """
     known = tuple(address for address in cluster.addresses if address)
     if cluster.coordinator_taken or len(known) < cluster.num_workers:
@@ -29,12 +29,12 @@ def meet(cluster: Cluster, timeout: float) -> tuple[str, ...]:
 
 
 def configure_heartbeats(num_workers: int, timeout: float) -> None:
-    """Tells the coordination service how long workers may be silent, and have to register."""
-    from tensorflow.core.protobuf import config_pb2  # noqa: F401  (makes the coordination protos known)
+    """Sets the heartbeat timeout and the registration timeout of the coordination service."""
+    from tensorflow.core.protobuf import config_pb2  # noqa: F401  (registers the coordination protos)
     from tensorflow.python.framework import config  # noqa: F401
 
     job = eager_context.coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=num_workers)
-    # `tf.distribute` configures the service itself with its default of 10 s to register, unless it is there.
+    # Otherwise, `tf.distribute` configures the service with its default of 10 s to register.
     eager_context.context().configure_coordination_service(
         service_type="standalone",
         service_leader="/job:worker/replica:0/task:0",
@@ -45,7 +45,7 @@ def configure_heartbeats(num_workers: int, timeout: float) -> None:
 
 
 def joining_error(error: Exception, cluster: Cluster, timeout: float) -> Exception:
-    """Returns what to raise where the native strategy could not be made."""
+    """Returns the error to raise if the native strategy cannot be created."""
     text = str(error)
     me = cluster.worker_names[cluster.worker_index]
     if "program startup" in text or "initialized" in text:

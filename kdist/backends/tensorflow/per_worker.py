@@ -1,4 +1,4 @@
-"""Datasets of the workers' own, and their iterators: made anew where a worker is replaced."""
+"""Datasets and iterators on the workers, which are created again when a worker is replaced."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kdist.errors import InvalidArgumentError
 class Values(PerWorkerValues):
     """A dataset on each worker, or its iterator.
 
-    The dataset is made here, and its graph is copied to the worker, which reads without this process.
+    This process creates the datasets. It copies their graphs to the workers, which read independently.
 
     Args:
-        graph: Returns the graph of the dataset of a worker.
-        element_spec: That of all of them.
+        graph: Returns the graph of a worker's dataset.
+        element_spec: The spec of the elements of all datasets.
         iterates: Whether the values are iterators.
     """
 
@@ -32,13 +32,13 @@ class Values(PerWorkerValues):
         return Values(self._graph, self._element_spec, iterates=True)
 
     def peek(self) -> Any:
-        """Reads the first element of worker 0's dataset, here."""
+        """Reads the first element of worker 0's dataset in this process."""
         variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.constant(self._graph(0)))
         dataset: Any = tf.data.experimental.from_variant(variant, self._element_spec)
         return next(dataset.as_numpy_iterator())
 
     def on(self, coordination: Any, index: int) -> Any:
-        """Returns the value of a worker, whose device is in scope; called by the worker's thread alone."""
+        """Returns the value of a worker. Only the worker's thread calls it, in the worker's device scope."""
         incarnation = coordination.incarnations[index]
         if self._made.get(index, (None,))[0] != incarnation:
             variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.constant(self._graph(index)))
@@ -48,15 +48,15 @@ class Values(PerWorkerValues):
 
 
 def per_worker(dataset_fn: Any, num_workers: int) -> Values:
-    """Returns the datasets that a function makes, or copies of one."""
+    """Creates the workers' datasets from a function or from one dataset."""
     dataset_fn = getattr(
         dataset_fn, "python_function", dataset_fn
-    )  # not in a graph, where a dataset has no graph
+    )  # eagerly, because kdist cannot get a dataset's graph inside a graph
 
     def graph(index: int) -> tuple[bytes, Any]:
         with on_worker(index):
             dataset = dataset_fn() if callable(dataset_fn) else dataset_fn
-        if isinstance(dataset, DistributedDataset):  # of the coordinator's only replica
+        if isinstance(dataset, DistributedDataset):  # for the coordinator's only replica
             dataset = getattr(dataset.sources[0], "dataset", None)
         if not isinstance(dataset, tf.data.Dataset):
             raise InvalidArgumentError(
@@ -67,6 +67,6 @@ def per_worker(dataset_fn: Any, num_workers: int) -> Values:
         variant = tf.data.experimental.to_variant(dataset)
         return tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy(), dataset.element_spec
 
-    # Made at once, by this thread: those of the workers may have another device, and no strategy in scope.
+    # Created now, because the workers' threads may have another device and no strategy in scope.
     graphs = [graph(index) for index in range(num_workers)]
     return Values(lambda index: graphs[index][0], graphs[0][1])

@@ -1,4 +1,4 @@
-"""One replica on TensorFlow: the component of every mirrored variable that lies on its device."""
+"""A replica on TensorFlow, and the scope that gives it its components of variables."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kdist.values import component
 
 
 class CollectiveInXla(BaseException):
-    """Something is to be summed over the replicas in what XLA compiles. Keras adds text to an `Exception`."""
+    """Raised by collectives in code for XLA. Keras adds text to an `Exception`, but not to this class."""
 
 
 class TensorFlowReplica(Replica):
     """A replica that runs inside `tf.distribute.Strategy.run`."""
 
     def note(self, collective: str, tensors: Sequence[Any]) -> None:
-        """Under `KDIST_DEBUG=1`, compares with the other workers; in a graph, once it was traced."""
+        """Compares collectives with other workers if `KDIST_DEBUG=1`, in a graph after tracing."""
         runtime = self.strategy.runtime
         if not debugging.is_on() or not runtime.can_exchange:
             super().note(collective, tensors)
@@ -40,12 +40,12 @@ class TensorFlowReplica(Replica):
         if self.num_replicas_in_sync == 1:
             return list(tensors)
         self._require_no_xla()
-        # TensorFlow keeps small integers on the host, and does not reduce host and device tensors together.
-        # float64 holds the integers that are summed here exactly.
-        # A tensor made here lies on the replica's device, from which TensorFlow takes where to reduce.
+        # TensorFlow keeps small integers on the host, and cannot reduce host and device tensors together.
+        # float64 represents the integers that are summed here exactly.
+        # A new tensor is on the replica's device, and TensorFlow reduces on the device of its input.
         sent = [tf.identity(t) if t.dtype.is_floating else tf.cast(t, tf.float64) for t in tensors]
         context = tf.distribute.get_replica_context()
-        # One call a tensor: within a call TensorFlow concatenates, whatever the dtypes.
+        # One call per tensor, because TensorFlow concatenates the tensors of a call even if dtypes differ.
         sums = [context.all_reduce(tf.distribute.ReduceOp.SUM, tensor) for tensor in sent]
         return [tf.cast(total, tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
 
@@ -54,7 +54,7 @@ class TensorFlowReplica(Replica):
             raise CollectiveInXla
 
     def all_reduce_with_gradient(self, tensor: Any) -> Any:
-        """Sums over all replicas; see the contract for the weights of the gradient."""
+        """Sums over all replicas. The gradient is weighted by the replica's `gradient_weight`."""
 
         @tf.custom_gradient
         def total(x: Any) -> Any:
@@ -67,10 +67,10 @@ class TensorFlowReplica(Replica):
         return total(tensor)
 
     def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Sums dense gradients; of looked-up rows (`tf.IndexedSlices`) the optimizer gets those of all replicas.
+        """Sums dense gradients, and gathers gradients of looked-up rows (`tf.IndexedSlices`).
 
-        Optimizers square each occurrence of a row by itself: a sum would give other results than one device. These
-        gradients are gathered, and do not go through a user's `CrossDeviceOps`, which add up.
+        Optimizers square each occurrence of a row separately, so a sum would not match the results of one
+        device. A custom `CrossDeviceOps` does not receive these gradients, because it can only sum.
         """
         sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
         dense = [
@@ -88,28 +88,28 @@ class TensorFlowReplica(Replica):
             return slices
         weight = self.gradient_weight
         if self.is_model_step:
-            # Where all replicas have the same rows, those of the first one count, and not a part of each.
+            # If all replicas have the same rows, use only the first replica's, and not a fraction of each.
             rows = self.rows
             weight *= tf.math.divide_no_nan(rows.counts * rows.scalar_weight, rows.share)
-        # Small integers may be on the host, and the values on the device; see `all_reduce_sum`.
+        # Casts indices, because small integers may be on the host; see `all_reduce_sum`.
         mine = tf.IndexedSlices(
             slices.values * tf.cast(weight, slices.dtype),
             tf.cast(slices.indices, tf.int64),
             tf.constant(tf.TensorShape(variable.shape).as_list(), tf.int64),
         )
-        # `tf.distribute` adds slices up by putting them one after the other, in the order of the replicas.
+        # `tf.distribute` sums slices by concatenating them in the order of the replicas.
         total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
         return tf.IndexedSlices(total.values, total.indices, mine.dense_shape)
 
     def gather_tensor(self, tensor: Any, axis: int) -> Any:
-        """Gathers with `tf.distribute`, which differentiates it."""
+        """Gathers with `tf.distribute`, which supports gradients."""
         self._require_no_xla()
         self.note(f"all_gather(axis={axis})", [])
         sent = tf.identity(tensor) if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
         return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis), tensor.dtype)
 
     def apply_gradients(self, apply: Callable[[], Any]) -> Any:
-        """Runs Keras's `optimizer.apply` on this replica's variables, or once on the device that holds them."""
+        """Runs Keras's `optimizer.apply` in each replica, or once if one device holds all variables."""
         if not self.strategy.runtime.is_central or self.num_replicas_in_sync == 1:
             return super().apply_gradients(apply)
 
@@ -127,7 +127,7 @@ class TensorFlowReplica(Replica):
         self._require_no_xla()
         assert self.scope is not None
         self.scope.aggregate(only_on_read=True)
-        # The structure goes around TensorFlow, which would take it apart; the tensors with it.
+        # Boxes hide the structure and its tensors from TensorFlow, which would flatten it.
         caught: list[Any] = []
 
         @tf.autograph.experimental.do_not_convert
@@ -146,7 +146,7 @@ class TensorFlowReplica(Replica):
 
 
 class _Boxed:
-    """Something that TensorFlow does not look into."""
+    """A container that TensorFlow does not look into."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -154,10 +154,10 @@ class _Boxed:
 
 
 class TensorFlowScope(ReplicaScope):
-    """Shows a replica its component of each mirrored variable.
+    """Gives a replica access to its component of each mirrored variable.
 
-    The variables that the step may write are read at once: a write may happen in a branch of `tf.cond`, whose
-    tensors cannot be used outside of it.
+    The variables that the step may write are read at the start. A write can happen in a branch of `tf.cond`,
+    and tensors of a branch cannot be used outside it.
     """
 
     def __init__(self, replica: TensorFlowReplica, variables: Iterable[Any]) -> None:
@@ -172,19 +172,19 @@ class TensorFlowScope(ReplicaScope):
         self._entered: dict[tuple[int, int], Any] = {}
         self.touched: dict[int, Any] = {}
         self.in_xla = False
-        """Whether XLA is to compile what is being traced."""
+        """Whether the graph that is being traced will be compiled by XLA."""
         self._at_start = {id(v): self.snapshot(v) for v in variables}
 
     def local(self, variable: Any) -> Any:
         """Returns the `tf.Variable` on this replica's device."""
         if keras_hooks.native_value(variable) is None:
             self._initialize(variable)
-        if self.is_untracked:  # optimizers write to what they read
+        if self.is_untracked:  # an optimizer may write to the variable that it reads
             self.touched[id(variable)] = variable
         is_on_read = self.has_component(variable)
         if not is_on_read and not is_shared(variable, self._num_local):
             return native_of(variable, self._index, self._num_local)
-        # A branch of `tf.cond` has its own. What XLA compiles must not copy from another device.
+        # Each branch of `tf.cond` is a separate graph. XLA cannot copy from another device.
         graph = self._graph if self.in_xla else tf.compat.v1.get_default_graph()
         key = (id(graph), id(variable))
         if key not in self._entered:
@@ -195,59 +195,59 @@ class TensorFlowScope(ReplicaScope):
 
     @property
     def is_outermost(self) -> bool:
-        """Whether what is traced now is the replica's own graph, and not that of a branch or of a function in it."""
+        """Whether the current graph is the replica's graph, not the graph of a branch or inner function."""
         return tf.compat.v1.get_default_graph() is self._graph
 
     def _outside(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if tf.executing_eagerly() else self._graph.as_default()
 
     def enter_again(self) -> None:
-        """Called where a function that speaks for all replicas may have changed what they share."""
+        """Called after a cross-replica function, which may have changed shared variables."""
         self._entered.clear()
 
     def write(self, variable: Any, value: Any) -> None:
-        """Assigns to the component, without the aggregation of `tf.distribute`."""
+        """Assigns to the component without the aggregation of `tf.distribute`."""
         component = self.local(variable)
         self.touched[id(variable)] = variable
         component.assign(tf.cast(value, component.dtype))
 
     def show(self, variable: Any, total: Any) -> None:
-        """Shows the total in the mirrored variable."""
+        """Stores the aggregated value in the mirrored variable."""
         self.local(variable)
         self._components.show(variable, self._index, total)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Refuses what cannot be aggregated."""
+        """Records a write. Raises an error in a branch if the write cannot be aggregated."""
         super().add_update(update)
         write = self._written.get(id(update[0]))
         if write and write.is_set and tf.compat.v1.get_default_graph() is not self._graph:
             check_branch(update[0])
 
     def snapshot(self, variable: Any) -> Any:
-        """Reads the component, of which servers may have several parts."""
+        """Reads the component, which can be sharded over parameter servers."""
         return tf.identity(tf.convert_to_tensor(self.local(variable)))
 
     def old_value(self, variable: Any) -> Any:
-        """The value at the start of the step, for variables known then."""
+        """Returns the value at the start of the step, or the current value if it was not read then."""
         known = self._at_start.get(id(variable))
         if known is not None:
             return known
         with self._outside():
-            return self.snapshot(variable)  # not in a branch, whose tensors cannot be used outside of it
+            return self.snapshot(variable)  # tensors of a branch cannot be used outside it
 
     def aggregated(self, variable: Any, value: Any) -> None:
-        """Notes the value from which later writes in the same step are counted."""
+        """Stores the aggregated value, from which later writes in the same step are counted."""
         super().aggregated(variable, value)
         self._at_start[id(variable)] = tf.identity(value)
 
     def commit(self) -> None:
-        """After all replicas have ended: writes back what they have one `tf.Variable` of."""
+        """Writes shared variables back after all replicas have ended."""
         for variable in self.touched.values():
             if is_shared(variable, self._num_local) and not self.has_component(variable):
                 keras_hooks.native_value(variable).assign(self._components.get(variable, 0, False).value)
 
     def equalize(self, scopes: Iterable[TensorFlowScope]) -> None:
-        """After an exception: all local replicas get what the first one has."""
+        """Copies the first replica's values to all local replicas after an exception."""
         for variable in {key: v for scope in scopes for key, v in scope.touched.items()}.values():
             first, *others = [native_of(variable, i, self._num_local) for i in range(self._num_local)]
             for other in others:
@@ -260,7 +260,7 @@ class TensorFlowScope(ReplicaScope):
 
 
 class HolderScope(keras.StatelessScope):
-    """Shows what runs once, for all replicas, the variables themselves, and gives values to those that it creates."""
+    """Gives code that runs once for all replicas access to the variables, and initializes new variables."""
 
     def __init__(self, replica: TensorFlowReplica) -> None:
         super().__init__(initialize_variables=False)
@@ -279,9 +279,9 @@ class HolderScope(keras.StatelessScope):
 
 
 def initialize(variable: Any, strategy: Any) -> None:
-    """Gives a value to a variable that was created in a scope, which Keras defers until a scope is left.
+    """Initializes a variable that was created in a stateless scope, where Keras defers initialization.
 
-    It is made outside of replicas and graphs, as if before the step.
+    This runs outside replicas and graphs, as if before the step.
     """
     runtime = strategy.runtime
     with keras_hooks.without_scope(), tf.init_scope(), runtime.suspended(), cross_replica(strategy):

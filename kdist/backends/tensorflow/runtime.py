@@ -1,4 +1,4 @@
-"""`TensorFlowRuntime`: what a strategy holds of TensorFlow; its replicas and workers, with what runs in them."""
+"""`TensorFlowRuntime`: the replicas and workers of a strategy, and the code that runs in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kdist.values import PerReplica
 
 
 class PerReplicaSpec(native_values.PerReplicaSpec):
-    """The type of a `kdist.PerReplica`, as `tf.distribute` has one for its own."""
+    """The `tf.TypeSpec` of a `kdist.PerReplica`, as `tf.distribute` has for its own `PerReplica`."""
 
     value_type = property(lambda self: PerReplica)
 
@@ -33,15 +33,15 @@ class TensorFlowRuntime(TensorFlowCore):
     run = functions.run
 
     def traced(self, iterator: Any) -> Any:
-        """In a graph, something that reads when the graph runs."""
+        """Returns an iterator that reads when the graph runs; `None` in eager mode."""
         return None if tf.executing_eagerly() else iteration.traced(iterator)
 
     def element_of(self, iterator: Any) -> iteration.Element:
-        """Returns what the iterators of one trace of a `tf.function` have in common."""
+        """Returns the description that all iterators of one trace of a `tf.function` share."""
         return iteration.Element.of(iterator)
 
     def element_spec(self, part: Any, inner_shapes: list[Any] | None) -> Any:
-        """Returns `tf.TypeSpec`s, which a `tf.function` may have for its signature."""
+        """Returns `tf.TypeSpec`s, which can be the signature of a `tf.function`."""
         number = len(self.devices)
         element = iteration.Element(self, self.place([part] * number)[0], inner_shapes)
         return element.packed(
@@ -49,12 +49,12 @@ class TensorFlowRuntime(TensorFlowCore):
         )
 
     def begin_loop(self) -> None:
-        """AutoGraph replaces the loops that it sees."""
+        """Raises an error in a graph, because AutoGraph has not replaced this loop."""
         if not tf.executing_eagerly():
             raise iteration.LoopInGraphError
 
     def place(self, parts: Sequence[Any]) -> list[Any]:
-        """Puts one batch for each local replica on its device."""
+        """Copies one batch per local replica to the replica's device."""
         placed = []
         for part, name in zip(parts, self.devices, strict=True):
             with tf.device(name):
@@ -62,5 +62,5 @@ class TensorFlowRuntime(TensorFlowCore):
         return placed
 
     def step_function(self, model: Any, kind: str) -> StepFunction:
-        """Runs a step of the model in every replica; of predictions, gathers the rows."""
+        """Returns a function that runs the steps of the model in every replica."""
         return steps.TensorFlowSteps(self, model, kind)

@@ -1,4 +1,4 @@
-"""Scheduled functions on TensorFlow: compiled, with tensors going in and out."""
+"""Scheduled functions on TensorFlow, compiled to programs that take and return tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kdist.backends.tensorflow.steps import as_tensor
 
 
 class Call:
-    """A call of a function: its tensors, and the rest of its arguments, which is part of the program."""
+    """A call of a function. Its tensors are inputs of the program, and other arguments are constants."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[Any] = []
@@ -41,12 +41,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Signature:
-    """What calls have in common that run the same program.
+    """The properties that all calls of one program share.
 
     Args:
-        structure: That of the arguments.
-        leaves: What is the same in all of them; a mark in the place of each tensor.
-        specs: What the tensors have in common.
+        structure: The structure of the arguments.
+        leaves: The constant arguments, with a marker in place of each tensor.
+        specs: The specs of the tensors.
     """
 
     structure: Any
@@ -55,7 +55,7 @@ class Signature:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Tells programs of one function apart."""
+        """The key of the program among the programs of one function."""
         return repr(self.structure), repr(self.leaves), repr(self.specs)
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
@@ -78,7 +78,7 @@ _PROGRAMS = "_kdist_programs"
 
 
 def compiled(coordination: Any, fn: Callable[..., Any], signature: Signature) -> Compiled:
-    """Returns the program of a function for such calls; it is kept with the function, and for as long as that."""
+    """Returns a function's program for a signature. The program is cached on the function."""
     known = vars(fn).setdefault(_PROGRAMS, weakref.WeakKeyDictionary()) if hasattr(fn, "__dict__") else {}
     programs = known.setdefault(coordination, {})
     if signature.key not in programs:
@@ -87,12 +87,12 @@ def compiled(coordination: Any, fn: Callable[..., Any], signature: Signature) ->
 
 
 class Compiled:
-    """A program for workers, and what it does to variables.
+    """A program for workers, and its changes of variables.
 
     Args:
         coordination: Traces the function.
         fn: The function.
-        signature: What its calls have in common.
+        signature: The signature that its calls share.
     """
 
     plan: Plan
@@ -115,13 +115,13 @@ class Compiled:
         )
 
     def run(self, worker: int, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Runs the program; returns its outputs, and messages to servers."""
+        """Runs the program, and returns its outputs and the messages to servers."""
         return self._program(tf.constant(worker), *tensors)
 
     def _outputs(self, result: Any) -> list[Any]:
-        """Puts the numbers among the results into one tensor for each dtype: each tensor would travel by itself."""
+        """Packs all scalars into one tensor per dtype, because every tensor is sent separately."""
         self._structure = keras.tree.map_structure(lambda leaf: 0, result)
-        self._shapes = []  # TensorFlow traces twice where the first time has made variables
+        self._shapes = []  # TensorFlow traces a second time if the first trace created variables
         tensors: list[Any] = []
         flat: dict[Any, tuple[int, list[Any]]] = {}
         for leaf in keras.tree.flatten(result):
@@ -144,7 +144,7 @@ class Compiled:
         return tensors
 
     def packed(self, arrays: Sequence[np.ndarray]) -> Any:
-        """Returns what the function returned, of its outputs."""
+        """Converts the outputs of the program to the function's result."""
         leaves = []
         for position, place in self._shapes:
             if position is None:
@@ -155,7 +155,7 @@ class Compiled:
 
 
 def _python_function(fn: Any) -> Callable[..., Any]:
-    """Returns what is traced for a function: of a `tf.function` what AutoGraph makes of it, unless it is not to."""
+    """Returns the function to trace. Applies AutoGraph to a `tf.function` without `autograph=False`."""
     if isinstance(fn, tf.types.experimental.PolymorphicFunction):
         return (
             tf.autograph.to_graph(fn.python_function)

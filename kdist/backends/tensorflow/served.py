@@ -1,4 +1,4 @@
-"""Variables that live on parameter servers: where each is put, whole or in shards, and what stands beside what."""
+"""Places variables on parameter servers, as whole variables or shards."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from kdist.errors import InvalidArgumentError
 
 
 class Shards(ShardedVariable):
-    """A variable in shards, of which an array can be made, as of any other."""
+    """A sharded variable that NumPy can convert to an array, like any other variable."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self.numpy().astype(dtype) if dtype is not None else self.numpy()
 
-    # Without it, `model.export` fails: Keras would give the shards to TensorFlow in place of a tensor.
+    # Without it, `model.export` fails, because Keras passes the shards to TensorFlow instead of a tensor.
     def _serialize_to_tensors(self) -> dict[str, Any]:
         return {"VARIABLE_VALUE": tf.convert_to_tensor(self)}
 
 
 def shards_of(native: Any) -> list[Any]:
-    """Returns the `tf.Variable`s of which a native variable consists: itself, where it is whole."""
+    """Returns the shards of a native variable, or the variable itself if it is not sharded."""
     return list(native.variables) if isinstance(native, ShardedVariable) else [native]
 
 
 def offsets_of(native: Any) -> list[int]:
-    """Returns the first row of each shard, and the number of rows of all."""
+    """Returns the first row of each shard, and the total number of rows."""
     return [0, *itertools.accumulate(int(shard.shape[0]) for shard in shards_of(native))]
 
 
 class Placement:
-    """Puts new variables on the servers in turn, in shards if the partitioner says so.
+    """Places new variables on the servers in turn, and shards them if the partitioner requires it.
 
-    What an optimizer keeps of a variable is put beside it, shard by shard.
+    An optimizer's variables are placed on the servers of the variable that they belong to, shard by shard.
 
     Args:
         devices: The device of each server.
-        partitioner: Called with the shape and dtype of a variable; returns the number of shards along each axis. `None`
-            for whole variables.
+        partitioner: Returns the number of shards per axis, given a variable's shape and dtype. `None` does
+            not shard.
     """
 
     def __init__(self, devices: Sequence[str], partitioner: Callable[..., Any] | None) -> None:
@@ -55,7 +55,7 @@ class Placement:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Within this, variables are put on servers."""
+        """A context manager that places new variables on servers."""
         with tf.variable_creator_scope(self._create):
             yield
 
@@ -69,12 +69,12 @@ class Placement:
             self._placing.on = False
 
     def _place(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        for name in ("aggregation", "synchronization"):  # there is one of each, and nothing to aggregate
+        for name in ("aggregation", "synchronization"):  # there is only one copy to aggregate
             kwargs.pop(name, None)
         owner = keras_hooks.owner_in_creation()
         beside = [] if owner is None else shards_of(keras_hooks.native_value(owner))
         initial, dtype = kwargs.pop("initial_value"), kwargs.pop("dtype", None)
-        kwargs.pop("shape", None)  # Keras 3.16 passes the whole shape, and a shard has another one
+        kwargs.pop("shape", None)  # Keras 3.16 passes the whole shape, which does not fit a shard
         value = initial() if callable(initial) else initial
         value = tf.convert_to_tensor(value, dtype=dtype)
         if beside and value.shape == owner.shape:
@@ -106,7 +106,7 @@ class Placement:
 
 
 def _split(rows: int, parts: int) -> list[range]:
-    """Divides rows as evenly as possible, the larger parts first: what TensorFlow's sharded variables expect."""
+    """Splits rows as evenly as possible, larger parts first, as TensorFlow's sharded variables expect."""
     base, extra = divmod(rows, parts)
     starts = [i * base + min(i, extra) for i in range(parts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(starts)]

@@ -26,7 +26,7 @@ from kdist.backends.tensorflow.xla import compiled_call
 
 
 class TensorFlowSteps(ReplicatedSteps):
-    """Runs the steps of one model in the replicas of a native strategy, compiled."""
+    """Runs the compiled steps of one model in the replicas of a native strategy."""
 
     runtime: TensorFlowCore
 
@@ -36,24 +36,24 @@ class TensorFlowSteps(ReplicatedSteps):
         self._compiled: dict[Any, Any] = {}
 
     def run(self, batch: ReplicaBatches) -> tuple[Any, ...]:
-        """Returns what each local replica returned."""
+        """Runs a step and returns the result of each local replica."""
         shares = shares_of(batch.split)
         leaves = [leaves_of(part) for part in batch.parts]
-        # One argument each: TensorFlow would wrap lists among the arguments of a function.
+        # A flat list of arguments, because TensorFlow would wrap nested lists.
         tensors = [leaf for part in leaves for leaf in part]
         for share in (shares[i] for i in self.runtime.replica_ids):
             tensors.append(_constant(share.share, share.counts, share.scalar_weight))
         return self._function(batch.parts[0], leaves[0])(*tensors)
 
     def _function(self, part: Any, leaves: list[Any]) -> Callable[..., Any]:
-        """Returns the function for batches of this structure: one trace for any number of rows.
+        """Returns the function for batches of this structure, with one trace for any number of rows.
 
-        Rows are unknown in the trace, as in Keras's own loop on TensorFlow: some of its numbers depend on it.
+        The number of rows is unknown in the trace, because some results of Keras depend on this.
         """
         structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, part)
         key = (repr(structure), tuple((type(leaf), leaf.dtype, tuple(leaf.shape[1:])) for leaf in leaves))
         if key not in self._compiled or self._eager:
-            # For the replicas' threads. Not while tracing: it may create a variable.
+            # The replicas' threads need it. Created before tracing, because it may create a variable.
             self._thread_state = keras_hooks.ThreadState()
         if key not in self._compiled:
             run = tf.autograph.experimental.do_not_convert(functools.partial(self._run_flat, structure))
@@ -83,23 +83,23 @@ class TensorFlowSteps(ReplicatedSteps):
             return tuple(in_replicas(self.runtime, strategy, body, self._thread_state, shares, variables))
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
-        """Joins the rows of tensors, ragged ones too."""
+        """Concatenates the rows of dense or ragged tensors."""
         return tf.concat(parts, axis=0)
 
     def of_chief(self, outputs: Any) -> Any:
-        """Sends the chief's to all workers."""
+        """Sends the chief's outputs to all workers."""
         of_chief = self.runtime.group.of_chief
         return keras.tree.map_structure(lambda leaf: in_components(of_chief, leaf), outputs)
 
     def gather(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Gathers one output after the other."""
+        """Gathers the outputs one after another."""
         return keras.tree.map_structure(lambda *parts: self._gather(parts, sizes), *results)
 
     def _gather(self, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         local = tf.concat(parts, axis=0)
         if isinstance(local, tf.RaggedTensor):
             return in_components(self.runtime.gather_over_workers, local)
-        times = local.shape[0] // sizes[self.runtime.worker_index]  # as many rows as its input has
+        times = local.shape[0] // sizes[self.runtime.worker_index]  # output rows per input row
         return self.runtime.group.all_gather_rows(local, [times * size for size in sizes])
 
 
@@ -110,7 +110,7 @@ def _constant(*numbers: float) -> tf.Tensor:
 
 
 def in_components(function: Callable[[Any], Any], tensor: Any) -> Any:
-    """Calls a function of tensors with one; with a ragged one, for the values and the lengths of its rows."""
+    """Applies a function to a tensor. For a ragged tensor, applies it to the values and the row lengths."""
     if not isinstance(tensor, tf.RaggedTensor):
         return function(tensor)
     lengths = [function(part) for part in tensor.nested_row_lengths()]
@@ -118,13 +118,13 @@ def in_components(function: Callable[[Any], Any], tensor: Any) -> Any:
 
 
 def as_tensor(leaf: Any) -> Any:
-    """Returns an array of any kind as a tensor of TensorFlow's; `None`, sparse and ragged ones as they are."""
+    """Converts an array of any framework to a TensorFlow tensor. Returns `None` and tensors unchanged."""
     if leaf is None or tf.is_tensor(leaf):
         return leaf
-    if hasattr(leaf, "detach"):  # of PyTorch
+    if hasattr(leaf, "detach"):  # a PyTorch tensor
         leaf = torch_to_numpy(leaf)
     if is_scipy(leaf):
-        entries = leaf.tocsr().tocoo()  # in the order of the rows, as TensorFlow's operations want them
+        entries = leaf.tocsr().tocoo()  # TensorFlow's operations need the entries in row order
         indices = np.stack([entries.row, entries.col], axis=1).astype("int64")
         return tf.SparseTensor(indices, entries.data, entries.shape)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" and leaf.dtype.isnative:
@@ -133,17 +133,17 @@ def as_tensor(leaf: Any) -> Any:
 
 
 def on_device(leaf: Any) -> Any:
-    """Returns an array of any kind as a tensor on the device in scope."""
+    """Converts an array of any framework to a tensor on the device in scope."""
     tensor = as_tensor(leaf)
     is_number = isinstance(tensor, tf.Tensor) and tensor.dtype != tf.string
-    return tf.identity(tensor) if is_number else tensor  # copies nothing that is there
+    return tf.identity(tensor) if is_number else tensor  # does not copy if it is already on the device
 
 
 def _copied(array: np.ndarray) -> Any:
-    """Returns a copy as a tensor on the device in scope.
+    """Copies an array to a tensor on the device in scope.
 
-    One copy, where `tf.convert_to_tensor` makes two of most arrays: into memory that is aligned as TensorFlow
-    wants it, which its tensor then holds as its own.
+    Copies once, into aligned memory that the tensor then owns. `tf.convert_to_tensor` copies most arrays
+    twice.
     """
     copy = aligned_empty(array.shape, array.dtype)
     np.copyto(copy, array)

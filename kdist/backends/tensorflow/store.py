@@ -9,19 +9,19 @@ from tensorflow.python.eager import context as eager_context
 
 from kdist.backends.store import Store
 
-# How long to wait for what may not be there; TensorFlow cannot be asked without waiting.
+# The minimum wait for a key that may not exist. TensorFlow has no call that does not wait.
 _LEAST_MS = 300
 
 
 class ServiceStore(Store):
-    """The store that the coordination service keeps: of text that ends at a zero, so bytes are written as text."""
+    """The store of the coordination service. Uses base64, because it stores text that ends at a zero byte."""
 
     def set(self, key: str, data: bytes) -> None:
-        """Leaves data under a key."""
+        """Stores data under a key."""
         eager_context.context().set_config_key_value(key, base64.b64encode(data).decode())
 
     def get(self, key: str, seconds: float = 0.0) -> bytes | None:
-        """Waits for data, a moment at least."""
+        """Waits for data for at least 0.3 s; returns `None` if there is none."""
         try:
             text = eager_context.context().get_config_key_value(key, max(_LEAST_MS, int(seconds * 1000)))
         except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):

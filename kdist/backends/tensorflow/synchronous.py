@@ -1,4 +1,4 @@
-"""Synchronous training with parameter servers: a replica on each worker, and one program over all of them."""
+"""Synchronous training with parameter servers: one replica per worker, and one program over all workers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kdist.topology import Central, Topology
 
 
 class SynchronousRuntime(TensorFlowRuntime):
-    """Replicas on the workers of a cluster, as those of `CentralStorageStrategy` are on the devices of a machine.
+    """Runs replicas on workers, as `CentralStorageStrategy` runs them on the devices of a machine.
 
-    TensorFlow runs the coordinator's programs over all tasks. Variables are whole: each replica copies those that it
-    reads, and optimizers run where they are.
+    TensorFlow runs the coordinator's programs over all tasks. Variables are not sharded. Each replica copies
+    the variables that it reads, and optimizers run on the servers that hold the variables.
     """
 
     def __init__(self, cluster: ServerCluster, timeout: float) -> None:
@@ -35,26 +35,26 @@ class SynchronousRuntime(TensorFlowRuntime):
         native = tf.distribute.MirroredStrategy(
             [tasks.COORDINATOR], tf.distribute.ReductionToOneDevice(reduce_to_device=servers[0].device)
         )
-        # Its constructor takes devices of one task alone, over which its collectives go; a reduction goes over others.
+        # The constructor accepts only devices of one task, for collectives. A reduction supports other tasks.
         native.extended._initialize_strategy(devices)
         topology = Topology(devices, storage=Central(servers[0].device))
         super().__init__(native, topology, _Remote(found, servers))
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Puts variables on the servers, in turn."""
+        """Places new variables on the servers in turn."""
         with self.placement.scope():
             yield
 
 
 class _Remote(workers.Workers):
-    """This process alone, of whose replicas other tasks run the programs."""
+    """Represents one process, although other tasks run the programs of its replicas."""
 
     def __init__(self, found: Any, servers: Any) -> None:
         super().__init__()
         self._tasks = [*found, *servers]
 
     def explain_failure(self, error: BaseException) -> BaseException:
-        """Returns an error that names the tasks that are gone."""
+        """Returns an error that names the lost tasks, or the error itself if no task is lost."""
         lost = tasks.lost(self._tasks) if isinstance(error, tf.errors.OpError) else []
         return tasks.lost_error(lost) if lost else error

@@ -1,4 +1,4 @@
-"""The workers and parameter servers of a cluster: TensorFlow's servers, and whether they are there."""
+"""The workers and parameter servers of a cluster: starts TensorFlow's servers and checks for lost tasks."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kdist.errors import WorkerLostError, WorkerTimeoutError
 
 COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
 PATIENCE = 0.2
-"""Seconds after which who waits for a task looks again."""
+"""The interval in seconds between two checks of a task."""
 _JOBS = ("chief", "worker", "ps")
-_ANSWER = 2.0  # seconds in which a task that is there takes a connection
-_MISSES = 3  # as often a task must not have answered, to be lost
+_ANSWER = 2.0  # timeout in seconds for a connection to a task
+_MISSES = 3  # a task is lost after this number of failed checks
 _THREADS = 16
 
 
 def start_server(
     cluster_spec: ClusterSpec, job_name: str, task_index: int, config: Any = None
 ) -> tf.distribute.Server:
-    """Starts TensorFlow's server of a task of type "worker" or "ps", which `join` waits for.
+    """Starts TensorFlow's server of a task of type "worker" or "ps"; its `join` waits until it ends.
 
-    Without word about threads it gets more than there are cores: a step waits in one of them for another's answer.
+    The default number of threads exceeds the number of cores, because steps block threads while they wait.
     """
-    environment.set_default("GRPC_FAIL_FAST", "use_caller")  # or who calls a task that has ended waits for it
+    environment.set_default("GRPC_FAIL_FAST", "use_caller")  # otherwise calls of a task that has ended hang
     if config is None:
         config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=_THREADS)
     jobs = {job: tasks for job, tasks in cluster_spec.as_dict().items() if job in _JOBS}
@@ -44,14 +44,14 @@ def start_server(
 
 
 class Task:
-    """A worker or server, and whether somebody is at its address."""
+    """A worker or server, with its address and device."""
 
     def __init__(self, job: str, index: int, address: str, name: str) -> None:
         self.name, self.address = name, address
         self.device = f"/job:{job}/replica:0/task:{index}/device:CPU:0"
 
     def answers(self) -> bool:
-        """Says whether somebody takes connections."""
+        """Returns whether the task accepts connections."""
         try:
             socket.create_connection(split_address(self.address), timeout=_ANSWER).close()
         except OSError:
@@ -60,7 +60,7 @@ class Task:
 
 
 def of(cluster: ServerCluster) -> tuple[list[Task], list[Task]]:
-    """Returns the workers and the servers."""
+    """Returns the tasks of the workers and of the servers."""
     workers = [
         Task("worker", i, address, name)
         for i, (address, name) in enumerate(zip(cluster.workers, cluster.worker_names, strict=True))
@@ -81,10 +81,10 @@ def native_spec(cluster: ServerCluster) -> tf.train.ClusterSpec:
 
 
 def require(tasks: Sequence[Task], timeout: float) -> None:
-    """Waits until all tasks are there.
+    """Waits until all tasks accept connections.
 
     Raises:
-        WorkerTimeoutError: Some did not come; names them.
+        WorkerTimeoutError: If tasks do not join in time; the message names them.
     """
     deadline = time.monotonic() + timeout
     waiting = Waiting([task.name for task in tasks], timeout)
@@ -101,7 +101,7 @@ def require(tasks: Sequence[Task], timeout: float) -> None:
 
 
 def lost(tasks: Sequence[Task]) -> list[Task]:
-    """Returns the tasks that do not answer, however often they are asked."""
+    """Returns the tasks that fail several checks."""
     for attempt in range(_MISSES):
         if attempt:
             time.sleep(PATIENCE)
@@ -111,7 +111,7 @@ def lost(tasks: Sequence[Task]) -> list[Task]:
 
 
 def lost_error(tasks: Sequence[Task]) -> WorkerLostError:
-    """Returns what to raise where these are gone."""
+    """Returns the error to raise for lost tasks."""
     names = ", ".join(task.name for task in tasks)
     return WorkerLostError(
         f"{names} {'has exited or is' if len(tasks) == 1 else 'have exited or are'} unreachable.",

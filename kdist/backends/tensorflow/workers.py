@@ -1,4 +1,4 @@
-"""Joining the workers of a cluster on TensorFlow, and what they tell each other."""
+"""Joins the workers of a cluster on TensorFlow, and exchanges values and messages between them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from kdist.errors import DeviceError
 
 _HUNG = "kdist/hung"
 _ENGINE = workers.folders_of_engine(tf.__file__, __file__)
-# A pipeline waits for its data.
+# A pipeline that waits for its data does not wait for other workers.
 _DATA = os.path.join(os.path.dirname(tf.__file__), "python", "data", "")
 _SHORT = 1024
 _SUMMABLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 
-# How long the server of a worker may take to answer that it is there: Python waits for it.
+# Milliseconds to wait for the answer of a worker's server. The call blocks Python.
 _HEALTH_MS = 200
 
 _SERVICE = "CoordinationService"
@@ -43,15 +43,15 @@ _OF_CONNECTIONS = (
     tf.errors.CancelledError,
     tf.errors.InternalError,
 )
-# Share of the heartbeat timeout in which a worker that is lost must be seen to be.
+# The fraction of the heartbeat timeout in which a lost worker must be found.
 _NAMING = 0.2
 _WHY = re.compile(r"aborted by: (.*)")
-# The error of pybind11 if Ctrl-C comes while TensorFlow makes an exception: it hides both.
+# The text of pybind11's error if Ctrl-C interrupts TensorFlow while it creates an exception. It hides both.
 _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
 class Workers(workers.Workers):
-    """This process alone."""
+    """A single worker: this process."""
 
     def all_gather_rows(self, local: Any, sizes: Any) -> Any:
         """Concatenates the rows of every worker; see `JoinedWorkers.all_gather_rows`."""
@@ -62,18 +62,18 @@ class Workers(workers.Workers):
         return value
 
     def of_chief(self, tensor: Any) -> Any:
-        """Returns the chief's value of an eager tensor, whose shape may be another than this worker's."""
+        """Returns the chief's value of an eager tensor. Its shape can differ from this worker's."""
         return tensor
 
     def broadcast(self, variables: Sequence[Any]) -> None:
-        """Gives every worker the chief's values of Keras variables."""
+        """Sends the chief's values of Keras variables to all workers."""
 
 
 class JoinedWorkers(workers.JoinedWorkers, Workers):
     """The workers of a cluster, joined by `tf.distribute.MultiWorkerMirroredStrategy`.
 
-    The native strategy's collectives carry what is waited for at once. A message that is begun may take
-    `timeout_seconds`; `None` for as long as its sender is there.
+    Blocking exchanges use the native strategy's collectives. A message in the background can take up to
+    `timeout_seconds`. With `None`, it can take as long as its sender is alive.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self.native = native
         self._per_worker = len(native.extended.worker_devices)
         self._sums: dict[Any, Any] = {}
-        self._sick: dict[int, tuple[float, int]] = {}  # since when, and how often it was seen
+        self._sick: dict[int, tuple[float, int]] = {}  # time of the first failure, number of failures
         self._patience = liveness.heartbeat_timeout()
         self.mail = Mail(
             self.store,
@@ -97,13 +97,13 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self._stalls.start()
 
     def all_gather_rows(self, local: Any, sizes: Any) -> Any:
-        """Concatenates the rows of every worker, of given numbers (a list, or a tensor); also in a graph."""
+        """Concatenates the rows of all workers, also in a graph. `sizes` has each worker's row count."""
         padding = tf.reduce_max(sizes) - sizes[self.worker_index]
         everyone = self._gather(tf.pad(local, [[0, padding]] + [[0, 0]] * (len(local.shape) - 1)))
         return tf.concat([everyone[i][: sizes[i]] for i in range(self.num_workers)], axis=0)
 
     def _gather_pieces(self, data: bytes) -> list[bytes]:
-        """Gathers short messages in one collective, with their lengths in front."""
+        """Gathers messages with their lengths. Short messages need only one collective."""
         with whereabouts.inside("an exchange of messages"):
             head = len(data).to_bytes(4, "little") + data[: _SHORT - 4]
             heads = self._gather_words(head, _SHORT)
@@ -116,23 +116,23 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return [message[:length] for message, length in zip(messages, lengths, strict=True)]
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Gathers in a thread, which asks for the messages while this one goes on.
+        """Gathers messages in a background thread.
 
-        Not with a collective, which would have to take its turn among those of steps.
+        It does not use a collective, which would have to wait for the collectives of running steps.
         """
         return self.mail.begin(data)
 
     def waits_in(self, filename: str) -> bool:
-        """Says whether the main thread is inside TensorFlow."""
+        """Returns whether a thread in this file waits inside TensorFlow, but not for data."""
         return filename.startswith(_ENGINE) and not filename.startswith(_DATA)
 
     def farewell(self, text: str) -> None:
-        """Leaves word in the store."""
+        """Writes the reason why this worker ends to the store."""
         self.store.set(f"{_HUNG}/{self.worker_index}", text.encode())
 
     def lost(self) -> frozenset[int]:
-        """Returns the workers whose heartbeats the coordination service misses."""
-        # TensorFlow waits for the service without end, and holds Python's lock meanwhile.
+        """Returns the workers that the coordination service reports as failed."""
+        # Otherwise, TensorFlow could wait for the service forever while it holds the GIL.
         if self.worker_index != 0 and self._health(0) is None:
             return frozenset()
         try:
@@ -142,10 +142,10 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return frozenset(index for index, error in enumerate(states) if error is not None)
 
     def _health(self, index: int) -> str | None:
-        """Asks the server of a worker, which answers whatever Python does there.
+        """Checks the server of a worker, which answers even if Python is busy there.
 
         Returns:
-            Nothing if it is there, an error if there is nobody, and `None` if it does not answer.
+            An empty string if it is healthy, an error text if it is gone, and `None` if it does not answer.
         """
         name = f"/job:worker/replica:0/task:{index}"
         try:
@@ -157,15 +157,15 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return ""
 
     def _gather_words(self, data: bytes, size: int) -> list[bytes]:
-        """Gathers as many bytes from each worker, as 32-bit words: collectives know no shorter numbers."""
+        """Gathers `size` bytes per worker, as 32-bit words because collectives lack shorter integers."""
         words = np.frombuffer(data.ljust(-(-size // 4) * 4, b"\0"), np.int32)
         return [row.tobytes() for row in self._gather(tf.constant(words)).numpy()]
 
     def _gather(self, value: Any) -> Any:
-        """Stacks a tensor of the same shape from each worker.
+        """Stacks tensors of the same shape, one per worker.
 
-        A sum in which every worker fills its own row and leaves the others zero: unlike the gathering of
-        `tf.distribute`, it is traced once and not at every call.
+        Every worker fills its own row, and a sum combines the rows. Unlike `tf.distribute`'s all-gather,
+        TensorFlow traces this only once and not in every call.
         """
         rows = [value if i == self.worker_index else tf.zeros_like(value) for i in range(self.num_workers)]
         return self.sum(tf.stack(rows))
@@ -174,7 +174,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         """Sums a tensor over the workers."""
         sent = value if value.dtype in _SUMMABLE else tf.cast(value, tf.int64)
         if not tf.executing_eagerly():
-            # TensorFlow gives a function that is called twice in another one the same key for both collectives.
+            # If a graph calls a function twice, TensorFlow gives both collectives the same key.
             return tf.cast(self._sum_over_workers(sent), value.dtype)
         key = (sent.dtype, len(sent.shape))
         if key not in self._sums:
@@ -187,19 +187,19 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         def replica() -> Any:
             context = tf.distribute.get_replica_context()
             speaks = tf.get_static_value(context.replica_id_in_sync_group) % self._per_worker == 0
-            # A tensor made here lies on the replica's device, from which TensorFlow takes where to reduce.
+            # A new tensor is on the replica's device, and TensorFlow reduces on the device of its input.
             mine = tf.identity(value) if speaks else tf.zeros_like(value)
             return context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
 
         return self.native.experimental_local_results(self.native.run(replica))[0]
 
     def of_chief(self, tensor: Any) -> Any:
-        """Returns the chief's value of an eager tensor, whose shape may be another than this worker's."""
+        """Returns the chief's value of an eager tensor. Its shape can differ from this worker's."""
         mine = tf.io.serialize_tensor(tensor).numpy() if self.worker_index == 0 else b""
         return tf.io.parse_tensor(self.all_gather_bytes(mine)[0], tensor.dtype)
 
     def broadcast(self, variables: Sequence[Any]) -> None:
-        """Gives every worker the chief's values of Keras variables: one collective a dtype."""
+        """Sends the chief's values of Keras variables to all workers, with one collective per dtype."""
         groups: dict[Any, list[Any]] = {}
         for variable in variables:
             groups.setdefault(tf.as_dtype(variable.dtype), []).append(variable)
@@ -212,26 +212,26 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 variable.assign(tf.reshape(part, value.shape))
 
     def explain_failure(self, error: BaseException) -> BaseException:
-        """Returns a `WorkerLostError` for an engine error about another worker, and Ctrl-C as it is."""
+        """Returns a `WorkerLostError` for a TensorFlow error about another worker, and preserves Ctrl-C."""
         text = str(error)
         if _INTERRUPTED in text:
             return KeyboardInterrupt()
         named = {int(task) for task in meeting.TASK.findall(text)} & self._others
         says_so = isinstance(error, _OF_CONNECTIONS)
         if self.worker_index != 0 and isinstance(error, tf.errors.DeadlineExceededError) and _SERVICE in text:
-            named, says_so = {0}, True  # the service is the chief's, which answers no more
+            named, says_so = {0}, True  # the service runs on the chief, which does not answer
         if not (named or says_so):
             return error
         why = _WHY.search(text)
         if not says_so or not (named or why):
-            # A layer, a pipeline or a callback may fail with such words, too: only if somebody is gone is it that.
+            # A layer, pipeline or callback can raise similar errors, so check whether a worker is lost.
             named = self._find_lost()
             if not named:
                 return error
         return self._lost_error(named, why[1] if why else text)
 
     def _find_lost(self) -> set[int]:
-        """Returns the workers that nobody finds at their addresses, giving them some time to go."""
+        """Returns the workers that are gone. Waits a moment, because a worker may still be exiting."""
         deadline = time.monotonic() + self._patience * _NAMING
         while not (lost := {index for index in self._others if self._health(index)}):
             if time.monotonic() > deadline:
@@ -244,16 +244,16 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return stalls.lost_error(self.names, self.worker_index, lost, said)
 
     def _last_words(self, index: int) -> str | None:
-        """Returns what a worker has said of itself before it ended, if anything and if the chief is there."""
+        """Returns the reason that a worker wrote before it ended, if there is one and the chief is alive."""
         with contextlib.suppress(tf.errors.OpError):
             return self.look_up(f"{_HUNG}/{index}")
         return None
 
     def check(self, awaited: int) -> None:
-        """Raises if a worker is lost: if nobody is at its address, or has not answered for too long.
+        """Raises an error if a worker is gone or has not answered for too long.
 
         Args:
-            awaited: The one that is waited for. It may itself be waiting for another, so all are asked for.
+            awaited: The worker that this process waits for. All are checked, because it may wait for others.
         """
         now = time.monotonic()
         for index in self._others:
@@ -263,7 +263,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 continue
             since, times = self._sick.get(index, (now, 0))
             self._sick[index] = since, times + 1
-            if (health and times) or now - since > self._patience:  # one failure may be an accident
+            if (health and times) or now - since > self._patience:  # a single failure may be temporary
                 raise self._lost_error([index], health or "no response")
 
 
@@ -273,10 +273,10 @@ def join(
     """Waits for all workers of the cluster and returns the native strategy and the workers.
 
     Raises:
-        WorkerTimeoutError: A worker did not come in time.
-        ClusterConfigError: The address of this worker is taken.
-        StrategyScopeError: It is too late, or this process has joined another cluster.
-        DeviceError: Several CPU devices a worker, which `tf.distribute` cannot do.
+        WorkerTimeoutError: If a worker does not join in time.
+        ClusterConfigError: If the address of this worker is in use.
+        StrategyScopeError: If TensorFlow has already started, or this process has joined another cluster.
+        DeviceError: If a worker has several CPU devices, which `tf.distribute` does not support.
     """
     if len(devices) > 1 and devices[0].startswith("cpu:"):
         gap = gaps.find("MultiWorkerMirroredStrategy", "tensorflow", "devices")
@@ -325,9 +325,9 @@ def _connect(
 def _create_variables_alone(native: tf.distribute.Strategy) -> None:
     """Lets each worker create variables without the others, as on the other backends.
 
-    `tf.distribute` broadcasts each value as the variable is created: a collective a variable, which waits
-    forever if workers do not create the same ones. kdist compares the models first, and then broadcasts
-    all values at once. For the replicas of one worker, the method of the base class is right.
+    `tf.distribute` broadcasts each new variable with one collective, which hangs if workers create different
+    ones. kdist first compares the models, and then broadcasts all values at once. For the replicas of one
+    worker, the method of the base class is correct.
     """
     extended = native.extended
     method = mirrored_strategy.MirroredExtended._get_variable_creator_initial_value
@@ -335,7 +335,7 @@ def _create_variables_alone(native: tf.distribute.Strategy) -> None:
 
 
 def _restore_sigterm() -> None:
-    """Takes SIGTERM back from TensorFlow, whose preemption notifier only makes a note of it: workers are to end."""
+    """Restores Python's SIGTERM handler, because TensorFlow's preemption notifier does not end the worker."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)

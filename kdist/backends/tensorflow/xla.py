@@ -1,6 +1,6 @@
-"""XLA in the replicas: it compiles a model's forward pass, and TensorFlow with it the backward pass.
+"""XLA in the replicas: compiles a model's forward pass, and TensorFlow then also compiles the backward pass.
 
-What replicas add up stays outside: XLA cannot see the collectives of `tf.distribute`.
+Reductions over replicas stay outside, because XLA cannot compile the collectives of `tf.distribute`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kdist.communication.options import hint_ignored
 
 @contextlib.contextmanager
 def compiled_call(model: Any, runtime: Runtime) -> Iterator[None]:
-    """While replicas trace a step, compiles `model.call` with XLA if the user or, on GPUs, Keras wants it.
+    """A context manager that compiles `model.call` with XLA if the user or, on GPUs, Keras requests it.
 
-    An attribute of the instance that is gone afterwards, as with `global_metric_results`.
+    It temporarily replaces an attribute of the instance while replicas trace a step.
     """
     original, before = model.call, vars(model).get("call")
 
@@ -31,7 +31,7 @@ def compiled_call(model: Any, runtime: Runtime) -> Iterator[None]:
         scope = keras_hooks.stateless_scope()
         if (
             not isinstance(scope, TensorFlowScope) or scope.in_xla
-        ):  # Keras only asks for shapes, or calls again
+        ):  # Keras only computes shapes, or this is a nested call
             return original(*args, **kwargs)
         why = "XLA compiles only the outermost call of a model, with dense numeric tensors."
         parts = [part for variable in model.variables for part in shards_of(scope.local(variable))]
@@ -45,7 +45,7 @@ def compiled_call(model: Any, runtime: Runtime) -> Iterator[None]:
         hint_ignored(f"jit_compile=True of {model.name}", why, runtime.worker_index)
         return original(*args, **kwargs)
 
-    # On CPUs, "auto" would cost more than it gains.
+    # On CPUs, jit_compile="auto" would cost more than it gains.
     if model.jit_compile and (runtime.devices[0].startswith("gpu:") or keras_hooks.asks_for_jit(model)):
         vars(model)["call"] = call
     try:
@@ -87,12 +87,12 @@ def _compiled(scope: TensorFlowScope, original: Callable[..., Any], args: Any, k
         raise
     finally:
         scope.in_xla = False
-    # Keras finds layers' losses by their addresses, and masks by an attribute: hand over those outside.
+    # Keras finds layers' losses by `id` and masks by an attribute, so pass the outer tensors' on.
     scope.losses[:] = [*losses, *added]
     for inner, outer in zip(made[1], added, strict=True):
         for _, known in scope.loss_ids.values():
             if id(inner) in known:
-                known.remove(id(inner))  # another loss may get this address
+                known.remove(id(inner))  # another loss may get this id
                 known.add(id(outer))
     for leaf, mask in zip(outputs, masks, strict=True):
         if mask is not None:

@@ -1,4 +1,4 @@
-"""`kdist manifest`: a job for Kubernetes or Slurm, written out. Nothing is started here.
+"""`kdist manifest`: generates the description of a job for Kubernetes or Slurm, without starting it.
 
-`request.py` says what is wanted, `kubernetes.py` and `slurm.py` write it, `command.py` is the command line.
+`request.py` contains the common options. `kubernetes.py` and `slurm.py` write the description.
 """

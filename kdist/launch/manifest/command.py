@@ -39,13 +39,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints the manifest, or writes it to a file; returns the exit code."""
+    """Prints the manifest, or writes it to a file, and returns the exit code."""
     text = options.write(request.read_options(options), options)
     if options.output is None:
         sys.stdout.write(text)
         return 0
     try:
-        # A manifest may contain a secret.
+        # Readable only by the user, because a manifest may contain a secret.
         private = functools.partial(os.open, mode=0o600)
         with open(options.output, "w", encoding="utf-8", opener=private) as file:
             file.write(text)

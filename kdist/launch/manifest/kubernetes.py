@@ -1,8 +1,8 @@
-"""An Indexed Job of Kubernetes: one pod a worker, with a host name that stays, and a volume that all share.
+"""Writes a Kubernetes Indexed Job with one pod per worker, stable host names and a shared volume.
 
-Workers that train together end together: where one fails, the engines of the others notice it, and they fail, too. So
-Kubernetes starts each pod again by itself, and all meet at the address of worker 0. What is left to say here is which
-ends count, and that the job ends with the first worker that has used up its restarts.
+If one worker fails, the backends of the other workers notice this, and these workers also fail. Kubernetes
+then restarts each pod, and the workers join again at the address of worker 0. The job only defines which
+exits count as failures, and ends when the first worker has used up its restarts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kdist.launch.options import whole_number
 from kdist.launch.plan import THREADS
 
 _PORT = "2222"
-# Pods wait for their node, their image, and after a failure for Kubernetes, which waits 10 minutes at most.
+# Pods wait for a node, for their image, and after a failure for Kubernetes' back-off (at most 10 minutes).
 _JOIN_SECONDS = "1800"
-_WRONG_CALL = 2  # of kdist, argparse, and of Python where there is no such script
-_WORKER = "worker"  # the container's name
+_WRONG_CALL = 2  # exit code of kdist and argparse, and of Python if the script is missing
+_WORKER = "worker"  # the name of the container
 _QUANTITY = re.compile(r"[1-9][0-9]*([KMGT]i?)?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def write(request: Request, options: argparse.Namespace) -> str:
-    """Returns the manifest, in YAML."""
+    """Returns the manifest as YAML."""
     _check(request, options)
     objects = [_secret(request), _service(request), _job(request, options)]
     if options.claim is None:
@@ -57,7 +57,7 @@ def write(request: Request, options: argparse.Namespace) -> str:
     for one in objects:
         if options.namespace:
             one["metadata"]["namespace"] = options.namespace
-    from kdist.launch.manifest import yaml  # PyYAML, which nothing else needs
+    from kdist.launch.manifest import yaml  # imports PyYAML, which only this module needs
 
     return _head(request, options) + yaml.dump(objects)
 
@@ -130,7 +130,7 @@ def _claim(request: Request, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _secret(request: Request) -> dict[str, Any]:
-    """Holds what the workers prove to each other that they know."""
+    """Returns the Secret with the token that authenticates the workers to each other."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -140,7 +140,7 @@ def _secret(request: Request) -> dict[str, Any]:
 
 
 def _service(request: Request) -> dict[str, Any]:
-    """Gives the pods their names in DNS, before they are ready."""
+    """Returns the Service that gives the pods DNS names, even before they are ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -159,7 +159,7 @@ def _job(request: Request, options: argparse.Namespace) -> dict[str, Any]:
         "completions": request.num_workers,
         "parallelism": request.num_workers,
         "backoffLimitPerIndex": request.max_restarts,
-        "maxFailedIndexes": 0,  # the others cannot go on without the one that has
+        "maxFailedIndexes": 0,  # other workers cannot continue without the failed worker
         "podFailurePolicy": {"rules": _rules(request)},
     }
     if request.seconds is not None:
@@ -170,14 +170,14 @@ def _job(request: Request, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rules(request: Request) -> list[dict[str, Any]]:
-    """Which ends do not count against the restarts, and which cannot be helped by one."""
+    """Returns the rules for exits that do not count as restarts, and for exits that a restart cannot fix."""
 
     def code(action: str, value: int) -> dict[str, Any]:
         codes = {"containerName": _WORKER, "operator": "In", "values": [value]}
         return {"action": action, "onExitCodes": codes}
 
     rules = [code("FailJob", _WRONG_CALL)]
-    if request.max_restarts:  # without, a preempted job ends, too, as under `kdist run`
+    if request.max_restarts:  # otherwise a preempted job also ends, as with `kdist run`
         evicted = {"type": "DisruptionTarget", "status": "True"}
         rules += [
             code("Ignore", liveness.PREEMPTED),
@@ -189,7 +189,7 @@ def _rules(request: Request) -> list[dict[str, Any]]:
 def _pod(request: Request, options: argparse.Namespace) -> dict[str, Any]:
     user = whole_number("--user", options.user, 0)
     pod: dict[str, Any] = {
-        # Workers do not talk to the API of Kubernetes. The volume belongs to the group of their user.
+        # Workers do not use the Kubernetes API. The volume belongs to the group of their user.
         "automountServiceAccountToken": False,
         "securityContext": {
             "runAsNonRoot": user != 0,
@@ -198,9 +198,9 @@ def _pod(request: Request, options: argparse.Namespace) -> dict[str, Any]:
             "fsGroupChangePolicy": "OnRootMismatch",
         },
         "subdomain": request.name,
-        "restartPolicy": "Never",  # by the kubelet, which knows no rules; the Job makes a new pod
+        "restartPolicy": "Never",  # the kubelet ignores the rules; the Job creates new pods
         "terminationGracePeriodSeconds": request.grace,
-        # Else Python is process 1, which a SIGTERM that nobody handles does not end.
+        # Otherwise Python is process 1, which SIGTERM does not terminate unless the script handles it.
         "shareProcessNamespace": True,
     }
     if request.gpus:
@@ -222,14 +222,14 @@ def _container(request: Request, options: argparse.Namespace) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": _WORKER,
         "image": options.image,
-        # `$(…)` would be replaced by Kubernetes.
+        # Kubernetes would expand `$(…)`.
         "command": [word.replace("$(", "$$(") for word in request.command],
         "env": _environment(request, options),
     }
     container["securityContext"] = {"allowPrivilegeEscalation": False}
     if resources := _resources(request):
         container["resources"] = resources
-    # NCCL and the processes of a DataLoader use far more than the 64 MiB that a container has by itself.
+    # NCCL and the processes of a DataLoader use far more shared memory than the default of 64 MiB.
     container["volumeMounts"] = [
         {"name": "checkpoints", "mountPath": request.checkpoint_dir},
         {"name": "shared-memory", "mountPath": "/dev/shm"},
@@ -247,7 +247,7 @@ def _environment(request: Request, options: argparse.Namespace) -> list[dict[str
     if request.cpus is not None:  # a container sees all cores of its node
         variables |= dict.fromkeys(THREADS, str(request.cpus))
     variables |= {key: value.replace("$(", "$$(") for key, value in request.variables.items()}
-    variables.pop(TOKEN_VARIABLE, None)  # the Secret has it
+    variables.pop(TOKEN_VARIABLE, None)  # it is in the Secret
     failures = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
     told: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in variables.items()]
     token = {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}
@@ -258,7 +258,7 @@ def _environment(request: Request, options: argparse.Namespace) -> list[dict[str
 
 
 def _resources(request: Request) -> dict[str, dict[str, str]]:
-    """What a worker asks for. There is no limit of cores: it would make a worker wait, and all others for it."""
+    """Returns a worker's resources, without a CPU limit, because throttling one worker delays all others."""
     requests, limits = {}, {}
     if request.cpus is not None:
         requests["cpu"] = str(request.cpus)

@@ -1,4 +1,4 @@
-"""What a manifest is to say, whatever schedules it: the workers, their share of a machine, restarts."""
+"""The options of `kdist manifest` for all schedulers: workers, resources, restarts and the environment."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from kdist.errors import InvalidArgumentError
 from kdist.launch.options import ENV_HELP, environment_variables, target, whole_number
 from kdist.launch.plan import check_backend_name
 
-# A label of DNS: Kubernetes makes host names of it.
+# A DNS label, because Kubernetes creates host names from it. Host names have at most 63 characters, and the
+# index of the worker and a random suffix follow the name.
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_LONGEST_NAME = (
-    52  # a host name has 63 characters at most, and the worker's number and a random end come after it
-)
+_LONGEST_NAME = 52
 _MEMORY = re.compile(r"([1-9][0-9]*)([MGT])i?")
 _TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9]):([0-5][0-9])")
 CHECKPOINTS = "CHECKPOINT_DIR"
@@ -24,20 +23,20 @@ CHECKPOINTS = "CHECKPOINT_DIR"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A job that is to be written down.
+    """The description of a job, independent of the scheduler.
 
     Args:
-        num_workers: How many workers.
-        command: What each of them runs.
-        name: Of the job.
-        cpus: How many cores a worker gets; `None` leaves it to the scheduler.
-        gpus: How many GPUs a worker gets.
-        megabytes: How much memory a worker gets, in units of 2**20 bytes; `None` leaves it to the scheduler.
-        seconds: How long the job may run; `None` for no limit of its own.
-        max_restarts: How often it is started again after a failure. A preemption does not count.
-        grace: How many seconds before its end a worker is told to save.
-        checkpoint_dir: A directory that all workers share; the script finds it in `CHECKPOINT_DIR`.
-        variables: The workers' environment.
+        num_workers: The number of workers.
+        command: The command of each worker.
+        name: The name of the job.
+        cpus: The number of CPU cores per worker; `None` for the scheduler's default.
+        gpus: The number of GPUs per worker.
+        megabytes: The memory per worker, in units of 2**20 bytes; `None` for the scheduler's default.
+        seconds: The time limit of the job in seconds; `None` for the scheduler's default.
+        max_restarts: The maximum number of restarts after failures. Preemptions do not count.
+        grace: Seconds between the signal to save a checkpoint and the end of a worker.
+        checkpoint_dir: A directory that all workers share. Scripts read it from `CHECKPOINT_DIR`.
+        variables: Environment variables of the workers.
     """
 
     num_workers: int
@@ -54,7 +53,7 @@ class Request:
 
 
 def add_options(parser: argparse.ArgumentParser, checkpoint_dir: str) -> None:
-    """Adds the options that a `Request` consists of; `checkpoint_dir` is the default of that one."""
+    """Adds the options for a `Request`. `checkpoint_dir` is the default of `--checkpoint-dir`."""
     add = parser.add_argument
     add("-m", dest="module", action="store_true", help="run a module instead of a script")
     add(
@@ -96,11 +95,11 @@ def add_options(parser: argparse.ArgumentParser, checkpoint_dir: str) -> None:
 
 
 def read_options(options: argparse.Namespace) -> Request:
-    """Checks the options that `add_options` has added.
+    """Returns the request for the options of `add_options`.
 
     Raises:
-        InvalidArgumentError: If one of them cannot be.
-        BackendError: If the backend is unknown. It need not be installed here.
+        InvalidArgumentError: If an option is invalid.
+        BackendError: If the backend is unknown. It need not be installed on this machine.
     """
     backend = options.backend or environment.get("KERAS_BACKEND") or None
     check_backend_name(backend)

@@ -1,7 +1,7 @@
-"""A script for `sbatch`: one task a worker, started by `srun`, whose variables describe the cluster.
+"""Writes a script for `sbatch`. It starts one task per worker with `srun`, which sets the cluster variables.
 
-Slurm starts a job again whose node has failed, or that was preempted. The script starts a step again that has failed,
-and gives the job back to the queue where the workers have saved because its time is up.
+Slurm restarts a job if a node fails or the job is preempted. The script restarts a failed step. If the
+workers have saved a checkpoint because the time limit is near, the script requeues the job.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kdist.launch.options import whole_number
 from kdist.launch.plan import THREADS
 
 _WORD = re.compile(r"[A-Za-z0-9_.,:+=@%/-]+")
-# All workers: a worker ends by itself when another one has, and may take longer, to save. Told explicitly, for a
-# site may have chosen otherwise. kdist counts the tasks node by node.
+# srun must not kill workers when one exits, because they exit by themselves and may need time to save. Sites
+# can change the defaults, so all options are explicit. kdist needs tasks that are numbered node by node.
 _SRUN = "srun --kill-on-bad-exit=0 --wait=0 --distribution=block --label"
-# Not `openssl`, which a machine may lack. srun passes the variable on to all tasks.
+# `openssl` may not be installed, so the script uses /dev/urandom. srun passes the variable on to all tasks.
 _SECRET = f"""\
 # The secret that the workers of this job share.
 export {TOKEN_VARIABLE}=${{{TOKEN_VARIABLE}:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}
@@ -64,7 +64,7 @@ def write(request: Request, options: argparse.Namespace) -> str:
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in _variables(request).items())
     step = _SRUN
     if request.cpus is not None:
-        step += f" --cpus-per-task={request.cpus}"  # srun does not take it from sbatch
+        step += f" --cpus-per-task={request.cpus}"  # srun does not inherit it from sbatch
     step += f" {shlex.join(request.command)}"
     body = f"exec {step}\n"
     if request.max_restarts:
@@ -82,7 +82,7 @@ def write(request: Request, options: argparse.Namespace) -> str:
 
 
 def _directives(request: Request, options: argparse.Namespace) -> dict[str, str | None]:
-    """The options of `sbatch`, by name; "" for one without a value, and `None` for one that is left out."""
+    """Returns the options of `sbatch` by name. "" means an option without value, `None` an omitted option."""
     for name in ("partition", "account"):
         value = getattr(options, name)
         if value is not None and not _WORD.fullmatch(value):
@@ -105,7 +105,7 @@ def _directives(request: Request, options: argparse.Namespace) -> dict[str, str 
         "time": None if request.seconds is None else _time(request.seconds),
         "output": f"{request.name}-%j.log",
         "open-mode": "append",
-        # To the workers, not to this script.
+        # Slurm sends the signal to the workers, not to this script.
         "signal": f"TERM@{request.grace}",
         "requeue" if request.max_restarts else "no-requeue": "",
     }

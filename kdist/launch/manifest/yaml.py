@@ -1,4 +1,4 @@
-"""Writes manifests as YAML, with strings that every reader takes for strings."""
+"""Writes manifests as YAML, in which all parsers read strings as strings."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import yaml
 
-# Plain words: they begin with a letter, and no reader takes them for something else. PyYAML would leave more without
-# quotes: "1e3" and "y" are strings to it, and a number and a truth value to Kubernetes.
+# Words without quotes: they start with a letter, and all parsers read them as strings. PyYAML would also omit
+# the quotes of "1e3" and "y", which Kubernetes reads as a number and a boolean.
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9]*([-./_]+[A-Za-z0-9]+)*")
 _MEANS_SOMETHING = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
-        """Writes what is there twice twice."""
+        """Writes repeated objects in full, without YAML aliases."""
         return True
 
 
