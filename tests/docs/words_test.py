@@ -1,15 +1,18 @@
 """Banned words in pages and messages, each with its replacement: the rules for texts that a program can check.
 
-`make lint` runs this file. It reads the prose of the pages, their quotes of output (fences with `text`), and the string
-literals of kdist that contain a space: errors, log lines, warnings and help texts. It does not read docstrings,
-comments, code blocks and inline code. If it finds something that is good English, make the pattern narrower.
+`make lint` runs this file. It reads the prose of the pages, their quotes of output (fences with `text`), and of kdist's
+source the docstrings, the comments, and the string literals that contain a space: errors, log lines, warnings and help
+texts. It does not read code blocks and inline code. If it finds something that is good English, make the pattern
+narrower.
 """
 
 from __future__ import annotations
 
 import ast
 import bisect
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -199,6 +202,8 @@ _STARTS = re.compile(r" *(?:[-*|#>]|\d+\.|===|!!!|\?\?\?|:::)")
 # Parts of a page that are not prose. A placeholder replaces inline code, so that the sentence stays whole.
 _CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _NOT_TEXT = re.compile(r"\]\([^)\s]*\)|<!--.*?-->|</?\w[^>]*>|\{[^}]*\}|https?://[^\s)>]+", re.DOTALL)
+# Examples in a docstring, and the names of its arguments.
+_NOT_PROSE = re.compile(r"```.*?```|^ *(?:>>>|\.\.\.).*$|^ *\w+:(?= )", re.DOTALL | re.MULTILINE)
 
 
 def find(words: tuple[Word, ...], text: str) -> Iterator[tuple[int, str, Word]]:
@@ -282,6 +287,31 @@ def findings_of_source(path: Path) -> Iterator[str]:
             yield _line(path, number, found, word)
 
 
+def comments_and_docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Yields the docstrings without their examples and names of arguments, and the comments, a block at a time."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str() as text)):
+                yield node.lineno, _NOT_PROSE.sub(lambda code: "\n" * code[0].count("\n"), text)
+    block: list[str] = []
+    last = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if block and token.start[0] != last + 1:
+                yield last - len(block) + 1, "\n".join(block)
+                block = []
+            block.append(token.string)
+            last = token.start[0]
+    yield last - len(block) + 1, "\n".join(block)
+
+
+def findings_of_comments(path: Path) -> Iterator[str]:
+    """Yields the banned words in docstrings and comments of a module."""
+    for number, text in comments_and_docstrings(path.read_text(encoding="utf-8")):
+        for place, found, word in find(WORDS, blanked(text)):
+            yield _line(path, number + text[:place].count("\n"), found, word)
+
+
 def _line(path: Path, number: int, found: str, word: Word) -> str:
     return f"{path.relative_to(ROOT)}:{number}: {found!r}: {word.instead}"
 
@@ -306,6 +336,10 @@ def test_messages_and_help_texts_have_no_banned_words() -> None:
     _report([line for source in SOURCES for line in findings_of_source(source)])
 
 
+def test_docstrings_and_comments_have_no_banned_words() -> None:
+    _report([line for source in SOURCES for line in findings_of_comments(source)])
+
+
 def test_code_is_left_out_and_quotes_are_not() -> None:
     page = "The\nfolder `folder` [x](folder.md).\n\n```python\nfolder\n```\n\n- a\n  folder\n"
     page += "\n    ```text\n    folder\n    ```\n"
@@ -320,3 +354,15 @@ def test_code_is_left_out_and_quotes_are_not() -> None:
 raise E(f"the folder {x}", "a"
   " folder", hint="folder", other="b folder", pattern=re.compile("a folder"))'''
     assert [number for number, text in literals(ast.parse(source)) if [*find(WORDS, text)]] == [2, 2, 3]
+    source = '''"""A folder.
+
+    Args:
+        folder: One.
+
+    >>> folder
+    """
+x = 1  # a folder'''
+    texts = comments_and_docstrings(source)
+    assert [
+        number + text[:place].count("\n") for number, text in texts for place, *_ in find(WORDS, text)
+    ] == [1, 8]

@@ -1,0 +1,55 @@
+"""The Python functions of kdist that run per step of `fit`: more calls would slow small models unnoticed.
+
+Calls are counted, not timed, so that the result does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+import numpy as np
+import pytest
+
+import kdist
+from tests.processes import each_backend, run
+
+ROWS, BATCH = 4, 2
+# Slightly more than today's calls per step. Lower the numbers when you make a step cheaper.
+MOST_CALLS = {"jax": 58, "tensorflow": 66, "torch": 350}
+
+
+def calls_of_fit(steps: int) -> int:
+    """Returns how often functions of kdist are called in an epoch of so many steps."""
+    import keras
+
+    with kdist.OneDeviceStrategy("cpu:0").scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "relu"), keras.layers.Dense(2)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = np.ones((steps * BATCH, 3), "float32"), np.zeros(steps * BATCH, "int32")
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    folder = os.path.dirname(kdist.__file__) + os.sep
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+    sys.setprofile(count)
+    try:
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def in_worker_calls_per_step() -> float:
+    return (calls_of_fit(30) - calls_of_fit(10)) / 20
+
+
+@pytest.mark.kills(jax_single_device_as_mesh="[jax]")
+@each_backend
+def test_a_step_calls_few_functions_of_kdist(backend: str) -> None:
+    (calls,) = run(backend, 1, in_worker_calls_per_step)
+    assert calls <= MOST_CALLS[backend], f"{calls:.1f} calls per step"
