@@ -81,6 +81,8 @@ class JaxSteps(StepFunction):
 
     def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
         """Runs one step per batch; returns the last logs, or for `predict` the rows of all batches."""
+        if self._can_loop(batches):
+            return self._run(*batches)
         outputs = [self._run(batch) for batch in batches]
         if self._kind != "predict":
             return outputs[-1]
@@ -88,20 +90,37 @@ class JaxSteps(StepFunction):
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
 
-    def _run(self, batch: ReplicaBatches) -> Any:
+    def _can_loop(self, batches: Sequence[ReplicaBatches]) -> bool:
+        """Returns whether one program can run all these steps: all workers must come to the same conclusion."""
+        if (
+            self._eager
+            or self._kind == "predict"
+            or not 1 < len(batches) == self._model().steps_per_execution
+        ):
+            return False
+        leaves = [jax.tree.leaves(batch.parts) for batch in batches]
+        shapes = {tuple(getattr(leaf, "shape", None) for leaf in of_batch) for of_batch in leaves}
+        is_dense = all(
+            isinstance(leaf, (np.ndarray, jax.Array)) for leaf in jax.tree.leaves(batches[0].parts)
+        )
+        return is_dense and len(shapes) == 1 and all(batch.split == batches[0].split for batch in batches)
+
+    def _run(self, *batches: ReplicaBatches) -> Any:
+        """Runs one step, or several steps as one program."""
         if self._state is None:
             # Read the variables again, because a callback may have changed them since the last sync.
             self._state = self._read()
             keras_hooks.show_state(self._model(), self.sync)
         if self._eager:
+            (batch,) = batches
             data = batch.parts[0]
             if not have_all_rows(batch.split):
                 data = gather_rows(self._runtime.group, batch.parts)
             outputs, self._state = self._step(self._state, self._runtime.place_eagerly(data))
             return self._runtime.show_eager(outputs)
-        data = self._runtime.join_parts(batch)
+        data = [self._runtime.join_parts(batch) for batch in batches]
         try:
-            outputs, self._state = self._step(self._state, data)
+            outputs, self._state = self._step(self._state, *data)
         except BaseException:
             self._forget_failed()
             raise
@@ -134,8 +153,8 @@ class JaxSteps(StepFunction):
             return tuple([variable.value for variable in variables] for variables in groups)
         return tuple(self._runtime.place_variables(variables) for variables in groups)
 
-    def _compile(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """Returns the compiled step, which leaves each variable in its layout."""
+    def _compile(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+        """Returns the compiled step, which leaves each variable in its layout; of several batches, a loop of steps."""
         runtime = self._runtime
 
         def traced(state: Any, data: Any) -> tuple[Any, Any]:
@@ -146,13 +165,25 @@ class JaxSteps(StepFunction):
                 outputs, state = step(state, runtime.divide(data))
             return outputs, tuple(list(map(stored, *pair)) for pair in zip(groups, state, strict=True))
 
+        def looped(state: Any, *batches: Any) -> tuple[Any, Any]:
+            if len(batches) == 1:
+                return traced(state, batches[0])
+
+            def body(state: Any, data: Any) -> tuple[Any, Any]:
+                outputs, state = traced(state, data)
+                return state, outputs
+
+            stacked = jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *batches)
+            state, outputs = jax.lax.scan(body, state, stacked)
+            return jax.tree.map(lambda leaf: leaf[-1], outputs), state
+
         @functools.cache
-        def compiled() -> Callable[[Any, Any], tuple[Any, Any]]:  # when the model has all its variables
+        def compiled() -> Callable[..., tuple[Any, Any]]:  # when the model has all its variables
             groups = _state_variables(self._model(), self._kind)
             state = tuple(runtime.shardings(variables) or runtime.replicated for variables in groups)
-            return jax.jit(traced, donate_argnums=0, out_shardings=(runtime.replicated, state))
+            return jax.jit(looped, donate_argnums=0, out_shardings=(runtime.replicated, state))
 
-        return lambda state, data: compiled()(state, data)
+        return lambda state, *batches: compiled()(state, *batches)
 
     def _has_lost_divided(self) -> bool:
         variables = [v for group in _state_variables(self._model(), self._kind) for v in group]

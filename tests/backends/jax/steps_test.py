@@ -19,6 +19,7 @@ if in_worker:
     import jax
     import keras
 
+    from kdist.backends.jax.steps import JaxSteps
     from kdist.data.agreement import split_batch
 
 # Numbers of devices, each of which is a replica.
@@ -148,6 +149,36 @@ def test_one_compilation_a_batch_shape(replicas: int) -> None:
     model.train_step = lambda state, data: traced.append(data[0].shape) or original(state, data)
     model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0)
     assert sorted(traced) == [(ROWS % BATCH, 6), (BATCH, 6)]
+
+
+@pytest.mark.kills("jax_execution_step_by_step")
+@REPLICAS
+def test_the_steps_of_an_execution_are_one_program(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _under(replicas, steps_per_execution=2)
+    x, y, _ = _data()
+    runs = []
+    original = JaxSteps._run
+    monkeypatch.setattr(
+        JaxSteps, "_run", lambda self, *batches: runs.append(len(batches)) or original(self, *batches)
+    )
+    model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0)
+    assert runs == [2, 2, 1]  # four full batches, and a shorter batch
+
+
+@pytest.mark.kills("jax_logs_of_the_first_step_of_an_execution")
+@REPLICAS
+def test_the_logs_of_an_execution_are_the_logs_of_its_last_step(replicas: int) -> None:
+    def logs_of(model: keras.Model) -> list[float]:
+        losses: list[float] = []
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: losses.append(logs["loss"])
+        )
+        x, y, _ = _data()
+        model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0, shuffle=False, callbacks=[note])
+        return losses
+
+    alone, together = logs_of(_under(replicas)), logs_of(_under(replicas, steps_per_execution=2))
+    assert together == pytest.approx([alone[1], alone[3], alone[4]], rel=1e-5)
 
 
 @REPLICAS
