@@ -33,7 +33,7 @@ class RunConfig:
     """The checkpoints and the strategies of a training job.
 
     Args:
-        model_dir: The shared directory of the checkpoints; by default, for one task, a temporary directory.
+        model_dir: The checkpoint directory, shared by all tasks. `None` means a temporary one, for one task.
         tf_random_seed: The seed of all random numbers, set before the model is created.
         save_checkpoints_steps: The number of steps between two checkpoints. The last step is always saved.
         keep_checkpoint_max: The number of checkpoints to keep; `None` for all.

@@ -99,8 +99,8 @@ def regroup(parts: Sequence[Any], map_structure: Callable[..., Any], always_wrap
 
     Args:
         parts: Structures of the same shape, one per local replica.
-        map_structure: `keras.tree.map_structure`, because this module does not import Keras.
-        always_wrap: If `False`, leaves that are equal in all replicas stay one value. `None` always does.
+        map_structure: `keras.tree.map_structure`. It is passed because this module does not import Keras.
+        always_wrap: If `False`, a leaf for which `is_same` is true stays one value. `None` always does.
     """
     if len(parts) == 1:
         return parts[0]

@@ -156,7 +156,7 @@ def _from_text(item: list[str]) -> bytes | str:
 
 
 def empty_parts(messenger: Messenger, parts: Sequence[Any]) -> list[Any]:
-    """Replaces `None` by batches without rows. All workers must call it, at least one with a batch."""
+    """Replaces `None` with batches without rows. All workers must call it, at least one with a batch."""
     like = next((rows.empty_like(rows.to_host(part)) for part in parts if part is not None), None)
     messages = _gather(messenger, lambda: b"" if like is None else encode(like))
     if like is None:

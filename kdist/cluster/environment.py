@@ -1,4 +1,4 @@
-"""Reads and sets environment variables of this process."""
+"""Reads and sets environment variables, on behalf of all packages outside `kdist.cluster`."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def clients(
 ) -> Generator[tuple[Link, dict[str, Any]] | None]:
     """Yields a link and the first message for each client that proves that it knows the secret.
 
-    Until the deadline, also yields `None` once per second. Closes other connections, and logs the first one.
+    Also yields `None` at least once per second until the deadline. Closes and logs other connections.
     """
     pending: dict[Link, None] = {}  # in the order of their arrival
     reported = False

@@ -190,7 +190,7 @@ class MPIClusterResolver(ProcessClusterResolver):
 
     MPICH, Intel MPI and similar packages use PMI. MPI does not provide the address of rank 0. On one machine,
     kdist uses a loopback port derived from the job's name. On several machines, set `MASTER_ADDR` and
-    `MASTER_PORT`. By default, kdist uses the machine of `mpirun`, if Open MPI 4 provides it.
+    `MASTER_PORT`. Without them, kdist uses the machine of `mpirun`, if Open MPI 4 provides it.
 
     Args:
         rpc_layer: The protocol of TensorFlow's tasks.

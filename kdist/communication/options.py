@@ -81,7 +81,7 @@ class CommunicationOptions:
         self.implementation = implementation
 
     def for_devices(self, devices: Sequence[str], worker_index: int = 0) -> CommunicationOptions:
-        """Returns the options for these devices. Without GPUs, replaces NCCL by `AUTO` and logs a warning."""
+        """Returns the options for these devices. Without GPUs, replaces NCCL with `AUTO` and warns."""
         wants_nccl = self.implementation is CommunicationImplementation.NCCL
         if not wants_nccl or all(name.startswith("gpu:") for name in devices):
             return self

@@ -47,7 +47,7 @@ class SidecarEvaluator:
     It runs in a separate process that can read the checkpoint directory, for example the task "evaluator" of
     `TF_CONFIG`. It reads checkpoints of `kdist.Checkpoint`, `kdist.CheckpointManager` and
     `kdist.callbacks.BackupAndRestore`, and files of `keras.callbacks.ModelCheckpoint` (`.keras`,
-    `.weights.h5`). It always takes the newest checkpoint, and skips corrupt and incomplete checkpoints.
+    `.weights.h5`). It takes the newest checkpoint, and skips older, corrupt and incomplete checkpoints.
 
     It stops after the last checkpoint, when training has ended. A successful `fit` under a strategy writes a
     file `.training-ended` to the checkpoint directory if an evaluator is running, or if `TF_CONFIG` contains

@@ -200,8 +200,7 @@ def place(
 def _ask(partitioner: Callable[..., Any], shape: tuple[int, ...], dtype: Any) -> int:
     """Returns the number of parts along the first axis."""
     if any(kind.__module__.startswith("tensorflow.") for kind in type(partitioner).__mro__):
-        # TensorFlow's partitioners only accept its types. TensorFlow is imported, because the partitioner
-        # exists.
+        # TensorFlow's partitioners accept only its types. They exist, so TensorFlow has been imported.
         tf = sys.modules["tensorflow"]
         answer = partitioner(shape=tf.TensorShape(shape), dtype=tf.as_dtype(dtype))
     else:

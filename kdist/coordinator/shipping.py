@@ -1,7 +1,7 @@
 """Pickles functions for the workers and results for the coordinator, with special handling of Keras objects.
 
 Variables on the servers are pickled as numbers; the strategy and per-worker values are pickled as references.
-Tasks read pickles only from tasks that have proved that they have the job's secret, and can run code anyway.
+A task unpickles data only from tasks that proved to have the job's secret. These can run code anyway.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pickler(cloudpickle.Pickler):
     """Pickles objects for other tasks of the job.
 
     Args:
-        strategy: The strategy, which the receiver replaces by its own strategy.
+        strategy: The strategy, which the receiver replaces with its own strategy.
         reduce: Returns the reduced form of special objects, and `NotImplemented` for other objects.
     """
 

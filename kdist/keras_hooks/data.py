@@ -108,7 +108,7 @@ def skip_steps(iterator: Any, number: int) -> None:
 
 
 def forget_batches(iterator: Any) -> None:
-    """Makes an `epoch_iterator` create its batches again, from the present random state."""
+    """Makes an `epoch_iterator` create its batches again, from the current random state."""
     iterator._kept = None
 
 

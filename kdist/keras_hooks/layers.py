@@ -36,7 +36,7 @@ def hook_embedding(lookup: Callable[[Any, Any], Any]) -> None:
 
 
 def hook_moments(moments: Callable[..., Any]) -> None:
-    """Replaces Keras's `moments` by a function of the original and its arguments."""
+    """Replaces Keras's `moments` with a function, which receives the original and its arguments."""
     from keras.src import backend
 
     # Keras 3.16 moves the operations of a backend to a separate package.

@@ -17,7 +17,7 @@ def is_own(value: Any) -> bool:
 
 
 def own_losses(model: Any) -> list[OwnLoss]:
-    """Replaces each loss whose reduction over the rows is unknown by an `OwnLoss`, and returns these.
+    """Wraps each loss whose reduction over the rows is unknown in an `OwnLoss`, and returns the wrappers.
 
     They include some of Keras's losses.
     """

@@ -76,7 +76,7 @@ def new_variable(cls: type, state: dict[str, Any], value: Any = None) -> Any:
 
 
 def stays_local(variable: Any) -> bool:
-    """Returns whether a new variable is not moved to the servers: random state, or an optimizer's variable.
+    """Returns whether a new variable stays in its task: random state, or an optimizer's variable.
 
     An optimizer's variable is later placed with the variable that it belongs to.
     """

@@ -39,7 +39,7 @@ def running_model_replica() -> Any:
 
 
 def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Replaces a Keras function by a hook, which receives the original function and its arguments."""
+    """Replaces a Keras function with a hook, which receives the original function and its arguments."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
 
 
 def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces a Keras function by the result of `make`, which receives the original; see `wrap`."""
+    """Replaces a Keras function with the result of `make`, which receives the original; see `wrap`."""
     original = getattr(owner, name)
     wrapper = functools.wraps(original)(make(original))
     # Keras reads the arguments of layers' constructors with `inspect.getfullargspec`, which ignores

@@ -1,4 +1,4 @@
-"""Asks the kernel to kill this process when the launcher dies, and then replaces it by the worker.
+"""Asks the kernel to kill this process when the launcher dies, and then replaces it with the worker.
 
 Usage: `python -I -S _start.py LAUNCHER_PID PROGRAM ARGUMENT…`. The request survives `exec`. A `preexec_fn`
 would be shorter. However, it runs Python between fork and exec, which can deadlock if the launching process

@@ -39,7 +39,7 @@ class Call:
 
 @dataclasses.dataclass
 class Ended:
-    """The end of one worker.
+    """The outcome of one worker.
 
     Args:
         index: The index of the worker.
@@ -65,7 +65,7 @@ class Ended:
 
 @dataclasses.dataclass
 class Ending:
-    """The end of all workers.
+    """The outcome of all workers.
 
     Args:
         workers: All workers that ran the function, by index.

@@ -17,7 +17,7 @@ def run_module(
     """Runs a module with `kdist run`, and returns the JSON content that it wrote to the file `result`.
 
     Raises:
-        LaunchError: If the module fails. Its output is printed before.
+        LaunchError: If the module fails. Its output has already been printed.
     """
     command = [sys.executable, "-m", "kdist", "run", "--num-workers", str(num_workers)]
     if backend:

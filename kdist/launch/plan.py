@@ -270,7 +270,7 @@ def environ_of(
     environ: Mapping[str, str],
     extra: Mapping[str, str],
 ) -> dict[str, str]:
-    """Returns the environment of one task: the inherited variables, `variables` and `extra`, which wins."""
+    """Returns the environment of one task. `variables` override inherited ones, and `extra` all others."""
     inherited = {name: value for name, value in environ.items() if name not in _STALE}
     told = {**inherited, **variables, JOB_VARIABLE: job_id, "PYTHONUNBUFFERED": "1"}
     if backend is not None:

@@ -110,7 +110,7 @@ def _check_room(ray: Any, count: int, needs: Mapping[str, float]) -> None:
 
 @contextlib.contextmanager
 def _reserved(ray: Any, count: int, needs: Mapping[str, float], deadline: float) -> Iterator[Any]:
-    """Reserves resources for all workers at once, on few machines. A part of the workers cannot train."""
+    """Reserves resources for all workers at once, on few machines, because training needs all workers."""
     group = ray.util.placement_group([dict(needs)] * count, strategy="PACK")
     try:
         patience = min(liveness.join_timeout(), max(0.0, deadline - time.monotonic()))

@@ -22,7 +22,7 @@ from kdist.launch.worker_process import WorkerProcess
 _WINDOW = 0.2
 _LONGER_WINDOW = 0.4  # if a worker with a traceback is still exiting
 _LONGEST_WINDOW = 0.6  # if the worker that failed first is still exiting
-_TERM_TO_KILL = 0.3  # ends a job within a second
+_TERM_TO_KILL = 0.3  # with the window, this terminates a failed job within a second
 _FOREVER = float("inf")
 # The loss of a peer does not cause these signals, so a worker that died of one of them failed first.
 _OWN_FAULT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)

@@ -86,7 +86,7 @@ class DefaultStrategy(Strategy):
         return "<default strategy of kdist: 1 replica, nothing is distributed>"
 
     def scope(self) -> Scope[Self]:
-        """Returns a context manager that only raises an error inside the scope of another strategy."""
+        """Returns a no-op context manager that raises an error inside the scope of another strategy."""
         return _NoScope(self, contextlib.nullcontext)
 
     def distribute_datasets_from_function(

@@ -70,7 +70,7 @@ def _lengths(runtime: Runtime, storage: Sharded) -> dict[str, int]:
 
 
 def facts_of(distribution: Any) -> Any:
-    """Returns devices, axes, batch axis and layout of a distribution. Without sharding, most are `None`."""
+    """Returns devices, axes, batch axis and layout of a distribution; without sharding, only devices."""
     mesh = distribution.device_mesh
     names = [str(name) for name in mesh.devices.flatten()]
     axes = dict(zip(mesh.axis_names, map(int, mesh.shape), strict=True))
@@ -84,6 +84,6 @@ def facts_of(distribution: Any) -> Any:
 
 
 def _comparable(facts: Any) -> Any:
-    """Replaces a layout by its rules, which are equal if their contents are equal."""
+    """Replaces a layout with its rules, which are equal if their contents are equal."""
     *others, layout = facts
     return *others, getattr(layout, "rules", layout)

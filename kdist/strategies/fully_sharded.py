@@ -20,7 +20,7 @@ class FullyShardedStrategy(ShardedStrategy):
 
     Each replica holds a shard of every large variable, and a layer's weights are gathered only when needed.
     Gradients and optimizer state stay sharded. With N replicas, each needs about 1/N of the memory of
-    `MirroredStrategy`. Results match one device. If N divides no axis of a variable, the largest is padded.
+    `MirroredStrategy`. Results match one device. If N divides no axis of a variable, kdist pads the largest.
 
     kdist detects the workers as in `MultiWorkerMirroredStrategy`. Without a cluster, it uses the devices of
     this process. Reading a variable gathers it, so with several workers all workers must read it together.
@@ -28,7 +28,7 @@ class FullyShardedStrategy(ShardedStrategy):
     Args:
         devices: The devices of this worker, one per replica. All workers need the same number. By default,
             all GPUs or TPU cores, or one CPU.
-        min_size: Variables with fewer elements stay whole, because gathering costs more than it saves.
+        min_size: Variables with fewer elements stay whole, because gathering them costs more than it saves.
         cluster_resolver: The resolver of the cluster. By default, kdist reads the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.
 

@@ -22,9 +22,9 @@ class KerasDistributionStrategy(ShardedStrategy):
 
     Args:
         distribution: The distribution. Its devices are the devices of all workers, starting with worker 0. On
-            JAX, creating a distribution initializes JAX. Configure CPU devices before
-            (`jax.config.update("jax_num_cpu_devices", 2)`). With several workers, also call
-            `keras.distribution.initialize` or `jax.distributed.initialize` before. On PyTorch, devices are
+            JAX, creating a distribution initializes JAX. Configure CPU devices first, with
+            `jax.config.update("jax_num_cpu_devices", 2)`. With several workers, also call
+            `keras.distribution.initialize` or `jax.distributed.initialize` first. On PyTorch, devices are
             numbered across workers: `["gpu:0", "gpu:1"]` means two workers with one GPU each.
         cluster_resolver: The resolver of the cluster. By default, kdist reads the environment.
         communication_options: A `kdist.experimental.CommunicationOptions`.

@@ -17,7 +17,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     The devices of all workers form the mesh. It starts with the devices of worker 0, and its last axis varies
     fastest. Rows are split over the axis `batch_dim_name`. Along the other axes, devices share the work of a
-    layer. Results match one device. If a variable is sharded over workers, they must read it together.
+    layer. Results match one device. If a variable is sharded over workers, all must read it together.
 
     Args:
         layout_map: A `keras.distribution.LayoutMap`; a mapping; or a function of a variable's path and shape
@@ -33,7 +33,7 @@ class ModelParallelStrategy(ShardedStrategy):
         communication_options: A `kdist.experimental.CommunicationOptions`.
 
     Raises:
-        InvalidArgumentError: If a layout names an unknown axis, or the mesh does not fit the number of
+        InvalidArgumentError: If an axis is not in the mesh, or the mesh does not fit the number of
             devices. In the scope, if a layout does not fit its variable.
         UnsupportedError: If the backend cannot shard variables, or not over the devices of one process.
 

@@ -17,8 +17,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Every worker runs the same script. The constructor waits until all workers have joined. Without a
     `cluster_resolver`, kdist detects the cluster from `TF_CONFIG`, torchrun, Slurm, MPI,
-    `KERAS_DISTRIBUTION_*`, Kubernetes, SageMaker, a TPU slice and other sources. `kdist info` lists them. If
-    no source describes a cluster, there is one worker.
+    `KERAS_DISTRIBUTION_*`, Kubernetes, SageMaker, a TPU slice and other sources. `kdist info` lists them in
+    order of precedence. If no source describes a cluster, there is one worker.
 
     Args:
         cluster_resolver: The resolver of the cluster. By default, kdist reads the environment.

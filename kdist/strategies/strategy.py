@@ -285,8 +285,8 @@ class Strategy:
 
         Returns:
             The results as a structure of `kdist.DistributedValues`, with one component per replica of this
-            worker. If the worker has one replica, its result. If all replicas return an equal Python number
-            or string, or the same tensor from `merge_call`, it stays one value.
+            worker. A worker with one replica returns the plain result. If all replicas return an equal Python
+            number or string, or the same tensor from `merge_call`, it stays one value.
 
         Raises:
             StrategyScopeError: If you call it inside a replica.

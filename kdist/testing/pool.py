@@ -37,7 +37,7 @@ class WorkerFailure(LaunchError):
 
 
 class PoolTimeoutError(WorkerTimeoutError):
-    """A worker of a `WorkerPool` did not answer in time; the message shows what each worker was doing."""
+    """A worker of a `WorkerPool` did not answer in time; the message shows the stacks of such workers."""
 
 
 class Process(Protocol):

@@ -38,7 +38,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         save_freq: `"epoch"`, or a number of steps. `None` or `False` disables this trigger.
         every_seconds: The approximate number of seconds between backups, in addition to `save_freq`.
         delete_checkpoint: Whether to delete the backups at the end of training, as Keras's callback does.
-        max_to_keep: The number of backups to keep. With two or more, one of them may be corrupt.
+        max_to_keep: The number of backups to keep. If the newest is corrupt, kdist restores an older one.
         save_before_preemption: Whether all workers save after the same step and exit with code 75 when any of
             them receives SIGTERM.
         termination_config: Options to detect and handle a termination; see

@@ -22,7 +22,7 @@ class DriftWatch(keras.callbacks.Callback):
         every: The number of steps between comparisons. The callback also compares at the end of each epoch.
 
     Raises:
-        WorkerMismatchError: If replicas differ. All workers raise it, with the first different variable.
+        WorkerMismatchError: If replicas differ. `fit` raises it on all workers, with the variable and worker.
 
     Example:
 

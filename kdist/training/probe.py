@@ -31,7 +31,7 @@ _said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def at_first_batch(function: StepFunction, strategy: Any, model: Any, kind: str) -> StepFunction:
-    """Returns a step function that probes the model at its first batch, if the model needs it."""
+    """Returns a step function that first probes the model, if its replicas see only their own rows."""
     runtime = strategy.runtime
     if kind == "predict" or runtime.sees_all_rows or runtime.num_replicas == 1:
         return function

@@ -36,7 +36,7 @@ from kdist.whole_files import is_remote, normal, write_whole
 
 # A worker waits this long for the chief to begin a save of the same file. Then it writes its own.
 PATIENCE_SECONDS = 30.0
-# The limit after a timeout: if the chief did not take part in one save, it probably skips the next one also.
+# The limit after a timeout: if the chief did not take part in one save, it probably skips the next one.
 _IMPATIENCE_SECONDS = 1.0
 # The limit for a write by the chief.
 _WRITING_SECONDS = 600.0

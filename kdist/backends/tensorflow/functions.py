@@ -100,7 +100,7 @@ _LIFTED = "_kdist_lifted"
 def lifted(strategy: Any, fn: Any) -> Callable[..., Any]:
     """Compiles the call of all replicas instead of the function that each replica calls.
 
-    Like `tf.distribute`, because TensorFlow cannot reduce in a `tf.function` that a replica calls.
+    `tf.distribute` does the same. TensorFlow cannot reduce in a `tf.function` that a replica calls.
     """
     if not hasattr(fn, _LIFTED):
         setattr(fn, _LIFTED, weakref.WeakKeyDictionary())
