@@ -1,4 +1,4 @@
-"""The one place where kdist asks which backend Keras runs on."""
+"""Selects the kdist backend that matches the Keras backend."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kdist.cluster import logs
 from kdist.cluster.environment import keras_backend_name
 from kdist.errors import BackendError
 
-# Keras's name of a backend -> the module to import to see whether it is installed.
+# Maps the name of a Keras backend to the package that must be installed.
 BACKENDS = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
 
 
 def check_installed(name: str) -> None:
-    """Raises a `BackendError` unless `name` is a backend of kdist and is installed, with Keras."""
+    """Raises a `BackendError` unless kdist supports the backend, and the backend and Keras are installed."""
     if name not in BACKENDS:
         raise BackendError(
             f"kdist does not support the Keras backend {name!r}.",
@@ -36,7 +36,7 @@ def get_backend() -> Backend:
     """Returns the backend that Keras uses in this process.
 
     Raises:
-        BackendError: The backend is unknown to kdist or not installed.
+        BackendError: If kdist does not support the backend, or it is not installed.
     """
     logs.set_up()
     check_installed(keras_backend_name())

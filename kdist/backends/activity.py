@@ -1,4 +1,4 @@
-"""Whether a process whose main thread stands still works nevertheless: in other threads, in children, on a disk."""
+"""Detects work of a process with an idle main thread: in other threads, in child processes or on a disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import glob
 import os
 
-# Idle threads (heartbeats, pollers) use less than this share of a core, work uses more.
+# Idle threads, such as heartbeats and pollers, use less than this share of a core. Busy threads use more.
 _SHARE = 0.03
 _LEAST_SECONDS = 1.0
 
@@ -14,14 +14,14 @@ _children_used = 0.0
 
 
 def is_busy(used: float, elapsed: float) -> bool:
-    """Says whether a process computes that has used so much processor time."""
+    """Returns whether a process that used `used` seconds of CPU in `elapsed` seconds is computing."""
     return used > _SHARE * max(elapsed, _LEAST_SECONDS)
 
 
 def others_work_for_it() -> bool:
-    """Says whether a thread of this process waits for a disk, or a child has computed since the last call.
+    """Returns whether a thread waits for a disk, or a child process has used the CPU since the last call.
 
-    Known on Linux only; elsewhere it says no.
+    Works only on Linux. On other systems, it returns `False`.
     """
     global _children_used
     before, _children_used = _children_used, sum(_seconds_of(pid) for pid in _descendants(os.getpid()))
@@ -29,7 +29,7 @@ def others_work_for_it() -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Says whether a process of this machine stands still because of a signal such as SIGSTOP."""
+    """Returns whether a process of this machine is suspended by a signal such as SIGSTOP."""
     return _stat(f"/proc/{pid}/stat")[:1] == ["T"]
 
 
@@ -55,7 +55,7 @@ def _seconds_of(pid: int) -> float:
 
 
 def _stat(path: str) -> list[str]:
-    """The fields after the command's name, which may hold anything; the state is the first."""
+    """Returns the fields after the command name, which can contain any character. The first is the state."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return file.read().rpartition(b")")[2].decode("ascii", "replace").split()
     return []

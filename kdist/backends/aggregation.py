@@ -1,6 +1,6 @@
-"""What becomes of writes to Keras variables in replicas, those of metrics too: who notes them, and aggregates them.
+"""Records and aggregates writes to Keras variables in replicas, including the variables of metrics.
 
-A variable says how, by its `aggregation` and its `synchronization`.
+The `aggregation` and `synchronization` of a variable determine how its writes are aggregated.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kdist.errors import InvalidArgumentError
 
 
 def aggregation_of(variable: Any) -> str:
-    """Says how writes to a Keras variable in a replica are aggregated: "sum", "mean" or "only_first_replica".
+    """Returns how replicas aggregate writes to a Keras variable: "sum", "mean" or "only_first_replica".
 
-    `none` means the mean for floating-point variables (moving statistics) and the first replica for others
-    (counters), so that replicas never drift apart silently.
+    kdist treats `none` as the mean for floating-point variables (moving statistics), and as the first replica
+    for other variables (counters). Otherwise, the replicas would silently drift apart.
     """
     how = variable.aggregation
     if how == "mean" and not keras.backend.is_float_dtype(variable.dtype):
@@ -37,15 +37,15 @@ def aggregation_of(variable: Any) -> str:
 
 
 def is_on_read(variable: Any) -> bool:
-    """Says whether each replica has a component of a Keras variable, which lasts from `run` to `run`."""
+    """Returns whether each replica keeps its own component of a Keras variable between calls of `run`."""
     return variable.synchronization == "on_read"
 
 
 def share_of(variable: Any, value: Any, replica_id: Any, num_replicas: int) -> Any:
-    """Returns the component of an on-read variable that a replica gets of a value assigned outside of replicas.
+    """Returns a replica's component of an on-read variable after an assignment outside of replicas.
 
-    The components of all replicas aggregate to the value: of a sum each has its part, whole numbers with the rest
-    on the first replicas; else each has the value. The replica's id is a number or a backend scalar.
+    The components aggregate to the value. For a sum, each replica gets an equal part, and the first replicas
+    get the remainder of an integer. Otherwise, each gets the value. `replica_id` can be a backend scalar.
     """
     if aggregation_of(variable) != "sum":
         return value
@@ -61,7 +61,7 @@ def share_of(variable: Any, value: Any, replica_id: Any, num_replicas: int) -> A
 
 
 def check_branch(variable: Any) -> None:
-    """Raises for a sum that is set in a branch, of which nobody knows before whether it is taken."""
+    """Raises an error if a branch sets a sum, because kdist cannot predict whether the branch is taken."""
     if aggregation_of(variable) == "sum" and not is_on_read(variable):
         raise InvalidArgumentError(
             f'The variable {variable.path!r} has aggregation="sum" and is assigned in a branch of `cond`.',
@@ -71,23 +71,23 @@ def check_branch(variable: Any) -> None:
 
 
 class NotesAdditions:
-    """A mixin for scopes that must tell `variable.assign_add` from `variable.assign`, and each layer's losses."""
+    """A mixin for scopes that distinguish `assign_add` from `assign`, and the losses of each layer."""
 
     _additions = 0
 
     @functools.cached_property
     def loss_ids(self) -> dict[int, Any]:
-        """The layers that were used in this scope, and by what Keras knows their losses; see `keras_hooks.losses`."""
+        """The layers that this scope has used, and the keys of their losses; see `keras_hooks.losses`."""
         return {}
 
     @property
     def is_adding(self) -> bool:
-        """Whether what is written now is an addition to the present value."""
+        """Whether the current write adds to the present value."""
         return self._additions > 0
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
-        """Within this, writes are additions."""
+        """A context manager in which all writes are additions."""
         self._additions += 1
         try:
             yield
@@ -97,7 +97,7 @@ class NotesAdditions:
 
 @dataclass
 class _Write:
-    """A variable that a replica has written, since when, and whether it was set or only added to."""
+    """A variable that a replica has written, its old value, and whether it was set or only added to."""
 
     variable: Any
     old: Any
@@ -105,16 +105,16 @@ class _Write:
 
 
 class ReplicaScope(NotesAdditions, keras.StatelessScope):
-    """Shows each replica its own copy of every Keras variable, and notes what a step writes.
+    """Gives each replica its own copy of every Keras variable, and records the writes of a step.
 
-    A public `keras.StatelessScope` intercepts all reads and writes of Keras variables in a thread; this one
-    lets them through to the replica's native variable. At the end of a step (or when a metric's result is
-    asked for), `aggregate` makes the written variables equal on all replicas again. Of an on-read variable each
-    replica of `run` keeps its component instead, and `show` takes what they aggregate to.
+    A `keras.StatelessScope` intercepts all reads and writes of Keras variables in a thread. This subclass
+    passes them to the replica's native variable. At the end of a step, or when a metric's result is read,
+    `aggregate` makes the written variables equal on all replicas again. However, each replica of `run` keeps
+    its component of an on-read variable, and `show` receives the aggregated value.
     """
 
     def __init__(self, replica: Replica) -> None:
-        # Losses that layers add are kept by the scope, since the layers' own lists are shared by the replicas.
+        # The scope collects the losses that layers add, because the replicas share the lists of the layers.
         super().__init__(collect_losses=True, initialize_variables=False)
         self._replica = replica
         self._has_components = not replica.is_model_step and replica.num_replicas_in_sync > 1
@@ -136,35 +136,35 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
 
     @abstractmethod
     def show(self, variable: Any, total: Any) -> None:
-        """Takes what an on-read variable is outside of replicas; the components stay."""
+        """Stores the aggregated value of an on-read variable. The components do not change."""
 
     def get_current_value(self, variable: Any) -> Any:
         """Overrides the lookup of `keras.StatelessScope`."""
         return self.local(variable)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Overrides the recording of `keras.StatelessScope`: writes through, and remembers the old value."""
+        """Overrides the recording of `keras.StatelessScope`: writes the variable and keeps its old value."""
         variable, value = update
         if not self._untracked:
             self._note(variable)
         self.write(variable, value)
 
     def has_component(self, variable: Any) -> bool:
-        """Says whether this replica has a component of a variable that is aggregated when it is read."""
+        """Returns whether this replica has its own component of a variable, aggregated when it is read."""
         return self._has_components and is_on_read(variable)
 
     def share_of(self, variable: Any, value: Any) -> Any:
-        """This replica's component of what is assigned to an on-read variable outside of replicas."""
+        """Returns this replica's component of an on-read variable after an assignment outside of replicas."""
         replica = self._replica
         return share_of(variable, value, replica.replica_id_in_sync_group, replica.num_replicas_in_sync)
 
     def old_value(self, variable: Any) -> Any:
-        """Returns the value from which a first write is counted; called just before that write."""
+        """Returns the value before the first write of a step. Called just before that write."""
         return self.snapshot(variable)
 
     @contextlib.contextmanager
     def untracked(self) -> Iterator[None]:
-        """Within this, writes are known to be equal on all replicas and need no aggregation."""
+        """A context manager for writes that are equal on all replicas and need no aggregation."""
         self._untracked += 1
         try:
             yield
@@ -173,11 +173,11 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
 
     @property
     def is_untracked(self) -> bool:
-        """Whether what is written now needs no aggregation."""
+        """Whether the current write needs no aggregation."""
         return self._untracked > 0
 
     def aggregate(self, only_on_read: bool = False) -> None:
-        """Makes all variables written since the last call equal on all replicas: one collective a dtype."""
+        """Makes variables written since the last call equal on all replicas: one collective per dtype."""
         written = [w for w in self._written.values() if not only_on_read or self.has_component(w.variable)]
         for write in written:
             del self._written[id(write.variable)]
@@ -191,7 +191,7 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
                 self.aggregated(write.variable, write.old + total if self._is_difference(write) else total)
 
     def aggregated(self, variable: Any, value: Any) -> None:
-        """Takes the value that all replicas share now."""
+        """Stores the aggregated value, which is equal on all replicas."""
         self.write(variable, value)
 
     def _note(self, variable: Any) -> None:
@@ -199,12 +199,12 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
         if key not in self._written:
             old = None if self.has_component(variable) else self.old_value(variable)
             self._written[key] = _Write(variable, old)
-        # A model's step gives what one device would, whose `v.assign(v + x)` is an addition too.
+        # The step of a model must match one device, where `v.assign(v + x)` is also an addition.
         if not (self.is_adding or self._replica.is_model_step or self.has_component(variable)):
             self._written[key].is_set = True
 
     def _is_difference(self, write: _Write) -> bool:
-        """Whether a sum is counted from its old value: what is set on all replicas does not contain that."""
+        """Returns whether the additions to the old value are summed, instead of newly set values."""
         is_sum = aggregation_of(write.variable) == "sum"
         return is_sum and not write.is_set and not self.has_component(write.variable)
 

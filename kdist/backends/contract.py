@@ -1,7 +1,7 @@
-"""What a backend must do: the abstract classes that the folders of the three backends fill in.
+"""The abstract classes that each of the three backends implements.
 
-A strategy decides *which* devices and workers take part; a backend knows *how*. `Backend` creates devices and
-joins workers, `Runtime` is what one strategy holds of it, and a `StepFunction` runs the steps of one model.
+A strategy selects devices and workers, and the backend does the work. A `Backend` creates devices and joins
+workers, a `Runtime` belongs to one strategy, and a `StepFunction` runs the steps of one model.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kdist.topology import Sharded, Topology
 
 @dataclass(frozen=True)
 class ReplicaBatches:
-    """A global batch, as the replicas of one worker consume it in one step.
+    """The batches that the replicas of one worker consume in one step.
 
     Args:
-        parts: One batch for each local replica, from `Runtime.place` and for this step alone. In Keras's data form:
-            `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
-        split: Which rows of the global batch each of all replicas has: `Runtime.split`, or all of them for each.
+        parts: One batch per local replica, from `Runtime.place`. Valid only for this step. Each batch has
+            Keras's format: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+        split: The rows of the global batch for each replica of all workers: `Runtime.split`, or all rows.
     """
 
     parts: Sequence[Any]
@@ -43,19 +43,19 @@ class Backend(ABC):
 
     name: str
     native_moments: bool = False
-    """Whether Keras's BatchNormalization can be synchronized by the backend itself."""
+    """Whether the backend itself can synchronize Keras's BatchNormalization."""
     steps_build: bool = False
-    """Whether the step of a model can create its variables: where it cannot, Keras builds every model before."""
+    """Whether a model's step can create variables. If not, Keras builds every model before its first step."""
     keeps_batches: bool = False
-    """Whether what `native_batches` returns serves all epochs of a `fit`."""
+    """Whether one result of `native_batches` serves all epochs of a `fit`."""
     coordination_engine: Callable[[], Any] | None = None
-    """Makes what kdist's own parameter servers need, an `Engine`; `None` where the engine has servers itself."""
+    """Creates the `Engine` of kdist's own parameter servers; `None` if the backend has parameter servers."""
     native_coordination: Callable[..., Any] | None = None
-    """Makes the `Coordination` of an engine that has servers itself, as `OwnCoordination` is made."""
+    """Creates the `Coordination` of a backend that has parameter servers, instead of `OwnCoordination`."""
     synchronous_runtime: Callable[..., Any] | None = None
-    """Makes the `Runtime` of such an engine's workers, of which each has a replica, and servers hold the variables."""
+    """Creates the `Runtime` for synchronous training with these servers, with one replica per worker."""
     start_server: Callable[..., Any] | None = None
-    """Starts a task of such an engine, by the cluster's specification, the job, the index, and its configuration."""
+    """Starts a task of such a backend, given the cluster specification, job, index and configuration."""
 
     @abstractmethod
     def native_batches(self, adapter: Any) -> Any:
@@ -72,9 +72,9 @@ class Backend(ABC):
 
     @abstractmethod
     def list_devices(self, kind: str | None = None) -> tuple[str, ...]:
-        """Returns the devices of this process, e.g. `("cpu:0",)` or `("gpu:0", "gpu:1")`.
+        """Returns the devices of this process, for example `("cpu:0",)` or `("gpu:0", "gpu:1")`.
 
-        Those of a kind, `"cpu"`, `"gpu"` or `"tpu"`; of `None` the accelerators, or the CPU where there are none.
+        `kind` is `"cpu"`, `"gpu"` or `"tpu"`. By default, returns the accelerators if any, otherwise the CPU.
         """
 
     @abstractmethod
@@ -82,18 +82,18 @@ class Backend(ABC):
         """Checks that the devices exist, and creates logical CPU devices if necessary.
 
         Args:
-            devices: Names in any spelling of the field: `"cpu:1"`, `"/gpu:0"`, `"GPU:0"`,
+            devices: Device names in any common spelling, for example `"cpu:1"`, `"/gpu:0"`, `"GPU:0"` or
                 `"/job:localhost/device:CPU:0"`.
 
         Returns:
             The same devices in the short form, `"cpu:1"`.
 
         Raises:
-            DeviceError: A device is not there, or it is too late to create it.
+            DeviceError: If a device does not exist, or it is too late to create it.
         """
 
     def own_devices(self, names: Sequence[str], num_workers: int) -> tuple[str, ...]:
-        """Returns the short names of this worker's devices, given all device names of `keras.distribution`."""
+        """Returns the short names of this worker's devices, given all names in `keras.distribution`."""
         kind, each = names[0].split(":")[0], len(names) // num_workers
         return tuple(names) if num_workers == 1 else tuple(f"{kind}:{i}" for i in range(each))
 
@@ -106,16 +106,16 @@ class Backend(ABC):
     ) -> Runtime:
         """Joins the workers of the cluster, if there is one, and returns the runtime of a strategy.
 
-        Blocks until all workers are there.
+        Blocks until all workers have joined.
 
         Args:
-            topology: Who computes, and who holds the variables.
-            options: What the user wishes of the collectives; what cannot be chosen is a hint, of which a warning tells.
-            ops: Which of the engine's ways to add up over the devices of one worker, of the same kind.
+            topology: The devices that compute, and the devices that hold the variables.
+            options: The user's options for collectives. kdist warns if the backend ignores an option.
+            ops: How the backend sums over the devices of one worker.
 
         Raises:
-            WorkerTimeoutError: A worker did not come in time; names it.
-            DeviceError: A device is not there.
+            WorkerTimeoutError: If a worker does not join in time. The error names the worker.
+            DeviceError: If a device does not exist.
         """
 
     def seed_shuffling(self) -> None:  # noqa: B027
@@ -140,7 +140,7 @@ class Backend(ABC):
         """Returns a function that computes a loss and its gradients; see `kdist.value_and_grad`."""
 
     def numpy_dataset(self, arrays: Any) -> Any:
-        """Returns a dataset of the rows of NumPy arrays, in the backend's format; `None` if it has no datasets."""
+        """Returns a dataset of the rows of NumPy arrays; `None` if the backend has no dataset format."""
         return None
 
 
@@ -151,10 +151,10 @@ class Runtime(ABC):
     """Whether a model's step is one program that sees the rows of all replicas."""
 
     exchanges_in_programs: bool = False
-    """Whether a step is one program with the exchange inside: nobody can tell how long computing took by itself."""
+    """Whether one program contains the step and its collectives, so that compute time cannot be measured."""
 
     needs_equal_shapes: bool = False
-    """Whether batches of all replicas must have the same shapes, as parts of one array; a sparse one has no parts."""
+    """Whether replicas need batches of equal shapes, as parts of one array. Sparse batches are not split."""
 
     def __init__(self, topology: Topology, group: Workers) -> None:
         self.topology = topology
@@ -166,7 +166,7 @@ class Runtime(ABC):
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas over all workers; every worker has the same number of devices."""
+        """The number of replicas over all workers. Every worker has the same number of devices."""
         return len(self.devices) * self.num_workers
 
     @property
@@ -202,9 +202,9 @@ class Runtime(ABC):
         return True
 
     def traced(self, iterator: Any) -> Any:
-        """Returns a substitute for a distributed iterator in a function that is traced, with the same methods.
+        """Returns a substitute for a distributed iterator while a function is traced, with the same methods.
 
-        `None` where it is read as it is.
+        Returns `None` if no substitute is needed.
         """
         return None
 
@@ -212,7 +212,7 @@ class Runtime(ABC):
         """Returns a substitute for a distributed iterator as an argument of a `tf.function`.
 
         Raises:
-            UnsupportedError: The backend is not TensorFlow.
+            UnsupportedError: If the backend is not TensorFlow.
         """
         raise UnsupportedError(
             "tf.function received a distributed iterator, but the backend is not TensorFlow.",
@@ -224,7 +224,7 @@ class Runtime(ABC):
         """Called when a Python loop over a distributed dataset begins.
 
         Raises:
-            StrategyScopeError: In a function that is being traced, of which the loop would be part without end.
+            StrategyScopeError: If a function is being traced, because tracing would unroll the loop.
         """
         return
 
@@ -233,7 +233,7 @@ class Runtime(ABC):
 
         Args:
             part: A batch of one replica.
-            inner_shapes: The shape of a row of each array, where the dataset knows them.
+            inner_shapes: The shape of a row of each array, if the dataset provides them.
         """
         import keras
 
@@ -256,8 +256,8 @@ class Runtime(ABC):
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Copies one batch per local replica to its device, often before the step and in another thread.
 
-        The arrays are NumPy's or any framework's, with `None` for none. They may be the user's, who may write to them
-        again as soon as this returns. What the backend has no type for (strings) stays as it is.
+        A batch can contain NumPy arrays, arrays of any framework, and `None`. They must be copied, because
+        the user can write to them after this call. Unsupported types, such as strings, are not changed.
         """
 
     def place_for_step(self, parts: Sequence[Any]) -> list[Any]:
@@ -270,8 +270,8 @@ class Runtime(ABC):
     ) -> Sequence[Any]:
         """Calls a user's function in every local replica, and returns one result per replica.
 
-        What it writes to Keras variables is aggregated at its end. Of a `DistributedValues` in the arguments each
-        replica gets its component.
+        Each replica gets its component of a `DistributedValues` in the arguments. When the function returns,
+        its writes to Keras variables are aggregated.
         """
 
     @abstractmethod
@@ -284,7 +284,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def gather_over_workers(self, tensor: Any) -> Any:
-        """Concatenates the rows of the workers' tensors, in the order of the workers. Row counts can differ."""
+        """Concatenates the rows of the workers' tensors in worker order. Row counts can differ."""
 
     @abstractmethod
     def step_function(self, model: Any, kind: str) -> StepFunction:
@@ -295,7 +295,7 @@ class Runtime(ABC):
 
     @property
     def all_devices(self) -> list[str]:
-        """The names in `keras.distribution` of the devices of all workers, starting with worker 0."""
+        """The `keras.distribution` names of the devices of all workers, starting with worker 0."""
         kind = self.devices[0].split(":")[0]
         return (
             list(self.devices) if self.num_workers == 1 else [f"{kind}:{i}" for i in range(self.num_replicas)]
@@ -308,7 +308,7 @@ class Runtime(ABC):
 
     @property
     def divides_over_workers(self) -> bool:
-        """Whether variables are sharded over workers, so that all workers must read and save them together."""
+        """Whether variables are sharded over workers. All workers must then read and save them together."""
         return self.num_workers > 1 and isinstance(self.topology.storage, Sharded)
 
     def kept_whole(self, variables: Sequence[Any]) -> AbstractContextManager[Any]:
@@ -319,7 +319,7 @@ class Runtime(ABC):
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Sends the chief's values to all workers. All must pass their Keras variables in the same order.
 
-        New ones are divided, where the topology says so. What is divided already has one value on all workers.
+        Also shards new variables if the topology requires it. Variables that are already sharded stay.
         """
 
     def local_values(self, variable: Any) -> Sequence[Any]:
@@ -345,8 +345,8 @@ class Runtime(ABC):
 class StepFunction(ABC):
     """Runs the steps of one model. The training loop keeps it until the model is compiled again.
 
-    A context manager: steps run inside it, and on leaving the state is in the model's variables, whatever
-    happened.
+    This is a context manager. Steps run inside it, and its exit always writes the state into the model's
+    variables, even after an error.
     """
 
     def __enter__(self) -> StepFunction:
@@ -357,7 +357,7 @@ class StepFunction(ABC):
 
     @abstractmethod
     def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
-        """Runs one step per batch. Returns the logs of the last step (train, test), or the rows of all (predict)."""
+        """Runs a step per batch. Returns the last logs (train, test) or the rows of all batches (predict)."""
 
     def sync(self) -> None:
         """Writes the state into the model's variables. Called before other code can read them."""

@@ -1,4 +1,4 @@
-"""The contract between training with parameter servers and what runs it: TensorFlow's own coordinator, or kdist's."""
+"""The interface of parameter server training, implemented by TensorFlow's coordinator and by kdist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RemoteValue(ABC):
         """Waits for the function, and returns its result as NumPy arrays and Python values.
 
         Raises:
-            BaseException: What the function has raised.
+            BaseException: If the function raised an error.
         """
 
     @abstractmethod
@@ -38,28 +38,28 @@ class RemoteValue(ABC):
 
 
 class PerWorkerValues(ABC):
-    """One value per worker. As an argument of a scheduled function, it is the value of the worker that runs it.
+    """One value per worker. A scheduled function receives the value of the worker that runs it.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/coordinator/PerWorkerValues
     """
 
     @abstractmethod
     def __iter__(self) -> PerWorkerValues:
-        """Returns a `PerWorkerValues` of iterators, where these are datasets."""
+        """Returns a `PerWorkerValues` of iterators, if the values are datasets."""
 
     @abstractmethod
     def peek(self) -> Any:
         """Returns the first element of one worker's dataset, as NumPy arrays."""
 
     def __next__(self) -> Any:
-        """Raises: only a worker iterates over what it has."""
+        """Raises an error, because only workers can iterate."""
         raise StrategyScopeError(
             "The coordinator cannot iterate over a PerWorkerValues: only workers can.",
             hint="Call next(iterator) in the step: coordinator.schedule(step, args=(iterator,))",
         )
 
 
-# The older name is the plural's.
+# `tf.distribute` has both names.
 PerWorkerValue = PerWorkerValues
 
 
@@ -73,7 +73,7 @@ _current = _Current()
 
 @contextlib.contextmanager
 def on_worker(index: Any) -> Iterator[None]:
-    """Within this, a function of this thread's is run, or traced, for a worker of that index."""
+    """A context manager in which this thread runs or traces functions for the worker `index`."""
     outer, _current.worker = _current.worker, index
     try:
         yield
@@ -82,15 +82,15 @@ def on_worker(index: Any) -> Iterator[None]:
 
 
 def experimental_get_current_worker_index() -> Any:
-    """Returns the index of the worker that runs this scheduled function, or makes its dataset.
+    """Returns the index of the worker that runs this scheduled function or creates its dataset.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/coordinator/experimental_get_current_worker_index
 
     Returns:
-        An integer; on TensorFlow a scalar tensor, as the function is traced once for all workers.
+        An integer. On TensorFlow, a scalar tensor, because the function is traced once for all workers.
 
     Raises:
-        StrategyScopeError: It is not called in a function that runs on a worker.
+        StrategyScopeError: If it is not called in a function that runs on a worker.
 
     Example:
 
@@ -114,9 +114,9 @@ class Coordination(ABC):
     num_workers: int
     num_servers: int
     closures: Any
-    """What is to be run, and is not done; see `kdist/coordinator/closures.py`."""
+    """The scheduled functions that are not finished; see `kdist/coordinator/closures.py`."""
     places_variables: bool = False
-    """Whether variables that are created in `scope` are on the servers from their beginning."""
+    """Whether the servers hold the variables from their creation in `scope`."""
 
     @abstractmethod
     def scope(self) -> AbstractContextManager[Any]:
@@ -128,13 +128,13 @@ class Coordination(ABC):
 
     @abstractmethod
     def in_closure(self) -> bool:
-        """Whether this thread runs or traces a scheduled function."""
+        """Returns whether this thread runs or traces a scheduled function."""
 
     @abstractmethod
     def run(
         self, strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a function in the replica of the worker. Only scheduled functions call this."""
+        """Runs a function in the worker's replica. Only scheduled functions call this."""
 
     @abstractmethod
     def schedule(
@@ -146,30 +146,30 @@ class Coordination(ABC):
     ) -> RemoteValue:
         """Schedules one call of a function on any worker. Raises the error of an earlier function.
 
-        `done` is called with what the function returned.
+        Calls `done` with the result of the function.
         """
 
     @abstractmethod
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
-        """Creates a dataset on each worker with a function without arguments, or copies a dataset to each worker."""
+        """Creates a dataset on each worker with a function without arguments, or copies a dataset to it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Releases workers and servers, which then wait for another coordinator. It can be called twice."""
+        """Releases workers and servers, which then wait for another coordinator. Can be called twice."""
 
 
-_AT_MOST = 2.0  # seconds: a thread may wait for a step that takes a minute
+_AT_MOST = 2.0  # seconds; not longer, because a thread may wait for a step that takes a minute
 
 
 def join_threads(threads: Sequence[threading.Thread]) -> None:
-    """Waits for threads that are about to end. As the process ends, one inside the engine would abort it."""
+    """Waits for threads to end, because a thread inside the backend would abort the exiting process."""
     deadline = time.monotonic() + _AT_MOST
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def after_lost_server() -> str:
-    """Returns the hint of errors that name a lost server: from where the job can go on."""
+    """Returns the hint of errors about a lost server, which names the last checkpoint."""
     saved = (
         f"The last checkpoint is {whereabouts.last_saved}."
         if whereabouts.last_saved
@@ -186,32 +186,32 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, variable: Any, held: Any, array: np.ndarray) -> Any:
-        """Writes an array into the native value of a Keras variable (`None`: a new value), and returns it."""
+        """Writes an array into a variable's native value (`None` creates a new value), and returns it."""
 
     @abstractmethod
     def mark(self, held: Any) -> Any:
-        """Returns a mark of a native value, with which `is_changed` detects changes."""
+        """Returns a mark of a native value, so that `is_changed` can detect changes."""
 
     @abstractmethod
     def is_changed(self, held: Any, mark: Any) -> bool:
-        """Whether a native value can have changed since it was marked."""
+        """Returns whether a native value may have changed since it was marked."""
 
     @abstractmethod
     def table(self, record: Any) -> Any:
-        """Returns a substitute for a large variable in a replica, which requests rows from the servers at lookup.
+        """Returns a substitute for a large variable in a replica. A lookup requests rows from the servers.
 
         Args:
-            record: The variable's: `whole()` returns its native value, `rows(ids)` those of some numbers.
+            record: The variable's record: `whole()` returns the native value, `rows(ids)` returns some rows.
 
         Returns:
-            `None` where programs look rows up before they run; see `Strategy.tables` of workers.
+            `None` if programs look rows up before they run; see `Strategy.tables` of workers.
         """
 
     @abstractmethod
     def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
         """Returns the row numbers and rows of a sparse gradient, as tensors; `None` for a dense gradient.
 
-        A number less than zero stands for none.
+        Ignore rows with a negative number.
         """
 
     @abstractmethod

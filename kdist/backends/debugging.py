@@ -1,8 +1,7 @@
-"""`KDIST_DEBUG=1`: before each collective the workers compare what they are about to do.
+"""Compares the collectives of all workers before each call, if `KDIST_DEBUG=1`.
 
-A worker that takes part in another collective than the others, or in none, makes them wait or compute nonsense.
-Under `KDIST_DEBUG=1` every collective is preceded by a message that says which one it is, of which shapes, and which
-line of the user's code has called it.
+If workers call different collectives, or one worker calls none, they hang or compute wrong results. So each
+worker first sends the name of the collective, its shapes, and the line of the user's code that calls it.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ _LIBRARIES = ("site-packages", "dist-packages", "<frozen", "/lib/python")
 
 
 def is_on() -> bool:
-    """Says whether the user has asked for the checks."""
+    """Returns whether `KDIST_DEBUG` enables the checks."""
     return environment.get("KDIST_DEBUG") not in (None, "", "0")
 
 
 def check(runtime: Runtime, what: str, details: Any = None, site: str | None = None) -> None:
-    """Raises on all workers unless all are about to do the same. Does nothing unless the user has asked for it.
+    """Raises an error on all workers if they are about to call different collectives. Needs `KDIST_DEBUG`.
 
-    `what` is the collective, "Strategy.reduce"; `details` are JSON values that must be equal too, such as shapes;
-    `site` is the line of the user's code, by default the one that is running. The error names two workers that differ.
+    `what` is the collective, for example "Strategy.reduce". `details` are JSON values that must also be
+    equal, such as shapes. `site` is the line of the user's code (default: the current line).
     """
     if runtime.num_workers == 1 or not is_on():
         return
@@ -50,21 +49,21 @@ def check(runtime: Runtime, what: str, details: Any = None, site: str | None = N
 
 
 def check_all(runtime: Runtime, collectives: Sequence[tuple[str, Any, str]]) -> None:
-    """Compares what a function will do, once it was traced; see `check`."""
+    """Compares the collectives of a function after it was traced; see `check`."""
     for what, details, site in collectives:
         check(runtime, what, details, site)
     check(runtime, END)
 
 
 def signature(tensors: Sequence[Any]) -> list[list[Any]]:
-    """Shapes and dtypes, for `details`."""
+    """Returns the dtypes and shapes of tensors, for `details`."""
     import keras
 
     return [[keras.backend.standardize_dtype(t.dtype), [n and int(n) for n in t.shape]] for t in tensors]
 
 
 def call_site() -> str:
-    """Returns the line of the user's code that is running: the innermost outside of kdist and of libraries."""
+    """Returns the current line of the user's code: the innermost line outside of kdist and of libraries."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -81,7 +80,7 @@ def _describe(said: dict[str, Any]) -> str:
 
 def _gather_in_time(runtime: Runtime, mine: dict[str, Any]) -> list[Any]:
     seconds = float(environment.get("KDIST_DEBUG_TIMEOUT") or 60)
-    # Messages of TensorFlow and PyTorch cannot be given up; so this says where the worker waits, and goes on.
+    # Messages of TensorFlow and PyTorch cannot be canceled, so a warning reports where this worker waits.
     late = threading.Timer(seconds, _report, (mine, seconds))
     late.daemon = True
     late.start()

@@ -1,4 +1,4 @@
-"""Device names in the spellings of the field, and the one that kdist uses."""
+"""Converts device names from all common spellings to the short form that kdist uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = re.compile(
 
 
 def short_name(name: str) -> str:
-    """Returns the short form of a device name such as `"/gpu:1"`, `"cuda:0"`, `"GPU"` or one of TensorFlow's.
+    """Returns the short form of a device name such as `"/gpu:1"`, `"cuda:0"`, `"GPU"` or a TensorFlow name.
 
     Example:
 
@@ -40,7 +40,7 @@ def count_of_kind(names: Sequence[str], kind: str) -> int:
 
 
 def missing_device(name: str, available: Sequence[str]) -> DeviceError:
-    """Returns the error for a device that is not there."""
+    """Returns the error for a device that does not exist."""
     return DeviceError(
         f"The device {name!r} does not exist on this machine.",
         received={"device": name},

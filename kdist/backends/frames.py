@@ -1,4 +1,4 @@
-"""The Python frames of another thread, which runs on meanwhile."""
+"""Reads the Python frames of another thread while it runs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import traceback
 from collections.abc import Iterator
 from types import FrameType
 
-# Until Python 3.12, to make the object that shows a frame may collect garbage, and while that calls a destructor the
-# other thread may run on. Then what is shown is a frame that has ended (the process crashes), or a thread that starts
-# waits for the interpreter's list of threads, holding the lock that whoever reads the list waits for.
+# Before Python 3.12, creating a frame object can collect garbage. The other thread can run on meanwhile, in a
+# destructor. Then the frame object shows a frame that has ended and the process crashes. Or a new thread that
+# waits for the interpreter's list of threads holds a lock that the reader of this list needs: a deadlock.
 _COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 _looking = threading.Lock()
-# A child would be left with a lock that nobody releases, and without a garbage collector.
+# Otherwise, a forked child would have a lock that no thread releases, and no garbage collector.
 os.register_at_fork(
     before=_looking.acquire, after_in_parent=_looking.release, after_in_child=_looking.release
 )
 
 
 def frames_of_thread(ident: int) -> list[FrameType]:
-    """Returns the frames of a thread of some `threading.get_ident`, the innermost first; none if it is not there."""
+    """Returns the frames of the thread with this ident, innermost first; an empty list if there is none."""
     with _without_garbage_collection():
         return list(_outwards(sys._current_frames().get(ident)))
 
 
 def stack_lines(ident: int) -> list[str]:
-    """Returns the stack of a thread as a traceback shows it, the innermost call last."""
+    """Returns the stack of a thread in the format of a traceback, innermost call last."""
     frames = [(frame, frame.f_lineno) for frame in reversed(frames_of_thread(ident))]
     return traceback.StackSummary.extract(iter(frames)).format()
 

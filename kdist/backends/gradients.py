@@ -1,4 +1,4 @@
-"""What `value_and_grad` asks of the user's function, on every backend."""
+"""Checks the results of the user's function in `value_and_grad`, for all backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kdist.errors import InvalidArgumentError
 
 
 def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Returns the loss and what else a function has returned."""
+    """Returns the loss and the auxiliary result of a function."""
     if not has_aux:
         return result, None
     if isinstance(result, (tuple, list)) and len(result) == 2:
@@ -23,7 +23,7 @@ def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def check_loss(loss: Any) -> None:
-    """Raises unless a loss is a scalar of floating point."""
+    """Raises an error unless the loss is a floating-point scalar."""
     shape = getattr(loss, "shape", None)
     if (
         shape is not None

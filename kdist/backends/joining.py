@@ -1,4 +1,4 @@
-"""Joining: once a process, within a time; and what the backends share of waiting until all workers are there."""
+"""Joins the workers of a cluster, once per process, and waits until all workers have joined."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _joined: tuple[Cluster, Any] | None = None
 
 
 def join_once(cluster: Cluster, timeout_seconds: float | None, connect: Callable[[float], Joined]) -> Joined:
-    """Joins the workers of a cluster by `connect`, which is told how many seconds to wait for the others.
+    """Joins the workers of a cluster with `connect`, which receives the timeout in seconds.
 
-    Another strategy with the same cluster shares the connection; messages may take `timeout_seconds` from then on.
+    Another strategy with the same cluster shares the connection, and sets the `timeout_seconds` of messages.
 
     Raises:
-        StrategyScopeError: This process has joined another cluster.
-        InvalidArgumentError: `KDIST_JOIN_TIMEOUT` is no number of at least 1.
+        StrategyScopeError: If this process has joined another cluster.
+        InvalidArgumentError: If `KDIST_JOIN_TIMEOUT` is not a number of at least 1.
     """
     global _joined
     if _joined is None:
@@ -59,13 +59,13 @@ def join_once(cluster: Cluster, timeout_seconds: float | None, connect: Callable
 
 
 def wait_for_all(cluster: Cluster, chief_address: str | None, timeout: float) -> tuple[str, ...]:
-    """Waits until all workers are there; returns their addresses.
+    """Waits until all workers have joined, and returns their addresses.
 
-    The engine will listen at `chief_address`, if that is known yet.
+    The backend will listen at `chief_address`, which can be `None` if it is not known yet.
 
     Raises:
-        WorkerTimeoutError: Not all have come in time; names the missing.
-        ClusterConfigError: The port of the chief is in use.
+        WorkerTimeoutError: If workers do not join in time. The error names the missing workers.
+        ClusterConfigError: If the port of the chief is in use.
     """
     waiting = Waiting(cluster.worker_names, timeout)
     try:
@@ -74,7 +74,7 @@ def wait_for_all(cluster: Cluster, chief_address: str | None, timeout: float) ->
         host, port = split_address(chief_address)
         if cluster.is_chief:
             check_port_free(join_address(host if is_loopback(host) else "0.0.0.0", port))
-        # The exchange meets at the port after the one it is given; the engine takes the same port next.
+        # The exchange uses the port after the given one: the port that the backend uses next.
         unknown = dataclasses.replace(
             cluster, addresses=(None,) * cluster.num_workers, coordinator=join_address(host, port - 1)
         )
@@ -84,7 +84,7 @@ def wait_for_all(cluster: Cluster, chief_address: str | None, timeout: float) ->
 
 
 def missing_error(cluster: Cluster, timeout: float, missing: Collection[int]) -> WorkerTimeoutError:
-    """Returns the error of a worker that has waited for others in vain; `missing` are those that are known."""
+    """Returns the error for a rendezvous that timed out. `missing` are the known missing workers."""
     names = cluster.worker_names
     named = [names[index] for index in sorted(missing) if index < len(names)]
     return WorkerTimeoutError(
@@ -97,7 +97,7 @@ def missing_error(cluster: Cluster, timeout: float, missing: Collection[int]) ->
 
 
 def closed_error(this_worker: str, error: BaseException) -> ClusterConfigError:
-    """Returns the error of a worker that has met the others, and cannot reach one at another port of its."""
+    """Returns the error of a worker that joined, but cannot reach another worker's data port."""
     return ClusterConfigError(
         "The workers found each other, but this worker could not open a data connection to another one.",
         received={"this_worker": this_worker, "error": str(error)[:200]},
@@ -107,7 +107,7 @@ def closed_error(this_worker: str, error: BaseException) -> ClusterConfigError:
 
 
 def check_devices(names: Sequence[str], devices: Sequence[tuple[str, int]]) -> None:
-    """Raises unless all workers have as many devices, of one kind; each has said its kind and number."""
+    """Raises an error unless all workers have the same kind and number of devices."""
     for name, theirs in zip(names, devices, strict=True):
         if theirs != devices[0]:
             raise WorkerMismatchError(

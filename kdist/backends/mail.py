@@ -1,7 +1,6 @@
-"""`Mail`: messages between workers through the key-value store that an engine's service keeps.
+"""`Mail`: messages between workers through the key-value store of the backend.
 
-A message may travel while a step runs: it needs no collective, which would have to take its turn among those
-of the steps.
+Workers can exchange messages during a step. A collective would have to wait for the collectives of the step.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from kdist.backends.threads import Errands
 from kdist.cluster import liveness
 from kdist.errors import WorkerTimeoutError
 
-# How often a worker that waits for a message looks whether its sender is still there, in seconds.
+# The interval in seconds at which a waiting worker checks whether the sender is still alive.
 _GLANCE = 1.0
 
 
 class Mail:
-    """Gathers messages: the n-th one of each worker belongs to the n-th one of every other.
+    """Gathers messages. The n-th messages of all workers belong together.
 
     Args:
-        store: The engine's.
-        names: What to call the workers.
-        worker_index: Which of them this one is.
-        timeout_seconds: How long a message may take; `None` for as long as its sender is there.
-        check: Raises if a worker is lost; told the index of the one that is waited for.
-        explain: Returns, for an error of the store's, the one that names the worker that was lost, or the same.
+        store: The key-value store of the backend.
+        names: The names of the workers.
+        worker_index: The index of this worker.
+        timeout_seconds: The timeout of a message. With `None`, a worker waits while the sender is alive.
+        check: Called with the index of the sender while this worker waits. Raises if a worker is lost.
+        explain: Returns an error that names the lost worker for an error of the store, or the same error.
     """
 
     def __init__(
@@ -55,14 +54,14 @@ class Mail:
         self._messenger = Errands("kdist messages")
         self._begun: tuple[Future[list[bytes]], queue.SimpleQueue[None]] | None = None
         self._patience = liveness.heartbeat_timeout()
-        self._asked = 0.0  # when the store was asked for what it has not answered yet; 0 if it has
+        self._asked = 0.0  # the time of the unanswered request to the store; 0 if there is none
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Sends a message to every worker and waits for those of the others."""
+        """Sends a message to every worker, and waits for the messages of the others."""
         return self.begin(data)()
 
     def begin(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Gathers in a thread, which asks for the messages while this one goes on; returns what waits for them."""
+        """Gathers in a background thread. Returns a function that waits for the messages."""
         if self._begun is not None:
             self._wait_for(*self._begun)
         ended: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -78,9 +77,9 @@ class Mail:
         return finish
 
     def _wait_for(self, begun: Future[list[bytes]], ended: queue.SimpleQueue[None]) -> None:
-        """Waits for a message, where the stall watch sees that this thread rests and waits for others.
+        """Waits for a message, so that the stall watch sees a thread that waits for other workers.
 
-        That is in this file, and in a call that makes no frames: new ones look like somebody at work.
+        The watch checks the file of the innermost frame. New frames would look like progress.
         """
         while not begun.done():
             if sys.is_finalizing() or self._messenger.is_here():
@@ -91,7 +90,7 @@ class Mail:
                 ended.get(timeout=_GLANCE)
                 return
             if (asked := self._asked) and time.monotonic() - asked > self._patience:
-                # Whoever holds the store was stopped, and the engine waits for its answer without end.
+                # The chief, which holds the store, was suspended, and the backend has no timeout.
                 raise stalls.lost_error(self._names, self._worker_index, {0: "it no longer responds"})
 
     def _gather(self, data: bytes) -> list[bytes]:
@@ -102,7 +101,7 @@ class Mail:
             for index in range(len(self._names))
         ]
         if turn > 0:
-            # Whoever has sent in this turn has read everything of the last one.
+            # All workers have sent this turn's message, so they have read all messages of the previous turn.
             self._ask(self._store.delete, _key(turn - 1, self._worker_index))
         return everyone
 

@@ -1,4 +1,4 @@
-"""Small messages between workers, as JSON over the engine's own exchange of bytes."""
+"""Small JSON messages between workers."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def gather(runtime: Runtime, value: Any) -> list[Any]:
 def check_equal(
     runtime: Runtime, what: str, facts: Mapping[str, Any], hint: str, note: Any = None
 ) -> list[Any]:
-    """Raises on all workers, with the same words, unless all have the same facts.
+    """Raises the same error on all workers unless all have the same facts. All workers must call it.
 
     Args:
-        runtime: The runtime whose workers are compared; all must call.
-        what: What is compared, for the message: "model", "arguments of fit".
-        facts: Names and JSON values; lists are compared item by item, to name the first that differs.
-        hint: What to do.
-        note: A JSON value of this worker's that travels along and may differ.
+        runtime: The runtime whose workers are compared.
+        what: The subject of the error message, for example "model" or "arguments of fit".
+        facts: Names and JSON values. Lists are compared item by item, to find the first difference.
+        hint: The hint of the error.
+        note: A JSON value of this worker, sent in the same message. It can differ.
 
     Returns:
         The note of each worker.
 
     Raises:
-        WorkerMismatchError: Names the first fact that differs and the value of each worker.
+        WorkerMismatchError: If a fact differs. The error names the first one, with the values of two workers.
     """
     if runtime.num_workers == 1:
         return [note]
-    # JSON turns tuples into lists: compare what travelled.
+    # JSON converts tuples to lists, so compare the facts of all workers after the conversion.
     messages = gather(runtime, {"facts": dict(facts), "note": note})
     everyone = [message["facts"] for message in messages]
     for name in dict.fromkeys(
@@ -58,18 +58,18 @@ def check_equal(
 
 
 def meet_to_read(runtime: Runtime, variables: Sequence[Any]) -> None:
-    """Waits until all workers read the same variables, of which each holds a part: their collectives must not differ.
+    """Waits until all workers read the same sharded variables, because their collectives must match.
 
     Args:
-        runtime: The runtime whose workers hold the parts.
-        variables: What has a path, a shape and a dtype.
+        runtime: The runtime whose workers hold the shards.
+        variables: Objects with a path, a shape and a dtype.
 
     Raises:
-        WorkerMismatchError: A worker does something else.
+        WorkerMismatchError: If a worker does something else.
     """
     reads = [[list(v.shape), str(v.dtype)] for v in variables]
     what = f"reads sharded variables, starting with {variables[0].path!r}"
-    # To a worker that waits for something else, this is a failure of this one's.
+    # A worker that waits for another message (`call_on_all`) handles this one as a failure.
     everyone = gather(
         runtime, {"error": f"it {what}, and the others do not.", "facts": {"reading": reads}, "note": None}
     )
@@ -98,21 +98,21 @@ def call_on_all(
     failed: Callable[[int, str], Exception],
     note: Callable[[], Any] = lambda: None,
 ) -> tuple[Any, list[Any]]:
-    """Calls a function on every worker, waits for all, and raises on all if it fails on one.
+    """Calls a function on every worker, waits for all, and raises on all workers if it fails on one.
 
-    On the worker where it failed, the error comes out as it is; on the others, what `failed` makes of the index of
-    that worker and of what it said. Without a runtime, this process is alone.
+    The worker where the function failed raises the original error. The others raise the result of `failed`,
+    called with the index of that worker and its error message. Without a `runtime`, there are no others.
 
     Returns:
-        What the function returned on this worker; and of each worker the `note`, a JSON value made after the function.
+        The result of the function on this worker, and each worker's JSON value from `note`, called last.
     """
     error: Exception | None = None
     result = None
     try:
         result = function()
     except Exception as raised:
-        # Whoever has lost a worker can tell nobody. The engine is not asked what the error means: a database
-        # that refuses a connection looks to it like a worker that does.
+        # After the loss of a worker, messages are impossible. Do not call `explain_failure` here: it mistakes
+        # an error of the user's code, such as a refused connection to a database, for the loss of a worker.
         if runtime is not None and (isinstance(raised, _NOBODY_ANSWERS) or runtime.group.lost()):
             raise
         error = raised
@@ -135,9 +135,9 @@ def call_on_all(
 
 
 def read_on_all(runtime: Runtime, what: str, function: Callable[[], Any]) -> Any:
-    """Calls what reads the user's data on every worker, and raises on all if it fails on one; see `call_on_all`.
+    """Reads the user's data on every worker, and raises on all if it fails on one; see `call_on_all`.
 
-    `what` is what failed, for the message: "The dataset_fn".
+    `what` is the subject of the error message, for example "The dataset_fn".
     """
 
     def failed(index: int, text: str) -> Exception:

@@ -1,4 +1,4 @@
-"""Keras's own steps in replicas that run one by one, and the results of metrics for all replicas."""
+"""Runs Keras's steps in replicas that run one by one, and computes metric results over all replicas."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kdist.errors import InvalidArgumentError
 
 
 class ReplicatedSteps(StepFunction):
-    """Runs one of Keras's steps, or the user's, in each of the local replicas, on its rows of a global batch.
+    """Runs a step of Keras or of the user in each local replica, on its rows of a global batch.
 
-    What the engines share that run replicas one by one.
+    The base class for backends that run replicas one by one.
     """
 
     def __init__(self, runtime: Runtime, model: Any, kind: str) -> None:
         self.runtime = runtime
-        self._model = weakref.ref(model)  # which owns this function, and not the other way round
+        self._model = weakref.ref(model)  # a weak reference, because the model owns this object
         self.kind = kind
 
     @property
@@ -35,7 +35,7 @@ class ReplicatedSteps(StepFunction):
         return self._model()
 
     def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
-        """Runs one step a batch. Returns the last logs (train, test) or the rows of all batches (predict)."""
+        """Runs a step per batch. Returns the last logs (train, test) or the rows of all batches (predict)."""
         if self.kind == "predict":
             outputs = [self._predict(batch) for batch in batches]
             return keras.tree.map_structure(lambda *parts: self.concatenate(parts), *outputs)
@@ -45,14 +45,14 @@ class ReplicatedSteps(StepFunction):
 
     @abstractmethod
     def run(self, batch: ReplicaBatches) -> Sequence[Any]:
-        """Calls `in_replica` in each local replica, within `around_replicas`; returns what it returned."""
+        """Calls `in_replica` in each local replica, within `around_replicas`, and returns the results."""
 
     def around_replicas(self) -> AbstractContextManager[None]:
-        """Entered once, outside the replicas: results of metrics speak for all of them."""
+        """A context manager, entered outside the replicas, in which metric results cover all replicas."""
         return contextlib.nullcontext() if self.kind == "predict" else global_metric_results(self.model)
 
     def in_replica(self, replica: Replica, part: Any) -> Any:
-        """Runs the step in one replica's context and scope, on its rows."""
+        """Runs the step in the context and scope of one replica, on its rows."""
         if self.kind != "predict":
             return run_step(replica, self.model, f"{self.kind}_step", part)
         outputs = self.model.predict_step(part)
@@ -71,22 +71,22 @@ class ReplicatedSteps(StepFunction):
 
     @abstractmethod
     def concatenate(self, parts: Sequence[Any]) -> Any:
-        """Joins the rows of tensors."""
+        """Concatenates the rows of tensors."""
 
     @abstractmethod
     def of_chief(self, outputs: Any) -> Any:
-        """Returns what the first replica predicts for rows that all have: a layer may draw random numbers."""
+        """Returns the chief's outputs. If all replicas have all rows, outputs of random layers can differ."""
 
     @abstractmethod
     def gather(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Returns the predictions of all replicas, of those of the local ones and the number of rows of each worker."""
+        """Gathers the predictions of all replicas, given the local ones and each worker's number of rows."""
 
 
 def run_step(replica: Replica, model: Any, method: str, data: Any) -> Any:
-    """Runs `model.train_step` or `model.test_step` in a replica and returns logs that are equal on all replicas.
+    """Runs `model.train_step` or `model.test_step` in a replica. Returns logs that are equal on all replicas.
 
-    Call it inside the replica's context and scope, within `global_metric_results(model)`. Results of metrics are
-    exact; other scalars are means weighted by rows.
+    Call it in the context and scope of the replica, within `global_metric_results(model)`. Results of metrics
+    are exact. Other scalars are means weighted by the number of rows.
     """
     logs = getattr(model, method)(data)
     replica.scope.aggregate()
@@ -103,10 +103,10 @@ def run_step(replica: Replica, model: Any, method: str, data: Any) -> Any:
 
 @contextlib.contextmanager
 def global_metric_results(model: Any) -> Iterator[None]:
-    """For the time of a step, lets `metric.result()` in a replica answer for all replicas.
+    """Makes `metric.result()` in a replica cover all replicas. Enter this context outside the replicas.
 
-    An attribute of the instance that is gone afterwards, not a change of a class: Keras's metrics each
-    override `result`, so no method of a base class sees every call. Enter it outside the replicas.
+    It sets a temporary attribute of each instance, because each Keras metric overrides `result` and a patch
+    of the base class would miss these calls.
     """
     metrics = _metrics_of(model)
     for metric in metrics:
@@ -119,7 +119,7 @@ def global_metric_results(model: Any) -> Iterator[None]:
 
 
 def check_rows(outputs: Any, num_rows: int) -> None:
-    """Raises unless the outputs of `predict_step` in a replica stand for its rows: they are put together by rows."""
+    """Raises an error unless the outputs of `predict_step` match the rows of a replica."""
     for leaf in keras.tree.flatten(outputs):
         shape = tuple(getattr(leaf, "shape", ()))
         if not shape or shape[0] % num_rows:
@@ -137,7 +137,7 @@ def _global_result(result: Callable[[], Any]) -> Callable[[], Any]:
             return result()
         replica.scope.aggregate()
         value = result()
-        # Kept in the replica, not only its id: an id is unique among living objects only.
+        # Keep the object and not only its id, because Python reuses ids of deleted objects.
         replica.global_values.update((id(leaf), leaf) for leaf in keras.tree.flatten(value))
         return value
 

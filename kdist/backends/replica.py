@@ -1,15 +1,15 @@
-"""One replica's view of a training step, shared by the backends that run replicas one by one.
+"""One replica's view of a training step, for the backends that run replicas one by one.
 
-TensorFlow and PyTorch run the user's step once a replica, each on its own rows. Two things make the result
-the one that a single device would give on all rows:
+TensorFlow and PyTorch run the user's step once per replica, on the rows of this replica. Two classes make the
+result equal to one device with all rows:
 
-- a `RowShare` says how much a replica's rows count, and
-- a `ReplicaScope` notes which variables the step writes, and aggregates them over the replicas in one packed
+- `RowShare` contains the weight of a replica's rows.
+- `ReplicaScope` records which variables the step writes, and aggregates them over the replicas in one packed
   collective; see `aggregation.py`.
 
-The convention: a replica's loss is what the loss would be if its rows were all there are, and the global loss
-is the mean of these, weighted by `share`. A custom loss that returns a scalar mean, a regulariser and a
-per-row mean need no correction then; `keras_hooks` corrects the others.
+A replica computes its loss as if the batch contained only its rows. The global loss is the mean of these
+losses, weighted by `share`. Therefore, a custom loss that returns a scalar mean, a regularizer and a per-row
+mean need no correction. `keras_hooks` corrects the others.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from kdist.values import ReduceOp
 
 @dataclass(frozen=True)
 class RowShare:
-    """How much the rows of one replica count in a step. The values may be numbers or backend scalars.
+    """The weights of one replica's rows in a step. The values can be numbers or backend scalars.
 
-    A batch with fewer rows than replicas is given whole to every replica: then each has `share` 1/R, and the
-    sums of replica 0 alone count.
+    If a batch has fewer rows than replicas, every replica gets the whole batch. Each of R replicas then has a
+    share of 1/R, and only the sums of replica 0 count.
 
     Args:
-        share: Weight of this replica in a mean over all rows; the shares of all replicas add up to 1.
+        share: The weight of this replica in a mean over all rows. The shares of all replicas add up to 1.
         counts: 1 if this replica's sums count in a sum over all rows, 0 if another replica has the same rows.
-        scalar_weight: Weight of a scalar, already a mean over this replica's rows, in a running sum.
+        scalar_weight: The weight of a scalar mean over this replica's rows in a running sum.
     """
 
     share: Any
@@ -46,12 +46,12 @@ class RowShare:
 
 
 def equal_shares(num_replicas: int) -> list[RowShare]:
-    """The shares of replicas that run a function of the user's, where each counts as much as any other."""
+    """Returns equal shares for replicas that run a user's function."""
     return [RowShare(1.0 / num_replicas, 1.0, 1.0)] * num_replicas
 
 
 def shares_of(split: Sequence[tuple[int, int]]) -> list[RowShare]:
-    """The shares of all replicas in a step of a model's, for the rows that `split_rows` gives them."""
+    """Returns the shares of all replicas in a model's step, given their rows from `split_rows`."""
     if have_all_rows(split):
         return [RowShare(1.0 / len(split), float(i == 0), 1.0) for i in range(len(split))]
     num_rows = split[-1][1]
@@ -59,12 +59,12 @@ def shares_of(split: Sequence[tuple[int, int]]) -> list[RowShare]:
 
 
 class Replica(ReplicaContext):
-    """A replica while it runs one step: its share, its variables, and the sum over all replicas.
+    """A replica while it runs one step, with its share, its variables and its collectives.
 
     Args:
-        replica_id: Its index over all workers; a backend scalar where one program runs on all devices.
-        is_model_step: Whether it runs a step of a model's, whose loss is to be that of all rows. In a function
-            of the user's, losses and gradients are what the function makes of them, and gradients are summed.
+        replica_id: The index over all workers; a backend scalar if one program runs on all devices.
+        is_model_step: Whether the replica runs the step of a model, whose loss covers all rows. If it runs a
+            user's function instead, kdist does not weight the losses and sums the gradients.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Replica(ReplicaContext):
         self.is_model_step = is_model_step
         self.rows = rows
         self.local_index = local_index
-        self.scope: Any = None  # its `ReplicaScope`
+        self.scope: Any = None  # the replica's `ReplicaScope`
         self.global_values: dict[int, Any] = {}
         self.loss_is_weighted = False
         self.log: list[tuple[str, Any, str]] = []
@@ -92,26 +92,26 @@ class Replica(ReplicaContext):
         return (self.strategy.runtime.devices[self.local_index],)
 
     def note(self, collective: str, tensors: Sequence[Any]) -> None:
-        """Keeps, under `KDIST_DEBUG=1`, which collectives the function has, and where.
+        """With `KDIST_DEBUG=1`, records a collective of the function and the line that calls it.
 
-        The workers compare them once the function was traced, or at once where it is not.
+        The workers compare the collectives after the function was traced, or immediately if it is not traced.
         """
         if debugging.is_on():
             self.log.append((collective, debugging.signature(tensors), debugging.call_site()))
 
     def reduce_tensor(self, op: ReduceOp, tensor: Any) -> Any:
-        """Reduces one tensor over all replicas, differentiably where it is of floating point."""
+        """Reduces one tensor over all replicas, differentiably if it is floating-point."""
         self.note("all_reduce", [tensor])
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)):
             total = self.all_reduce_with_gradient(tensor)
         else:
-            # Packed, since `all_reduce_sum` may give all replicas the same tensor, which `run` would return as one.
+            # `all_reduce_sum` may return one tensor to all replicas, which `run` would merge to one value.
             (total,) = self.all_reduce_packed([tensor])
         return total if op is ReduceOp.SUM else divide(total, self.num_replicas_in_sync)
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas over all workers."""
+        """The number of replicas over all workers."""
         return self._num_replicas
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Replica(ReplicaContext):
 
     @abstractmethod
     def gather_tensor(self, tensor: Any, axis: int) -> Any:
-        """Concatenates the tensors of all replicas along an axis, differentiably: gradients are summed."""
+        """Concatenates the tensors of all replicas along an axis, differentiably. Gradients are summed."""
 
     @abstractmethod
     def merge_call(
@@ -129,7 +129,7 @@ class Replica(ReplicaContext):
         """Calls a function once for all replicas of this worker; see `kdist.ReplicaContext.merge_call`."""
 
     def all_reduce_packed(self, tensors: Sequence[Any], weight: Any = None) -> list[Any]:
-        """Sums each tensor, times this replica's weight if it has one, over all replicas: one collective a dtype."""
+        """Sums each tensor, times `weight` if given, over all replicas, with one collective per dtype."""
         if weight is not None:
             tensors = [tensor * self.scalar(weight, tensor.dtype) for tensor in tensors]
         return packed(self.all_reduce_sum, tensors)
@@ -138,15 +138,15 @@ class Replica(ReplicaContext):
     def all_reduce_with_gradient(self, tensor: Any) -> Any:
         """Sums a tensor over all replicas, differentiably.
 
-        The global loss is the mean of the replicas' losses weighted by `share`, and gradients are weighted once
-        more when an optimizer sums them. So the gradient that replica i passes on is the sum over all replicas j
-        of `share_j / share_i` times the gradient that arrived at j (`gradient_weight` in place of `share`).
+        The global loss is the mean of the replicas' losses weighted by `share`. Gradients are weighted again
+        before an optimizer sums them. So replica i propagates the sum over all replicas j of `share_j /
+        share_i` times the gradient at j. These shares are the `gradient_weight` of each replica.
         """
 
     def moments(self, x: Any, axes: Sequence[int], keepdims: bool = False) -> tuple[Any, Any]:
-        """Returns mean and variance over the rows of all replicas, for synchronized BatchNormalization.
+        """Returns the mean and variance over the rows of all replicas, for synchronized BatchNormalization.
 
-        In two passes, since the difference E[x²] - E[x]² loses digits where the mean is large.
+        Uses two passes, because the difference E[x²] - E[x]² loses precision if the mean is large.
         """
         ops = keras.ops
         axes = list(axes)
@@ -162,17 +162,17 @@ class Replica(ReplicaContext):
 
     @property
     def gradient_weight(self) -> Any:
-        """What gradients are still to be multiplied with before they are summed over the replicas."""
+        """The factor for gradients before they are summed over the replicas."""
         return self.rows.share if self.is_model_step and not self.loss_is_weighted else 1.0
 
     def scalar(self, number: Any, dtype: Any) -> Any:
-        """Returns a number, such as a `RowShare`'s, as a tensor."""
+        """Returns a number, for example from a `RowShare`, as a tensor."""
         return keras.ops.cast(number, dtype)
 
     def weight_loss(self, loss: Any) -> Any:
-        """Weights a loss with this replica's share before its gradients are computed instead of after.
+        """Weights a loss with this replica's share before, instead of after, its gradients are computed.
 
-        For loss scaling: float16 gradients must be as large as on one device, to overflow where they would.
+        Needed for loss scaling, so that float16 gradients overflow exactly when they would on one device.
         """
         if not self.is_model_step:
             return loss
@@ -180,8 +180,8 @@ class Replica(ReplicaContext):
         return loss * self.scalar(self.rows.share, loss.dtype)
 
     def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns the gradients of the global loss, for some variables."""
-        # TensorFlow may not know the shape of a gradient while tracing; it is the variable's.
+        """Returns the gradients of the global loss for some variables."""
+        # During tracing, TensorFlow may not know the shape of a gradient, which equals the variable's shape.
         gradients = [
             keras.ops.reshape(keras.ops.convert_to_tensor(gradient), variable.shape)
             for gradient, variable in zip(gradients, variables, strict=True)
@@ -194,7 +194,7 @@ class Replica(ReplicaContext):
         return self.mean_over_rows(gradients)
 
     def _sum_by_own(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Sums by the user's own class, as Keras's optimizers do under `tf.distribute`."""
+        """Sums with the user's `CrossDeviceOps`, as Keras's optimizers do with `tf.distribute`."""
         weight = self.gradient_weight
         weighted = [g * self.scalar(weight, g.dtype) for g in gradients]
 
@@ -205,35 +205,35 @@ class Replica(ReplicaContext):
 
     @property
     def divides_variables(self) -> bool:
-        """Whether `take_variables` divides variables that an optimizer makes in a replica."""
+        """Whether `take_variables` shards variables that an optimizer creates in a replica."""
         return False
 
     def take_variables(self, variables: Sequence[Any]) -> None:
-        """Divides new variables, of equal values on all replicas."""
+        """Shards new variables that have equal values on all replicas."""
         return
 
     def apply_gradients(self, apply: Callable[[], Any]) -> Any:
-        """Runs Keras's `optimizer.apply` on what is this replica's own; all replicas do the same sums."""
+        """Runs Keras's `optimizer.apply` on this replica's variables. All replicas compute equal updates."""
         assert self.scope is not None
         with self.scope.untracked():
             return apply()
 
     def mean_over_rows(self, tensors: Sequence[Any]) -> list[Any]:
-        """Means over all rows, of tensors that are means over the rows of each replica."""
+        """Returns means over all rows, given tensors that are means over the rows of each replica."""
         return self.all_reduce_packed(tensors, self.rows.share)
 
 
 def divide(total: Any, number: Any) -> Any:
-    """Divides a sum by how many were summed; integers are rounded down, as their dtype stays."""
+    """Divides a sum by the number of summands. Integers are rounded down, because their dtype stays."""
     if keras.backend.is_float_dtype(keras.backend.standardize_dtype(total.dtype)):
         return total / keras.ops.cast(number, total.dtype)
     return keras.ops.floor_divide(total, keras.ops.cast(number, total.dtype))
 
 
 def packed(reduce: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any]) -> list[Any]:
-    """Applies an elementwise reduction to many tensors as one flat tensor a dtype.
+    """Applies an elementwise reduction to many tensors, concatenated to one flat tensor per dtype.
 
-    One collective for all gradients is what makes small models scale: each has a latency of its own.
+    Because each collective adds latency, small models only scale with one collective for all gradients.
     """
     ops = keras.ops
     groups: dict[str, list[int]] = {}

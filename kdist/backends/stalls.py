@@ -1,11 +1,11 @@
-"""Notices that this worker is stuck while others wait for it, and ends it, so that nobody waits forever.
+"""Detects that this worker hangs while others wait for it, and terminates it, so that the job does not hang.
 
-A worker that hangs (a deadlock, a read that never returns) is alive for its engine: heartbeats come from threads
-of their own. So each worker looks at its own main thread. One that waits for others says so on the board of its
-engine; one that is waited for, and neither moves nor computes, says where it is, and after a time of its own (an
-upload may take minutes) it prints its stacks and ends. From there on the others notice its death, as any other. A
-worker that is slow, compiles or prepares data uses its processor; one for which nobody waits (between two calls, in a
-notebook) may rest as long as it likes.
+Backends do not notice a hang, such as a deadlock, because heartbeats come from other threads. So each worker
+watches its own main thread. If it waits for others, it publishes this on the board of the backend. If others
+wait for it and it makes no progress and uses no CPU, it prints a warning with its stack trace. After the hang
+timeout (an upload may take minutes), it prints all stack traces and exits. The others then handle a lost
+worker. Workers that are slow, compile or prepare data are not affected, because they use the CPU. A worker
+can also be idle while no other worker waits for it, for example between two calls in a notebook.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kdist.backends import activity, frames, whereabouts
 from kdist.cluster import liveness
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 
-# Shares of the heartbeat timeout: when a worker says that it waits, when one that does not move is suspected, and how
-# often both are looked at. The rest is for the others, to notice.
+# Shares of the heartbeat timeout: until a worker publishes that it waits, until a worker without progress is
+# suspected, and between two checks. The rest is for the others, to notice the termination.
 _SAYS_AFTER = 0.2
 _SUSPECTS_AFTER = 0.7
 _LOOKS = 0.05
@@ -35,7 +35,7 @@ _STANDARD_LIBRARY = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "p
 DIED = "it died or is unreachable"
 _SOMEBODY = f"another worker: {DIED}"
 _PACKAGES = ("site-packages", "dist-packages")
-# Whoever stands in a debugger thinks.
+# A worker in a debugger is not hung: its user is thinking.
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy", "IPython/core/interactiveshell.py")
 
 
@@ -52,38 +52,38 @@ class Board(ABC):
 
     @abstractmethod
     def waits_in(self, filename: str) -> bool:
-        """Whether the main thread may be waiting for other workers, given its innermost file outside Python."""
+        """Returns whether the main thread may wait for workers, given its innermost file outside Python."""
 
     def farewell(self, text: str) -> None:
         """Sends the reason why this worker ends to the others, if the backend can."""
         return
 
     def died(self) -> Mapping[int, str]:
-        """Returns lost workers and reasons, if the backend does not terminate this worker; see `lost_error`."""
+        """Returns lost workers and reasons if the backend does not terminate this one; see `lost_error`."""
         return {}
 
 
 class Machine:
-    """What the watch reads off this machine, and how it ends the process. Tests have one with a clock of its own."""
+    """The clock, CPU usage and exit of this process. Tests replace it by a fake with its own clock."""
 
     now = staticmethod(time.monotonic)
     others_work = staticmethod(activity.others_work_for_it)
 
     def cpu_seconds(self) -> float:
-        """The processor time of all threads but the calling thread, the watch's: its looks are not work."""
+        """Returns the CPU time of all threads except the calling thread, which is the watch."""
         return time.process_time() - time.thread_time()
 
     def pause(self, closed: threading.Event, seconds: float) -> bool:
-        """Waits until the next look; says whether the watch has been closed."""
+        """Waits until the next check, and returns whether the watch was closed."""
         return closed.wait(seconds)
 
     def end(self, code: int) -> NoReturn:
-        """Ends the process."""
+        """Terminates the process."""
         os._exit(code)
 
 
 class StallWatch:
-    """Watches the main thread of this worker, from a thread of its own once it is started."""
+    """Watches the main thread of this worker from a background thread."""
 
     def __init__(
         self, board: Board, names: Sequence[str], worker_index: int, machine: Machine | None = None
@@ -96,7 +96,7 @@ class StallWatch:
         self._timeout = liveness.heartbeat_timeout()
         self._suspects_after = self._timeout * _SUSPECTS_AFTER
         self._ends_after = liveness.hang_timeout()
-        self._warned: float | None = None  # since when it had been resting
+        self._warned: float | None = None  # the start of the idle time that was last reported
         self._closed = threading.Event()
         self._seen: object = None
         self._since = self._machine.now()
@@ -104,21 +104,21 @@ class StallWatch:
         self._said = False
 
     def start(self) -> StallWatch:
-        """Begins to watch; returns itself."""
+        """Starts the background thread, and returns the watch."""
         threading.Thread(target=self.run, name="kdist stall watch", daemon=True).start()
         return self
 
     def close(self) -> None:
-        """Ends the watch: the process is about to end."""
+        """Stops the watch, because the process is about to exit."""
         self._closed.set()
 
     def run(self) -> None:
-        """Watches until it is closed, in this thread."""
+        """Watches in the calling thread until the watch is closed."""
         pause = max(0.1, self._timeout * _LOOKS)
         looked = self._machine.now()
         while not self._machine.pause(self._closed, pause):
             if self._machine.now() - looked > self._timeout * _SAYS_AFTER:
-                self._seen = None  # this thread could not look, so nobody knows what has moved meanwhile
+                self._seen = None  # this thread was blocked and may have missed progress
             looked = self._machine.now()
             stack = frames.frames_of_thread(_watched_thread())
             if not stack:
@@ -145,13 +145,13 @@ class StallWatch:
 
     def _say(self, waits: bool) -> None:
         if waits != self._said:
-            with contextlib.suppress(Exception):  # the engine's, once its service is gone
+            with contextlib.suppress(Exception):  # from the backend, if its store is gone
                 self._board.say(whereabouts.describe_wait() if waits else None)
                 self._said = waits
 
     def _judge(self, resting: float) -> None:
         waiting: dict[int, str] = {}
-        with contextlib.suppress(Exception):  # the engine's, if it is gone
+        with contextlib.suppress(Exception):  # from the backend, if its store is gone
             waiting = self._board.read()
         lost = {} if _told else self._board.died()
         if self._closed.is_set() or not (waiting or lost):
@@ -195,18 +195,18 @@ class StallWatch:
         self._machine.end(code)
 
 
-# Who is inside kdist -----------------------------------------------------------------------------------------
+# Calls into kdist -------------------------------------------------------------------------------------------
 
 calls = 0
-"""How often user code has called something that exchanges with other workers."""
+"""The number of calls from user code into kdist that exchange data with other workers."""
 _inside: list[int] = []
 _elsewhere: list[Callable[[], bool]] = []
-_told = False  # an error about a lost worker has been raised to the user, whose turn it is
+_told = False  # an error about a lost worker was raised, so that user code can handle it
 
 
 @contextlib.contextmanager
 def entered() -> Iterator[None]:
-    """Entered for the time of a call into kdist; the thread that called is the one that is watched."""
+    """A context manager for a call into kdist. The stall watch watches the calling thread."""
     global calls
     calls += 1
     thread = threading.get_ident()
@@ -219,7 +219,7 @@ def entered() -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting_for_thread(waits: Callable[[], bool]) -> Iterator[None]:
-    """Entered by the main thread while it waits for another one, of which `waits` says whether it waits for workers."""
+    """Enter this to wait for another thread. `waits` returns whether that thread waits for workers."""
     _elsewhere.append(waits)
     try:
         yield
@@ -234,7 +234,7 @@ def _watched_thread() -> int:
 
 
 def _is_at_rest(stack: list[FrameType]) -> bool:
-    """Whether somebody may be sitting in front of it: at a prompt, or in a debugger."""
+    """Returns whether a user may be at an interactive prompt or in a debugger."""
     interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive) or _in_notebook()
     if interactive and not _inside:
         return True
@@ -254,7 +254,7 @@ def _innermost(stack: list[FrameType]) -> str:
     return ""
 
 
-# What a worker says that has lost another --------------------------------------------------------------------
+# Lost workers -----------------------------------------------------------------------------------------------
 
 
 def lost_error(
@@ -281,7 +281,7 @@ def lost_error(
 
 
 def print_stack(said: str = "stack trace of this worker:") -> None:
-    """Prints where the main thread is: where no traceback says it."""
+    """Prints the stack of the watched thread, if no traceback shows it."""
     with contextlib.suppress(Exception):
         lines = "".join(frames.stack_lines(_watched_thread()))
         print(f"kdist: {said}\n{lines}", file=sys.stderr, flush=True)

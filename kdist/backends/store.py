@@ -1,4 +1,4 @@
-"""`Store`: the key-value store that the workers of a cluster share; each engine has one, and the chief holds it."""
+"""`Store`: the key-value store that the workers of a cluster share. The chief holds it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Replica threads: one at a time runs, and hands the baton to the next at every collective; and a thread for errands.
+"""Threads for replicas, of which one runs at a time, and a thread for background calls.
 
-This is how `tf.distribute` runs its replicas too. Keras keeps much in plain Python objects; since only one
-replica runs at any moment, and always in the same order, it is safe, and results are the same every time.
+A replica thread passes the baton to the next one at every collective, as in `tf.distribute`. Keras's Python
+objects need no locks because only one replica runs at any time. The fixed order makes results reproducible.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kdist.errors import WorkerMismatchError
 _END = ("the end of the step", None)
 
 captures: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-"""Captures what the engine keeps for each thread, such as the current GPU; the result is entered in another one."""
+"""Captures the backend's state of this thread, such as the current GPU, to enter it in another thread."""
 
 
 def helper(name: str, function: Callable[..., None], *args: Any, daemon: bool = True) -> threading.Thread:
-    """Returns a thread, not started yet, which has what the engine keeps for the thread that calls this."""
+    """Returns a thread, not started yet, that runs with the backend's state of the calling thread."""
     state = captures()
 
     def call() -> None:
@@ -36,11 +36,11 @@ def helper(name: str, function: Callable[..., None], *args: Any, daemon: bool = 
 
 
 class _Stopped(BaseException):
-    """Ends a replica because another one has failed."""
+    """Terminates a replica because another one has failed."""
 
 
 class Baton:
-    """Whose turn it is among the replicas of one step; their names are for messages."""
+    """Controls which replica of one step runs. Error messages contain the names of the replicas."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -54,15 +54,15 @@ class Baton:
         self.error: BaseException | None = None
 
     def begin(self, index: int) -> None:
-        """Waits for the first turn. The first replica has it already."""
+        """Waits for the first turn of a replica. The first replica starts immediately."""
         if index > 0:
             self._wait(index)
 
     def meet(self, index: int, what: tuple[Any, ...], value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Brings a value, waits until all replicas have, and returns what `combine` makes of them, called once.
+        """Waits until all replicas have passed a value, combines the values once, and returns the result.
 
         Raises:
-            WorkerMismatchError: The replicas came for different things.
+            WorkerMismatchError: If the replicas called different collectives.
         """
         if self.error is not None:
             raise _Stopped
@@ -71,14 +71,14 @@ class Baton:
         if last:
             self._check_same()
             values = [value for _, value in self._brought]
-            self._brought = [None] * len(values)  # not held until the next meeting
+            self._brought = [None] * len(values)  # releases the values before the next collective
             self._result = combine(values)
         self._hand_to(0 if last else index + 1)
         self._wait(index)
         return self._result
 
     def end(self, index: int, error: BaseException | None) -> None:
-        """Ends a replica, well or badly, and hands on the baton. No replica may end while others go on."""
+        """Ends a replica, with or without an error, and passes the baton. All replicas must end together."""
         if error is None:
             try:
                 self.meet(index, _END, None, lambda _: None)
@@ -101,9 +101,9 @@ class Baton:
     def _wait(self, index: int) -> None:
         try:
             self._turns[index].acquire()
-        except BaseException as interrupt:  # Ctrl-C comes to the first replica, whoever has the baton
+        except BaseException as interrupt:  # Ctrl-C interrupts the first replica, even without the baton
             self.error = self.error or interrupt
-            # The interrupt may have come just before the baton, or just after it.
+            # The interrupt may have arrived just before or just after the baton.
             while self._holder != index:
                 self._turns[index].acquire(timeout=0.05)
         if self.error is not None:
@@ -126,10 +126,10 @@ def _describe(what: tuple[Any, ...]) -> str:
 
 
 class ReplicaThreads:
-    """Runs a function once a replica: for the first in the calling thread, for each other in its own.
+    """Runs a function once per replica: the first in the calling thread, the others in separate threads.
 
-    The threads are kept from step to step, since a new thread costs PyTorch a new pool of helpers; they end
-    with this object, or with the program.
+    The threads live as long as this object or the program, because PyTorch creates a new thread pool for each
+    new thread.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -138,9 +138,9 @@ class ReplicaThreads:
         weakref.finalize(self, _close, self._tasks)
 
     def run(self, function: Callable[[int, Baton], Any]) -> list[Any]:
-        """Calls `function(index, baton)` for each replica, one at a time; returns what each call returned.
+        """Calls `function(index, baton)` for each replica, one at a time, and returns the results.
 
-        Raises what the first failing call raised, once all have ended.
+        If calls fail, raises the first error after all calls have ended.
         """
         baton = Baton(self._names)
         if len(self._names) == 1:
@@ -166,14 +166,14 @@ class ReplicaThreads:
 
 
 class Errands:
-    """Makes calls in a thread of its own, one after the other. The thread does not keep the program from ending."""
+    """Makes calls in a background thread, one after the other. The program can exit while it runs."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run_errands, args=(self._calls,), name=name, daemon=True)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Calls a function soon; returns its future."""
+        """Schedules a call and returns its future."""
         if not self._thread.ident:
             self._thread.start()
         future: Future[Any] = Future()
@@ -181,7 +181,7 @@ class Errands:
         return future
 
     def is_here(self) -> bool:
-        """Says whether this is that thread."""
+        """Returns whether the caller runs in this background thread."""
         return self._thread is threading.current_thread()
 
 
@@ -213,7 +213,7 @@ def _work(tasks: queue.SimpleQueue[Any]) -> None:
             return
         context, function, arguments = task
         context.run(function, *arguments)
-        del task, context, function, arguments  # else the last step's model would live on in an idle thread
+        del task, context, function, arguments  # otherwise, an idle thread would keep the last model alive
 
 
 def _close(tasks: list[queue.SimpleQueue[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""`VariableTable`: what is kept of variables for as long as they live."""
+"""`VariableTable`: maps live variables to values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Value = TypeVar("Value")
 
 
 class VariableTable(Generic[Value]):
-    """A dictionary of Keras variables, which it does not keep alive.
+    """A dictionary with Keras variables as keys, which it does not keep alive.
 
-    Variables are compared by value, element by element, so no dictionary can have them as keys. This one goes by
-    identity: an entry goes with its variable, and another variable that is given the same `id` later finds nothing.
+    Variables cannot be keys of a `dict`, because `==` compares elements. This class compares identities. An
+    entry disappears with its variable, and a later variable with the same `id` does not find it.
     """
 
     def __init__(self) -> None:
@@ -30,16 +30,16 @@ class VariableTable(Generic[Value]):
         self._entries[key] = ref, value
 
     def get(self, variable: Any) -> Value | None:
-        """Returns what is kept of a variable, if anything."""
+        """Returns the value of a variable, or `None`."""
         ref, value = self._entries.get(id(variable), (None, None))
         return value if ref is not None and ref() is variable else None
 
     def pop(self, variable: Any) -> None:
-        """Forgets a variable, if it is known."""
+        """Removes a variable, if it is in the table."""
         self._entries.pop(id(variable), None)
 
     def items(self) -> Iterator[tuple[Any, Value]]:
-        """Yields the variables that live, with what is kept of them; entries may change meanwhile."""
+        """Yields the live variables and their values. The table can change during the iteration."""
         for ref, value in list(self._entries.values()):
             if (variable := ref()) is not None:
                 yield variable, value

@@ -1,4 +1,4 @@
-"""Says from time to time for whom this process waits, while the tasks of a job come together."""
+"""Logs which tasks this process is waiting for while a job starts."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Collection, Sequence
 from kdist.cluster import logs
 from kdist.cluster.roles import listed
 
-_FIRST = 5.0  # seconds until it is said first; each pause is as long as all before it
+_FIRST = 5.0  # seconds until the first log line; the total waiting time doubles for each further line
 
 
 class Waiting:
-    """Who is missing, from when on, and what is said of it.
+    """Tracks the missing tasks and logs them at growing intervals.
 
     Args:
-        names: How messages name the tasks.
-        timeout: Seconds in which all must have come.
+        names: The names of the tasks in log lines.
+        timeout: The time in seconds after which the job fails if tasks are missing.
     """
 
     def __init__(self, names: Sequence[str], timeout: float) -> None:
         self.missing: frozenset[int] = frozenset()
-        """The numbers of those that were missing when somebody last looked."""
+        """The indices of the tasks that were missing at the last call of `note`."""
         self._names = names
         self._timeout = timeout
         self._began = time.monotonic()
@@ -29,11 +29,11 @@ class Waiting:
 
     @property
     def is_due(self) -> bool:
-        """Whether something is to be said, for those that look only then."""
+        """Whether it is time for a log line. Callers can skip the search for missing tasks until then."""
         return self._waited >= self._next
 
     def note(self, missing: Collection[int]) -> None:
-        """Takes down who is missing, and says it where it is time to."""
+        """Updates the missing tasks, and logs them when it is time."""
         self.missing = frozenset(missing)
         waited = self._waited
         if not missing or not self._next <= waited < self._timeout:

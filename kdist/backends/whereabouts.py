@@ -1,6 +1,6 @@
-"""Where this process is in its training, in words: for the errors of workers that have lost another.
+"""Tracks where this process is in its training, for the errors of workers that have lost another worker.
 
-Kept by the training loop as plain module state, since it is written at every step.
+The training loop updates this state at every step, so it is plain module state.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ phase = ""
 epoch = 0
 step = 0
 total_steps = 0
-"""Training steps of this process so far, over all epochs and calls of `fit`."""
+"""The number of training steps of this process so far, over all epochs and calls of `fit`."""
 
 collective = ""
-"""The collective that the main thread waits in, where kdist knows it."""
+"""The collective that the main thread is waiting in, if known."""
 
 last_saved = ""
-"""The folder of the last checkpoint that this process has seen complete."""
+"""The directory of the last complete checkpoint that this process has seen."""
 
 first_unfinished: Callable[[], str | None] | None = None
-"""Says where the step was that the engine has not ended yet: for an engine that runs ahead."""
+"""Returns the position of the oldest unfinished step, for a backend that dispatches steps asynchronously."""
 
 
 def enter(new_phase: str, new_epoch: int | None = None, new_step: int | None = None) -> None:
-    """Notes what begins: a phase such as "validation", and its epoch and step, counted from 1; else they stay."""
+    """Records the start of a phase such as "validation", with its epoch and step, which count from 1."""
     global phase, epoch, step
     phase = new_phase
     if new_epoch is not None:
@@ -38,7 +38,7 @@ def enter(new_phase: str, new_epoch: int | None = None, new_step: int | None = N
 
 @contextlib.contextmanager
 def inside(name: str) -> Iterator[None]:
-    """Entered for the time of a collective, which is then named in errors."""
+    """A context manager for a collective, so that errors name it."""
     global collective
     collective = name
     try:
@@ -54,7 +54,7 @@ def position() -> tuple[str, int, int]:
 
 
 def describe() -> str:
-    """Returns where this process is; "a place outside of fit" where kdist does not know.
+    """Returns the position of this process in its training; "a place outside of fit" if it is unknown.
 
     Example:
 
@@ -79,7 +79,7 @@ def words(phase: str, epoch: int, step: int) -> str:
 
 
 def describe_wait() -> str:
-    """Returns which collective this process waits in, and where: "all_reduce at step 30 of epoch 2"."""
+    """Returns where this process waits for the others, for example "all_reduce at step 30 of epoch 2"."""
     what = collective or ("the collectives of the step" if phase else "a collective")
     where = (first_unfinished and first_unfinished()) or describe()
     return f"{what} at {where}" if phase else f"{what} outside of fit"

@@ -1,4 +1,4 @@
-"""Workers: what the runtime of a strategy asks of those that take part, whatever engine joins them."""
+"""The workers of a strategy, as the runtime uses them on all backends."""
 
 from __future__ import annotations
 
@@ -16,68 +16,67 @@ from kdist.backends.store import Store
 from kdist.cluster import Cluster
 
 _WAITS = "kdist/waits"
-# Longer messages travel in pieces: the stores of JAX and TensorFlow hold no value of 2 GiB.
+# Longer messages are sent in pieces, because the stores of JAX and TensorFlow cannot hold a value of 2 GiB.
 _PIECE = 1 << 26
 _MORE, _LAST = b"+", b"."
 
 
 def folders_of_engine(*files: str) -> tuple[str, ...]:
-    """Returns how the paths of code begin that waits for a device or the service, from one file of each folder."""
+    """Returns path prefixes of code that waits for devices or the store, given a file per directory."""
     return mail.__file__, *(os.path.join(os.path.dirname(file), "") for file in files)
 
 
 class Workers:
-    """This process alone."""
+    """A single process without other workers."""
 
     num_workers = 1
     worker_index = 0
     communication = ""
-    """By what the devices of several workers talk."""
+    """The library that connects the devices of several workers, for example "nccl"."""
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gathers a message from every worker, in the order of their indices. Blocks; all must call it."""
+        """Gathers a message from every worker, in the order of their indices. Blocks. All must call it."""
         return [data]
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Sends a message to every worker and does not wait; all must call it.
+        """Sends a message to every worker and does not wait. All must call it.
 
         Returns:
-            A function that waits and returns what `all_gather_bytes` would. Call it once, and before the next
-            message is begun.
+            A function that waits and returns the messages. Call it once, before the next message begins.
         """
         return lambda: [data]
 
     def post(self, key: str, text: str) -> None:
-        """Leaves a text under a key, once, for any worker to look up at any later time. Does not wait for them."""
+        """Posts a text under a new key, so that any worker can look it up later. Does not wait."""
 
     def look_up(self, key: str) -> str | None:
-        """Returns the text that any worker has posted under a key, or `None`. Does not wait for it."""
+        """Returns the text that a worker has posted under a key, or `None`. Does not wait."""
         return None
 
     def lost(self) -> frozenset[int]:
-        """Returns the workers that the engine knows to be lost. Does not wait; for any thread."""
+        """Returns the workers that the backend has reported as lost. Does not wait, and is thread-safe."""
         return frozenset()
 
     def working(self) -> AbstractContextManager[Any]:
-        """Entered for as long as this worker cannot go on without the others."""
+        """A context manager for code in which this worker cannot continue without the others."""
         return contextlib.nullcontext()
 
     def explain_failure(self, error: BaseException) -> BaseException:
-        """Returns an error that names the worker that was lost, where `error` comes from that."""
+        """Returns an error that names the lost worker if this is the cause of `error`; otherwise `error`."""
         return error
 
     def check_intact(self, finishes: bool = False) -> None:
-        """Raises if a worker was lost and what was computed since may be wrong: do not apply or save it.
+        """Raises an error if a worker was lost. Do not apply or save results then; they may be wrong.
 
         Args:
-            finishes: Whether to wait first until the device has finished, so that nothing comes after the answer.
+            finishes: Whether to wait for the device first, so that the check covers all pending work.
         """
 
 
 class JoinedWorkers(Workers, Board):
-    """The workers of a cluster. What each engine does its own way is left to its subclass.
+    """The base class for the workers of a cluster. Each backend has a subclass.
 
-    It has a `mail`, unless the engine's own collectives carry all messages.
+    It has a `mail`, unless the backend sends all messages with collectives.
     """
 
     mail: Mail
@@ -103,10 +102,10 @@ class JoinedWorkers(Workers, Board):
 
     @abstractmethod
     def _gather_pieces(self, data: bytes) -> list[bytes]:
-        """Gathers a message that is not too long for the engine from every worker."""
+        """Gathers a message that does not exceed the backend's limit from every worker."""
 
     def post(self, key: str, text: str) -> None:
-        """Leaves a text in the store."""
+        """Writes a text into the store."""
         self.store.set(key, text.encode())
 
     def look_up(self, key: str) -> str | None:
@@ -115,7 +114,7 @@ class JoinedWorkers(Workers, Board):
         return None if data is None else data.decode()
 
     def say(self, text: str | None) -> None:
-        """Says in the store where this worker waits for the others; `None` once it goes on."""
+        """Publishes where this worker waits for the others; `None` when it continues."""
         key = f"{_WAITS}/{self.worker_index}"
         if text is None:
             self.store.delete(key)
@@ -123,15 +122,15 @@ class JoinedWorkers(Workers, Board):
             self.store.set(key, text.encode())
 
     def read(self) -> dict[int, str]:
-        """Returns the other workers that wait, and where."""
+        """Returns the other workers that wait, and where each one waits."""
         others = set(range(self.num_workers)) - {self.worker_index}
         found = {index: self.store.get(f"{_WAITS}/{index}") for index in others}
         return {index: data.decode() for index, data in found.items() if data is not None}
 
     def limit_time(self, seconds: float | None) -> None:
-        """Takes over how long a message may take, from another strategy that shares the connection."""
+        """Sets the timeout of messages, for another strategy that shares the connection."""
         self.mail.timeout_seconds = seconds
 
     def close(self) -> None:
-        """Called at the end of the process."""
+        """Stops the stall watch. Called when the process exits."""
         self._stalls.close()

@@ -1,4 +1,4 @@
-"""kdist on PyTorch: replica threads in one process, `torch.distributed` between processes."""
+"""The PyTorch backend: replicas are threads of a process, and `torch.distributed` connects processes."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from kdist.backends.torch.backend import TorchBackend
 
 
 def create_backend() -> TorchBackend:
-    """Returns the backend; called once a process."""
+    """Creates the backend. Called once per process."""
     return TorchBackend()

@@ -37,7 +37,7 @@ class TorchBackend(Backend):
 
     def __init__(self) -> None:
         threads.captures = torch_devices.current_gpu
-        self._gpus: list[torch.device] = []  # of the newest strategy, in the order of its replicas
+        self._gpus: list[torch.device] = []  # the GPUs of the last strategy, in the order of its replicas
         keras_hooks.hook_torch_modules(modules.zero_grad, modules.call_module)
         keras_hooks.hook_torch_random(seeds.torch_seed_generator)
         keras_hooks.hook_torch_recomputing()
@@ -47,7 +47,7 @@ class TorchBackend(Backend):
         return adapter.get_torch_dataloader()
 
     def own_devices(self, names: Sequence[str], num_workers: int) -> tuple[str, ...]:
-        """Returns the devices of this worker: which GPU is the only one of a worker, `torch_devices` knows."""
+        """Returns this worker's devices. Empty with one per worker: `devices_of_worker` then selects it."""
         return () if len(names) == num_workers > 1 else super().own_devices(names, num_workers)
 
     def create_runtime(
@@ -76,12 +76,12 @@ class TorchBackend(Backend):
         return TorchRuntime(dataclasses.replace(topology, devices=names), group)
 
     def random_state(self) -> bytes:
-        """Returns the state of PyTorch's generator, from which Keras's data loaders shuffle; then those of the GPUs."""
+        """Returns the states of PyTorch's CPU generator, which shuffles data, and of the GPU generators."""
         states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in self._gpus)]
         return b"".join(state.numpy().tobytes() for state in states)
 
     def set_random_state(self, state: bytes) -> None:
-        """Sets the state of PyTorch's generator on the CPU, and of those GPUs for which there is one."""
+        """Sets the state of PyTorch's CPU generator, and of each GPU for which `state` contains one."""
         states = torch.from_numpy(np.frombuffer(state, np.uint8).copy())
         size = len(torch.get_rng_state())
         torch.set_rng_state(states[:size])

@@ -1,4 +1,4 @@
-"""The components of on-read variables: one for each local replica, from one `run` to the next."""
+"""The components of on-read variables, one per local replica, which last from one `run` to the next."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _Known:
 
 
 class Components:
-    """What the local replicas have of the variables that are aggregated when they are read.
+    """The local replicas' components of variables that are aggregated when they are read.
 
-    The real variable shows what the components aggregate to. If it was written since (`assign`, `fit`,
-    `load_weights`), each replica starts with its share of that.
+    The real variable contains the aggregated value. If other code writes it (`assign`, `fit`,
+    `load_weights`), each replica starts again with its share of the new value.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Components:
         self.get(variable, index).copy_(value)
 
     def show(self, variable: Any, total: Any) -> None:
-        """Puts into the real variable what the components aggregate to."""
+        """Writes the aggregated value into the real variable."""
         known = self._known.get(variable)
         assert known is not None
         known.real.detach().copy_(total)
@@ -60,7 +60,7 @@ class Components:
         self._changed.pop(id(variable), None)
 
     def forget_changed(self) -> None:
-        """After an exception: forgets the components that were written and never aggregated."""
+        """Discards components that were written but not aggregated, after an exception."""
         for variable in self._changed.values():
             self._known.pop(variable)
         self._changed.clear()

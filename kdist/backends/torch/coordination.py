@@ -1,4 +1,4 @@
-"""What kdist's own parameter servers need of PyTorch."""
+"""The PyTorch functions for kdist's own parameter servers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kdist.backends.torch.tables import RowGradient, Table
 
 
 class TorchEngine(Engine):
-    """Values are parameters, which are written in place and count how often."""
+    """Native values are parameters. They are written in place, and PyTorch counts the writes."""
 
     def load(self, variable: Any, held: Any, array: np.ndarray) -> torch.nn.Parameter:
-        """Copies the numbers into the parameter; makes it at first."""
-        # Keras runs a layer on the device "meta" to find its output shape. Nothing can be copied from there.
+        """Copies an array into a parameter, or creates the parameter."""
+        # Keras may run a layer on the device "meta" to find its output shape. It has no data to copy.
         with keras.device(str(first_device() if held is None else held.device)):
             tensor = keras.ops.convert_to_tensor(array, dtype=variable.dtype)
         if held is None:
@@ -30,27 +30,27 @@ class TorchEngine(Engine):
         return held
 
     def mark(self, held: Any) -> Any:
-        """How often it was written to."""
+        """Returns the identity of the value and its number of writes."""
         return id(held), held._version
 
     def is_changed(self, held: Any, mark: Any) -> bool:
-        """Compares the counts."""
+        """Compares the marks."""
         return self.mark(held) != mark
 
     def table(self, record: Any) -> Table:
-        """A tensor that asks for the rows of itself."""
+        """Returns a tensor that requests its rows from the servers."""
         return Table.of_record(record, record.variable())
 
     def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
-        """Looks at the gradient's type."""
+        """Returns the rows if the gradient is a `RowGradient`."""
         return (gradient.row_ids, gradient.row_values) if isinstance(gradient, RowGradient) else None
 
     def train_step(self, model: Any, data: Any) -> Any:
-        """Runs Keras's own step, as it is, on tensors."""
+        """Runs the model's `train_step` on tensors."""
         return model.train_step(keras.tree.map_structure(_tensor, data))
 
     def apply(self, optimizer: Any, gradients: Sequence[np.ndarray], variables: Sequence[Any]) -> None:
-        """Runs the optimizer as it is."""
+        """Runs the optimizer."""
         tensors = [keras.ops.convert_to_tensor(gradient) for gradient in gradients]
         with torch.no_grad():
             optimizer.apply(tensors, variables)

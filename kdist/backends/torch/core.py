@@ -1,4 +1,4 @@
-"""`TorchCore`: devices, workers, and the threads of replicas, as loops and steps see them."""
+"""`TorchCore`: the devices, workers and replica threads that loops and steps use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kdist.topology import Central, Sharded, Topology
 
 
 class TorchCore(Runtime):
-    """Replicas on the devices of this worker, and the workers of the cluster."""
+    """The replicas on the devices of this worker, and the workers of the cluster."""
 
     group: Workers
 
@@ -37,10 +37,10 @@ class TorchCore(Runtime):
             if self.num_workers > 1:
                 self.storage = Storage(self, sharded, self.torch_devices[0])
         self._holder = torch_device(topology.parameter_devices[0])
-        # Variables that are to be divided are created on the host: a device need not hold any of them whole.
+        # Variables to shard are created on the host, because a device may be too small for a whole variable.
         self._cradle = self._holder if self.storage is None else torch.device("cpu")
         copies = [VariableCopies(device) for device in self.torch_devices]
-        # The first replica works on the real variables, unless they are held elsewhere.
+        # The first replica uses the real variables, unless another device holds them.
         is_central = isinstance(topology.storage, Central)
         self.copies_of: list[VariableCopies | None] = [copies[0] if is_central else None, *copies[1:]]
         self.copies = copies[0 if is_central else 1 :]
@@ -49,11 +49,11 @@ class TorchCore(Runtime):
         self.threads = ReplicaThreads([f"replica {first + i} ({n})" for i, n in enumerate(self.devices)])
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Variables are created on the device that holds them; those that are to be divided on the host."""
+        """Creates variables on the device that holds them, or on the host if they will be sharded."""
         return keras.device(str(self._cradle))
 
     def to_holder(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns tensors on the device that holds variables."""
+        """Copies tensors to the device that holds the variables."""
         return [keras.ops.convert_to_tensor(part).to(self._holder) for part in parts]
 
     def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
@@ -70,9 +70,9 @@ class TorchCore(Runtime):
         return tensor if self.num_workers == 1 else self.group.gather_uneven(tensor.detach())[0]
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Sends the chief's values in one collective; in several where variables are divided."""
+        """Sends the chief's values in one collective, or in several if variables are sharded."""
         tensors = [keras_hooks.native_value(variable) for variable in variables]
-        # A divided variable has had the chief's value since it was divided.
+        # A variable that is already sharded has the chief's value.
         tensors = [tensor.detach() for tensor in tensors if not isinstance(tensor, Divided)]
         for some in [tensors] if self.storage is None else in_parts(tensors):
             if some:
@@ -81,9 +81,9 @@ class TorchCore(Runtime):
             self.storage.take(variables)
 
     def local_values(self, variable: Any) -> Sequence[Any]:
-        """Returns the real value, whole, on the host; the copies of other replicas follow it at every step."""
+        """Returns the whole real value on the host. The copies of other replicas follow it at every step."""
         return [variable.value.detach().cpu()]
 
     def kept_whole(self, variables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Within this, this worker reads variables by itself, though others hold parts. All workers must enter it."""
+        """A context manager in which one worker can read whole variables. All workers must enter it."""
         return contextlib.nullcontext() if self.storage is None else self.storage.kept_whole(variables)

@@ -1,4 +1,4 @@
-"""Which devices PyTorch has, under the names that kdist uses."""
+"""The devices of PyTorch, with kdist's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kdist.cluster import Cluster, own_gpus
 
 
 def list_devices(kind: str | None = None) -> tuple[str, ...]:
-    """Returns the short names of the devices of a kind; of the GPUs, or else the CPU, where none is given."""
+    """Returns the short names of the devices of a kind. By default, the GPUs, or the CPU without GPUs."""
     gpus = tuple(f"gpu:{i}" for i in range(torch.cuda.device_count()))
     if kind == "gpu":
         return gpus
@@ -24,12 +24,12 @@ def list_devices(kind: str | None = None) -> tuple[str, ...]:
 
 
 def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
-    """Returns the short names of devices that exist.
+    """Returns the short names of devices, after a check that they exist.
 
-    There may be as many CPU devices as anybody likes: to PyTorch, all of them are the one CPU.
+    Any number of CPU devices is valid, because PyTorch maps all of them to one CPU.
 
     Raises:
-        DeviceError: A GPU is not there.
+        DeviceError: If a GPU does not exist.
     """
     names = tuple(short_name(device) for device in devices)
     gpus = list_devices("gpu")
@@ -40,22 +40,22 @@ def require_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def devices_of_worker(cluster: Cluster | None) -> tuple[str, ...]:
-    """Returns the devices of a worker where the user names none: its part of the GPUs, or the CPU."""
+    """Returns the default devices of a worker: its share of the GPUs, or the CPU."""
     gpus = list_devices("gpu")
     return tuple(gpus[index] for index in own_gpus(cluster, len(gpus))) or ("cpu:0",)
 
 
 def current_gpu() -> AbstractContextManager[Any]:
-    """Captures the current GPU of this thread, to be entered in another one; nothing where PyTorch uses none."""
+    """Captures the current GPU of this thread, if PyTorch uses GPUs, to enter it in another thread."""
     if not torch.cuda.is_initialized():
         return contextlib.nullcontext()
     return torch.cuda.device(torch.cuda.current_device())
 
 
 class ThreadStates:
-    """What PyTorch keeps for each thread: taken from the thread of the user's call to those of its replicas.
+    """PyTorch's thread-local state, copied from the thread of the user's call to the replica threads.
 
-    Kernels that name no device (Triton's, those of `torch.compile`) run on the current one.
+    This includes the current device, because kernels of Triton and `torch.compile` run on it.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -69,7 +69,7 @@ class ThreadStates:
 
     @contextlib.contextmanager
     def entered(self, device: torch.device, is_other_thread: bool) -> Iterator[None]:
-        """Entered in the thread of the replica that has the device."""
+        """A context manager for the thread of a replica."""
         with contextlib.ExitStack() as stack:
             if is_other_thread:
                 if self._inference:
@@ -77,18 +77,16 @@ class ThreadStates:
                 for kind, dtype in self._autocast:
                     stack.enter_context(torch.autocast(kind, dtype))
             if device in self._streams:
-                stack.enter_context(
-                    torch.cuda.stream(self._streams[device])
-                )  # which makes the device current
+                stack.enter_context(torch.cuda.stream(self._streams[device]))  # also sets the current device
             yield
 
 
 def torch_device(name: str) -> torch.device:
-    """Returns PyTorch's device for a short name: `"gpu:1"` is `cuda:1`, and every CPU is `cpu`."""
+    """Returns the PyTorch device of a short name: `"gpu:1"` is `cuda:1`, and every CPU is `cpu`."""
     kind, index = name.split(":")
     return torch.device("cuda", int(index)) if kind == "gpu" else torch.device("cpu")
 
 
 def first_device() -> torch.device:
-    """Returns the device of this process, whatever `keras.device` says."""
+    """Returns the first device of this process, independent of `keras.device`."""
     return torch_device(list_devices()[0])

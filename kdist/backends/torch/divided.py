@@ -1,8 +1,8 @@
-"""`Divided`: a parameter of which each worker holds a part, and with which it computes as if it were whole.
+"""`Divided`: a sharded parameter that behaves like a whole parameter.
 
-Any function of PyTorch's gets the gathered tensor in its place, and whoever writes to it writes the part; so Keras's
-layers, modules of PyTorch's and whoever saves a model need not know. Two things are done on the parts alone, as the
-`DTensor`s that they are: gradients arrive summed and divided, and optimizers compute with them (`on_parts`).
+PyTorch functions receive the gathered tensor, and writes change this worker's shard. Therefore, Keras layers,
+torch modules and code that saves models need no changes. Only gradients and optimizers use the shards, which
+are `DTensor`s. Gradients arrive summed and sharded, and optimizers compute with them (`on_parts`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 _T = torch.Tensor
-# What is asked of the parameter itself: neither its value nor that of its parts.
+# Properties and methods of the parameter itself, which need neither the whole value nor the shards.
 _PROPERTIES = (
     "shape dtype device ndim layout requires_grad is_leaf grad grad_fn is_cuda is_meta is_sparse is_quantized"
 )
@@ -37,12 +37,12 @@ _CASTS = {_T.to, _T.type, _T.half, _T.float, _T.double, _T.bfloat16}
 
 
 class Divided(torch.Tensor):
-    """A parameter of which this worker holds a part.
+    """A parameter of which this worker holds a shard.
 
     Args:
-        shards: The parts.
-        storage: The `Storage` that divides it.
-        path: Of its variable, for messages.
+        shards: The shards of all workers.
+        storage: The `Storage` that shards it.
+        path: The path of its variable, for messages.
         requires_grad: Whether it is trained.
     """
 
@@ -60,19 +60,19 @@ class Divided(torch.Tensor):
         self.storage = storage
         self.path = path
         self.kept = None
-        self.version = 0  # changes with every write; the parts' own does not
-        self._is_param = True  # what `torch.nn.Parameter` asks of tensors of other classes
+        self.version = 0  # changes with every write, unlike the version of the shards
+        self._is_param = True  # makes it an instance of `torch.nn.Parameter`
 
     def __repr__(self) -> str:
         facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, placements={self.shards.placements}"
         return f"Divided({self.path}, {facts})"
 
     def to_local(self) -> torch.Tensor:
-        """Returns what this worker holds, as `DTensor.to_local` does."""
+        """Returns this worker's shard, like `DTensor.to_local`."""
         return self.shards._local_tensor
 
     def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns the gathered tensor, differentiably, cast before it travels. All workers must call it."""
+        """Casts and gathers the tensor, differentiably. All workers must call it."""
         dtype = dtype or self.dtype
         if self.kept is not None:
             return self.kept.to(dtype)
@@ -93,7 +93,7 @@ class Divided(torch.Tensor):
         return found
 
     def write(self, whole: torch.Tensor) -> None:
-        """Takes its part of a new value."""
+        """Writes this worker's part of a new value into its shard."""
         self.version += 1
         with torch.no_grad():
             value = whole.detach().broadcast_to(self.shape)
@@ -124,22 +124,22 @@ class Divided(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Only the engine's own code comes here: autograd, which asks for nothing but a name of the tensor."""
+        """Called only by PyTorch's autograd, which detaches the tensor."""
         if func is torch.ops.aten.detach.default:
             return Divided(args[0].shards, args[0].storage, args[0].path, False)
         args, kwargs = tree_map_only(Divided, lambda p: p.whole().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-# Of each gathered tensor that lives, by where it lies: itself, whose it is, and of which version.
+# Maps the address of each live gathered tensor to the tensor, its parameter, and the parameter's version.
 _wholes: dict[int, tuple[weakref.ref[torch.Tensor], Divided, int]] = {}
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers a parameter; its gradient is this worker's part of the sum over the replicas.
+    """Gathers a parameter. The gradient is this worker's shard of the sum over the replicas.
 
-    Outside of replicas all workers compute the same, and there is nothing to sum. It keeps the replica, since a GPU's
-    backward pass runs in another thread.
+    Outside of replicas, all workers compute the same, so there is no sum. The context keeps the replica,
+    because a GPU's backward pass runs in another thread.
     """
 
     @staticmethod
@@ -154,7 +154,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """The way back of a gathered parameter, whose own way back gathers."""
+    """The backward pass of `_Gather`, whose own backward pass gathers."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, parameter: Divided, replica: Any) -> DTensor:
@@ -176,14 +176,14 @@ class _Scatter(torch.autograd.Function):
 
 
 def _plain(tensor: Any) -> Any:
-    """Returns the whole tensor of what may be divided."""
+    """Returns the whole tensor of a tensor that may be sharded."""
     if isinstance(tensor, Divided):
         return tensor.whole()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _dtype_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
-    """Returns the dtype of a cast of a divided parameter."""
+    """Returns the dtype of a cast of a sharded parameter."""
     if not isinstance(args[0], Divided):
         return None
     named = {
@@ -214,7 +214,7 @@ def _written(args: Any) -> list[Divided]:
 
 
 def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function on the gathered tensors, and writes what it has left in those that it writes to."""
+    """Calls a function on gathered tensors, and writes the modified tensors back to their parameters."""
     written = _written(args)
     wholes = {id(p): p.whole().detach().clone() for p in written}
 
@@ -230,9 +230,9 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Sums(TorchFunctionMode):
-    """Within this, what is computed of `DTensor`s is complete on every worker, such as the norm of a gradient.
+    """A mode in which results from `DTensor`s, such as the norm of a gradient, are complete on every worker.
 
-    PyTorch would else leave each worker its part of a sum, and `float` or `bool` of it would be that part.
+    By default, PyTorch gives each worker its part of a sum, and `float` or `bool` would return this part.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -241,14 +241,14 @@ class _Sums(TorchFunctionMode):
 
 
 class _OnParts(TorchFunctionMode):
-    """Within this, functions compute with the `DTensor`s of divided parameters."""
+    """A mode in which functions compute with the `DTensor`s of sharded parameters."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_in_place(func):
             for parameter in _written(args):
                 parameter.version += 1
         if func == _T.data.__get__ and isinstance(args[0], Divided):
-            return args[0]  # Keras 3.16 looks here for a `DTensor`, and then writes with a layout of its own
+            return args[0]  # Keras 3.16 would find a `DTensor` here, and write with its own layout
         args, kwargs = tree_map_only(Divided, lambda p: p.shards, (args, kwargs or {}))
         if func is _T.copy_ and not isinstance(args[0], DTensor):
             args = (args[0], _plain(args[1]), *args[2:])
@@ -263,14 +263,14 @@ def _completed(tensor: DTensor) -> DTensor:
 
 @contextlib.contextmanager
 def on_parts() -> Iterator[None]:
-    """Within this, whatever is computed with divided parameters is computed on their parts: for optimizers."""
+    """A context manager for optimizers, in which functions compute on the shards of sharded parameters."""
     with _OnParts():
         yield
 
 
 @contextlib.contextmanager
 def in_step(storage: Any, replica: Any) -> Iterator[None]:
-    """Around the function of a replica: no gathered parameter is kept from the forward pass for the backward pass."""
+    """A context manager for a replica's function. Autograd gathers parameters again for the backward pass."""
     storage.replica = replica
     try:
         with implicit_replication(), _Sums(), torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
@@ -298,14 +298,14 @@ def _unpack(packed: Any) -> torch.Tensor:
 
 
 class _Again:
-    """A view of a gathered parameter, which the backward pass gathers once more."""
+    """A view of a gathered parameter, which the backward pass gathers again."""
 
     def __init__(self, parameter: Divided, version: int, tensor: torch.Tensor) -> None:
         self._parameter, self._version, self._dtype = parameter, version, tensor.dtype
         self._view = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def tensor(self) -> torch.Tensor:
-        """Returns the view."""
+        """Gathers the parameter again, and returns the view."""
         if self._parameter.version != self._version:
             raise RuntimeError(
                 "One of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -1,4 +1,4 @@
-"""Functions of the user's in replicas on PyTorch: a thread for each local replica, and autograd."""
+"""Runs user functions in replicas on PyTorch, with one thread per local replica and autograd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_replicas(
 ) -> list[Any]:
     """Calls `body(replica, local_index)` in each local replica, in its context and scope.
 
-    In a step of a model's the shares say how much the rows of each replica count; `None` for the user's function.
+    `shares` contains the weights of the replicas' rows in a model's step. It is `None` for a user's function.
     """
     state = keras_hooks.ThreadState() if len(runtime.devices) > 1 else None
     engine_state = ThreadStates(runtime.torch_devices)
@@ -64,7 +64,7 @@ def in_replicas(
 
 
 def run(runtime: TorchCore, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Sequence[Any]:
-    """Calls the user's function in every local replica; what it writes to variables is aggregated at its end."""
+    """Calls the user's function in every local replica, and aggregates its writes to variables."""
 
     def body(replica: TorchReplica, index: int) -> Any:
         own_args, own_kwargs = component((args, kwargs), index, keras.tree.map_structure)
@@ -78,13 +78,13 @@ def run(runtime: TorchCore, strategy: Any, fn: Callable[..., Any], args: Any, kw
         return in_replicas(runtime, strategy, body, gradients=torch.is_grad_enabled())
     except Exception as error:
         runtime.components.forget_changed()
-        if len(runtime.devices) == 1:  # else the threads say it
+        if len(runtime.devices) == 1:  # with several replicas, `Baton` adds the note
             error.add_note(f"Raised in replica {runtime.replica_ids[0]} ({runtime.devices[0]}).")
         raise
 
 
 def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Returns the function as it is, or compiled by `torch.compile` where that is asked for."""
+    """Returns the function, compiled with `torch.compile` if `jit_compile` is set."""
     if not options.pop("jit_compile", False):
         return fn
     return torch.compile(fn, **options)
@@ -95,7 +95,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool) -> Callable[..., Any]:
-    """Returns a function that gives a loss and its gradients, by `torch.autograd.grad`."""
+    """Returns a function that computes a loss and its gradients with `torch.autograd.grad`."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         tensors = [variable.value for variable in variables]

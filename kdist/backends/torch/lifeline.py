@@ -1,9 +1,9 @@
-"""A connection from each worker to the chief that tells at once who has died.
+"""A connection from each worker to the chief that detects immediately which worker has died.
 
-PyTorch's store and collectives only say that *a* peer is gone (gloo), or wait for half an hour (NCCL, or
-where a host has lost power). The kernel knows better: it closes the sockets of a process that dies, and its
-keep-alive probes find a host that vanishes. A process that was stopped (SIGSTOP) keeps its sockets, but sends no
-heartbeats any more. Standard library only; nothing that comes from the network is unpickled.
+PyTorch's store and collectives do not name the lost worker (gloo), or wait for half an hour (NCCL, or if a
+host loses power). The kernel is faster. It closes the sockets of a process that dies, and its keep-alive
+probes detect a host that vanishes. A suspended process (SIGSTOP) keeps its sockets, but sends no more
+heartbeats. This module uses only the standard library, and never unpickles data from the network.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _WORDS = {
     _ENDED: "it ended before the others",
 }
 _LOST = (_DIED, _FROZEN, _HUNG)
-# Shares of the heartbeat timeout: how often there is a beat, and for how long there may be none. A process may
-# send none because a call into C holds Python's lock: on the same machine, the kernel knows whether it is that.
+# Shares of the heartbeat timeout: between two heartbeats, and without heartbeats on the same and on another
+# machine. A C call that holds the GIL also stops heartbeats. On the same machine, the kernel shows the cause.
 _BEATS, _SILENCE, _SILENCE_ELSEWHERE = 0.1, 0.6, 4.0
 
 
 class Lifeline:
-    """The sockets of one worker, by who is at the other end: all others for the chief, the chief for the others."""
+    """The connections of one worker: to all other workers from the chief, or to the chief."""
 
     def __init__(self, worker_index: int, connections: Mapping[int, socket.socket]) -> None:
         self._index = worker_index
@@ -53,21 +53,21 @@ class Lifeline:
         self._closing = False
         self._timeout = liveness.heartbeat_timeout()
         self._looked = time.monotonic()
-        self._heard = dict.fromkeys(connections, (time.monotonic(), 0))  # when, and the number of the process
+        self._heard = dict.fromkeys(connections, (time.monotonic(), 0))  # time and process id of a heartbeat
         self._on_death: Callable[[], None] | None = None
         self._wake, self._woken = socket.socketpair()
         for connection in self._connections.values():
             _watch(connection, self._timeout)
-        # Children of the process would keep the connections open after its death.
+        # Otherwise, child processes would keep the connections open after the death of this process.
         os.register_at_fork(after_in_child=functools.partial(_let_go, weakref.ref(self)))
         self._thread = threading.Thread(target=self._listen, name="kdist lifeline", daemon=True)
         self._thread.start()
 
     def wait_for_loss(self, timeout: float) -> dict[int, str]:
-        """Waits until a worker is lost; returns which and what happened to it, in words, or nothing.
+        """Waits until a worker is lost, and returns its index and the reason; empty if no worker is lost.
 
-        Where several are lost, one that died rather than one that ended in good order, perhaps because of it;
-        else the first.
+        If several workers are lost, returns the first one that died, hung or was suspended, because the
+        others may have ended as a consequence. If there is none, returns the first one.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -79,12 +79,12 @@ class Lifeline:
 
     @property
     def lost(self) -> frozenset[int]:
-        """The workers that have died or ended."""
+        """The workers that are lost or have ended."""
         with self._changed:
             return frozenset(self._losses)
 
     def died(self) -> dict[int, str]:
-        """Returns a worker that did not end in good order, as `wait_for_loss` does, without waiting."""
+        """Returns a worker that died, hung or was suspended, as `wait_for_loss` does, without waiting."""
         with self._changed:
             return self._first(self._culprits())
 
@@ -95,15 +95,15 @@ class Lifeline:
         return [index for index, kind in self._losses.items() if kind in _LOST]
 
     def say_hung(self) -> None:
-        """Tells the others that this worker has hung and ends; whoever has been told does not guess."""
+        """Notifies the others that this worker hung and exits, so that their errors contain the reason."""
         self._tell(_HUNG, self._index)
 
     def on_death(self, call: Callable[[], None]) -> None:
-        """Sets what to call, in a thread of its own, when a worker has died."""
+        """Sets a function to call in a separate thread when a worker has died, hung or been suspended."""
         self._on_death = call
 
     def close(self) -> None:
-        """Says goodbye, so that nobody takes this worker for lost."""
+        """Notifies the others and closes the connections, so that they do not report this worker as dead."""
         if self._closing:
             return
         self._closing = True
@@ -132,10 +132,10 @@ class Lifeline:
                         selector.unregister(key.fileobj)
 
     def _beat(self) -> None:
-        """Says that this worker is alive, and notes who has not said so."""
+        """Sends a heartbeat, and records workers without heartbeats."""
         self._tell(_BEAT, os.getpid())
         now = time.monotonic()
-        if now - self._looked > self._timeout * _SILENCE / 2:  # this process itself stood still
+        if now - self._looked > self._timeout * _SILENCE / 2:  # this process itself was suspended
             self._heard = {index: (now, pid) for index, (_, pid) in self._heard.items()}
         self._looked = now
         for index, (heard, pid) in self._heard.items():
@@ -147,7 +147,7 @@ class Lifeline:
                 self._note(_FROZEN, index)
 
     def _read(self, index: int) -> bool:
-        """Reads what a worker says. Returns whether it may say more."""
+        """Reads messages from a connection, and returns whether it is still open."""
         try:
             data = self._connections[index].recv(4096)
         except OSError:
@@ -156,7 +156,7 @@ class Lifeline:
             if not self._closing:
                 self._note(_DIED, index)
             return False
-        buffer = self._received[index] + data  # the chief tells of others, each other worker of itself
+        buffer = self._received[index] + data  # the chief relays losses; others report only themselves
         while len(buffer) >= _MESSAGE.size:
             magic, kind, about = _MESSAGE.unpack_from(buffer)
             buffer = buffer[_MESSAGE.size :]
@@ -170,7 +170,7 @@ class Lifeline:
     def _note(self, kind: bytes, index: int) -> None:
         with self._changed:
             if index in self._losses:
-                return  # a connection that is closed after a goodbye
+                return  # the connection was closed after a notification
             self._losses[index] = kind
             self._changed.notify_all()
         if self._index == 0:
@@ -194,10 +194,10 @@ def _let_go(lifeline: weakref.ref[Lifeline]) -> None:
 def wait_for_workers(
     server: socket.socket, num_workers: int, deadline: float, secret: str
 ) -> dict[int, socket.socket]:
-    """The chief's side of the beginning: waits for a connection from every other worker.
+    """Waits, on the chief, for a connection from every other worker.
 
     Raises:
-        TimeoutError: Not all came before the deadline.
+        TimeoutError: If a worker does not connect before the deadline.
     """
     connections: dict[int, socket.socket] = {}
     with contextlib.closing(handshake.clients(server, secret, _PURPOSE, deadline)) as clients:
@@ -218,7 +218,7 @@ def wait_for_workers(
 def connect_to_chief(
     host: str, port: int, worker_index: int, deadline: float, secret: str
 ) -> dict[int, socket.socket]:
-    """The other workers' side of the beginning."""
+    """Connects a worker to the chief, which calls `wait_for_workers`."""
     left = max(0.1, deadline - time.monotonic())
     link = handshake.connect((host, port), secret, _PURPOSE, left, left)
     link.send({"worker": worker_index})
@@ -226,7 +226,7 @@ def connect_to_chief(
 
 
 def _is_near(connection: socket.socket) -> bool:
-    """Says whether the other end is on this machine."""
+    """Returns whether the other end is on this machine."""
     with contextlib.suppress(OSError):
         return bool(connection.getpeername()[0] == connection.getsockname()[0])
     return False
@@ -235,7 +235,7 @@ def _is_near(connection: socket.socket) -> bool:
 def _watch(connection: socket.socket, timeout: float) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # A host that vanishes is noticed after the first pause and three more.
+    # The kernel detects a vanished host after the idle time and three probes.
     pause = max(1, int(timeout / 7))
     keep_alive = {
         "TCP_KEEPIDLE": 2 * pause,

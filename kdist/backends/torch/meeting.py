@@ -1,4 +1,4 @@
-"""How the workers find each other: PyTorch's key-value store, held by the chief, and who has come so far."""
+"""The rendezvous of the workers, with PyTorch's key-value store on the chief."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from kdist.cluster.addresses import port_error
 from kdist.cluster.handshake import NotOfThisJobError, secret_error, secret_if_any
 from kdist.errors import ClusterConfigError
 
-# Between two looks at the store while waiting for the others.
+# Seconds between two checks of the store while this worker waits for the others.
 _PAUSE = 0.05
-# What the chief keeps its store open for after giving up, so that the others learn why.
+# Seconds for which the chief keeps its store open after a timeout, so that the others can read "gave up".
 _FAREWELL = 1.0
-# A chief that listens answers at once.
+# Seconds to wait for an answer. A chief that listens answers immediately.
 _ANSWER = 8.0
 
 
 class Meeting:
-    """The store of a cluster, for as long as its workers come together: one that exists already (of the user's process
-    group), or its own.
-    """
+    """The store of a cluster during the rendezvous: a new one, or the store of the user's process group."""
 
     def __init__(self, cluster: Cluster, timeout: float, store: dist.Store | None = None) -> None:
         self.cluster = cluster
@@ -42,16 +40,16 @@ class Meeting:
         self._deadline = time.monotonic() + timeout
         self._waiting = Waiting(cluster.worker_names, timeout)
         self.host, self._port = split_address(cluster.coordinator or "127.0.0.1:1")
-        # A job that torchrun restarts meets in the same store again.
+        # After torchrun restarts a job, the job uses the same store again.
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = dist.PrefixStore(f"kdist/{attempt}", store or self._make_store())
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """Tells the others a JSON value, waits for theirs, and returns all in the order of the workers.
+        """Gathers a JSON value from every worker, in the order of the workers.
 
         Raises:
-            WorkerTimeoutError: Not all have come in time; names the missing.
-            ClusterConfigError: Two processes take themselves for the same worker.
+            WorkerTimeoutError: If workers do not join in time. The error names the missing workers.
+            ClusterConfigError: If two processes have the same worker index.
         """
         cluster, store = self.cluster, self.store
         if store.add(f"{name}/claimed/{cluster.worker_index}", 1) > 1:
@@ -76,7 +74,7 @@ class Meeting:
         return [json.loads(store.get(key)) for key in keys]
 
     def open_lifeline(self) -> lifeline.Lifeline:
-        """Connects every worker with the chief; see `Lifeline`."""
+        """Connects this worker with the chief, or the chief with all workers; see `Lifeline`."""
         cluster = self.cluster
         secret = secret_if_any(join_address(self.host, self._port), warn=cluster.is_chief)
         try:
@@ -93,7 +91,7 @@ class Meeting:
                 )
         except NotOfThisJobError as error:
             raise secret_error(cluster.worker_names[0], error) from error
-        except OSError as error:  # all have met at the chief's port
+        except OSError as error:  # the chief's port works, because all workers have used it
             raise closed_error(cluster.worker_names[cluster.worker_index], error) from error
         return lifeline.Lifeline(cluster.worker_index, connections)
 
@@ -103,7 +101,7 @@ class Meeting:
             dist.TCPStore, self.host, self._port, wait_for_workers=False, timeout=timeout
         )
         if self.cluster.is_chief and not self.cluster.coordinator_taken:
-            # PyTorch itself would listen on all interfaces.
+            # Without this socket, PyTorch would listen on all interfaces.
             return make(is_master=True, master_listen_fd=listen(self.host, self._port).detach())
         self._wait_for_chief()
         answer: Future[dist.Store] = Future()
@@ -114,7 +112,7 @@ class Meeting:
             except Exception as error:
                 answer.set_exception(error)
 
-        # In a thread, since PyTorch waits without end for a server that accepts and does not answer.
+        # In a thread, because PyTorch has no timeout for a server that accepts and does not answer.
         threading.Thread(target=connect, name="kdist meeting", daemon=True).start()
         try:
             return answer.result(_ANSWER)
@@ -127,7 +125,7 @@ class Meeting:
             ) from error
 
     def _wait_for_chief(self) -> None:
-        # PyTorch waits too, but Ctrl-C cannot interrupt it, and it writes warnings.
+        # PyTorch could wait itself, but Ctrl-C cannot interrupt it, and it prints warnings.
         while True:
             try:
                 socket.create_connection((self.host, self._port), timeout=5.0).close()
@@ -141,9 +139,9 @@ class Meeting:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listens on the loopback interface for a job of one machine, else on all interfaces.
+    """Listens on the loopback interface if the job uses one machine, otherwise on all interfaces.
 
-    Of several machines, the others may reach the chief under a name that means something else here.
+    With several machines, the name of the chief may resolve to another address on the chief itself.
     """
     where = host if is_loopback(host) else ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -154,7 +152,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def compare_devices(cluster: Cluster, devices: Sequence[dict[str, Any]]) -> bool:
-    """Checks that all workers described as many devices, of one kind. Returns whether NCCL can join them."""
+    """Checks that all workers have the same kind and number of devices. Returns whether NCCL can be used."""
     check_devices(cluster.worker_names, [(theirs["kind"], theirs["count"]) for theirs in devices])
     # NCCL refuses two processes on one GPU.
     gpus = [gpu for theirs in devices for gpu in theirs["gpus"]]
@@ -162,7 +160,7 @@ def compare_devices(cluster: Cluster, devices: Sequence[dict[str, Any]]) -> bool
 
 
 def describe_devices(names: Sequence[str]) -> dict[str, Any]:
-    """Returns what the other workers need to know of this one's devices, as JSON."""
+    """Returns a JSON description of this worker's devices for the other workers."""
     gpus = [int(name.split(":")[1]) for name in names if name.startswith("gpu:")]
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in gpus]
     return {"kind": "gpu" if gpus else "cpu", "count": len(names), "gpus": uuids}

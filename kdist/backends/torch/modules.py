@@ -1,8 +1,8 @@
-"""What torch modules in a model need so that several replicas of one process can share them.
+"""Lets several replicas of one process share the torch modules of a model.
 
-Keras reads its variables through a scope, which shows each replica its own. Two things go around it:
-`zero_grad`, which clears the gradients of the real parameters, and modules of PyTorch inside the model
-(`keras.layers.TorchModuleWrapper`), which read their parameters directly.
+Keras reads its variables through a scope, which gives each replica its own copy. Two operations bypass the
+scope. `zero_grad` clears the gradients of the real parameters, and torch modules inside the model
+(`keras.layers.TorchModuleWrapper`) read their parameters directly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kdist.context import current_replica
 
 
 def zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `Layer.zero_grad`: in a replica, its own gradients are forgotten."""
+    """Wraps `Layer.zero_grad` to clear the gradients of the current replica."""
 
     def wrapper(self: Any, set_to_none: bool = True) -> None:
         copies = _copies()
@@ -31,12 +31,12 @@ def zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `TorchModuleWrapper.call`: in a replica, the module computes with its parameters."""
+    """Wraps `TorchModuleWrapper.call`, so that the module uses the parameters of the current replica."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _copies() is None:
             return original(self, *args, **kwargs)
-        # An attribute of the instance, gone afterwards; only one replica runs at a time.
+        # A temporary attribute of the instance is safe, because only one replica runs at a time.
         self.__dict__["module"] = _ModuleOfReplica(self)
         try:
             return original(self, *args, **kwargs)
@@ -47,13 +47,13 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copies() -> VariableCopies | None:
-    """The copies of the replica that runs; `None` for one that works on the real variables."""
+    """Returns the copies of the current replica; `None` if it uses the real variables."""
     scope = getattr(current_replica(), "scope", None)
     return scope.copies if isinstance(scope, TorchScope) else None
 
 
 class _ModuleOfReplica:
-    """Stands for the torch module of a wrapper, and calls it with the parameters of the replica that runs."""
+    """Replaces the torch module of a wrapper, and calls it with the parameters of the current replica."""
 
     def __init__(self, wrapper: Any) -> None:
         self._module = wrapper.module

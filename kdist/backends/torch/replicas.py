@@ -1,4 +1,4 @@
-"""One replica on PyTorch: its sums over all replicas, and its own copy of every variable."""
+"""One replica on PyTorch, with its collectives and its copy of every variable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kdist.backends.variable_table import VariableTable
 from kdist.context import cross_replica
 from kdist.values import component
 
-# Up to so many replicas, sums in one collective are quicker than smaller ones in three.
+# Up to this number of replicas, one collective for the moments is faster than three smaller ones.
 _FEW_REPLICAS = 16
 
 
@@ -34,8 +34,8 @@ class TorchReplica(Replica):
 
     Args:
         shares: The row shares of all replicas, over all workers.
-        baton: Hands the turn to the other replicas of this process.
-        copies: The variables of all local replicas that do not work on the real ones.
+        baton: Passes the turn to the other replicas of this process.
+        copies: The variable copies of all local replicas that do not use the real variables.
     """
 
     def __init__(
@@ -56,26 +56,26 @@ class TorchReplica(Replica):
         self._workers = workers
 
     def scalar(self, number: Any, dtype: Any) -> torch.Tensor:
-        """Returns a number as a tensor, which is filled on the device: a copy would wait for a GPU's work."""
+        """Creates a number as a tensor on the device, because a copy would wait for the GPU's work."""
         dtype = getattr(torch, keras.backend.standardize_dtype(dtype))
         device = self.strategy.runtime.torch_devices[self.local_index]
         return torch.full((), number, dtype=dtype, device=device)
 
     def note(self, collective: str, tensors: Sequence[Any]) -> None:
-        """Under `KDIST_DEBUG=1`, compares with the other workers which collective comes next."""
+        """With `KDIST_DEBUG=1`, compares the next collective with the other workers."""
         if self._workers.num_workers > 1 and self.local_index == 0 and debugging.is_on():
             debugging.check(self.strategy.runtime, collective, debugging.signature(tensors))
 
     def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
         """Sums over the local replicas in their order, then over the workers.
 
-        The results belong to all local replicas of a device: do not write to them.
+        Do not write to the results, because all local replicas of a device share them.
         """
         with torch.no_grad():
             return self._sum_in_place([tensor.detach().clone() for tensor in tensors])
 
     def all_reduce_packed(self, tensors: Sequence[Any], weight: Any = None) -> list[Any]:
-        """Sums each tensor, as `packed` does, but in place and with few calls: here each one is paid at every step."""
+        """Sums tensors as `packed` does, but in place and with few calls, because each call costs time."""
         if self.num_replicas_in_sync == 1:
             return list(tensors)
         groups: dict[torch.dtype, list[int]] = {}
@@ -93,20 +93,20 @@ class TorchReplica(Replica):
         return results
 
     def all_reduce_with_gradient(self, tensor: Any) -> Any:
-        """Sums a tensor over all replicas, differentiably and as often as one likes."""
+        """Sums a tensor over all replicas, differentiably to any order."""
         return _SumWithGradient.apply(tensor, self)
 
     def moments(self, x: Any, axes: Sequence[int], keepdims: bool = False) -> tuple[Any, Any]:
-        """Returns mean and variance over the rows of all replicas, with one collective forth and one back.
+        """Returns the mean and variance over the rows of all replicas, with one collective per direction.
 
-        Every replica learns the mean and the variance of each and puts them together by the formula of
-        Chan, Golub and LeVeque (http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf), which
-        loses no digits where the mean is large. What one replica reduced weighs as much as its rows.
+        Each replica receives the mean and variance of all replicas. It combines them, weighted by rows, with
+        the formula of Chan, Golub and LeVeque, which keeps its precision if the mean is large:
+        http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf
         """
         x = keras.ops.convert_to_tensor(x)
         if self.num_replicas_in_sync == 1:
             return keras.ops.moments(x, axes, keepdims)
-        # Outside of a model's step nobody knows the other replicas' rows. What is sent below grows with their number.
+        # Outside of a model's step, the rows are unknown. The message size grows with the replica count.
         if not self.is_model_step or self.num_replicas_in_sync > _FEW_REPLICAS:
             return super().moments(x, axes, keepdims)
         axes = [axis % x.ndim for axis in axes]
@@ -125,8 +125,8 @@ class TorchReplica(Replica):
         return mean.to(x.dtype), variance.to(x.dtype)
 
     def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns the gradients of the global loss: where `apply_gradients` needs them, on the variables' device."""
-        # Those of divided variables have arrived as sums.
+        """Returns the gradients of the global loss, for the first replica on the devices of the variables."""
+        # The gradients of sharded variables are already sums.
         own = [i for i, gradient in enumerate(gradients) if not isinstance(gradient, DTensor)]
         sums = super().sum_gradients([gradients[i] for i in own], [variables[i] for i in own])
         if self.local_index > 0:
@@ -141,18 +141,18 @@ class TorchReplica(Replica):
 
     @property
     def divides_variables(self) -> bool:
-        """Whether the workers hold parts of variables."""
+        """Whether variables are sharded over the workers."""
         return self.strategy.runtime.storage is not None
 
     def take_variables(self, variables: Sequence[Any]) -> None:
-        """Divides the variables that an optimizer has made."""
+        """Shards the variables that an optimizer has created."""
         self.strategy.runtime.storage.take(variables)
 
     def apply_gradients(self, apply: Callable[[], Any]) -> Any:
-        """Lets the first local replica run Keras's `optimizer.apply` on the real variables.
+        """Runs Keras's `optimizer.apply` on the real variables, only in the first local replica.
 
-        The gradients were summed before, so the other replicas stand still until it goes on; the copies
-        follow, for steps that use the new weights.
+        The gradients are already summed, and the other replicas wait for the next turn. The copies are
+        updated immediately, for steps that use the new weights.
         """
         if self.local_index > 0:
             return None
@@ -166,7 +166,7 @@ class TorchReplica(Replica):
         return _GatherWithGradient.apply(tensor.movedim(axis, 0), self).movedim(0, axis)
 
     def gather_rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Returns the rows of all replicas, and the index of this replica's first one."""
+        """Returns the rows of all replicas, and the index of this replica's first row."""
 
         def combine(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
             local = torch.cat([value.to(values[0].device) for value in values])
@@ -182,7 +182,7 @@ class TorchReplica(Replica):
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Lets the last local replica call the function, for all, on the real variables."""
+        """Calls the function once for all local replicas, in the last one, on the real variables."""
         self.require_running("merge_call")
         assert self.scope is not None
         self.scope.aggregate(only_on_read=True)
@@ -217,17 +217,17 @@ class TorchReplica(Replica):
 
 @functools.lru_cache(64)
 def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns numbers on a device, copied there once. Do not write to them."""
+    """Returns a cached tensor on a device. Do not write to it."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 class _SumWithGradient(torch.autograd.Function):
-    """A sum over all replicas. It keeps the replica, since a GPU's backward pass runs in another thread."""
+    """A sum over all replicas. Keeps the replica, because a GPU's backward pass runs in another thread."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, replica: TorchReplica) -> torch.Tensor:
         ctx.replica = replica
-        # Not shared with the other replicas: autograd marks what a function returns.
+        # Not shared with the other replicas, because autograd changes the tensor that a function returns.
         return replica.all_reduce_sum([tensor])[0].clone()
 
     @staticmethod
@@ -237,7 +237,7 @@ class _SumWithGradient(torch.autograd.Function):
 
 
 class _GatherWithGradient(torch.autograd.Function):
-    """The rows of all replicas. What they are used for elsewhere counts in their gradient."""
+    """The rows of all replicas. The gradient of a replica's rows includes their use in other replicas."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, replica: TorchReplica) -> torch.Tensor:
@@ -252,7 +252,7 @@ class _GatherWithGradient(torch.autograd.Function):
 
 
 class TorchScope(ReplicaScope):
-    """Shows the first local replica the real variables, and each other one its copies."""
+    """Gives each local replica its `copies` of the variables, or the real variables without copies."""
 
     def __init__(self, replica: TorchReplica, copies: VariableCopies | None = None) -> None:
         super().__init__(replica)
@@ -260,14 +260,14 @@ class TorchScope(ReplicaScope):
         self.copies = copies
         runtime: Any = replica.strategy.runtime
         self._components = runtime.components
-        # The first replica writes the real variables, too, which the copies of the others follow.
+        # The first replica also writes the real variables. The copies of the others follow them.
         self._is_first = replica.local_index == 0
-        # What is written to divided variables, whole, until it is aggregated.
+        # The whole values that were written to sharded variables and are not aggregated yet.
         self._written_whole: dict[int, torch.Tensor] = {}
         self._others = replica.copies if self._is_first else ()
 
     def local(self, variable: Any) -> torch.Tensor:
-        """Returns the tensor that this replica reads, writes and differentiates for."""
+        """Returns the tensor that this replica reads and writes, and for which it computes gradients."""
         if keras_hooks.native_value(variable) is None:
             self._initialize(variable)
         if self.has_component(variable):
@@ -288,14 +288,14 @@ class TorchScope(ReplicaScope):
             self._written_whole[id(variable)] = value.detach().clone().requires_grad_(real.requires_grad)
             return
         for copies in self._others:
-            copies.get(variable)  # who has not looked at the variable yet must find its old value
+            copies.get(variable)  # a replica that reads the variable later must still see its old value
         with torch.no_grad():
             self.local(variable).copy_(value)
             if self._is_first and self.copies is not None:
                 keras_hooks.native_value(variable).copy_(value)
 
     def aggregated(self, variable: Any, value: Any) -> None:
-        """Takes the value that all replicas share now; of a divided variable its part."""
+        """Stores the aggregated value; for a sharded variable, this worker's part of it."""
         if self._written_whole.pop(id(variable), None) is None:
             self.write(variable, value)
         else:
@@ -306,14 +306,14 @@ class TorchScope(ReplicaScope):
         return self.local(variable).detach().clone()
 
     def show(self, variable: Any, total: Any) -> None:
-        """Lets the first local replica write the real variable."""
+        """Stores the aggregated value in the real variable, only in the first local replica."""
         if self._is_first:
             with torch.no_grad():
                 self._components.show(variable, total)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within this, Keras works on the real variables as if there were no scope."""
+        """A context manager in which Keras uses the real variables, as without a scope."""
         self.__exit__(None, None, None)
         try:
             yield
@@ -321,7 +321,7 @@ class TorchScope(ReplicaScope):
             self.__enter__()
 
     def change_real_variables(self, change: Callable[[], Any]) -> Any:
-        """Calls a function that changes real variables without this scope, and lets the copies follow."""
+        """Calls a function that changes real variables, without this scope, and updates the copies."""
         followers = self.replica.copies
         before = [copies.versions() for copies in followers]
         with self.suspended(), torch.no_grad():
@@ -331,7 +331,7 @@ class TorchScope(ReplicaScope):
         return result
 
     def _initialize(self, variable: Any) -> None:
-        # Keras defers the value of a variable created in a scope until a scope is left that initializes.
+        # Keras initializes a variable that was created in a scope at the exit of a scope that initializes.
         with self.suspended(), keras.StatelessScope():
             pass
         self.replica.strategy.runtime.broadcast_variables([variable])
@@ -344,10 +344,10 @@ class _Copy:
 
 
 class VariableCopies:
-    """The variables of a local replica other than the first: leaf tensors on its device.
+    """The copies of variables for a local replica that does not use the real variables.
 
-    A copy is made when its variable is first seen, and follows the real variable from step to step. Variables
-    are held weakly: a model must not live as long as the copies.
+    The copies are leaf tensors on the replica's device. A copy is created at the first access, and updated at
+    each step. References to variables are weak, so that the copies do not keep the model alive.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -367,7 +367,7 @@ class VariableCopies:
         return _Copy(real, copy)
 
     def start_step(self, keep_gradients: bool = False) -> None:
-        """Takes over the values of the real variables, and forgets gradients unless told to keep them."""
+        """Updates the copies from the real variables, and clears their gradients by default."""
         for variable, known in self._copies.items():
             if keras_hooks.native_value(variable) is not known.real:
                 self._copies[variable] = self._make(variable)
@@ -378,11 +378,11 @@ class VariableCopies:
         self.refresh()
 
     def versions(self) -> dict[int, int]:
-        """Returns a number for each variable that changes when the variable is written."""
+        """Returns a version number per variable, which changes with every write."""
         return {id(variable): known.real._version for variable, known in self._copies.items()}
 
     def refresh(self, unless: Mapping[int, int] | None = None) -> None:
-        """Takes over the values of the real variables; of changed ones where their `versions` are given."""
+        """Updates the copies from the real variables. Given old `versions`, updates only changed ones."""
         stale = [c for v, c in self._copies.items() if unless is None or c.real._version != unless.get(id(v))]
         if stale:
             with torch.no_grad():
@@ -391,7 +391,7 @@ class VariableCopies:
             seeds.follow(c.copy, c.real)
 
     def forget_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Forgets the gradients of the copies of some real parameters."""
+        """Clears the gradients of the copies of some real parameters."""
         copies = {id(known.real): known.copy for _, known in self._copies.items()}
         for parameter in parameters:
             if id(parameter) in copies:

@@ -1,4 +1,4 @@
-"""`TorchRuntime`: what a strategy holds of PyTorch; its replicas and workers, with what runs in them."""
+"""`TorchRuntime`: the runtime of a strategy on PyTorch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class TorchRuntime(TorchCore):
     run = functions.run
 
     def place(self, parts: Sequence[Any]) -> list[Any]:
-        """Puts one batch for each local replica on its device."""
+        """Copies one batch per local replica to the replica's device."""
         return [
             None if part is None else steps.to_device(part, device)
             for part, device in zip(parts, self.torch_devices, strict=True)
         ]
 
     def step_function(self, model: Any, kind: str) -> StepFunction:
-        """Runs a step of the model in every replica; of predictions, gathers the rows."""
+        """Returns the function that runs steps of the model in every replica."""
         return steps.TorchSteps(self, model, kind)

@@ -1,4 +1,4 @@
-"""Seeds of PyTorch's generators, known on the host: to read a number from a GPU is to wait for all its work."""
+"""Caches seeds of PyTorch's generators on the host, because reading them from a GPU waits for its work."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kdist import keras_hooks
 from kdist.context import current_replica
 
-# Of each state of a seed generator: its version, and its numbers.
+# Maps the state of each seed generator to its version and its numbers.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def torch_seed_generator(original: Callable[..., Any], device: Callable[[], str]) -> Callable[..., Any]:
-    """Wraps the function of this name, which makes a `torch.Generator` for each random operation of Keras."""
+    """Wraps Keras's function that creates a `torch.Generator` for each random operation."""
 
     @torch._dynamo.disable()
     def wrapper(seed: Any) -> Any:
         replica = current_replica()
-        # The user's own class may draw in another way; on the meta device nothing is drawn.
+        # A subclass may draw in another way. On the meta device, Keras draws nothing.
         is_known = type(seed) is keras.random.SeedGenerator and device() != "meta"
         if getattr(replica, "scope", None) is None or not is_known:
             return original(seed)
@@ -33,12 +33,12 @@ def torch_seed_generator(original: Callable[..., Any], device: Callable[[], str]
 
 
 def _draw(replica: Any, state: Any) -> int:
-    """Returns what Keras makes of the numbers of `SeedGenerator.next`, and writes the next ones."""
+    """Returns Keras's seed for the numbers of `SeedGenerator.next`, and writes the next numbers."""
     tensor = replica.scope.local(state)
     first, second = _numbers(tensor)
     following = tensor.clone()
     following[1] += 1
-    replica.scope.write(state, following)  # past the aggregation: all replicas draw equally often
+    replica.scope.write(state, following)  # without aggregation, because all replicas draw equally often
     _note(replica.scope.local(state), [first, second + 1])
     if replica.local_index == 0:
         _note(keras_hooks.native_value(state), [first, second + 1])
@@ -46,7 +46,7 @@ def _draw(replica: Any, state: Any) -> int:
 
 
 def follow(copy: torch.Tensor, real: torch.Tensor) -> None:
-    """Tells that a copy has taken over the value of another tensor."""
+    """Updates the cache after a copy was set to the value of another tensor."""
     known = None if real.is_floating_point() else _known.get(real)
     if known is not None and known[0] == real._version:
         _note(copy, known[1])

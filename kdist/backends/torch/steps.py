@@ -1,4 +1,4 @@
-"""Training, test and prediction steps on PyTorch: each local replica runs Keras's own step on its rows."""
+"""Training, test and prediction steps on PyTorch. Each local replica runs Keras's step on its rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kdist.communication.options import hint_ignored
 
 
 class TorchSteps(ReplicatedSteps):
-    """Runs the steps of one model in a thread for each local replica."""
+    """Runs the steps of one model, with one thread per local replica."""
 
     runtime: TorchCore
 
@@ -33,9 +33,9 @@ class TorchSteps(ReplicatedSteps):
             )
 
     def run(self, batch: ReplicaBatches) -> list[Any]:
-        """Returns what each local replica returned."""
+        """Runs the step in each local replica, and returns the results."""
         model, training = self.model, self.kind == "train"
-        # As Keras does: layers that are torch modules may ask.
+        # Keras does the same, because torch modules in the model may read this mode.
         if model.training != training:
             model.train(training)
 
@@ -47,23 +47,23 @@ class TorchSteps(ReplicatedSteps):
             return in_replicas(self.runtime, strategy, body, shares_of(batch.split), training)
 
     def sync(self) -> None:
-        """After training, torch modules in the model are back in evaluation mode, as with plain Keras."""
+        """Sets torch modules to evaluation mode after training, as Keras does. Checks for lost workers."""
         if self.kind == "train":
             self.model.eval()
         self.runtime.group.check_intact(finishes=True)
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
-        """Joins the rows of tensors."""
+        """Concatenates the rows of tensors."""
         return torch.cat(list(parts))
 
     def of_chief(self, outputs: Any) -> Any:
-        """Sends the chief's to all workers."""
+        """Sends the chief's outputs to all workers."""
         leaves = [leaf.clone() for leaf in keras.tree.flatten(outputs)]
         self.runtime.group.broadcast(leaves, self.runtime.torch_devices[0])
         return keras.tree.pack_sequence_as(outputs, leaves)
 
     def gather(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Gathers all outputs together."""
+        """Gathers all outputs in one collective."""
         device = self.runtime.torch_devices[0]
         local = [keras.tree.flatten(result) for result in results]
         leaves = [torch.cat([part.to(device) for part in parts]) for parts in zip(*local, strict=True)]
@@ -74,10 +74,10 @@ _SAME_DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int16", "int3
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns a copy of a batch whose numbers are tensors on a device. Strings stay as they are.
+    """Returns a copy of a batch with tensors on a device. Strings do not change.
 
-    A copy also of what is there: Keras multiplies sample weights in place. That must reach neither the user's tensors
-    nor another replica (autograd counts the writes to the whole batch).
+    Always copies, because Keras multiplies sample weights in place. This must not affect the user's tensors
+    or another replica, because autograd counts the writes to the whole batch.
     """
 
     def put(leaf: Any) -> Any:
@@ -85,7 +85,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return leaf
         if not isinstance(leaf, torch.Tensor):
             array = to_dense(leaf)
-            # Keras gives other dtypes their places: uint16 becomes int32, as in `fit` on arrays.
+            # Keras converts other dtypes later, for example uint16 to int32, as in `fit` on arrays.
             if array.dtype.name not in _SAME_DTYPES:
                 return np.array(array)
             own = array.copy() if device.type == "cpu" else _writable(array)
@@ -100,7 +100,7 @@ def _writable(array: np.ndarray) -> np.ndarray:
 
 
 def _tensors(batch: Any) -> Any:
-    """Turns what `to_device` has left into tensors, too; strings and objects are for the user's own `train_step`."""
+    """Converts the remaining numeric arrays to tensors. Strings and objects are for a custom `train_step`."""
 
     def convert(leaf: Any) -> Any:
         is_number = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV"

@@ -1,8 +1,8 @@
-"""Variables that are divided over the workers: who holds which part, and how the whole one and its gradient travel.
+"""Shards variables over the workers, and gathers them and reduces their gradients.
 
-PyTorch's `DTensor` has the parts. Where a layer computes with a divided variable it is gathered, and where its
-gradient arrives each worker gets the sum of its part; they travel by the collectives of `Workers`, which notice a lost
-worker.
+PyTorch's `DTensor` holds the shards. When a layer uses a sharded variable, kdist gathers it. When its
+gradient arrives, each worker gets the sum for its shard. Both use the collectives of `Workers`, which detect
+a lost worker.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MOST_BYTES = 64 << 20
 
 
 class Storage:
-    """The divided variables of one runtime.
+    """The sharded variables of one runtime.
 
     Args:
-        runtime: Its workers hold the parts.
-        sharded: How variables are divided.
-        device: Where this worker holds its part.
+        runtime: The runtime whose workers hold the shards.
+        sharded: The mesh and the layout of the variables.
+        device: The device that holds this worker's shards.
     """
 
     def __init__(self, runtime: Any, sharded: Sharded, device: torch.device) -> None:
@@ -46,17 +46,16 @@ class Storage:
         self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(sharded.axes))
         self._lengths = dict(zip(sharded.axes, shape, strict=True))
         self.recent = Recent()
-        self.replica: Any = (
-            None  # that which runs; an attribute, since a GPU's backward pass runs in another thread
-        )
+        # The current replica. Not thread-local, because a GPU's backward pass runs in another thread.
+        self.replica: Any = None
 
     def take(self, variables: Sequence[Any]) -> None:
-        """Divides variables that are whole on every worker, with equal values, and puts all on the device.
+        """Shards variables that have equal values on every worker, and moves all variables to the device.
 
         Raises:
-            InvalidArgumentError: A layout does not divide its variable.
+            InvalidArgumentError: If a layout does not fit its variable.
         """
-        placements = [self._placements(variable) for variable in variables]  # all errors first
+        placements = [self._placements(variable) for variable in variables]  # raises before any change
         for variable, places in zip(variables, placements, strict=True):
             parameter = keras_hooks.native_value(variable)
             if isinstance(parameter, Divided):
@@ -71,7 +70,7 @@ class Storage:
             _swap(variable, parameter, divided)
 
     def _placements(self, variable: Any) -> tuple[Placement, ...]:
-        """Returns for each axis of the mesh how it divides a variable."""
+        """Returns the placement of a variable for each axis of the mesh."""
         layout: Sequence[str | None] = ()
         if _may_be_divided(variable):
             layout = self._layout(keras_hooks.owner_path(variable), tuple(variable.shape), self._lengths)
@@ -81,12 +80,12 @@ class Storage:
         )
 
     def of_part(self, part: torch.Tensor, places: Sequence[Placement], shape: torch.Size) -> DTensor:
-        """Returns the tensor of this shape of which this worker holds a part."""
+        """Returns a `DTensor` with this shape and this worker's shard."""
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(part, self.mesh, places, run_check=False, shape=shape, stride=stride)
 
     def part_of(self, whole: torch.Tensor, places: Sequence[Placement]) -> torch.Tensor:
-        """Returns a copy of what this worker holds of a whole tensor."""
+        """Returns a copy of this worker's shard of a whole tensor."""
         part = whole
         for axis, place in enumerate(places):
             if isinstance(place, Shard):
@@ -95,7 +94,7 @@ class Storage:
         return part.clone(memory_format=torch.contiguous_format)
 
     def gather(self, part: torch.Tensor, places: Sequence[Placement], shape: torch.Size) -> torch.Tensor:
-        """Returns the whole tensor of this shape of which each worker holds a part."""
+        """Gathers the workers' shards, and returns the whole tensor with this shape."""
         for axis, place in enumerate(places):
             if isinstance(place, Shard):
                 dim, length = place.dim, shape[place.dim]
@@ -105,7 +104,7 @@ class Storage:
         return part
 
     def sum_part(self, whole: torch.Tensor, places: Sequence[Placement]) -> torch.Tensor:
-        """Returns this worker's part of the sum of the workers' whole tensors."""
+        """Sums the workers' whole tensors, and returns this worker's shard of the sum."""
         part = whole
         for axis, place in enumerate(places):
             if isinstance(place, Shard):
@@ -119,9 +118,9 @@ class Storage:
         return part
 
     def _cut(self, whole: torch.Tensor, axis: int, dim: int) -> tuple[Sequence[torch.Tensor], int]:
-        """Returns pieces of one length, the last ones padded, and the length of this worker's without padding."""
+        """Returns padded pieces of equal length, and the length of this worker's piece without padding."""
         number, length = self.mesh.size(axis), whole.shape[dim]
-        largest = -(-length // number)  # as `DTensor` has it: some parts may be empty
+        largest = -(-length // number)  # the same as in `DTensor`; some shards may be empty
         own = min(max(length - self.mesh.get_local_rank(axis) * largest, 0), largest)
         return _padded(whole, dim, number * largest).chunk(number, dim), own
 
@@ -132,7 +131,7 @@ class Storage:
 
     @contextlib.contextmanager
     def kept_whole(self, variables: Sequence[Any]) -> Iterator[None]:
-        """Within this, this worker reads divided variables by itself. All workers must enter it."""
+        """A context manager in which one worker can read sharded variables. All workers must enter it."""
         found = [keras_hooks.native_value(v) for v in variables]
         parameters = [p for p in found if isinstance(p, Divided) and p.kept is None]
         if parameters:
@@ -149,19 +148,19 @@ class Storage:
 
 
 def _padded(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Returns a tensor with zeros at its end: collectives take tensors of one shape."""
+    """Pads a tensor with zeros, because collectives need equal shapes."""
     shape = list(part.shape)
     shape[dim] = length - part.shape[dim]
     return torch.cat([part, part.new_zeros(shape)], dim) if shape[dim] else part
 
 
 def _swap(variable: Any, parameter: torch.Tensor, divided: Divided) -> None:
-    """Makes a parameter the divided one; whoever holds it goes on: the variable, its layer, a module of PyTorch's."""
+    """Shards a parameter in place, so that references in its variable, layer and torch module stay valid."""
     try:
         torch.utils.swap_tensors(parameter, divided)
         return
     except RuntimeError:
-        gc.collect()  # what was computed to build a model may still lie about
+        gc.collect()  # garbage from building the model may still refer to the parameter
     try:
         torch.utils.swap_tensors(parameter, divided)
     except RuntimeError as error:
@@ -173,7 +172,7 @@ def _swap(variable: Any, parameter: torch.Tensor, divided: Divided) -> None:
 
 
 def _may_be_divided(variable: Any) -> bool:
-    """Not what metrics count, nor counters and seeds; nor the small statistics that each step writes."""
+    """Returns `False` for metrics, counters, seeds, and small statistics that each step writes."""
     if is_on_read(variable) or variable.aggregation == "sum" or not variable.shape:
         return False
     is_statistic = not variable.trainable and len(variable.shape) == 1
@@ -183,7 +182,7 @@ def _may_be_divided(variable: Any) -> bool:
 
 
 def in_parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors as they travel: only so many at once that a device has room for them beside its part."""
+    """Yields groups of tensors that are small enough to fit on a device in addition to its shards."""
     some: list[torch.Tensor] = []
     for tensor in tensors:
         if some and sum(t.nbytes for t in some) + tensor.nbytes > _MOST_BYTES:
@@ -194,10 +193,10 @@ def in_parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 class Recent:
-    """The whole tensors that a step gathered last: as many as twice the largest has room for.
+    """A cache of the last gathered tensors of a step, up to twice the size of the largest one.
 
-    A layer that reads a variable at every step of a loop gathers it once. All workers read the same variables in the
-    same order, so they find the same ones here.
+    If a layer reads a variable in a loop, kdist gathers it once. All workers read the same variables in the
+    same order, so their caches are equal.
     """
 
     def __init__(self) -> None:
@@ -206,12 +205,12 @@ class Recent:
         self._size = 0
 
     def get(self, key: Any, version: int) -> torch.Tensor | None:
-        """Returns what is kept, of a version of the variable."""
+        """Returns the tensor for this version of the variable, or `None`."""
         known, tensor = self._found.get(key, (None, None))
         return tensor if known == version else None
 
     def keep(self, key: Any, version: int, tensor: torch.Tensor) -> None:
-        """Keeps a tensor, and forgets others."""
+        """Adds a tensor, and removes the oldest tensors if the cache is full."""
         self._forget(key)
         self._found[key] = version, tensor
         self._size += tensor.nbytes
@@ -219,7 +218,7 @@ class Recent:
             self._forget(next(iter(self._found)))
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all tensors."""
         self._found.clear()
         self._size = 0
 

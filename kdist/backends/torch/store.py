@@ -1,4 +1,4 @@
-"""The key-value store of `torch.distributed`, in which the workers have met."""
+"""The key-value store of `torch.distributed`, which the workers used for the rendezvous."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kdist.backends.store import Store
 
 
 class GroupStore(Store):
-    """The store of the job."""
+    """A `Store` on top of the store of `torch.distributed`."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
 
     def set(self, key: str, data: bytes) -> None:
-        """Leaves data under a key."""
+        """Stores data under a key."""
         self._store.set(key, data)
 
     def get(self, key: str, seconds: float = 0.0) -> bytes | None:
-        """Returns the data under a key, or waits for them."""
+        """Returns the data under a key, or `None` if there is no data within `seconds`."""
         if not self._store.check([key]):
             if not seconds:
                 return None

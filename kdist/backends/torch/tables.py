@@ -1,7 +1,7 @@
-"""Large variables on parameter servers: tensors that ask for their rows as a function of PyTorch's looks them up.
+"""Large variables on parameter servers: tensors that request rows from the servers at a lookup.
 
-PyTorch lets a tensor answer for itself (`__torch_function__`), above autograd. A lookup gets leaves with the rows that
-it needs; for anything else there is the whole value.
+A tensor subclass can override PyTorch functions above autograd (`__torch_function__`). A lookup uses leaf
+tensors with the rows that it needs. All other functions use the whole value.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from kdist.backends.torch.devices import first_device
 
 
 class Standin(torch.Tensor):
-    """A tensor without numbers and without memory. What needs numbers gets those of `whole()`."""
+    """A tensor without data. Functions that need data use `whole()`."""
 
-    _is_param = True  # so that a module takes it for a parameter
+    _is_param = True  # so that modules accept it as a parameter
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-        """Returns one that says of itself what is given."""
+        """Returns an instance with this shape, dtype and device."""
         return torch.empty((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
 
     def whole(self) -> torch.Tensor:
-        """Returns the tensor with its numbers."""
+        """Returns the tensor with its data."""
         raise NotImplementedError
 
     @classmethod
@@ -51,19 +51,19 @@ class Standin(torch.Tensor):
 
 
 class RowGradient(Standin):
-    """A gradient that is zero but for some rows."""
+    """A gradient that is zero except for some rows."""
 
     row_ids: torch.Tensor
     row_values: torch.Tensor
 
     def whole(self) -> torch.Tensor:
-        """Returns it with all its zeros."""
+        """Returns the dense gradient."""
         values = self.row_values
         return values.new_zeros(tuple(self.shape)).index_copy(0, self.row_ids, values)
 
 
 class Table(Standin):
-    """A variable's value, of which a worker has the rows that it has looked up in this step."""
+    """A variable's value. The worker only has the rows that it has looked up in this step."""
 
     record: Any
     ids: np.ndarray
@@ -72,23 +72,23 @@ class Table(Standin):
 
     @classmethod
     def of_record(cls, record: Any, variable: Any) -> Table:
-        """Returns that of a variable, for all steps."""
+        """Returns the table of a variable, for all steps."""
         dtype = keras.ops.zeros((), variable.dtype).dtype
-        # Keras may be asking on the device "meta", for the shape of an output alone.
+        # Do not use the current device: it is "meta" if Keras only computes the shape of an output.
         table = cls.of(variable.shape, dtype, first_device())
         table.record, table.generation = record, -1
         return table.requires_grad_(bool(variable.trainable))
 
     def whole(self) -> torch.Tensor:
-        """Returns the parameter, all of which is asked for."""
+        """Requests the whole value from the servers, and returns the parameter."""
         was_here, parameter = self.record.is_here(), self.record.whole()
         parameter.requires_grad_(self.requires_grad)
         if not was_here:
-            parameter.grad = None  # of another step
+            parameter.grad = None  # the gradient is from another step
         return parameter
 
     def lookup(self, ids: torch.Tensor) -> Any:
-        """Returns the rows of some numbers, differentiably."""
+        """Returns the rows with these ids, differentiably; `NotImplemented` if the whole value is better."""
         flat = ids.detach().reshape(-1).cpu().numpy()
         needed = np.unique(flat)
         if self.record.is_here() or 2 * len(needed) > len(self):
@@ -105,11 +105,11 @@ class Table(Standin):
         return functional.embedding(torch.as_tensor(positions, device=ids.device).reshape(ids.shape), rows)
 
     def parts(self) -> list[torch.Tensor]:
-        """What gradients are taken for: the rows that were looked up, and the whole value where that is here."""
+        """Returns the tensors with gradients: the rows that were looked up, and any whole value."""
         return [*self._leaves(), *([self.whole()] if self.record.is_here() else [])]
 
     def joined(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Returns the gradient, from those of the parts."""
+        """Returns the gradient of the variable, given the gradients of `parts()`."""
         if all(gradient is None for gradient in gradients):
             return None
         pairs = zip(self.parts(), gradients, strict=True)
@@ -134,7 +134,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _is_as_it_is(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Says whether `tensor.to(...)` is the tensor itself."""
+    """Returns whether `tensor.to(...)` returns the tensor itself."""
     small = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return small.to(*args, **kwargs) is small
 

@@ -1,4 +1,4 @@
-"""Joining the workers of a cluster with `torch.distributed`, what they tell each other, and who was lost."""
+"""Joins the workers of a cluster with `torch.distributed`, exchanges data and detects lost workers."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from kdist.cluster import Cluster, choose_nccl_interface, environment, interface
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
 from kdist.errors import KdistError, StrategyScopeError, WorkerTimeoutError
 
-# How often a worker that waits for the others looks whether they are alive.
+# The interval at which a waiting worker checks whether the others are alive.
 _LOOK = timedelta(seconds=1)
-# How long a worker may take to notice a loss after the engine has seen a broken connection.
+# The time until kdist finds the lost worker after PyTorch has reported a broken connection.
 _NOTICE_SECONDS = 5.0
-# Messages up to this size, with their length, take one collective.
+# Messages up to this size, in bytes without their length, take one collective.
 _SHORT = 248
 
 
 class Workers(workers.Workers):
-    """This process alone."""
+    """A single process without other workers."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums a tensor over the workers, in place."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Gives every worker the chief's values, in place; see `JoinedWorkers.broadcast`."""
+        """Sends the chief's values to every worker, in place; see `JoinedWorkers.broadcast`."""
 
     def gather_rows(self, leaves: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Concatenates, for several tensors, the rows of every worker; see `JoinedWorkers.gather_rows`."""
+        """Concatenates the rows of every worker, per tensor; see `JoinedWorkers.gather_rows`."""
         return list(leaves)
 
     def gather_uneven(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Returns the rows of all workers, of whatever number, and the index of this worker's first one."""
+        """Returns the rows of all workers, and the index of this worker's first row. Counts can differ."""
         return rows, 0
 
 
@@ -55,9 +55,9 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     """The workers of a cluster, joined in a process group.
 
     Args:
-        nccl: Whether NCCL joins the GPUs; otherwise gloo does everything.
-        owns_group: Whether the process group is kdist's, to be destroyed at the end, or the user's.
-        cpu_group: The group for tensors on the CPU, where the default one has none.
+        nccl: Whether NCCL connects the GPUs. Otherwise, gloo connects all devices.
+        owns_group: Whether kdist created the process group and destroys it at the end, or the user owns it.
+        cpu_group: The group for tensors on the CPU, if the default group does not support them.
     """
 
     def __init__(
@@ -77,27 +77,27 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         keras_hooks.claim_process_group(owns_group)
         self._cpu_group = cpu_group
         self._stuck = False
-        self._pending: Any = None  # the collective that is under way
+        self._pending: Any = None  # the unfinished collective
         self._aborted = False
         if nccl:
             lifeline.on_death(self._abort)
         self._stalls.start()
 
     def all_reduce(self, tensor: torch.Tensor, group: Any = None) -> None:
-        """Sums a tensor over the workers, or those of a group, in place."""
+        """Sums a tensor over all workers, or over the workers of a group, in place."""
         with self._explained("all_reduce"):
             work = dist.all_reduce(tensor, group=group or self._group(tensor), async_op=True)
             self._finish(work, tensor)
 
     def reduce_scatter(self, parts: Sequence[torch.Tensor], group: Any) -> torch.Tensor:
-        """Sums tensors of equal shape over the workers of a group; each gets the one of its place."""
+        """Sums tensors of equal shapes over a group. Each worker gets the sum for its position."""
         total = torch.empty_like(parts[0])
         with self._explained("reduce_scatter"):
             self._finish(dist.reduce_scatter(total, list(parts), group=group, async_op=True), total)
         return total
 
     def broadcast(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Gives every worker the chief's values, in place, in one collective for all shapes and dtypes."""
+        """Sends the chief's values to every worker, in place, with one collective for all tensors."""
         packet = torch.cat([_bytes_of(tensor).to(device) for tensor in tensors])
         with self._explained("broadcast"):
             self._finish(dist.broadcast(packet, 0, group=self._group(packet), async_op=True), packet)
@@ -108,7 +108,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 packet = packet[size:]
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        """Gathers tensors of equal shape, in the order of the workers, or of those of a group."""
+        """Gathers tensors of equal shapes from all workers, or from a group, in the order of the workers."""
         group = group or self._group(tensor)
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         with self._explained("all_gather"):
@@ -116,11 +116,11 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return parts
 
     def _gather_pieces(self, data: bytes) -> list[bytes]:
-        """Gathers in one collective, or in two if a message is long."""
+        """Gathers messages with one collective, or with two if a message is long."""
         return self.begin_gather_bytes(data)()
 
     def begin_gather_bytes(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Starts to gather a message from each worker; returns what waits for all of them."""
+        """Starts to gather a message from each worker. Returns a function that waits for all of them."""
         head = _uint8(len(data).to_bytes(8, "little") + data[:_SHORT].ljust(_SHORT, b"\0"))
         parts = [torch.empty_like(head) for _ in range(self.num_workers)]
         with self._explained("an exchange of messages"):
@@ -141,31 +141,31 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return finish
 
     def lost(self) -> frozenset[int]:
-        """Returns the workers whose loss the lifeline has noticed."""
+        """Returns the workers that are lost or have ended."""
         return self._lifeline.lost
 
     def waits_in(self, filename: str) -> bool:
-        """Says whether a collective is under way."""
+        """Returns whether a collective is unfinished."""
         return self._pending is not None and not self._pending.is_completed()
 
     def farewell(self, text: str) -> None:
-        """Tells the others that this worker has hung."""
+        """Notifies the others that this worker hung."""
         self._lifeline.say_hung()
 
     def died(self) -> dict[int, str]:
-        """Asks the lifeline: outside of collectives, nobody else ends this one."""
+        """Returns lost workers, because PyTorch detects them only in collectives."""
         return self._lifeline.died()
 
     def limit_time(self, seconds: float | None) -> None:
-        """Warns: PyTorch's collectives have the time limit with which they were joined."""
+        """Logs a warning, because PyTorch sets the timeout when a process group is created."""
         if seconds is not None:
             said = "the first strategy of this process set the limit."
             hint_ignored(f"timeout_seconds={seconds}", said, self.worker_index)
 
     def gather_rows(self, leaves: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Concatenates, for several tensors in one collective, the rows of every worker, of given numbers.
+        """Concatenates the rows of every worker, with one collective for all tensors.
 
-        A tensor may have several entries a row.
+        `sizes` contains the number of rows of each worker. A tensor can have several entries per row.
         """
         mine, largest = sizes[self.worker_index], max(sizes)
         packets = []
@@ -187,13 +187,13 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return results
 
     def gather_uneven(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Returns the rows of all workers, of whatever number, and the index of this worker's first one."""
+        """Returns the rows of all workers, and the index of this worker's first row. Counts can differ."""
         sizes = [int(data) for data in self.all_gather_bytes(str(len(rows)).encode())]
         (whole,) = self.gather_rows([rows], sizes)
         return whole, sum(sizes[: self.worker_index])
 
     def explain_failure(self, error: BaseException) -> BaseException:
-        """Returns kdist's own error where one is behind `error`, which Keras may have wrapped."""
+        """Returns the kdist error that caused `error`, if any, because Keras may have wrapped it."""
         seen: BaseException | None = error
         while seen is not None:
             if isinstance(seen, KdistError):
@@ -202,7 +202,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return self._lost_error() if self._aborted else error
 
     def check_intact(self, finishes: bool = False) -> None:
-        """Raises if collectives were aborted."""
+        """Raises an error if collectives were aborted."""
         if finishes and self._nccl:
             torch.cuda.synchronize()
         if self._aborted:
@@ -212,16 +212,16 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return stalls.lost_error(self.names, self.worker_index, self._lifeline.wait_for_loss(0.0))
 
     def _abort(self) -> None:
-        # First of all: what is computed from here on may lack the part of the lost worker.
+        # Set this first, because later results may lack the contribution of the lost worker.
         self._aborted = True
         _abort_nccl()
 
     def close(self) -> None:
-        """Leaves the group, in good order for those that go on."""
+        """Leaves the group, without an error on workers that continue."""
         super().close()
         self._lifeline.close()
         if self._stuck:
-            # gloo cannot cancel an operation, and would wait for it in its destructor.
+            # gloo cannot cancel an operation, and its destructor would wait for it.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -233,7 +233,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return None if tensor.is_cuda else self._cpu_group
 
     def _is_queued(self, tensor: torch.Tensor) -> bool:
-        """Whether the device itself waits for a collective, and Python goes on."""
+        """Returns whether the device waits for a collective while Python continues."""
         return self._nccl and tensor.is_cuda
 
     def _finish(self, work: Any, tensor: torch.Tensor) -> None:
@@ -248,9 +248,9 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 break
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # raises what the engine says, unless it ended well just after the look
+                    work.wait()  # raises PyTorch's error, unless the collective finished after the timeout
                     break
-            # The engine notices a process that dies; it does not notice one that stands still.
+            # PyTorch detects a process that died, but not a process that hangs.
             if lost := self._lifeline.wait_for_loss(0.0):
                 self._stuck = True
                 raise stalls.lost_error(self.names, self.worker_index, lost)
@@ -290,10 +290,10 @@ def _uint8(data: bytes) -> torch.Tensor:
 def _abort_nccl() -> None:
     # NCCL does not notice a dead process on the same machine. gloo does, and cannot be aborted.
     time.sleep(2.0)
-    # The groups of a mesh, too: whoever waits in one of them would wait for NCCL's own timeout.
+    # Also abort the groups of a mesh. Otherwise, a collective in one of them waits for NCCL's timeout.
     found = [_backend_of("cuda", group) for group in list(dist.distributed_c10d._world.pg_map)]
     backends = [backend for backend in found if backend is not None and backend.name() == "nccl"]
-    # Together: by itself, one abort may wait for another (https://github.com/pytorch/pytorch/issues/119797).
+    # Abort them together, because a single abort may hang (https://github.com/pytorch/pytorch/issues/119797).
     if backends:
         backends[0]._group_start()
         for backend in reversed(backends):
@@ -302,7 +302,7 @@ def _abort_nccl() -> None:
 
 
 def _backend_of(kind: str, group: Any) -> Any:
-    """Returns what carries tensors of a kind of device in a group; `None` if nothing does."""
+    """Returns the PyTorch backend of a group for a kind of device, or `None`."""
     try:
         return group._get_backend(torch.device(kind))
     except RuntimeError:
@@ -310,13 +310,13 @@ def _backend_of(kind: str, group: Any) -> Any:
 
 
 def join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions) -> JoinedWorkers:
-    """Waits for all workers of the cluster and returns them. A process joins once; later calls get the same.
+    """Waits until all workers have joined, and returns them. Later calls return the same object.
 
     Raises:
-        WorkerTimeoutError: A worker did not come in time.
-        ClusterConfigError: The chief's port is taken, or two processes are the same worker.
-        WorkerMismatchError: The workers have different devices.
-        StrategyScopeError: This process has joined another cluster, or the user's process group is another.
+        WorkerTimeoutError: If a worker does not join in time.
+        ClusterConfigError: If the chief's port is in use, or two processes have the same worker index.
+        WorkerMismatchError: If the workers have different devices.
+        StrategyScopeError: If this process has joined another cluster, or its process group does not match.
     """
 
     def connect(timeout: float) -> JoinedWorkers:
@@ -343,7 +343,7 @@ def _join(
     _set_current_gpu(devices)
     if nccl:
         choose_nccl_interface(cluster)
-    # The user's own choice of interface stands.
+    # A user's choice of the interface has priority.
     interface = environment.get("GLOO_SOCKET_IFNAME") or interface_towards(cluster)
     with environment.patched(GLOO_SOCKET_IFNAME=interface):
         dist.init_process_group(
@@ -358,7 +358,7 @@ def _join(
 
 
 def _adopt(cluster: Cluster, devices: Sequence[str], timeout: float) -> JoinedWorkers:
-    """Takes the process group that the user has made."""
+    """Uses the process group that the user has created."""
     if (dist.get_rank(), dist.get_world_size()) != (cluster.worker_index, cluster.num_workers):
         raise StrategyScopeError(
             "The existing process group does not match the cluster of the strategy.",
@@ -374,7 +374,7 @@ def _adopt(cluster: Cluster, devices: Sequence[str], timeout: float) -> JoinedWo
     compare_devices(cluster, meeting.gather("devices", describe_devices(devices)))
     lifeline = meeting.open_lifeline()
     _set_current_gpu(devices)
-    # Not by `get_backend`, which says "undefined" of a group that was made without naming one.
+    # `get_backend` would return "undefined" for a group that was created without a backend name.
     group = dist.distributed_c10d._get_default_group()
     cpu, gpu = (_backend_of(kind, group) for kind in ("cpu", "cuda"))
     cpu_group = None if cpu is not None else dist.new_group(backend="gloo")
