@@ -1,1 +1,1 @@
-"""Checkpoints: every worker writes its share, and any number of workers on any backend restores it."""
+"""Checkpoints: each worker writes a share, and any number of workers on any backend can restore them."""

@@ -1,4 +1,4 @@
-"""Reads checkpoints and checks every byte that is read. Needs neither Keras nor a framework."""
+"""Reads checkpoints and checks every byte that it reads. Imports neither Keras nor a backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kdist.checkpoint.index import File, Index, Piece, Tensor, parse
 from kdist.checkpoint.progress import progress
 from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
-_CHUNK = 1 << 20  # what is summed is still in the cache
+_CHUNK = 1 << 20  # small enough that the bytes are still in the processor's cache for the checksum
 _THREADS = 4
 _LARGEST_INDEX = 1 << 30  # 4,096 workers write about 50 MB
 _ANOTHER = "Restore another checkpoint, or a copy of this checkpoint."
@@ -24,8 +24,8 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     """Reads the index of a checkpoint.
 
     Raises:
-        CheckpointNotFoundError: There is no complete checkpoint.
-        CheckpointCorruptError: The index is damaged.
+        CheckpointNotFoundError: If the path is not a complete checkpoint.
+        CheckpointCorruptError: If the index is corrupt.
     """
     path = os.fspath(path)
     file = os.path.join(path, layout.INDEX)
@@ -57,12 +57,12 @@ def _read(file: str) -> bytes:
 
 
 def read_tensors(path: str, index: Index, wanted: Sequence[Tensor], shown: bool = False) -> dict[str, Any]:
-    """Reads tensors into NumPy arrays by their names, in several threads, and checks their sums.
+    """Reads tensors in several threads, verifies their checksums, and returns NumPy arrays by name.
 
-    Where it takes long, a line says how far it has come, if that is to be `shown`.
+    If `shown` is true, a progress line appears when reading takes long.
 
     Raises:
-        CheckpointCorruptError: A file is missing, short, or has other bytes than were saved.
+        CheckpointCorruptError: If a file is missing, or its size or bytes have changed since the save.
     """
     import numpy as np
 
@@ -73,7 +73,7 @@ def read_tensors(path: str, index: Index, wanted: Sequence[Tensor], shown: bool 
         progress(f"reading {path}", num_bytes, shown) as add,
         ThreadPoolExecutor(_THREADS) as pool,
     ):
-        # Only now: the files have the lengths that the index says, and it says no more than they can hold.
+        # Allocate only now: the file sizes match the index, and the tensors in the index fit into the files.
         arrays: dict[str, Any] = {tensor.name: np.empty(tensor.num_bytes, np.uint8) for tensor in wanted}
         jobs = [
             pool.submit(shards[piece.file].read, tensor, piece, memoryview(arrays[tensor.name]), add)
@@ -89,18 +89,18 @@ def read_tensors(path: str, index: Index, wanted: Sequence[Tensor], shown: bool 
 
 
 def dtype_of(name: str) -> Any:
-    """Returns NumPy's dtype of a name; those of machine learning come from `ml_dtypes`."""
-    import ml_dtypes  # noqa: F401  # tells NumPy their names
+    """Returns NumPy's dtype for a name, also for a dtype of `ml_dtypes` such as "bfloat16"."""
+    import ml_dtypes  # noqa: F401  # registers its dtypes with NumPy
     import numpy as np
 
     return np.dtype(name)
 
 
 def verify(path: str | os.PathLike[str]) -> Index:
-    """Reads a whole checkpoint and checks every byte, with little memory; returns its index.
+    """Reads a whole checkpoint in small chunks, checks every byte, and returns the index.
 
     Raises:
-        CheckpointError: As `read_index` and `read_tensors`.
+        CheckpointError: As in `read_index` and `read_tensors`.
     """
     index = read_index(path)
     path = os.fspath(path)
@@ -127,7 +127,7 @@ def _unreadable(file: str, error: OSError) -> CheckpointError:
 
 @contextlib.contextmanager
 def _offering_another(path: str) -> Iterator[None]:
-    """Adds to the hint of an error the complete checkpoint before the broken one."""
+    """Adds the previous complete checkpoint to the hint of an error."""
     try:
         yield
     except CheckpointError as error:
@@ -154,13 +154,13 @@ def _seems_whole(path: str) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: str, index: Index) -> Iterator[list[_Shard]]:
-    """Opens all files of a checkpoint."""
+    """Opens all files of a checkpoint and checks their sizes."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(_Shard(path, file, len(index.files))) for file in index.files]
 
 
 class _Shard:
-    """One file of a checkpoint, open for reading."""
+    """A file of a checkpoint, open for reading."""
 
     def __init__(self, path: str, file: File, num_shards: int) -> None:
         self._path = os.path.join(path, file.name)
@@ -189,7 +189,7 @@ class _Shard:
         os.close(self._fd)
 
     def check_header(self) -> None:
-        """Checks what comes before the tensors."""
+        """Verifies the checksum of the bytes before the tensors."""
         if crc32(os.pread(self._fd, self._file.header_bytes, 0)) != self._file.header_crc32:
             raise CheckpointCorruptError(
                 "The checkpoint is corrupt: the checksum of a shard's header does not match.",
@@ -199,7 +199,7 @@ class _Shard:
     def read(
         self, tensor: Tensor, piece: Piece, array: memoryview | None, add: Callable[[int], None]
     ) -> None:
-        """Reads a piece into its place in an array, or only checks its sum; `add` is told of what is done."""
+        """Reads a piece, into `array` if given, and verifies its checksum. Reports progress to `add`."""
         itemsize = tensor.size.itemsize
         num_bytes = tensor.num_bytes_of(piece)
         scratch = memoryview(bytearray(min(num_bytes, _CHUNK) if array is None else 0))
@@ -210,7 +210,7 @@ class _Shard:
             part = scratch[:size] if array is None else array[start : start + size]
             got = os.preadv(self._fd, [part], piece.offset + done)
             if not got:
-                break  # cut since it was opened: the sum says so
+                break  # truncated after the size check: the checksum will not match
             crc = crc32(part[:got], crc)
             done += got
             add(got)

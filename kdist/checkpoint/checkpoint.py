@@ -1,4 +1,4 @@
-"""`Checkpoint`: saves and restores objects, every worker its share."""
+"""`Checkpoint`: saves objects in parallel on all workers, and restores them."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
     from kdist.checkpoint.restoring import RestoreStatus
     from kdist.context import StrategyLike
 
-# The last saves, unless somebody has waited for them, by the order in which their checkpoints were made.
-# That is the same on all workers, and so is which of them are here.
+# The last save of each `Checkpoint` until its result was checked, by the serial number of the `Checkpoint`.
+# All workers create and save checkpoints in the same order, so the keys are the same on all workers.
 _open: dict[int, writing.Save] = {}
 _serials = itertools.count()
 
 
 class Checkpoint:
-    """Saves and restores models, optimizers, metrics, datasets, numbers: what a job needs to go on.
+    """Saves and restores the state of a job: models, optimizers, metrics, datasets and numbers.
 
-    Every worker writes its share of the bytes, in parallel and in the background; the checkpoint becomes visible,
-    all at once, when the last byte is on disk. Any number of workers restores it, on any backend. All workers must
-    save and restore alike.
+    Each worker writes a share of the bytes, in parallel and in the background. The checkpoint becomes visible
+    when its last byte is on disk. You can restore it on any number of workers and on any backend. All workers
+    must make the same calls.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/train/Checkpoint
 
     Args:
-        root: An object that is known by the name "root"; usually there is none.
-        random: Whether the state of random numbers is saved and restored too: Python's, NumPy's, Keras's global
-            seed and the backend's, those of each worker.
-        **objects: By name: Keras models (with the optimizer and the metrics that they were compiled with), layers,
+        root: An optional object that gets the name "root".
+        random: Whether to include the random state of each worker: Python, NumPy, Keras's global seed and the
+            backend.
+        **objects: Named objects: Keras models (with optimizer and metrics from `compile`), layers,
             optimizers, metrics, variables and seed generators; distributed datasets and other objects with
-            `get_state()` and `set_state(state)`; numbers, strings, arrays; and lists and dictionaries of these.
-            Each is an attribute of the checkpoint; numbers and strings are set anew as `checkpoint.epoch = 3`.
+            `get_state()` and `set_state(state)`; numbers, strings, arrays; lists and dictionaries of these.
+            Each is an attribute of the checkpoint. To change a number, set it, as in `checkpoint.epoch = 3`.
 
     Example:
 
@@ -91,25 +91,25 @@ class Checkpoint:
 
     @property
     def save_counter(self) -> int:
-        """How often `save` was called; the number of the last checkpoint it made."""
+        """The number of the last checkpoint from `save`. A save with an explicit number adds one."""
         return self._counter
 
     def save(self, directory: str | os.PathLike[str], *, asynchronous: bool = True) -> str:
         """Saves a new checkpoint in a directory. All workers must call it.
 
-        Checkpoints are numbered: "ckpt-1", "ckpt-2", …; none that is there is replaced.
+        The names are numbered: "ckpt-1", "ckpt-2", and so on. Existing checkpoints are never replaced.
 
         Args:
-            directory: Where. Workers that see the same folder write into it together; one that does not writes
-                a whole checkpoint by itself.
-            asynchronous: Whether to return as soon as the values are copied, and write in the background. If that
-                fails, the next `save` or `wait`, or the end of `fit`, raises.
+            directory: The directory of the checkpoints. Workers that share it write one checkpoint together.
+                A worker that does not share it writes a whole checkpoint.
+            asynchronous: Whether to return when the values are copied, and to write in the background. If
+                writing fails, the next `save` or `wait`, or the end of `fit`, raises the error.
 
         Returns:
             The path of the checkpoint, for `restore`.
 
         Raises:
-            CheckpointError: On all workers, if one cannot write; or if the last asynchronous save has failed.
+            CheckpointError: On all workers, if a worker cannot write or if the last asynchronous save failed.
         """
         return self.save_as(directory, "ckpt", asynchronous=asynchronous)
 
@@ -122,14 +122,14 @@ class Checkpoint:
         asynchronous: bool = True,
         after: Callable[[], None] | None = None,
     ) -> str:
-        """As `save`, under a name and, where wanted, a number of one's own. A checkpoint of that name is replaced.
+        """Saves a checkpoint like `save`, with a custom name and number. Replaces an existing checkpoint.
 
         Args:
             directory: As in `save`.
-            prefix: What comes before the number.
-            number: By default the next one.
+            prefix: The part of the name before the number.
+            number: The number of the checkpoint. Defaults to the next number.
             asynchronous: As in `save`.
-            after: Called once the checkpoint is visible, in the thread and by the worker that made it so.
+            after: A function that the committing worker calls when the checkpoint is visible.
         """
         directory = os.path.abspath(directory)
 
@@ -143,10 +143,10 @@ class Checkpoint:
             return self._save(directory, prefix, choose, asynchronous, number is not None, after)
 
     def write(self, path: str | os.PathLike[str], *, asynchronous: bool = True) -> str:
-        """Saves a checkpoint under a path of its own; what is there is replaced. All workers must call it.
+        """Saves a checkpoint to a path and replaces an existing checkpoint there. All workers must call it.
 
         Args:
-            path: Of the checkpoint, as `"checkpoints/best"`.
+            path: The path of the checkpoint, such as `"checkpoints/best"`.
             asynchronous: As in `save`.
 
         Returns:
@@ -160,44 +160,44 @@ class Checkpoint:
             return self._save(directory, name, None, asynchronous)
 
     def wait(self) -> None:
-        """Waits until the last save is visible on all workers. All workers must call it.
+        """Waits until the last save is complete on all workers. All workers must call it.
 
         Raises:
-            CheckpointError: It failed on some worker; on all workers.
+            CheckpointError: On all workers, if the save failed on any worker.
         """
         if self._serial in _open:
             _wait_for(self.runtime(), [self._serial])
 
     def restore(self, path: str | os.PathLike[str] | None) -> RestoreStatus:
-        """Restores everything that the checkpoint and this object both have. All workers must call it.
+        """Restores all objects that both the checkpoint and this object contain. All workers must call it.
 
-        The number of workers and the backend may be others than when it was saved. Every byte is checked before
-        anything is assigned; an optimizer without variables gets them first.
+        The number of workers and the backend may differ from the save. kdist checks every byte that it needs
+        before it assigns a value. It creates missing optimizer variables first.
 
         Args:
-            path: What `save` returned, or `kdist.latest_checkpoint(directory)`; of its `None`, where there is no
-                checkpoint yet, nothing is restored.
+            path: The path from `save` or `kdist.latest_checkpoint(directory)`. If there are no checkpoints
+                yet and the path is `None`, nothing is restored.
 
         Returns:
-            A status, whose `assert_consumed()` makes sure that nothing was left over.
+            A status. Its method `assert_consumed()` raises an error if an object was not restored.
 
         Raises:
-            CheckpointNotFoundError: There is no complete checkpoint.
-            CheckpointCorruptError: It is damaged; the hint names the one before it.
-            CheckpointMismatchError: A model (or another object) is not the one that was saved; names the first
-                variable that differs.
+            CheckpointNotFoundError: If the path is not a complete checkpoint.
+            CheckpointCorruptError: If the checkpoint is corrupt. The hint contains the previous checkpoint.
+            CheckpointMismatchError: If an object does not match the saved object. The message contains the
+                first variable that differs.
         """
         status, self._counter = self._restore(path)
         return status
 
     def read(self, path: str | os.PathLike[str]) -> RestoreStatus:
-        """As `restore`, for what `write` wrote: `save_counter` stays as it is.
+        """Restores a checkpoint from `write`. Does the same as `restore`, but does not change `save_counter`.
 
         Args:
-            path: What `write` returned.
+            path: The path that `write` returned.
 
         Returns:
-            As `restore`.
+            The same status as `restore`.
         """
         return self._restore(path)[0]
 
@@ -209,19 +209,19 @@ class Checkpoint:
         return state.strategy_of(self._objects) or current_strategy() or joined_strategy()
 
     def settle(self) -> None:
-        """Waits for a save under way, if there is one, on all workers; its failure is told at the next one."""
+        """Waits for an unfinished save on all workers. The next `save` or `wait` raises its error, if any."""
         if self._serial in _open:
             _open[self._serial].join()
             gather_from(self.runtime(), None)
 
     def sync(self) -> None:
-        """Brings the state of models in training into their variables; on JAX it lives elsewhere."""
+        """Copies the state of models in training to their variables. On JAX, `fit` keeps it elsewhere."""
         from kdist.checkpoint import state
 
         state.sync(self._objects)
 
     def runtime(self) -> Runtime | None:
-        """The runtime whose workers save and restore together; `None` for this process alone."""
+        """Returns the runtime whose workers save and restore together, or `None` for this process only."""
         strategy = self._strategy()
         return None if strategy is None else strategy.runtime
 
@@ -243,7 +243,7 @@ class Checkpoint:
             contents = snapshot.describe(self._objects, self._strategy(), self._random)
         except Exception as error:
             problem = told or f"{type(error).__name__}: {error}"
-            with contextlib.suppress(CheckpointError):  # the others wait to hear of it
+            with contextlib.suppress(CheckpointError):  # the other workers wait for this exchange
                 folders.prepare(runtime, folders.Wish(directory, prefix, None, None, problem))
             raise
         faults.point("save-begin")
@@ -264,7 +264,7 @@ class Checkpoint:
             if asynchronous:
                 snapshot.copy(share)
         except BaseException as error:
-            # The others are writing already; they learn it from the folder.
+            # The other workers already write. They find the failure in the temporary directory.
             writing.abandon(folder, error)
             raise
         save.start(share, background=asynchronous)
@@ -296,17 +296,16 @@ class Checkpoint:
 
 
 def settle_all(runtime: Runtime | None) -> None:
-    """Waits, on all workers, for what a `fit` that was interrupted is still writing: the next one may want it."""
+    """Waits on all workers for saves of an interrupted `fit`, because the next `fit` may restore them."""
     for save in _open.values():
         save.join()
     gather_from(runtime, None)
 
 
 def wait_for_all(runtime: Runtime) -> None:
-    """Waits for all that is still being written, and raises on all workers if one could not write.
+    """Waits for all saves, and raises on all workers if a worker could not write. `fit` calls it at its end.
 
-    Called at the end of `fit`, in one exchange: after one that has failed, not all may have the same
-    checkpoints to wait for.
+    It uses a single exchange, because after a failed save the workers may have different saves to wait for.
     """
     _wait_for(runtime, sorted(_open))
 
@@ -326,7 +325,7 @@ def _wait_for(runtime: Runtime | None, serials: Sequence[int]) -> None:
 
 @atexit.register
 def _report() -> None:
-    """Says at the end of the process what nobody has asked for: a save that failed is never passed over."""
+    """Logs failed saves that were never waited for, at the end of the process."""
     for save in _open.values():
         if problem := save.join():
             logs.logger.error("%s", problem)

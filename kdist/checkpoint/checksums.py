@@ -1,9 +1,9 @@
-"""CRC-32 of large tensors: the same number from whichever library is there, at different speeds."""
+"""CRC-32 of large tensors, from the faster of the installed libraries. All of them return the same value."""
 
 from __future__ import annotations
 
-# With `isal` installed (the extra `fast`) sums take a third of the time or less: ISA-L multiplies
-# polynomials with the processor's instruction for it.
+# With `isal` (the extra `fast`), checksums take a third of the time or less, because ISA-L uses the
+# processor's instruction for polynomial multiplication.
 try:
     from isal.isal_zlib import crc32
 except ImportError:

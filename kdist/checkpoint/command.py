@@ -1,4 +1,4 @@
-"""`kdist checkpoint show|verify|convert`. What only looks at checkpoints imports neither Keras nor a framework."""
+"""`kdist checkpoint show|verify|convert`. `show` and `verify` import neither Keras nor a backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXAMPLES = """examples:
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command to the command line of kdist."""
+    """Adds `kdist checkpoint` and its arguments to the command line of kdist."""
     checkpoint = commands.add_parser(
         "checkpoint",
         help="inspect, verify or convert a checkpoint",
@@ -46,7 +46,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the command; returns 1 for a checkpoint that is damaged or does not fit, 2 for a wrong call."""
+    """Runs the command. Returns 1 for a problem with the checkpoint, and 2 for other errors."""
     try:
         path = find(options.path)
         if options.action == "show":
@@ -67,14 +67,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 def find(path: str) -> str:
-    """Returns the path of a checkpoint: what was given, or the newest one in there."""
+    """Returns the path itself if it is a checkpoint, or else the newest checkpoint in the directory."""
     if os.path.exists(os.path.join(path, layout.INDEX)):
         return path
     return layout.latest_checkpoint(path) or path
 
 
 def describe(path: str, index: Index) -> str:
-    """Returns what a checkpoint holds, as lines of text."""
+    """Returns the contents of a checkpoint as lines of text."""
     by = index.saved_by
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(index.saved_at))
     lines = [

@@ -1,4 +1,4 @@
-"""Turns a model in a checkpoint into a file that plain Keras opens, without kdist."""
+"""Converts a model in a checkpoint to a file that plain Keras opens without kdist."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def convert(path: str, output: str, name: str | None = None, model: str | None =
     """Writes the model of a checkpoint as `.weights.h5` or `.keras`.
 
     Args:
-        path: Of the checkpoint.
-        output: The file; its ending says which kind.
-        name: Which model, where there are several.
-        model: `"module:function"` that makes the model; by default it is made from its configuration.
+        path: The path of the checkpoint.
+        output: The output file. Its suffix determines the format.
+        name: The name of the model. Required if the checkpoint contains several models.
+        model: A function that builds the model, as `"module:function"`. Defaults to the saved configuration.
 
     Returns:
         A note for the user, or "".
 
     Raises:
-        InvalidArgumentError: The ending is another one, or the model is not clear.
-        CheckpointError: The checkpoint is damaged, or cannot make the model.
+        InvalidArgumentError: If the suffix is not supported, or the name does not select a model.
+        CheckpointError: If the checkpoint is corrupt, or Keras cannot build the model.
     """
     if not output.endswith(_SUFFIXES):
         raise InvalidArgumentError(
@@ -77,17 +77,17 @@ def _make(path: str, index: Index, name: str) -> tuple[Any, str]:
             received={"checkpoint": path, "model": name},
             hint="Name a function that builds the model: --model module:function",
         )
-    # A loss or a metric of the user's own is not needed for the weights.
+    # Weights do not need a custom loss or metric. If Keras cannot load it, leave out `compile_config`.
     bare = {key: value for key, value in config.items() if key != "compile_config"}
     errors: list[Exception] = []
     for given, note in ((config, ""), (bare, "It is not compiled: Keras cannot load its loss or metrics.")):
         try:
-            with safe_mode():  # whatever the user has allowed for files of their own
+            with safe_mode():  # even if the user enabled unsafe deserialization
                 model = keras.saving.deserialize_keras_object(given)
             if not model.built:
                 raise ValueError("its input shape is not known")
             return model, note
-        except Exception as error:  # of the user's classes, or of Keras
+        except Exception as error:  # Keras and the user's classes may raise anything
             errors.append(error)
     raise CheckpointError(
         f"Keras cannot build the model from its configuration: {errors[0]}",

@@ -1,7 +1,7 @@
-"""The end of training, as an evaluator in another process learns of it: a small file beside the checkpoints.
+"""Notifies an evaluator in another process of the end of training, by a file next to the checkpoints.
 
 directory/
-  .evaluator-0f3a…      an evaluator watches, and wants to be told
+  .evaluator-0f3a…      an evaluator watches this directory
   .training-ended       training has ended
 """
 
@@ -20,32 +20,32 @@ from kdist.whole_files import whole_file
 
 SIGN = ".training-ended"
 _WATCHES = ".evaluator-"
-_SKEW = 5.0  # seconds by which the clock of a file system may be off, if it cannot be read
+_SKEW = 5.0  # tolerated error of a file system's clock, in seconds
 
-# When this process has last saved a checkpoint to each folder.
+# The time (`time.monotonic()`) at which this process last saved to each directory.
 _saved: dict[str, float] = {}
-# Seconds by which the clock of the file system of each watched directory is ahead of this process's clock.
+# How many seconds the file system's clock is ahead of this process's clock, for each watched directory.
 _ahead: dict[str, float] = {}
 
 
 def begin(directories: Iterable[str]) -> None:
-    """Removes the sign that an earlier training has left."""
+    """Removes the end file of an earlier training."""
     for directory in directories:
         with contextlib.suppress(OSError):
             os.remove(os.path.join(directory, SIGN))
 
 
 def end(directories: Iterable[str]) -> None:
-    """Leaves the sign in folders that are there, all at once: nobody sees half of it."""
+    """Writes the end file to each directory atomically."""
     for directory in directories:
-        # The folder may have gone, or be full: the evaluator has its time limit.
+        # Ignore a missing directory or a full disk, because the evaluator also has a timeout.
         with contextlib.suppress(OSError), whole_file(os.path.join(directory, SIGN)):
             pass
 
 
 @contextlib.contextmanager
 def watched(directory: str) -> Iterator[None]:
-    """Within this, whoever trains knows that an evaluator watches the folder, unless it cannot be written to."""
+    """Marks a directory as watched by an evaluator within this context, if it is writable."""
     mine = os.path.join(directory, f"{_WATCHES}{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         os.makedirs(directory, exist_ok=True)
@@ -59,7 +59,7 @@ def watched(directory: str) -> Iterator[None]:
 
 
 def is_wanted(directory: str) -> bool:
-    """Says whether an evaluator watches a folder, or will: the cluster of `TF_CONFIG` has one."""
+    """Returns whether an evaluator watches the directory, or will do so because `TF_CONFIG` contains one."""
     if "evaluator" in parse_tf_config(environment.get("TF_CONFIG")).cluster.jobs:
         return True
     with contextlib.suppress(OSError):
@@ -68,12 +68,12 @@ def is_wanted(directory: str) -> bool:
 
 
 def has_ended(directory: str) -> bool:
-    """Says whether training has left its sign."""
+    """Returns whether the directory contains the end file."""
     return os.path.exists(os.path.join(directory, SIGN))
 
 
 def is_of_now(directory: str) -> bool:
-    """Says whether the sign was left while this process ran, and not by an earlier training."""
+    """Returns whether the end file was written after this process started, not by an earlier training."""
     began = _process_began_at() + _ahead.get(directory, 0.0)
     try:
         return os.stat(os.path.join(directory, SIGN)).st_mtime >= began - _SKEW
@@ -83,7 +83,7 @@ def is_of_now(directory: str) -> bool:
 
 @functools.cache
 def _process_began_at() -> float:
-    """When this process began, in seconds since 1970; where there is no /proc, when it first asked."""
+    """Returns when this process started (without /proc: the time of the first call), in Unix time."""
     try:
         with open("/proc/self/stat", "rb") as file:
             ticks = int(file.read().rpartition(b")")[2].split()[19])
@@ -94,11 +94,11 @@ def _process_began_at() -> float:
 
 
 def note_saved(directory: str) -> None:
-    """Notes that a checkpoint goes to a folder: training goes on."""
+    """Records a save to a directory, and removes its end file because training continues."""
     _saved[directory] = time.monotonic()
     begin([directory])
 
 
 def saved_since(moment: float) -> list[str]:
-    """Returns the folders to which checkpoints went since a moment of `time.monotonic()`."""
+    """Returns the directories with saves since `moment`, a value of `time.monotonic()`."""
     return [directory for directory, last in _saved.items() if last >= moment]

@@ -1,4 +1,4 @@
-"""Where each worker writes: workers that see the same folder share it, others write a checkpoint of their own."""
+"""Decides where each worker writes: to a directory shared with other workers, or to a separate one."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from kdist.errors import CheckpointError
 if TYPE_CHECKING:
     from kdist.backends.contract import Runtime
 
-# Where folders cannot be locked (some file systems of a network), a folder this old counts as left behind.
+# Seconds until a temporary directory is stale on (network) file systems that cannot lock directories.
 _OLD = 3600.0
 
 
 @dataclass
 class Folder:
-    """Where this worker writes its shard."""
+    """The directory to which this worker writes its shard."""
 
-    temporary: str  # while it is being written
-    final: str  # what it is called afterwards
-    members: Sequence[int]  # the workers that write into it
-    rank: int  # which of them this one is; the first one commits
+    temporary: str  # Its path during the save.
+    final: str  # Its path after the commit.
+    members: Sequence[int]  # The workers that write into it.
+    rank: int  # This worker's position in `members`. Rank 0 commits.
     token: str
-    lock: int | None = None  # a descriptor that keeps others from taking the folder for one left behind
-    lost: Callable[[], Collection[int]] = frozenset  # the workers that are known to be lost
-    is_waiting: bool = False  # whether it is other workers that a save waits for now
+    lock: int | None = None  # A locked descriptor. It shows that the directory is not stale.
+    lost: Callable[[], Collection[int]] = frozenset  # Returns the workers that are known to be lost.
+    is_waiting: bool = False  # Whether the save currently waits for other workers.
 
     def release(self) -> None:
-        """Lets go of the folder."""
+        """Releases the lock."""
         lock, self.lock = self.lock, None
         if lock is not None:
             os.close(lock)
@@ -45,28 +45,28 @@ class Folder:
 
 @dataclass(frozen=True)
 class Wish:
-    """What this worker is about to save."""
+    """This worker's request to save a checkpoint."""
 
     directory: str
-    prefix: str  # the name, "ckpt"; of a checkpoint with a number, what comes before it
-    number: Callable[[], int] | None  # chooses it, on the chief; `None` for a checkpoint without one
+    prefix: str  # the name without the number, such as "ckpt"
+    number: Callable[[], int] | None  # called on the chief; `None` for a checkpoint without a number
     facts: Any  # must be equal on all workers
-    failure: str | None  # what became of this worker's last save, if it failed
+    failure: str | None  # why this worker's last save failed, if it did
 
 
 def gather_from(runtime: Runtime | None, value: Any) -> list[Any]:
-    """Gathers a JSON value from every worker; from this process alone where no strategy has joined others."""
+    """Gathers a JSON value from every worker, or only from this process if there is no runtime."""
     return [value] if runtime is None else gather(runtime, value)
 
 
 def prepare(runtime: Runtime | None, wish: Wish) -> tuple[Folder, str, int | None]:
-    """Makes the folder to write into, and finds out who writes where. Collective.
+    """Creates the temporary directory and agrees with the other workers where each one writes. Collective.
 
     Returns:
-        This worker's folder; what all folders of this save are known by; its number.
+        This worker's directory, the id of the save, and the number of the checkpoint.
 
     Raises:
-        CheckpointError: On all workers: one cannot write, has failed before, or saves something else.
+        CheckpointError: On all workers, if a worker cannot write, its last save failed or its objects differ.
     """
     token = secrets.token_hex(8)
     index = 0 if runtime is None else runtime.worker_index
@@ -94,13 +94,13 @@ def prepare(runtime: Runtime | None, wish: Wish) -> tuple[Folder, str, int | Non
         remove(mine)
         raise
     if folder.rank == 0:
-        with contextlib.suppress(OSError):  # what cannot be removed does no harm
+        with contextlib.suppress(OSError):  # stale files are harmless
             clean(wish.directory, {other["token"] for other in everyone})
     return folder, everyone[0]["token"], number
 
 
 def _join_others(runtime: Runtime | None, wish: Wish, folder: Folder, tokens: Sequence[str]) -> None:
-    """Finds the first worker whose folder is to be seen here: that is the one to write into."""
+    """Selects the directory of the first worker whose directory is visible here."""
     if runtime is None or runtime.num_workers == 1:
         return
     paths = [os.path.join(wish.directory, layout.temporary(wish.prefix, token)) for token in tokens]
@@ -109,7 +109,7 @@ def _join_others(runtime: Runtime | None, wish: Wish, folder: Folder, tokens: Se
     folder.members = [worker for worker, leader in enumerate(firsts) if leader == first]
     folder.rank = folder.members.index(runtime.worker_index)
     if folder.rank:
-        # All workers have said what they see: nobody looks for this folder any more.
+        # After the gather, no worker looks for this directory any more.
         folder.release()
         remove(folder.temporary)
         folder.temporary, folder.token = paths[first], tokens[first]
@@ -134,20 +134,20 @@ def _check(everyone: Sequence[dict[str, Any]], directory: str) -> None:
 
 
 def _make(path: str) -> int:
-    """Makes a folder that nobody takes for one left behind; returns its lock."""
+    """Creates a directory and returns its lock, which shows other processes that it is not stale."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     os.mkdir(path)
     fd = os.open(path, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # where folders cannot be locked
+    with contextlib.suppress(OSError):  # some network file systems cannot lock directories
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return fd
 
 
 def clean(directory: str, live: set[str]) -> None:
-    """Removes what saves that were killed have left, and puts back what one of them had moved aside.
+    """Removes the remains of killed saves, and puts back a checkpoint that a killed save had renamed.
 
-    `live` are the tokens of folders that are being written. A directory with other files is
-    somebody else's, whatever its name.
+    `live` contains the tokens of directories that are in use. A directory with unknown files and without an
+    index is never removed, even if its name matches.
     """
     for entry in os.listdir(directory):
         path = os.path.join(directory, entry)
@@ -167,7 +167,7 @@ def clean(directory: str, live: set[str]) -> None:
 
 
 def _is_left(path: str) -> bool:
-    """Says whether nobody writes into a folder any more."""
+    """Returns whether a temporary directory is stale: not locked, or old if it cannot be locked."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError:
@@ -186,5 +186,5 @@ def _is_left(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Deletes a folder; what cannot be deleted is left for the next save."""
+    """Deletes a directory. Files that cannot be deleted stay until the next save."""
     shutil.rmtree(path, ignore_errors=True)

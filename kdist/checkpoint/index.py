@@ -1,4 +1,4 @@
-"""The index of a checkpoint, `index.json`: what it holds and where each piece lies, under a checksum of its own."""
+"""The index of a checkpoint, `index.json`: its contents and the location of each piece, with a checksum."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kdist.errors import CheckpointCorruptError, CheckpointError, malformed_as
 
 FORMAT = "kdist.checkpoint"
 VERSION = 1
-_LAST_SECOND = 1e11  # of `saved_at`: a year that a clock can show
+_LAST_SECOND = 1e11  # the limit of `saved_at`, so that it can be printed as a date
 
-# Of the dtypes that a tensor may have: bytes of an element, and its name in a safetensors file. Those without a
-# name there are stored as bytes.
+# For each dtype of a tensor: the bytes per element, and its name in a safetensors file. Dtypes without such a
+# name are stored as bytes.
 DTYPES: dict[str, tuple[int, str | None]] = {
     "bool": (1, "BOOL"),
     "int4": (1, None),
@@ -51,73 +51,73 @@ _FIRST_LINE = re.compile(
 class Piece:
     """A part of a tensor in one file."""
 
-    file: int  # position of the file
-    first: int  # the first of its elements, of the flat tensor
-    last: int  # the one after the last
-    offset: int  # where it begins in the file
+    file: int  # position in `Index.files`
+    first: int  # its first element in the flat tensor
+    last: int  # one past its last element
+    offset: int  # bytes from the start of the file
     crc32: int
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor."""
+    """A tensor of a checkpoint."""
 
-    name: str  # as `model/0/dense/kernel`
-    dtype: str  # as Keras calls it
+    name: str  # such as `model/0/dense/kernel`
+    dtype: str  # Keras's name
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...] = ()  # where its elements are, in order
+    pieces: tuple[Piece, ...] = ()  # in the order of the elements
 
     @property
     def size(self) -> Size:
-        """How large it is."""
+        """The number of elements and the bytes per element."""
         return Size(math.prod(self.shape), DTYPES[self.dtype][0])
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all elements."""
+        """The number of bytes of all elements."""
         return self.size.elements * self.size.itemsize
 
     def num_bytes_of(self, piece: Piece) -> int:
-        """Bytes of the elements in one piece."""
+        """Returns the number of bytes of one piece."""
         return (piece.last - piece.first) * self.size.itemsize
 
 
 @dataclass(frozen=True)
 class File:
-    """One shard."""
+    """The file of one shard."""
 
     name: str
     num_bytes: int
-    header_bytes: int  # how much of that comes before the tensors
+    header_bytes: int  # the part of `num_bytes` before the tensors
     header_crc32: int
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
-    saved_at: float  # seconds since 1970; larger than that of every checkpoint saved before it
-    id: str  # the same for all folders that one save has written
-    number: int | None  # of the checkpoint; `None` if it has none
+    saved_at: float  # Seconds since 1970. Larger than in all earlier checkpoints of the directory.
+    id: str  # Shared by all directories that one save has written.
+    number: int | None  # The number in the name, or `None`.
     saved_by: Mapping[str, Any]  # worker count, backend, versions
-    workers: Sequence[int]  # indices of the workers that wrote into this folder
-    parts: Mapping[str, Mapping[str, Any]]  # for each object, its kind and all names under which it is known
+    workers: Sequence[int]  # indices of the workers that wrote to this directory
+    parts: Mapping[str, Mapping[str, Any]]  # the kind and the aliases of each object
     tensors: Sequence[Tensor]
     files: Sequence[File]
-    values: Mapping[str, Any] = field(default_factory=dict)  # plain ones, by name
-    # For each object with a state of its own, that of each of `workers`, or one for all.
+    values: Mapping[str, Any] = field(default_factory=dict)  # plain values by name
+    # For each object with `get_state`: one state per worker in `workers`, or a single state if all are equal.
     states: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    # What Keras needs to make a model again, where it can be said in JSON.
+    # The Keras configuration of each model, or `None` if it cannot be converted to JSON.
     configs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """The number of bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 def dump(index: Index, version: int = VERSION) -> bytes:
-    """Returns the bytes of an index, as they are written."""
+    """Returns the bytes of `index.json`."""
     fields = {
         **vars(index),
         "tensors": [
@@ -144,16 +144,16 @@ def dump(index: Index, version: int = VERSION) -> bytes:
 
 
 def checksum_of(version: int, body: bytes) -> int:
-    """Returns the checksum of an index: of its version and of all that follows the first line."""
+    """Returns the checksum of the version and of everything after the first line."""
     return zlib.crc32(body, version)
 
 
 def parse(data: bytes, path: str) -> Index:
-    """Reads the bytes of an index; messages name the path of its file.
+    """Parses the bytes of an index. Error messages contain `path`.
 
     Raises:
-        CheckpointCorruptError: They are not those that were written.
-        CheckpointError: They were written by a kdist that writes another version.
+        CheckpointCorruptError: If the bytes are invalid or have changed since the save.
+        CheckpointError: If the index has another format version.
     """
     match = _FIRST_LINE.match(data)
     if match is None:
@@ -184,7 +184,7 @@ def parse(data: bytes, path: str) -> Index:
 
 
 def _from_json(fields: dict[str, Any]) -> Index:
-    """Makes an index of what was read. Anyone may have written it, so nothing in it is taken on trust."""
+    """Creates an index from JSON. The file may come from an untrusted source, so this checks every field."""
     for name in ("format", "version", "crc32"):
         del fields[name]
     files = [File(**{**f, "header_crc32": int(f["header_crc32"], 16)}) for f in _list(fields.pop("files"))]

@@ -1,12 +1,12 @@
-"""Where the files of a checkpoint are: names and paths alone.
+"""Names and paths of the files of a checkpoint.
 
 directory/
-  ckpt-12/                          complete: it got this name by one rename, once all was on disk
+  ckpt-12/                          a complete checkpoint. It got this name when all bytes were on disk.
     index.json
     shard-00000-of-00002.safetensors
     shard-00001-of-00002.safetensors
-  .ckpt.tmp-0f3a…/                  being written, or left by a save that was killed
-  .ckpt-12.old-77b1…/               for a moment, while a checkpoint is replaced
+  .ckpt.tmp-0f3a…/                  a checkpoint being written, or left by a killed save
+  .ckpt-12.old-77b1…/               the old checkpoint, briefly, while a new one replaces it
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OWN = re.compile(r"shard-[0-9]{5,}(-of-[0-9]{5,}\.safetensors|\.(json|failed)(\
 _NUMBERED = re.compile(r"(?P<prefix>.+)-(?P<number>[0-9]+)")
 _SAVED_AT = re.compile(rb'"saved_at": *([0-9.]+)')
 _BEGIN = b'{"format": "kdist.checkpoint"'
-_HEAD = 400  # the first lines of an index, which say when it was saved
+_HEAD = 400  # bytes at the start of an index, which include `saved_at`
 
 
 @dataclass(frozen=True)
@@ -35,37 +35,37 @@ class Found:
     """A complete checkpoint in a directory."""
 
     path: str
-    number: int  # 12 of "ckpt-12"
+    number: int  # 12 for "ckpt-12"
     saved_at: float  # seconds since 1970
 
 
 def numbered(prefix: str, number: int) -> str:
-    """Returns the name of a checkpoint: "ckpt-12"."""
+    """Returns the name of a numbered checkpoint, such as "ckpt-12"."""
     return f"{prefix}-{number}"
 
 
 def temporary(name: str, token: str) -> str:
-    """Returns the name of a folder while it is being written."""
+    """Returns the name of the temporary directory of a save."""
     return f".{name}.tmp-{token}"
 
 
 def replaced(name: str, token: str) -> str:
-    """Returns the name of a checkpoint that is about to be replaced by another of the same name."""
+    """Returns the hidden name of a checkpoint while a new checkpoint of the same name replaces it."""
     return f".{name}.old-{token}"
 
 
 def shard(rank: int, number: int) -> str:
-    """Returns the name of the file of one worker."""
+    """Returns the file name of one worker's shard."""
     return f"shard-{rank:05d}-of-{number:05d}.safetensors"
 
 
 def is_shard(name: str) -> bool:
-    """Returns whether `shard` makes such a name. Any other one could lead out of the checkpoint's directory."""
+    """Returns whether `shard` can return this name. Other names could point outside the checkpoint."""
     return _SHARD.fullmatch(name) is not None
 
 
 def is_checkpoint(path: str) -> bool:
-    """Returns whether a directory has an index that kdist wrote, damaged or not."""
+    """Returns whether a directory contains an index that kdist wrote, even if the rest is corrupt."""
     try:
         with open(open_regular(os.path.join(path, INDEX)), "rb") as file:
             return not os.path.islink(path) and file.read(len(_BEGIN)) == _BEGIN
@@ -74,7 +74,7 @@ def is_checkpoint(path: str) -> bool:
 
 
 def is_of_a_save(path: str) -> bool:
-    """Returns whether a directory holds a checkpoint, or nothing but files that a save writes."""
+    """Returns whether a directory is a checkpoint, or contains only files that a save writes."""
     try:
         return is_checkpoint(path) or (
             not os.path.islink(path) and all(map(_OWN.fullmatch, os.listdir(path)))
@@ -84,14 +84,14 @@ def is_of_a_save(path: str) -> bool:
 
 
 def open_regular(path: str) -> int:
-    """Opens a file for reading and returns its descriptor.
+    """Opens a regular file for reading and returns its descriptor.
 
-    Checkpoints may come from anywhere. A pipe in place of a file would never end, and a link could lead to any file of
-    this machine.
+    A checkpoint may come from an untrusted source. Reading a pipe could block forever, and a link could point
+    to any file on this machine.
 
     Raises:
-        CheckpointCorruptError: `path` is not a regular file.
-        OSError: It cannot be opened.
+        CheckpointCorruptError: If `path` is not a regular file.
+        OSError: If the file cannot be opened.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -110,35 +110,35 @@ def open_regular(path: str) -> int:
 
 
 def report(rank: int) -> str:
-    """Returns the name of the file by which a worker says that its shard is on disk."""
+    """Returns the name of the file that a worker creates when its shard is on disk."""
     return f"shard-{rank:05d}.json"
 
 
 def failure(rank: int) -> str:
-    """Returns the name of the file by which a worker says that its shard could not be written."""
+    """Returns the name of the file that a worker creates if it cannot write its shard."""
     return f"shard-{rank:05d}.failed"
 
 
 def temporary_of(entry: str) -> str | None:
-    """Returns the name that a temporary folder was written for; `None` for an entry of another kind."""
+    """Returns the `name` of an entry that `temporary` named, or `None` for other entries."""
     match = _TEMPORARY.fullmatch(entry)
     return match["name"] if match else None
 
 
 def replaced_of(entry: str) -> str | None:
-    """Returns the name of a checkpoint that was moved aside; `None` for an entry of another kind."""
+    """Returns the `name` of an entry that `replaced` named, or `None` for other entries."""
     match = _REPLACED.fullmatch(entry)
     return match["name"] if match else None
 
 
 def find(directory: str | os.PathLike[str], prefix: str | None = None) -> list[Found]:
-    """Returns the complete checkpoints of a directory, of one name or of all, the oldest first."""
+    """Returns the complete checkpoints of a directory, oldest first. `prefix` selects checkpoints by name."""
     found: dict[str, Found] = {}
     try:
         entries = sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    for entry in entries:  # names with a dot come first: a complete one replaces what was moved aside
+    for entry in entries:  # hidden names sort first, so complete checkpoints override replaced ones
         match = _NUMBERED.fullmatch(replaced_of(entry) or entry)
         if match is None or (entry.startswith(".") and replaced_of(entry) is None):
             continue
@@ -150,13 +150,13 @@ def find(directory: str | os.PathLike[str], prefix: str | None = None) -> list[F
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], name: str | None = None) -> str | None:
-    """Returns the path of the checkpoint that was saved last, or `None` where there is none.
+    """Returns the path of the last saved checkpoint, or `None` if there is none.
 
-    Only checkpoints that were written to their end count. Needs neither Keras nor a framework.
+    Ignores unfinished saves. Imports neither Keras nor a backend.
 
     Args:
-        directory: Where checkpoints were saved.
-        name: Only those with this name before their number; by default all.
+        directory: The directory of the checkpoints.
+        name: If set, only consider checkpoints with this name before the number.
 
     Returns:
         A path for `Checkpoint.restore`.
@@ -175,7 +175,7 @@ def _saved_at(path: str) -> float | None:
     try:
         with open(open_regular(os.path.join(path, INDEX)), "rb") as file:
             match = _SAVED_AT.search(file.read(_HEAD))
-        # One that is damaged counts, so that its error is seen and not an older checkpoint taken in silence.
+        # Include corrupt checkpoints, so that restoring raises an error instead of using an older checkpoint.
         return float(match[1]) if match else os.path.getmtime(path)
     except ValueError:
         return os.path.getmtime(path)

@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager:
-    """Keeps the newest checkpoints of a directory, and deletes older ones once a newer one is complete.
+    """Keeps the newest checkpoints of a directory, and deletes older ones when a new checkpoint is complete.
 
-    All workers must make it and call its methods alike.
+    All workers must create the manager with the same arguments and make the same calls.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/train/CheckpointManager
 
     Args:
         checkpoint: The `kdist.Checkpoint` to save and restore.
-        directory: Where.
-        max_to_keep: How many checkpoints to keep; `None` for all.
-        keep_checkpoint_every_n_hours: Of those that would be deleted, keep one for every so many hours.
-        checkpoint_name: What comes before the number.
-        step_counter: Says which step it is, for `checkpoint_interval`: the name of a number of the checkpoint
-            ("step"), a function, or a variable such as `optimizer.iterations`.
-        checkpoint_interval: `save` does nothing until so many steps have passed since the last checkpoint.
-        init_fn: Called by `restore_or_initialize` where there is no checkpoint.
+        directory: The directory of the checkpoints.
+        max_to_keep: The number of checkpoints to keep, or `None` to keep all.
+        keep_checkpoint_every_n_hours: If set, keep one old checkpoint per this many hours in addition.
+        checkpoint_name: The part of the name before the number.
+        step_counter: The source of the current step for `checkpoint_interval`: the name of a number in the
+            checkpoint (such as "step"), a function, or a variable such as `optimizer.iterations`.
+        checkpoint_interval: The minimum number of steps between checkpoints. Earlier saves are skipped.
+        init_fn: A function that `restore_or_initialize` calls if there is no checkpoint.
 
     Raises:
-        InvalidArgumentError: An argument cannot work.
+        InvalidArgumentError: If an argument is invalid or `checkpoint_interval` has no `step_counter`.
 
     Example:
 
@@ -98,28 +98,28 @@ class CheckpointManager:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint that is saved and restored."""
+        """The `kdist.Checkpoint` that this manager saves and restores."""
         return self._checkpoint
 
     @property
     def directory(self) -> str:
-        """Where the checkpoints are."""
+        """The absolute path of the directory."""
         return self._directory
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """Steps between two checkpoints."""
+        """The minimum number of steps between two checkpoints, or `None`."""
         return self._interval
 
     @property
     def checkpoints(self) -> list[str]:
-        """Paths of the complete checkpoints, the oldest first, without those kept for every n hours."""
+        """The paths of complete checkpoints, oldest first. Omits checkpoints kept per n hours."""
         kept = self._read_kept()["kept"]
         return [found.path for found in self._find() if found.number not in kept]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """Path of the newest complete checkpoint; one that is still being written does not count."""
+        """The path of the newest complete checkpoint, or `None`. Ignores unfinished saves."""
         return layout.latest_checkpoint(self._directory, self._name)
 
     def save(
@@ -128,18 +128,18 @@ class CheckpointManager:
         check_interval: bool = True,
         asynchronous: bool | None = None,
     ) -> str | None:
-        """Saves a checkpoint, unless it is too early for the next one. All workers must call it.
+        """Saves a checkpoint if `checkpoint_interval` steps have passed. All workers must call it.
 
         Args:
-            checkpoint_number: Its number; by default one more than the last.
-            check_interval: Whether to do nothing until `checkpoint_interval` steps have passed.
-            asynchronous: As in `Checkpoint.save`.
+            checkpoint_number: The number of the checkpoint. Defaults to the next number.
+            check_interval: Whether to respect `checkpoint_interval`. If false, always save.
+            asynchronous: As in `Checkpoint.save`. Defaults to true.
 
         Returns:
-            The path of the checkpoint; `None` if it is too early.
+            The path of the checkpoint, or `None` if nothing was saved.
 
         Raises:
-            CheckpointError: As `Checkpoint.save`.
+            CheckpointError: As in `Checkpoint.save`.
         """
         step = self._step()
         if check_interval and self._is_too_early(step):
@@ -155,13 +155,13 @@ class CheckpointManager:
         return path
 
     def restore_or_initialize(self) -> str | None:
-        """Restores the newest checkpoint; where there is none, calls `init_fn`. All workers must call it.
+        """Restores the newest checkpoint, or calls `init_fn` if there is none. All workers must call it.
 
         Returns:
-            The path of what was restored; `None` where there was nothing.
+            The path of the restored checkpoint, or `None` if there was none.
 
         Raises:
-            CheckpointError: As `Checkpoint.restore`; or some workers have a checkpoint and others have none.
+            CheckpointError: As in `Checkpoint.restore`, or if workers have different newest checkpoints.
         """
         self._checkpoint.settle()
         path = self.latest_checkpoint
@@ -181,10 +181,10 @@ class CheckpointManager:
         return path
 
     def wait(self) -> None:
-        """Waits until the last save is visible on all workers. All workers must call it.
+        """Waits until the last save is complete on all workers. All workers must call it.
 
         Raises:
-            CheckpointError: It failed on some worker; on all workers.
+            CheckpointError: On all workers, if the save failed on any worker.
         """
         self._checkpoint.wait()
 
@@ -212,7 +212,7 @@ class CheckpointManager:
         return layout.find(self._directory, self._name)
 
     def _delete_old(self) -> None:
-        """Runs where the checkpoint was made visible, after that: nothing is deleted for one that failed."""
+        """Runs on the committing worker after the commit, so that a failed save deletes nothing."""
         if self._max_to_keep is None:
             return
         state = self._read_kept()
@@ -245,9 +245,9 @@ class CheckpointManager:
 
 
 def _delete(path: str) -> None:
-    """Deletes a checkpoint: it is gone at once, and its files a moment later."""
+    """Renames a checkpoint to a hidden name, so that it vanishes at once, and then removes its files."""
     if not layout.is_checkpoint(path):
-        return  # somebody else's, with a name that looks like ours
+        return  # a foreign directory with a matching name
     directory, name = os.path.split(path)
     going = os.path.join(directory, layout.temporary(name, secrets.token_hex(8)))
     with contextlib.suppress(OSError):

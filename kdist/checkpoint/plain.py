@@ -1,4 +1,4 @@
-"""Plain Python values as JSON and back: numbers, strings, lists, tuples, dictionaries, bytes and arrays."""
+"""Converts numbers, strings, lists, tuples, dictionaries, bytes and arrays to JSON and back."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SPECIAL = ("$tuple", "$dict", "$bytes", "$array", "$tensor")
 
 
 def encode(name: str, value: Any, store: Callable[[str, Any], None] | None = None) -> Any:
-    """Returns a value as JSON. `store` takes its arrays, by names of their own; without it they are in the JSON.
+    """Returns a value as JSON. Passes each array and its name to `store`, or embeds arrays if it is `None`.
 
     Raises:
-        InvalidArgumentError: There is something else in the value.
+        InvalidArgumentError: If the value contains an object of an unsupported type.
     """
 
     def visit(at: str, item: Any) -> Any:
@@ -61,7 +61,7 @@ def _array(name: str, array: Any, store: Callable[[str, Any], None] | None) -> A
 
 
 def decode(value: Any, arrays: Any = None) -> Any:
-    """Returns the value that `encode` made JSON of; `arrays` are those that it stored, by name."""
+    """Returns the value that `encode` converted. `arrays` contains the stored arrays by name."""
     if isinstance(value, list):
         return [decode(part, arrays) for part in value]
     if not isinstance(value, dict):
@@ -82,7 +82,7 @@ def decode(value: Any, arrays: Any = None) -> Any:
 
 
 def tensors_in(value: Any) -> list[str]:
-    """Returns the names of the arrays that JSON from `encode` refers to."""
+    """Returns the names of the stored arrays in the JSON from `encode`."""
     if isinstance(value, list):
         return [name for part in value for name in tensors_in(part)]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A line that says how far reading has come: for what takes longer than two seconds, and where somebody looks at it."""
+"""A progress line for reads that take longer than two seconds, on a terminal or in a notebook."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_PATIENCE = 2.0  # seconds after which somebody wonders
-_PAUSE = 0.1  # seconds between two states of the line
+_PATIENCE = 2.0  # seconds until the line appears
+_PAUSE = 0.1  # seconds between two updates of the line
 _WIDTH = 20
 
 
 @contextlib.contextmanager
 def progress(what: str, num_bytes: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Yields a function that is told, by any thread, of further bytes that are done.
+    """Yields a function that counts finished bytes. Any thread may call it with the number of further bytes.
 
-    The line is on a terminal or in a notebook alone, has no colors, and is gone at the end. Nothing is written where
-    the output is a file or a pipe.
+    The line appears only on a terminal or in a notebook, without colors, and disappears at the end. Nothing
+    is written if the output is a file or a pipe.
 
     Args:
-        what: What is done, "reading checkpoints/ckpt-3".
-        num_bytes: How many bytes there are.
-        shown: False for workers that are not the chief.
+        what: The text of the line, such as "reading checkpoints/ckpt-3".
+        num_bytes: The total number of bytes.
+        shown: Whether to show the line. False on workers other than the chief.
     """
     stream = next((one for one in (sys.stderr, sys.stdout) if _is_looked_at(one)), None) if shown else None
     if stream is None or not num_bytes:
@@ -47,7 +47,7 @@ class _Line:
         self._next = self._began + _PATIENCE
 
     def add(self, more: int) -> None:
-        """Counts bytes, and draws the line anew where it is time to."""
+        """Adds to the count, and redraws the line if `_PAUSE` has passed."""
         with self._lock:
             self._done += more
             now = time.monotonic()
@@ -59,21 +59,21 @@ class _Line:
             left = (now - self._began) * (1 - share) / max(share, 1e-9)
             drawn = f"{'━' * full}{'─' * (_WIDTH - full)}"
             state = f" {drawn} {share:.0%} of {_size(self._total)}, {left:.0f} s left"
-            # A line that is broken in two is not drawn over. The end of a path tells more than its beginning.
+            # Shorten the line, because `\r` cannot redraw a wrapped line. Keep the end of the path.
             room = max(0, shutil.get_terminal_size().columns - 1 - len(state))
             cut = len(self._what) > room
             what = f"…{self._what[len(self._what) - room + 1 :]}" if cut and room else self._what[:room]
             self._write(what + state)
 
     def clear(self) -> None:
-        """Takes the line away, where there is one."""
+        """Erases the line if it was drawn."""
         with self._lock:
             if self._width:
                 self._write("")
-                self._write("")  # back to the margin
+                self._write("")  # moves the cursor to the first column
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody looks any more
+        with contextlib.suppress(OSError, ValueError):  # the stream may be closed
             self._stream.write(f"\r{text.ljust(self._width)}")
             self._stream.flush()
         self._width = len(text)
@@ -84,9 +84,9 @@ def _is_looked_at(stream: Any) -> bool:
         return False
     try:
         is_terminal = bool(stream.isatty())
-    except (AttributeError, ValueError):  # what a program has put in its place, or closed
+    except (AttributeError, ValueError):  # a stream that the program replaced or closed
         is_terminal = False
-    # A notebook's streams are no terminals, and yet redraw a line.
+    # A notebook's streams are not terminals, but they also redraw a line after `\r`.
     return is_terminal or type(stream).__module__.startswith("ipykernel.")
 
 

@@ -1,4 +1,4 @@
-"""Restores objects: everything that a checkpoint and the objects both have, or nothing."""
+"""Restores all objects that a checkpoint contains, or none if an error occurs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _COUNTER = "save_counter"
 
 
 class RestoreStatus:
-    """What became of a restore. Everything that both sides have was restored; this says what one side lacks.
+    """The result of a restore: the objects that were not restored, because only one side contains them.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/train/Checkpoint
 
     Args:
-        path: Of the checkpoint.
-        unused: What the checkpoint holds and no object took.
-        unmatched: Objects that the checkpoint does not hold.
+        path: The path of the checkpoint.
+        unused: The names of saved objects that were not restored.
+        unmatched: The names of objects that the checkpoint does not contain.
     """
 
     def __init__(self, path: str, unused: Sequence[str], unmatched: Sequence[str]) -> None:
@@ -47,10 +47,10 @@ class RestoreStatus:
         self.unmatched = list(unmatched)
 
     def assert_consumed(self) -> RestoreStatus:
-        """Raises unless all of the checkpoint was used and all objects were restored.
+        """Raises an error unless all saved objects and all objects of the `kdist.Checkpoint` were restored.
 
         Raises:
-            CheckpointMismatchError: Names what is left.
+            CheckpointMismatchError: If an object was not restored. The message contains its name.
         """
         self.assert_existing_objects_matched()
         if self.unused:
@@ -62,10 +62,10 @@ class RestoreStatus:
         return self
 
     def assert_existing_objects_matched(self) -> RestoreStatus:
-        """Raises unless all objects were restored, whatever else the checkpoint holds.
+        """Raises an error unless all objects were restored. The checkpoint may contain more objects.
 
         Raises:
-            CheckpointMismatchError: Names the objects that the checkpoint does not hold.
+            CheckpointMismatchError: If the checkpoint lacks an object. The message contains its name.
         """
         if self.unmatched:
             raise CheckpointMismatchError(
@@ -76,7 +76,7 @@ class RestoreStatus:
         return self
 
     def expect_partial(self) -> RestoreStatus:
-        """Says that something may be left over; for readers, since nothing warns of it."""
+        """Does nothing. kdist never warns about unused objects, so this only documents your intention."""
         return self
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class RestoreStatus:
 
 @dataclass
 class _Plan:
-    """What will be assigned."""
+    """The assignments of a restore."""
 
     variables: list[tuple[Any, Tensor]]
     states: list[tuple[Any, Any]]
@@ -100,7 +100,7 @@ def restore(
     runtime: Runtime | None,
     random: bool,
 ) -> tuple[RestoreStatus, int]:
-    """Restores objects; plain values are set anew in `objects`. Collective.
+    """Restores objects, and replaces plain values in `objects`. Collective.
 
     Returns:
         The status, and the saved `save_counter`.
@@ -111,7 +111,7 @@ def restore(
     with scope_of(strategy):
         parts = _on_all(runtime, path, lambda: state.collect(objects))
 
-    before: list[Any] = []  # the random state of this process, once it has been replaced
+    before: list[Any] = []  # the previous random state of this process, once it was replaced
 
     def prepare() -> tuple[_Plan, dict[str, Any], dict[str, Any]]:
         with _named_damage(path):
@@ -122,13 +122,13 @@ def restore(
             values = read_tensors(path, index, wanted, shown=worker == 0)
             for variable, tensor in plan.variables:
                 values[tensor.name] = _converted(path, tensor, values[tensor.name], variable)
-            # All is decoded before anything is assigned: a restore that fails changes nothing.
+            # Decode everything before the first assignment, so that a failed restore changes nothing.
             plan.states = [(owner, plain.decode(saved)) for owner, saved in plan.states]
             plain_values = {name: plain.decode(value, values) for name, value in index.values.items()}
             plain_values[_COUNTER] = int(plain_values[_COUNTER])
             if random and _RANDOM in index.states and worker in index.workers:
                 before.append(state.random_state())
-                with _named_damage(path, Exception):  # of the engine
+                with _named_damage(path, Exception):  # backends raise various errors for an invalid state
                     saved = plain.decode(index.states[_RANDOM][_of_worker(index, _RANDOM, worker)])
                     state.set_random_state(saved)
         return plan, values, plain_values
@@ -166,16 +166,16 @@ def _named_damage(path: str, *also: type[Exception]) -> contextlib.AbstractConte
 
 
 def restore_weights(path: str, model: keras.Model) -> None:
-    """Restores, in this process alone, the weights of a model and how many steps its optimizer has made.
+    """Restores a model's weights and its optimizer's step count, only in this process.
 
-    Nothing else of the checkpoint is read: who evaluates needs no slots of an optimizer.
+    Reads nothing else, because evaluation does not need the other optimizer variables.
 
     Args:
-        path: Of a checkpoint that holds one model, by any name, or one by the name "model".
-        model: Has its variables.
+        path: The path of a checkpoint that contains a single model, or a model named "model".
+        model: A built model.
 
     Raises:
-        CheckpointError: As `restore`.
+        CheckpointError: As in `restore`.
     """
     index = read_index(path)
     names = [name for name, part in index.parts.items() if part["kind"] == "model"]
@@ -210,7 +210,7 @@ def _on_all(runtime: Runtime | None, path: str, function: Callable[[], Any]) -> 
         try:
             return function()
         except CheckpointCorruptError as error:
-            # Told as a note: whoever falls back to another checkpoint does so with all workers.
+            # Send it as a note, so that all workers raise this class and can fall back to another checkpoint.
             damage.append(error)
 
     def failed(index: int, text: str, kind: type[CheckpointError] = CheckpointError) -> Exception:
@@ -241,10 +241,10 @@ def _check_same(runtime: Runtime | None, path: str, index: Index) -> None:
 
 
 def match(path: str, index: Index, parts: Sequence[state.Part], worker: int, num_workers: int) -> _Plan:
-    """Finds for every variable its tensor.
+    """Finds the saved tensor of every variable, and the saved state of every object with `get_state`.
 
     Raises:
-        CheckpointMismatchError: An object is not the one that was saved.
+        CheckpointMismatchError: If an object does not match the saved object.
     """
     by_part: dict[str, list[Tensor]] = {}
     for tensor in index.tensors:
@@ -273,7 +273,7 @@ def match(path: str, index: Index, parts: Sequence[state.Part], worker: int, num
                 plan.unmatched.append(part.name)
             else:
                 plan.variables += pairs
-    # Plain values are set in any case.
+    # Plain values are always restored, so they are never unused.
     plan.unused = [name for name, part in index.parts.items() if name not in used and part["kind"] != "value"]
     return plan
 
@@ -300,7 +300,7 @@ def _pairs(path: str, part: state.Part, tensors: Sequence[Tensor]) -> list[tuple
 
 
 def _without_width(fact: Any) -> Any:
-    """A fact in which all integers are alike: counters and seeds have other widths on other backends."""
+    """Ignores the width of integers, because the widths of counters and seeds differ between backends."""
     return fact and (*fact[:2], "int" if "int" in fact[2] else fact[2])
 
 
@@ -340,5 +340,5 @@ def _state(path: str, index: Index, name: str, worker: int, num_workers: int) ->
 
 
 def _of_worker(index: Index, name: str, worker: int) -> int:
-    """The position of a worker's state, where there may be one for all."""
+    """Returns the position of a worker's state. If all workers share one state, returns 0."""
     return 0 if len(index.states[name]) == 1 else list(index.workers).index(worker)

@@ -1,4 +1,4 @@
-"""How tensors are cut into shards: all of them as one row of bytes, of which every worker takes an equal part."""
+"""Divides tensors into shards: concatenates their bytes, and gives each worker an equal part."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import NamedTuple
 
 
 class Size(NamedTuple):
-    """How large a tensor is: the number of its elements, and the bytes of one."""
+    """The size of a tensor: the number of elements and the bytes per element."""
 
     elements: int
     itemsize: int
 
 
 class Span(NamedTuple):
-    """Elements of one tensor, thought of as flat."""
+    """A range of elements of one flattened tensor."""
 
-    tensor: int  # its position among all tensors
+    tensor: int  # position among all tensors
     first: int
-    last: int  # the one after the last
+    last: int  # one past the last element
 
 
 def cut(sizes: Sequence[Size], shard: int, num_shards: int) -> list[Span]:
-    """Returns what one shard holds. Shards are equal to within the bytes of one element.
+    """Returns the spans of one shard. Shards have equal sizes, up to rounding to whole elements.
 
     Args:
-        sizes: Of all tensors, in their order.
-        shard: Which one, from 0.
-        num_shards: How many there are.
+        sizes: The sizes of all tensors, in order.
+        shard: The index of the shard, from 0.
+        num_shards: The number of shards.
 
     Example:
 
@@ -43,7 +43,7 @@ def cut(sizes: Sequence[Size], shard: int, num_shards: int) -> list[Span]:
     end = starts[-1] * (shard + 1) // num_shards
     spans = []
     for number, (size, start) in enumerate(zip(sizes, starts[:-1], strict=True)):
-        # Both shards of a boundary round it down to the same element.
+        # The shards on both sides of a boundary round it down to the same element.
         first = min(max(begin - start, 0) // size.itemsize, size.elements)
         last = min(max(end - start, 0) // size.itemsize, size.elements)
         if first < last:

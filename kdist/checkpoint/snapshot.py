@@ -1,4 +1,4 @@
-"""What a save writes: which tensors there are, and a copy of this worker's share of them."""
+"""Collects the tensors to save, and copies this worker's share of them."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
     from kdist.checkpoint.folders import Folder
     from kdist.context import StrategyLike
 
-# Of divided variables, so much is gathered at once.
+# The size up to which sharded variables are gathered together. A larger variable is gathered by itself.
 _GROUP_BYTES = 64 << 20
 
 
 @dataclass
 class Contents:
-    """What is to be saved."""
+    """The contents of a checkpoint to save."""
 
     parts: list[state.Part]
-    sources: list[Any]  # for each tensor, the variable or array that it comes from
-    tensors: list[Tensor]  # without their pieces
-    values: dict[str, Any]  # plain ones, as JSON
-    states: dict[str, Any]  # of this worker's objects, as JSON
+    sources: list[Any]  # the variable or array of each tensor
+    tensors: list[Tensor]  # without pieces
+    values: dict[str, Any]  # plain values, as JSON
+    states: dict[str, Any]  # the states of this worker's objects, as JSON
 
     def facts(self) -> Any:
-        """What must be equal on all workers."""
+        """Returns the properties that must be equal on all workers."""
         return [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in self.tensors]
 
 
 def scope_of(strategy: StrategyLike | None) -> contextlib.AbstractContextManager[Any]:
-    """The scope in which variables are created and assigned."""
+    """Returns the scope in which to create and assign variables."""
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
 def describe(objects: Mapping[str, Any], strategy: StrategyLike | None, random: bool) -> Contents:
-    """Finds out what objects hold, without copying it."""
+    """Returns the contents of objects, without copying variables."""
     with scope_of(strategy):
         parts = state.collect(objects)
     named: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def take(
     number: int | None,
     counter: int,
 ) -> Share:
-    """Returns this worker's share, whose bytes are still those of the variables."""
+    """Returns this worker's share. It refers to the variables, and only copies sharded variables."""
     spans = cut([tensor.size for tensor in contents.tensors], folder.rank, len(folder.members))
 
     check = (lambda: None) if runtime is None else runtime.group.check_intact
@@ -127,7 +127,7 @@ def _bytes_of(source: Any, span: Span) -> Any:
 
 
 def _gather(contents: Contents, spans: Sequence[Span], runtime: Runtime) -> list[Any]:
-    """Reads a share of variables of which other workers hold parts: all read all, some at a time, and keep theirs."""
+    """Gathers groups of sharded variables on all workers, and copies this worker's spans of each group."""
     variables = [source for source in contents.sources if isinstance(source, keras.Variable)]
     place = {id(source): number for number, source in enumerate(contents.sources)}
     found: dict[Span, Any] = {}
@@ -159,7 +159,7 @@ def _in_groups(
 
 
 def copy(share: Share) -> None:
-    """Copies a share into memory of its own: the next step changes the variables, or takes their memory (JAX)."""
+    """Copies a share, because the next step changes the variables or, on JAX, takes over their memory."""
     offsets = share.offsets()
     buffer = np.empty(offsets[-1], np.uint8)
     parts = [buffer[begin:end] for begin, end in itertools.pairwise(offsets)]

@@ -1,7 +1,7 @@
-"""What objects hold: Keras objects as named variables, others as a state or a plain value.
+"""Splits objects into parts: Keras objects into named variables, other objects into a state or a plain value.
 
-Names are made of positions and of the names in the code, without the counters that Keras appends to them: they are
-the same in every process and on every backend.
+Names of variables consist of positions and Keras names, without the counters that Keras appends. Therefore
+they are the same in every process and on every backend.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _KINDS: tuple[tuple[type, str], ...] = (
 class Part:
     """One object of a checkpoint."""
 
-    name: str  # as "model", or "model.optimizer"
-    # "model", "optimizer", …; "state" for an object with a state of its own, "value" for a plain one.
+    name: str  # such as "model" or "model.optimizer"
+    # "model", "optimizer", …; "state" for an object with `get_state`, "value" for a plain value.
     kind: str
     owner: Any
-    variables: dict[str, Any] = field(default_factory=dict)  # by name
-    aliases: tuple[str, ...] = ()  # other names under which the same object is known
-    may_differ: bool = False  # whether it is left alone where the saved one looks otherwise
-    put: Callable[[Any], None] | None = None  # sets a plain value anew
+    variables: dict[str, Any] = field(default_factory=dict)  # By name.
+    aliases: tuple[str, ...] = ()  # Other names of the same object.
+    may_differ: bool = False  # Whether to skip it, instead of raising, if the saved variables differ.
+    put: Callable[[Any], None] | None = None  # Replaces a plain value.
 
 
 def kind_of(value: Any) -> str:
-    """Says what a checkpoint takes an object for."""
+    """Returns the kind of an object, as in `Part.kind`."""
     for cls, kind in _KINDS:
         if isinstance(value, cls):
             return kind
@@ -61,10 +61,10 @@ def kind_of(value: Any) -> str:
 
 
 def collect(objects: Mapping[str, Any]) -> list[Part]:
-    """Returns the parts that objects consist of; lists and dictionaries may hold more.
+    """Returns the parts of objects, including objects inside lists and dictionaries.
 
     Raises:
-        CheckpointError: A model or layer has no variables yet.
+        CheckpointError: If a model or layer has no variables yet.
     """
     found = list(_flatten(objects))
     models = [value for _, value, _ in found if isinstance(value, keras.Model)]
@@ -78,7 +78,7 @@ def collect(objects: Mapping[str, Any]) -> list[Part]:
         parts.append(Part(name, kind, value, _named(kind, value, name), put=put))
         if kind == "model":
             parts += _compiled(name, value, given, parts)
-    # What was given by itself keeps that name, and is also known as the model's.
+    # An optimizer that was passed separately keeps its name, and "model.optimizer" is an alias.
     for name, value, _ in found:
         optimizer = getattr(value, "optimizer", None) if isinstance(value, keras.Model) else None
         own = f"{name}.optimizer"
@@ -89,33 +89,33 @@ def collect(objects: Mapping[str, Any]) -> list[Part]:
 
 
 def collect_layers(models: Mapping[str, keras.Model]) -> list[Part]:
-    """As `collect`, of models without what they were compiled with.
+    """Returns the parts of models without the optimizer and metrics from `compile`.
 
     Raises:
-        CheckpointError: A model has no variables yet.
+        CheckpointError: If a model has no variables yet.
     """
     return [Part(name, "model", model, _named("model", model, name)) for name, model in models.items()]
 
 
 def sync(objects: Mapping[str, Any]) -> None:
-    """Brings the state of models that are being trained into their variables."""
+    """Copies the state of models in training to their variables."""
     for _, value, _ in _flatten(objects):
         if isinstance(value, keras.Model):
             keras_hooks.sync_state(value)
 
 
 def strategy_of(value: Any) -> StrategyLike | None:
-    """Returns the strategy of an object, or of the first in a dictionary or a list that has one."""
+    """Returns the strategy of an object, or the first strategy found in a dictionary, list or tuple."""
     if isinstance(value, (dict, list, tuple)):
         parts = value.values() if isinstance(value, dict) else value
         return next(filter(None, map(strategy_of, parts)), None)
-    with contextlib.suppress(TypeError):  # what no weak reference can be made to
+    with contextlib.suppress(TypeError):  # the object does not support weak references
         return keras_hooks.strategy_of(value)
     return None
 
 
 def _flatten(objects: Any, prefix: str = "") -> Iterator[tuple[str, Any, Callable[[Any], None] | None]]:
-    """Yields all objects with their names and what sets them anew, those in lists and dictionaries too."""
+    """Yields the name, the object and its setter, for all objects including those inside containers."""
     for key, value in list(objects.items() if isinstance(objects, Mapping) else enumerate(objects)):
         name = f"{prefix}{key}"
         if "/" in name:
@@ -138,7 +138,7 @@ def _holds_objects(value: Any) -> bool:
 
 
 def _compiled(name: str, model: Any, given: Mapping[int, str], before: list[Part]) -> list[Part]:
-    """The optimizer and the metrics that a model was compiled with, unless they are given by themselves."""
+    """Returns the metrics from `compile`, and the optimizer unless it has a separate part."""
     parts = []
     optimizer = getattr(model, "optimizer", None)
     taken = any(part.owner is optimizer for part in before)
@@ -149,7 +149,7 @@ def _compiled(name: str, model: Any, given: Mapping[int, str], before: list[Part
     if getattr(model, "compiled", False) and model.metrics_variables:
         own = f"{name}.metrics"
         variables = _by_position(own, model.metrics_variables)
-        # They begin anew with every epoch, and are not there before the first one.
+        # Metrics are reset in every epoch, and do not exist before the first one.
         parts.append(Part(own, "metrics", model, variables, may_differ=True))
     return parts
 
@@ -185,14 +185,14 @@ def _by_position(name: str, variables: Any) -> dict[str, Any]:
 
 
 def _short(path: str) -> str:
-    """The last two names of a path, without counters: those before depend on how the model was built."""
+    """Returns the last two names of a path, without counters. The rest depends on how the model was built."""
     return "/".join(_COUNTER.sub("", part) for part in path.split("/")[-2:])
 
 
 def _slot(variable: Any, position: int) -> str:
-    """Of an optimizer's variable: its own ("iteration"), or what it is to the variable that it belongs to."""
+    """Returns the name of an optimizer variable ("iteration"), or the kind of a slot ("momentum")."""
     name = _COUNTER.sub("", variable.path.split("/")[-1])
-    # A shape of TensorFlow is true whatever its rank.
+    # Use `len`, because the truth value of a TensorFlow shape does not depend on its rank.
     return name if position < 2 and len(variable.shape) == 0 else name.rpartition("_")[2]
 
 
@@ -200,7 +200,7 @@ def _slot(variable: Any, position: int) -> str:
 
 
 def to_host(source: Any) -> Any:
-    """Returns the value of a variable, or an array, as a NumPy array; it may share memory."""
+    """Returns the value of a variable or an array as a NumPy array, which may share memory with it."""
     if not isinstance(source, keras.Variable):
         return np.asarray(source)
     array = keras.ops.convert_to_numpy(source)
@@ -209,14 +209,14 @@ def to_host(source: Any) -> Any:
 
 
 def dtype_name(source: Any) -> str:
-    """Returns Keras's name of the dtype of a variable or an array."""
+    """Returns Keras's dtype name of a variable or an array."""
     if isinstance(source, keras.Variable):
         return keras.backend.standardize_dtype(source.dtype)
     return np.asarray(source).dtype.name
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the state of all random numbers of this process that belong to no object."""
+    """Returns the global random states of this process: Python, NumPy, Keras and the backend."""
     seed = keras_hooks.global_seed_generator()
     name, words, position, has_gauss, gauss = np.random.get_state()
     return {
@@ -229,7 +229,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Sets what `random_state` returned; what belongs to another backend is left out."""
+    """Restores the state from `random_state`. Skips the backend's state if it comes from another backend."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     keras_hooks.global_seed_generator().state.assign(state["keras"])
@@ -238,9 +238,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def config_of(model: Any) -> Any:
-    """Returns what Keras makes the model from again, as JSON; `None` where it cannot be said in JSON."""
+    """Returns the Keras configuration of a model as JSON, or `None` if it cannot be converted to JSON."""
     try:
         with keras_hooks.without_tensorflow():
             return json.loads(json.dumps(keras.saving.serialize_keras_object(model)))
-    except Exception:  # whatever a user's get_config does
+    except Exception:  # a user's `get_config` may raise anything
         return None

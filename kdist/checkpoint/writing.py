@@ -1,7 +1,7 @@
-"""One worker's part of a save: its shard, and for the first worker of a folder the commit. No collectives here.
+"""One worker's part of a save: writes its shard. The first worker of a directory also commits the checkpoint.
 
-All of it runs in a background thread, where a collective could meet one of the training loop's. Workers that
-write into the same folder hear of each other by small files in it.
+This code must not use collectives. It runs in a background thread, where they could be mixed up with the
+training loop's collectives. Workers that write into the same directory communicate through small files in it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from kdist.errors import CheckpointError
 _CHUNK = 32 << 20
 _POLL = 0.01
 _LOOK = 0.5
-# How much less of a busy processor than a step; not so little that whoever waits for a save is taken for hung.
+# Writing gets less processor time than steps, but enough that a worker waiting for a save does not look hung.
 _NICENESS = 5
-# After so many heartbeat timeouts without any progress in the folder, the others count as gone; after so many
-# seconds, where this process only waits for them to end, or ends because of an error.
+# Other workers count as lost after this many heartbeat timeouts without progress in the directory. The limits
+# in seconds apply if this process is exiting, normally or because of an error.
 _PATIENCE_HEARTBEATS = 4
 _PATIENCE_AT_EXIT = 10.0
 _PATIENCE_AFTER_ERROR = 2.0
@@ -44,22 +44,22 @@ _PATIENCE_AFTER_ERROR = 2.0
 
 @dataclass
 class Share:
-    """What one worker writes."""
+    """The data that one worker writes."""
 
-    tensors: Sequence[Tensor]  # all of the checkpoint
-    spans: Sequence[Span]  # those of this worker
-    read: Callable[[], Iterable[Any]]  # gives the bytes of each of them, once
-    facts: Mapping[str, Any]  # what the index says, beside where the pieces are
-    states: Mapping[str, Any]  # of this worker's objects
+    tensors: Sequence[Tensor]  # All tensors of the checkpoint.
+    spans: Sequence[Span]  # The spans of this worker.
+    read: Callable[[], Iterable[Any]]  # Yields the bytes of each span once.
+    facts: Mapping[str, Any]  # Further fields of the index.
+    states: Mapping[str, Any]  # The states of this worker's objects.
 
     def offsets(self) -> list[int]:
-        """Where each span begins after the header, and where the last one ends."""
+        """Returns the offset of each span after the header, followed by the end of the last span."""
         sizes = ((span.last - span.first) * self.tensors[span.tensor].size.itemsize for span in self.spans)
         return [0, *itertools.accumulate(sizes)]
 
 
 def header_of(share: Share) -> bytes:
-    """Returns what comes before the tensors in a safetensors file."""
+    """Returns the header of a safetensors file, including its length."""
     entries: dict[str, Any] = {"__metadata__": {"format": "kdist.checkpoint"}}
     for span, (begin, end) in zip(share.spans, itertools.pairwise(share.offsets()), strict=True):
         tensor = share.tensors[span.tensor]
@@ -74,11 +74,11 @@ def header_of(share: Share) -> bytes:
 
 
 class Save:
-    """A save under way, in a folder that all workers of it have agreed on.
+    """A running save to a directory that its workers have agreed on.
 
     Args:
-        folder: Where it goes.
-        after: Called once the checkpoint is visible, by the first worker of the folder.
+        folder: The directory.
+        after: A function that the first worker of the directory calls when the checkpoint is visible.
     """
 
     def __init__(self, folder: Folder, after: Callable[[], None] | None = None) -> None:
@@ -88,19 +88,19 @@ class Save:
         self._thread: threading.Thread | None = None
 
     def start(self, share: Share, background: bool = True) -> None:
-        """Writes this worker's share, in a thread of its own or until it is done."""
+        """Writes this worker's share, in a separate thread if `background` is true."""
         if not background:
             self._write(share)
             return
-        # No daemon: Python waits for it before it ends.
+        # Python waits for a non-daemon thread before it exits.
         self._thread = threads.helper("kdist checkpoint", self._write_behind, share, daemon=False)
         self._thread.start()
 
     def join(self) -> str | None:
-        """Waits until this worker's part is done; for the first worker of a folder, until it is visible.
+        """Waits until this worker's part is done, including the commit on the first worker of a directory.
 
         Returns:
-            What went wrong, for the other workers.
+            The error message for the other workers, or `None`.
         """
         if self._thread is not None:
             waiting = stalls.waiting_for_thread(lambda: self._folder.is_waiting)
@@ -112,7 +112,7 @@ class Save:
         return f"saving {self._folder.final} failed: {kind}{self.error}"
 
     def _write_behind(self, share: Share) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own: steps go first
+        if sys.platform == "linux":  # only Linux supports a priority per thread
             thread = threading.get_native_id()
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
@@ -135,7 +135,7 @@ class Save:
 
 
 def write_shard(folder: Folder, share: Share) -> None:
-    """Writes a worker's shard, waits until it is on disk, and reports it to the first worker of the folder."""
+    """Writes this worker's shard, waits until it is on disk, and reports it to the first worker."""
     name = layout.shard(folder.rank, len(folder.members))
     header = header_of(share)
     offsets = share.offsets()
@@ -151,7 +151,7 @@ def write_shard(folder: Folder, share: Share) -> None:
             for start in range(0, len(part), _CHUNK):
                 yield part[start : start + _CHUNK]
 
-    # Sums are made beside the writing where the main thread waits for it, else in the same thread.
+    # In a synchronous save, compute checksums in parallel with writing, because the main thread waits.
     beside = threading.current_thread() is threading.main_thread()
     faults.point("save-write")
     with ThreadPoolExecutor(1) if beside else contextlib.nullcontext() as pool:
@@ -179,7 +179,7 @@ def write_file(path: str, parts: Iterable[Any]) -> None:
             while view:
                 written = os.write(fd, view)
                 if written >= _CHUNK and hasattr(os, "posix_fadvise"):
-                    # Linux begins to write to the disk at once, while the next bytes are made ready.
+                    # Linux starts writing to the disk immediately, while this thread prepares the next bytes.
                     os.posix_fadvise(fd, done, written, os.POSIX_FADV_DONTNEED)
                 view = view[written:]
                 done += written
@@ -189,17 +189,17 @@ def write_file(path: str, parts: Iterable[Any]) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Waits until the names in a folder are on disk."""
+    """Waits until the entries of a directory are on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems of a network cannot
+        with contextlib.suppress(OSError):  # some network file systems do not support it
             os.fsync(fd)
     finally:
         os.close(fd)
 
 
 def commit(folder: Folder, share: Share) -> None:
-    """Waits for all shards of a folder, writes the index and makes the checkpoint visible."""
+    """Waits for all shards in a directory, writes the index and makes the checkpoint visible."""
     folder.is_waiting = True
     reports = [wait_for(folder, rank) for rank in range(len(folder.members))]
     folder.is_waiting = False
@@ -214,7 +214,7 @@ def commit(folder: Folder, share: Share) -> None:
 
 
 def publish(folder: Folder) -> None:
-    """Gives a complete folder its name, in one rename."""
+    """Renames a complete directory to its final name."""
     parent, name = os.path.split(folder.final)
     aside = None
     if os.path.lexists(folder.final):
@@ -224,7 +224,7 @@ def publish(folder: Folder) -> None:
                 received={"path": folder.final},
                 hint="Choose another path, or move the existing file or directory.",
             )
-        # A folder cannot be renamed over another one. Until this one has its name, `layout.find` takes the other.
+        # A directory cannot be renamed over another one. In between, `layout.find` returns the old directory.
         aside = os.path.join(parent, layout.replaced(name, folder.token))
         os.rename(folder.final, aside)
     os.rename(folder.temporary, folder.final)
@@ -235,7 +235,7 @@ def publish(folder: Folder) -> None:
 
 
 def merge(folder: Folder, share: Share, reports: Sequence[Mapping[str, Any]]) -> Index:
-    """Returns the index of a checkpoint whose shards all workers have reported."""
+    """Returns the index of a checkpoint, merged from the reports of all workers."""
     pieces: list[list[Piece]] = [[] for _ in share.tensors]
     for report in reports:
         for number, piece in report["pieces"]:
@@ -248,7 +248,7 @@ def merge(folder: Folder, share: Share, reports: Sequence[Mapping[str, Any]]) ->
     for name in reports[0]["states"]:
         everyone = [report["states"].get(name) for report in reports]
         states[name] = everyone[:1] if all(state == everyone[0] for state in everyone) else everyone
-    # Clocks of machines differ, and may be set back; what was saved later must say so.
+    # The clocks of machines differ and may be set back. Make sure that `saved_at` increases with every save.
     others = layout.find(os.path.dirname(folder.final))
     saved_at = max([time.time(), *(other.saved_at + 1e-3 for other in others)])
     return Index(
@@ -262,10 +262,10 @@ def merge(folder: Folder, share: Share, reports: Sequence[Mapping[str, Any]]) ->
 
 
 def wait_for(folder: Folder, rank: int) -> Any:
-    """Waits for the report of one worker of the folder.
+    """Waits for and returns the report of one worker of the directory.
 
     Raises:
-        CheckpointError: It could not write its shard, is lost, or nothing happens in the folder any more.
+        CheckpointError: If a worker fails, the worker is lost, or the directory stays unchanged for too long.
     """
     path = os.path.join(folder.temporary, layout.report(rank))
     worker = folder.members[rank]
@@ -279,7 +279,7 @@ def wait_for(folder: Folder, rank: int) -> Any:
             sizes = sorted(_sizes(folder.temporary))
             if sizes != seen:
                 seen, since = sizes, now
-        is_over = is_lost or now - since > _patience()  # before the look at the report: what is there counts
+        is_over = is_lost or now - since > _patience()  # before reading: an existing report counts
         with contextlib.suppress(FileNotFoundError):
             with open(path, encoding="utf-8") as file:
                 return json.load(file)
@@ -302,7 +302,7 @@ def wait_for(folder: Folder, rank: int) -> Any:
 
 
 def _patience() -> float:
-    """For how many seconds nothing may change in the folder."""
+    """Returns for how many seconds the directory may stay unchanged."""
     seconds = _PATIENCE_HEARTBEATS * liveness.heartbeat_timeout()
     if threading.main_thread().is_alive():
         return seconds
@@ -312,21 +312,21 @@ def _patience() -> float:
 
 def _sizes(path: str) -> Iterator[tuple[str, int]]:
     for entry in os.scandir(path):
-        with contextlib.suppress(FileNotFoundError):  # moved to its place meanwhile
+        with contextlib.suppress(FileNotFoundError):  # renamed in the meantime
             yield entry.name, entry.stat().st_size
 
 
 def abandon(folder: Folder, error: BaseException) -> None:
-    """Lets the first worker of the folder know, as far as the disk still takes it; that one removes the folder."""
+    """Reports a failure to the first worker, which removes the directory. Ignores errors of the disk."""
     if folder.rank == 0:
         remove(folder.temporary)
         folder.release()
         return
     path = os.path.join(folder.temporary, layout.failure(folder.rank))
     with contextlib.suppress(OSError):
-        # Under another name until it says why: who finds it reads it at once.
+        # Rename the file when it is complete, because the first worker reads it as soon as it exists.
         with open(f"{path}.part", "wb", buffering=0) as file:
-            with contextlib.suppress(OSError):  # a full disk takes a name
+            with contextlib.suppress(OSError):  # on a full disk, an empty file may still be possible
                 os.write(file.fileno(), f"{type(error).__name__}: {error}".encode()[:2000])
         os.rename(f"{path}.part", path)
     folder.release()
