@@ -15,6 +15,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     if imported:
         pytest.fail(
             f"pytest's own process has imported {', '.join(imported)}, in {item.path.name} or before it.\n"
-            "Import it in functions that run in workers.",
+            "Import it in functions that run in workers, and return NumPy arrays from them, not tensors.",
             pytrace=False,
         )
