@@ -1,4 +1,4 @@
-"""The workers agree, step by step, on who still has data and how much; what each step is then given."""
+"""Lets the workers agree on the number of rows in each step, and on the end of the data."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from kdist.data.prefetch import End, Prefetch, primed
 from kdist.data.reading import SINGLE, WorkerBatch, is_cut_short
 from kdist.errors import DatasetError, KdistError, WorkerMismatchError
 
-# Steps that one message can be about: what a fast pipeline may have waiting while another worker is slow.
+# The maximum number of steps per message. A fast worker holds as many batches while it waits for a slow one.
 _MOST = 3
-# Before it speaks, a worker waits a moment for a second batch: a message costs as much as a small step. No longer,
-# since what makes the batches may be waiting for a step.
+# A message costs as much as a small step, so a worker first waits up to _MOMENT seconds for a second batch.
+# It does not wait longer, because the pipeline itself may be waiting for a step.
 _FEW = 2
 _MOMENT = 0.01
-# So many agreed steps are left when the next message is sent: it has as long to travel, and the others to send theirs.
+# The next message is sent when this many agreed steps are left. Messages travel while these steps run.
 _LEFT = 1
 
 
 @dataclass
 class Step:
-    """One step's data, as all workers know it.
+    """The data of one step.
 
     Args:
-        batch: What this worker has read; `None` if its pipeline has ended.
-        counts: Rows of all replicas, in their order, or `SINGLE`.
+        batch: The batch that this worker has read, or `None` if its pipeline has ended.
+        counts: The number of rows of each replica over all workers, or `SINGLE`. Equal on all workers.
     """
 
     batch: WorkerBatch | None
     counts: list[int]
 
     def as_batch(self, runtime: Runtime) -> ReplicaBatches:
-        """Returns what a step function takes. Rows travel where the replicas have others than of a global batch."""
+        """Returns batches for a step function. Gathers rows if `counts` differs from `runtime.split`."""
         batch = self.batch
         if batch is not None and batch.whole is not None:
             return split_batch(runtime, batch.whole)
@@ -54,7 +54,7 @@ class Step:
         return ReplicaBatches(parts if batch is not None and batch.is_placed else runtime.place(parts), split)
 
     def as_parts(self, runtime: Runtime) -> list[Any]:
-        """Returns one batch for each local replica, of no rows where a replica has none."""
+        """Returns one batch per local replica, with zero rows for a replica without data."""
         if self.batch is not None and self.batch.whole is not None:
             split = even_split(sum(self.counts), runtime.num_replicas)
             return rows.cut(self.batch.whole, [split[i] for i in runtime.replica_ids])
@@ -70,15 +70,15 @@ class Step:
 class Steps:
     """The steps of one pass over a distributed dataset. All workers must iterate in the same order.
 
-    Each worker says how many rows it has in each of the steps that are ready; the steps for which all have
-    spoken are run without another message. Where all read faster than they train, the next message travels
-    while steps run. One process alone sends none.
+    Each worker sends the row counts of the steps that it has ready. Steps that are ready on all workers run
+    without another message. If all workers read faster than they train, the next message travels while steps
+    run. A single worker sends no messages.
 
     Args:
-        runtime: The runtime whose workers take part.
-        pipeline: What this worker reads.
-        is_global: Whether the workers read the same global batches, or each its own part.
-        start: Index of the first step, for errors.
+        runtime: The runtime of the workers.
+        pipeline: The pipeline that this worker reads.
+        is_global: Whether all workers read the same global batches, instead of different batches.
+        start: The index of the first step, for errors.
     """
 
     def __init__(self, runtime: Runtime, pipeline: Prefetch, is_global: bool, start: int = 0) -> None:
@@ -87,7 +87,7 @@ class Steps:
         self._is_global = is_global
         self._step = start
         self._read: list[Any] = []
-        # Of the steps that may run: the rows of all replicas, and whether the workers' batches differ in kind.
+        # Per step that may run: the rows of all replicas, and whether the workers' batches differ in kind.
         self._agreed: list[tuple[list[int], bool]] = []
         self._all_are_ahead = False
         self._waiting_pays = True
@@ -97,7 +97,7 @@ class Steps:
         return iter(self.next, None)
 
     def next(self) -> Step | None:
-        """Returns the next step; `None` at the end."""
+        """Returns the next step, or `None` at the end."""
         if self._runtime.num_workers == 1:
             return self._next_alone()
         has_heard = not self._agreed
@@ -115,7 +115,7 @@ class Steps:
         self._step += 1
         if self._all_are_ahead:
             self._fill()
-            # All workers know the same agreed steps, and send at the same one; not at once, with little to say.
+            # All workers send at the same step, because `_agreed` is equal, but not right after a message.
             if not has_heard and self._on_its_way is None and len(self._agreed) <= _LEFT:
                 self._send(len(self._read) - len(self._agreed) < _FEW)
         return Step(batch, counts)
@@ -134,15 +134,15 @@ class Steps:
         return step
 
     def close(self) -> None:
-        """Ends the pipeline of this worker."""
+        """Closes this worker's pipeline."""
         on_its_way, self._on_its_way = self._on_its_way, None
         if on_its_way is not None:
             with contextlib.suppress(Exception):
-                on_its_way()  # the others have sent theirs, or are lost
+                on_its_way()  # the other workers have sent theirs, or are lost
         self._pipeline.close()
 
     def _agree(self) -> None:
-        """Learns of the next steps that all workers have data for; of none at the end."""
+        """Extends `_agreed` by the next steps for which all workers have data, or by none at the end."""
         while not self._agreed:
             if self._on_its_way is None:
                 self._fill()
@@ -162,18 +162,18 @@ class Steps:
                 kinds = {worker["kinds"][i] for worker in everyone if i < len(worker["kinds"])}
                 self._agreed.append((counts, len(kinds) > 1))
             going = [worker for worker in everyone if not worker["ended"]]
-            # All workers know the same facts, and come to the same conclusion.
+            # Computed from the same messages, so equal on all workers.
             self._all_are_ahead = bool(going) and not any(worker["waits"] for worker in going)
             if not number and not going:
                 return
 
     def _fill(self, wait: float | None = 0.0) -> None:
-        """Takes what is ready, up to a limit; waits so many seconds for a first one."""
+        """Takes ready batches, up to a limit. Waits up to `wait` seconds for the first (`None`: forever)."""
         if not (self._read and isinstance(self._read[-1], End)):
             self._read += self._pipeline.take(_MOST - len(self._read), wait)
 
     def _send(self, waits: bool) -> None:
-        """Tells the others what is ready and not agreed yet; `waits` says that it took some waiting."""
+        """Reports ready batches that are not agreed yet. `waits` means that fewer than `_FEW` were ready."""
         batches = [item for item in self._read[len(self._agreed) :] if not isinstance(item, End)]
         ended = bool(self._read) and isinstance(self._read[-1], End)
         error = self._read[-1].error if ended else None
@@ -187,7 +187,7 @@ class Steps:
         self._on_its_way = self._runtime.group.begin_gather_bytes(json.dumps(message).encode())
 
     def _number_agreed(self, everyone: list[dict[str, Any]]) -> int:
-        """How many steps can be run before the workers must speak again."""
+        """Returns how many steps can run before the next message."""
         for index, worker in enumerate(everyone):
             if worker["error"] is not None and not worker["counts"]:
                 self._raise(index, worker["error"])
@@ -210,7 +210,7 @@ class Steps:
         return [0] if self._is_global else [0] * len(self._runtime.devices)
 
     def _compare_kinds(self) -> None:
-        """Raises if the workers' next batches cannot go together: they would lead into different programs."""
+        """Raises an error if the workers' next batches would lead to different programs."""
         mine = None if isinstance(self._read[0], End) else self._read[0].kind()
         everyone = enumerate(gather(self._runtime, mine))
         present = [(index, kind) for index, kind in everyone if kind is not None]
@@ -252,22 +252,22 @@ def _words(error: BaseException) -> str:
 def open_steps(
     runtime: Runtime, reader: Iterator[WorkerBatch], options: InputOptions, is_global: bool, start: int = 0
 ) -> Steps:
-    """Starts to read ahead, and to put on the devices, what a worker reads; see `Steps`."""
+    """Starts to prefetch a worker's batches and to copy them to the devices. See `Steps`."""
     buffer = options.experimental_per_replica_buffer_size
     reader = _ready(runtime, reader, options.experimental_fetch_to_device is not False, buffer > 0)
     if not buffer:
         return Steps(runtime, Prefetch(reader, 0), is_global, start)
-    # One more than the steps that wait on a device: it is being prepared meanwhile.
+    # One more than the batches that wait on a device, because the thread prepares another one.
     return Steps(runtime, Prefetch(primed(reader), buffer + 1), is_global, start)
 
 
 def _ready(
     runtime: Runtime, reader: Iterator[WorkerBatch], place: bool, waits: bool
 ) -> Iterator[WorkerBatch]:
-    """Does what can be done before a batch's step: in the thread that reads, where there is one."""
+    """Prepares batches for their steps. With prefetching, this runs in the reading thread."""
     for batch in reader:
         if runtime.num_workers > 1:
-            batch.kind_digest  # noqa: B018  # computed here, and not between two steps
+            batch.kind_digest  # noqa: B018  # cached here, not between two steps
         if batch.parts is not None and place:
             batch.parts, batch.is_placed = runtime.place(batch.parts), True
         elif waits:
@@ -276,7 +276,7 @@ def _ready(
 
 
 def split_batch(runtime: Runtime, batch: Any) -> ReplicaBatches:
-    """Returns what a step function takes of a global batch, which every worker has."""
+    """Returns the batches for a step function from a global batch that every worker has."""
     count = rows.num_rows(batch)
     split = runtime.split(count)
     if runtime.needs_equal_shapes and rows.has_sparse(batch):

@@ -1,4 +1,4 @@
-"""How a strategy makes distributed datasets and values: what `Strategy` calls."""
+"""Creates distributed datasets and values for the methods of `Strategy`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kdist.values import regroup
 
 
 def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) -> DistributedDataset:
-    """Distributes a dataset of global batches by its policy. All workers must call it."""
+    """Distributes a dataset of global batches according to its policy. All workers must call it."""
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise InvalidArgumentError(
             "experimental_distribute_dataset does not support one pipeline per replica.",
@@ -58,7 +58,7 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
 def distribute_from_function(
     runtime: Runtime, dataset_fn: Callable[[InputContext], Any], options: InputOptions
 ) -> DistributedDataset:
-    """Distributes each worker's own pipeline of per-replica batches. All workers must call it."""
+    """Distributes pipelines of per-replica batches, which a function creates. All workers must call it."""
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     if per_replica and runtime.num_workers > 1:
         raise InvalidArgumentError(
@@ -72,7 +72,7 @@ def distribute_from_function(
     def call() -> tuple[list[Source], int | None, bool]:
         contexts = [InputContext(pipelines, i, runtime.num_replicas) for i in mine]
         sources = [source_of(dataset_fn(context)) for context in contexts]
-        are_unbatched = all(source.is_unbatched for source in sources)  # reads the first element of some
+        are_unbatched = all(source.is_unbatched for source in sources)  # some kinds read the first element
         return sources, _steps_of(sources, len(runtime.devices)), are_unbatched
 
     sources, num_steps, are_unbatched = read_on_all(runtime, "The dataset_fn", call)
@@ -88,7 +88,7 @@ def _dataset(
     options: InputOptions,
     is_global: bool = False,
 ) -> DistributedDataset:
-    if not all(source.can_read_ahead for source in sources):  # somebody may go on with a generator
+    if not all(source.can_read_ahead for source in sources):  # the user may continue to use a generator
         options = dataclasses.replace(options, experimental_per_replica_buffer_size=0)
     return DistributedDataset(
         runtime,
@@ -102,7 +102,7 @@ def _dataset(
 
 
 def distribute_values(runtime: Runtime, value_fn: Callable[[ValueContext], Any]) -> Any:
-    """Returns one value a local replica, made by the user's function."""
+    """Calls the user's function once per local replica, and returns the values."""
     values = [value_fn(ValueContext(i, runtime.num_replicas)) for i in runtime.replica_ids]
     return regroup(values, keras.tree.map_structure)
 
@@ -119,7 +119,7 @@ def _steps_of(sources: Sequence[Source], num_local: int) -> int | None:
 
 
 def _longest(runtime: Runtime, num_steps: int | None, is_unbatched: bool = False) -> int | None:
-    """Steps until the last worker has run out, or the first of single elements; `None` unless all know theirs."""
+    """Returns the steps of the longest pipeline (single elements: the shortest), or `None` if unknown."""
     everyone, unbatched = zip(*gather(runtime, [num_steps, is_unbatched]), strict=True)
     if None in everyone:
         return None
@@ -127,7 +127,7 @@ def _longest(runtime: Runtime, num_steps: int | None, is_unbatched: bool = False
 
 
 def _share_seed(runtime: Runtime, source: Source) -> None:
-    """Gives all workers the chief's seed, where the order of a dataset follows from one."""
+    """Sends the chief's seed to all workers, if the order of the dataset depends on a seed."""
     seed = gather(runtime, getattr(source, "seed", None))[0]
     if seed is not None:
         source.seed = seed  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""`DistributedDataset` and `DistributedIterator`: a dataset as the replicas of a strategy consume it."""
+"""`DistributedDataset` and `DistributedIterator`, which yield one batch per replica."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kdist.context import current_replica, in_function
 from kdist.errors import DatasetError, InvalidArgumentError, OutOfRangeError, StrategyScopeError
 from kdist.values import regroup
 
-# What needs Keras is imported when a dataset is read: the class alone is light.
+# Modules that need Keras are imported when a dataset is read, so importing this module stays cheap.
 if TYPE_CHECKING:
     from kdist.data.agreement import Step, Steps
 
 
 class DistributedDataset:
-    """A dataset whose elements have one batch for each replica.
+    """A dataset whose elements contain one batch per replica.
 
-    Comes from `Strategy.experimental_distribute_dataset` and `Strategy.distribute_datasets_from_function`.
-    Iterate over it, or hand it to `fit`, `evaluate` and `predict`; it can be iterated again and again, and all
-    workers must iterate alike. Pipelines of different lengths are fine: nothing hangs and no row is lost.
+    `Strategy.experimental_distribute_dataset` and `Strategy.distribute_datasets_from_function` return it. You
+    can iterate over it repeatedly, or pass it to `fit`, `evaluate` and `predict`. All workers must do the
+    same. If each worker has its own pipeline of batches, the lengths can differ, and no row is lost.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset
     """
@@ -40,21 +40,21 @@ class DistributedDataset:
         sources: Sequence[Any] = (),
     ) -> None:
         self._runtime = runtime
-        self._open_at = open_at  # an epoch and a step
+        self._open_at = open_at  # takes an epoch and a step
         self._element_spec: Any = None
-        self._next = {"epoch": 0, "step": 0}  # where the next iterator begins
+        self._next = {"epoch": 0, "step": 0}  # where the next iterator starts
         self._newest: dict[str, int] | None = None  # the position of the newest iterator
         self._peeked: DistributedIterator | None = None
         self.kind = kind
-        """What the dataset was made of, for messages."""
+        """The kind of the original dataset, for messages."""
         self.num_steps = num_steps
-        """Steps of an epoch; `None` where unknown or without end."""
+        """The number of steps per epoch, or `None` if it is unknown or infinite."""
         self.is_infinite = is_infinite
-        """Whether an epoch is known to have no end."""
+        """Whether the dataset is known to repeat forever."""
         self.sources = sources
-        """The pipelines that it reads."""
+        """The pipelines that this worker reads."""
         self.inner_shapes = inner_shapes
-        """The shape of a row of each array, with `None` for what differs; `None` where the first batch tells."""
+        """The row shape of each array, with `None` for varying axes. `None` to use the first batch."""
 
     def __len__(self) -> int:
         if self.num_steps is None:
@@ -64,22 +64,22 @@ class DistributedDataset:
         return self.num_steps
 
     def __iter__(self) -> DistributedIterator:
-        """Starts the next epoch, or goes on where `set_state` said. Other iterators are not disturbed."""
+        """Starts the next epoch, or resumes after `set_state`. Does not affect other iterators."""
         self._runtime.begin_loop()
         iterator, self._peeked = self._peeked or DistributedIterator(self, self._next), None
-        iterator._is_looped = in_function()  # begun in a function, it is in a loop there
+        iterator._is_looped = in_function()  # inside a function, it belongs to a loop
         self._newest = iterator._position
         self._next = {"epoch": self._next["epoch"] + 1, "step": 0}
         return iterator
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Goes through one epoch with a function that makes a new state of the old one and an element.
+        """Combines the elements of one epoch with a function, like `functools.reduce`.
 
         All workers must call it. In a `tf.function`, write a `for` loop instead.
 
         Args:
-            initial_state: What the function is given with the first element.
-            reduce_func: Called with a state and an element; returns the next state.
+            initial_state: The state that is passed with the first element.
+            reduce_func: A function of a state and an element that returns the next state.
 
         Returns:
             The last state.
@@ -95,45 +95,45 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """The structure of an element, with a spec for each array.
+        """The structure of an element, with one spec per array.
 
-        On TensorFlow a `tf.TypeSpec`, as `tf.distribute` has it (with several replicas, one that holds the spec of
-        each), for `tf.function(input_signature=...)`; elsewhere a `keras.KerasTensor`, and `None` for strings.
-        Shapes are those of one replica, without the number of rows. Where the dataset has not been read yet,
-        this reads the first step; all workers must ask.
+        On TensorFlow, a spec is a `tf.TypeSpec` as in `tf.distribute` for `tf.function(input_signature=...)`.
+        With several replicas, it contains one spec per replica. On other backends, it is a
+        `keras.KerasTensor`, or `None` for strings. Shapes describe one replica, without the number of rows.
+        If the dataset has not been read yet, this reads the first step, so all workers must access it.
         """
         if self._element_spec is None:
             self._note_spec(self.peek_part())
         return self._element_spec
 
     def peek(self) -> Step | None:
-        """Returns the first step of the next iterator without consuming it; `None` if there is none."""
+        """Returns the first step of the next iterator without consuming it, or `None` if there is none."""
         if self._peeked is None:
             self._peeked = DistributedIterator(self, self._next)
         return self._peeked.peek()
 
     def peek_part(self) -> Any:
-        """Returns a batch of one replica, the first of the next iterator. All workers must call it."""
+        """Returns one replica's batch from the first step of the next iterator. All workers must call it."""
         self.peek()
         assert self._peeked is not None
         return self._peeked.peek_part()
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position of the newest iterator: how many epochs and steps have been consumed.
+        """Returns the position of the newest iterator: its epoch, and the steps consumed in this epoch.
 
-        Equal on all workers. JSON can hold it: keep it in a checkpoint. A new dataset, made in the same way (on
-        the same number of workers, unless it holds global batches), goes on from there after `set_state`.
+        It is JSON-compatible and equal on all workers. A new dataset, created in the same way, resumes there
+        after `set_state`. The number of workers must be the same, unless the dataset has global batches.
         """
         return self._in_epoch(self._next if self._newest is None else self._newest)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on, with the next iterator, where `get_state` was called. Iterators that live stay where they are.
+        """Makes the next iterator resume at a position from `get_state`. Does not affect existing iterators.
 
         Args:
-            state: What `get_state` returned, in this process or another.
+            state: The result of `get_state`, in this or another process.
 
         Raises:
-            InvalidArgumentError: It is something else.
+            InvalidArgumentError: If `state` does not consist of an epoch and a step, both integers from 0.
         """
         if set(state) != {"epoch", "step"} or any(not isinstance(v, int) or v < 0 for v in state.values()):
             raise InvalidArgumentError(
@@ -147,7 +147,7 @@ class DistributedDataset:
             self._peeked = None
 
     def _in_epoch(self, position: Mapping[str, int]) -> dict[str, int]:
-        """A position after the last step is the beginning of the next epoch."""
+        """Replaces the position after the last step with the start of the next epoch."""
         epoch, step = position["epoch"], position["step"]
         ended = self.num_steps is not None and 0 < self.num_steps <= step
         return {"epoch": epoch + 1, "step": 0} if ended else {"epoch": epoch, "step": step}
@@ -165,26 +165,26 @@ _iterators: weakref.WeakValueDictionary[int, DistributedIterator] = weakref.Weak
 
 
 def numbered(number: int) -> DistributedIterator:
-    """Returns the iterator of a number."""
+    """Returns the iterator with this number."""
     return _iterators[number]
 
 
 class DistributedIterator:
-    """Goes through one epoch of a `DistributedDataset`.
+    """Iterates over one epoch of a `DistributedDataset`.
 
-    Each element has the structure of the dataset's, with a `PerReplica` of one batch a local replica for every
-    array; where the worker has one replica, the array itself.
+    Elements have the structure of the dataset's elements. Each array is a `PerReplica` with one batch per
+    local replica, or the plain array if the worker has one replica.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
     """
 
-    _source: Steps | None = None  # `torch.compile` makes objects of the class without calling `__init__`
+    _source: Steps | None = None  # `torch.compile` creates objects of the class without calling `__init__`
 
     def __init__(self, dataset: DistributedDataset, position: Mapping[str, int]) -> None:
         self._dataset = dataset
         self._position = dict(position)
         self._generator: Iterator[Step] | None = None
-        self._ahead: list[Step | None] = []  # at most one: what `peek` has read
+        self._ahead: list[Step | None] = []  # at most one step, read by `peek`
         self._is_looped = False
         self.number = next(_numbers)
         """Unique in this process."""
@@ -192,22 +192,22 @@ class DistributedIterator:
 
     @property
     def steps(self) -> Iterator[Step]:
-        """The steps themselves, for the training loop; they are read once."""
+        """The steps, for the training loop. They can be iterated only once."""
         if self._generator is None:
             self._source = self._dataset._open_at(self._position["epoch"], self._position["step"])
             self._generator = _counted(self._source, self._ahead, self._position)
         return self._generator
 
     def peek(self) -> Step | None:
-        """Returns the next step without consuming it; `None` at the end."""
+        """Returns the next step without consuming it, or `None` at the end."""
         if not self._ahead:
-            self.steps  # noqa: B018  # opens them
+            self.steps  # noqa: B018  # opens the pipeline
             assert self._source is not None
             self._ahead.append(self._source.next())
         return self._ahead[0]
 
     def peek_part(self) -> Any:
-        """Returns the batch of one replica, of the next step."""
+        """Returns one replica's batch from the next step, preferably a batch with rows."""
         from kdist.arrays import rows
 
         step = self.peek()
@@ -224,7 +224,7 @@ class DistributedIterator:
         return next((part for part in parts if rows.num_rows(part)), parts[0])
 
     def batches(self) -> Iterator[Any]:
-        """What step functions take, for the training loop. The epoch ends with the iterator, however it ends."""
+        """Returns batches for step functions. The pipeline closes when the iterator ends or is deleted."""
         return (step.as_batch(self._dataset._runtime) for step in self.steps)
 
     def __iter__(self) -> DistributedIterator:
@@ -267,7 +267,7 @@ class DistributedIterator:
         """Returns the next element.
 
         Raises:
-            OutOfRangeError: The epoch has ended.
+            OutOfRangeError: If the epoch has ended.
         """
         try:
             return next(self)
@@ -291,8 +291,8 @@ class DistributedIterator:
         except StopIteration:
             return Optional(())
 
-    # TensorFlow's protocol for what enters a `tf.function`: iterators over the same kind of elements share what is
-    # compiled.
+    # TensorFlow's protocol for arguments of a `tf.function`. Iterators over the same kind of elements share a
+    # compiled function.
     def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
         import numpy as np
 
@@ -304,15 +304,15 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Any:
-        """As `DistributedDataset.element_spec`."""
+        """See `DistributedDataset.element_spec`."""
         return self._dataset.element_spec
 
     def get_state(self) -> dict[str, Any]:
-        """Returns this iterator's position, as `DistributedDataset.get_state` does."""
+        """Returns the position of this iterator. See `DistributedDataset.get_state`."""
         return self._dataset._in_epoch(self._position)
 
     def close(self) -> None:
-        """Ends the pipeline before its end, with its threads."""
+        """Stops the pipeline and its threads, also before the epoch ends."""
         if self._source is not None:
             self._source.close()
 
@@ -321,7 +321,7 @@ class DistributedIterator:
 
 
 def _counted(source: Steps, ahead: list[Step | None], position: dict[str, int]) -> Iterator[Step]:
-    # A function, and no method: the iterator would wait for the garbage collector, with its thread and batches.
+    # Not a method, because a reference cycle would keep the thread and the batches until garbage collection.
     try:
         while (step := ahead.pop() if ahead else source.next()) is not None:
             position["step"] += 1
@@ -332,20 +332,20 @@ def _counted(source: Steps, ahead: list[Step | None], position: dict[str, int]) 
 
 
 class Optional:
-    """An element that may be missing, in the manner of `tf.experimental.Optional`."""
+    """An element that may be missing, like `tf.experimental.Optional`."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
 
     def has_value(self) -> bool:
-        """Says whether there is an element."""
+        """Returns whether there is an element."""
         return bool(self._values)
 
     def get_value(self) -> Any:
         """Returns the element.
 
         Raises:
-            OutOfRangeError: There is none.
+            OutOfRangeError: If there is no element.
         """
         if not self._values:
             raise OutOfRangeError(

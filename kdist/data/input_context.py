@@ -1,4 +1,4 @@
-"""`InputContext` and `ValueContext`: what a user's input function learns about the job."""
+"""`InputContext` and `ValueContext`, the arguments of users' input functions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kdist.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class InputContext:
-    """What `distribute_datasets_from_function` tells the input function of a worker.
+    """The argument that `distribute_datasets_from_function` passes to the input function.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputContext
 
     Args:
-        num_input_pipelines: Number of input pipelines in the job: one a worker, or one a replica.
-        input_pipeline_id: Which of them this is, from 0: take every `num_input_pipelines`-th row, starting here.
-        num_replicas_in_sync: Number of replicas over all workers.
+        num_input_pipelines: The number of input pipelines in the job: one per worker, or one per replica.
+        input_pipeline_id: Pipeline index, from 0. Starting there, read every `num_input_pipelines`-th row.
+        num_replicas_in_sync: The number of replicas over all workers.
 
     Example:
 
@@ -31,13 +31,13 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the rows of one replica's batch.
+        """Returns the number of rows in one replica's batch.
 
         Args:
-            global_batch_size: Rows of a global batch; the number of replicas must divide it.
+            global_batch_size: The number of rows in a global batch, a multiple of the number of replicas.
 
         Raises:
-            InvalidArgumentError: The replicas do not divide the batch (a `ValueError`).
+            InvalidArgumentError: If it is not such a multiple. The error is also a `ValueError`.
         """
         size, left = divmod(global_batch_size, self.num_replicas_in_sync)
         if left:
@@ -55,13 +55,13 @@ class InputContext:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What `experimental_distribute_values_from_function` tells the function of one replica.
+    """The argument that `experimental_distribute_values_from_function` passes to the function.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ValueContext
 
     Args:
-        replica_id_in_sync_group: Index of the replica over all workers, from 0.
-        num_replicas_in_sync: Number of replicas over all workers.
+        replica_id_in_sync_group: The index of the replica over all workers, from 0.
+        num_replicas_in_sync: The number of replicas over all workers.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""`InputOptions`, `InputReplicationMode` and `AutoShardPolicy`: how a dataset is distributed."""
+"""`InputOptions`, `InputReplicationMode` and `AutoShardPolicy` control how a dataset is distributed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from kdist.errors import InvalidArgumentError
 
 
 class AutoShardPolicy(enum.Enum):
-    """Which rows of a dataset of global batches each worker reads.
+    """Controls which rows of a dataset of global batches each worker reads.
 
-    The names are those of `tf.data.experimental.AutoShardPolicy`
-    (https://www.tensorflow.org/api_docs/python/tf/data/experimental/AutoShardPolicy); members of that class
-    are understood too, and a `tf.data.Dataset` says its policy in its own options.
+    The names are the same as in `tf.data.experimental.AutoShardPolicy`
+    (https://www.tensorflow.org/api_docs/python/tf/data/experimental/AutoShardPolicy). Members of that class
+    are also accepted. The options of a `tf.data.Dataset` contain its policy.
 
-    - `AUTO`: `FILE` for a `tf.data.Dataset` that reads files; else `DATA`.
-    - `FILE`: Each worker reads files of its own. For a `tf.data.Dataset` TensorFlow finds the file reader in
-      the pipeline; any other dataset says its files in an attribute `files`.
-    - `DATA`: All workers agree on every global batch, and each takes its replicas' rows: the numbers are those
-      of one device. A map-style `DataLoader` loads only the samples that its worker needs.
-    - `OFF`: Each worker goes through the whole dataset.
-    - `HINT`: A `tf.data.Dataset` says where to shard, by `shard(SHARD_HINT, SHARD_HINT)`.
+    - `AUTO`: `FILE` for a `tf.data.Dataset` that reads files, otherwise `DATA`.
+    - `FILE`: Each worker reads different files. TensorFlow finds the file reader in a `tf.data.Dataset`. All
+      other datasets need an attribute `files`, a list.
+    - `DATA`: All workers agree on every global batch and take their rows, which gives the results of one
+      device. From a map-style `DataLoader`, each worker loads only the samples that it needs.
+    - `OFF`: Each worker reads the whole dataset.
+    - `HINT`: In a `tf.data.Dataset`, the worker's shard replaces `shard(SHARD_HINT, SHARD_HINT)`.
     """
 
     OFF = -1
@@ -32,7 +32,7 @@ class AutoShardPolicy(enum.Enum):
 
 
 class InputReplicationMode(enum.Enum):
-    """How often `distribute_datasets_from_function` calls the input function.
+    """Controls whether `distribute_datasets_from_function` calls its function per worker or per replica.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputReplicationMode
     """
@@ -48,16 +48,16 @@ class InputOptions:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputOptions
 
     Args:
-        experimental_fetch_to_device: Whether batches are put on the device ahead of the step that uses them.
+        experimental_fetch_to_device: Whether batches are copied to the device before the step that uses them.
             `None` means `True`.
-        experimental_replication_mode: Call the input function once a worker, or once a replica (in strategies
-            of one process).
-        experimental_place_dataset_on_device: Accepted for the sake of scripts that set it, and only together
-            with `PER_REPLICA`; the pipeline itself runs on the CPU.
-        experimental_per_replica_buffer_size: Batches that are prepared ahead for each replica; 0 prepares
-            each batch when it is asked for, in the main thread.
-        auto_shard_policy: Not in TensorFlow, where the dataset says it: the policy for datasets of other
-            kinds, in `experimental_distribute_dataset`.
+        experimental_replication_mode: Whether to call the input function once per worker or once per replica.
+            `PER_REPLICA` needs a single-process strategy.
+        experimental_place_dataset_on_device: Has no effect, because the pipeline runs on the CPU. Accepted
+            for scripts that set it, but only with `PER_REPLICA`.
+        experimental_per_replica_buffer_size: The number of batches to prefetch per replica. With 0, the main
+            thread prepares each batch when a step needs it.
+        auto_shard_policy: The policy for `experimental_distribute_dataset`. `None` uses the policy of the
+            dataset, which is `AUTO` unless a `tf.data.Dataset` sets another one. Not available in TensorFlow.
 
     Example:
 
@@ -79,7 +79,7 @@ class InputOptions:
                 received={"experimental_per_replica_buffer_size": self.experimental_per_replica_buffer_size},
                 hint="Use 0 to read each batch only when a step needs it.",
             )
-        # TensorFlow's enumeration has the same names.
+        # TensorFlow's enumerations have the same names.
         for field, kind in (
             ("experimental_replication_mode", InputReplicationMode),
             ("auto_shard_policy", AutoShardPolicy),

@@ -1,4 +1,4 @@
-"""`NumpyDataset`: the little of `tf.data` that arrays need, for backends whose users may not have TensorFlow."""
+"""`NumpyDataset`, a small replacement of `tf.data` for arrays that does not need TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kdist.errors import InvalidArgumentError
 
 
 class NumpyDataset:
-    """Rows of arrays, in the words of `tf.data.Dataset`: `shuffle`, `repeat`, `take`, `skip`, `batch`.
+    """A dataset of the rows of arrays, with some methods of `tf.data.Dataset`.
 
-    Each method returns a new dataset. The elements of the first one are single rows.
+    Each method returns a new dataset. The elements are single rows until you call `batch`.
 
     Args:
         arrays: A structure of arrays with the same number of rows.
@@ -50,12 +50,12 @@ class NumpyDataset:
     def shuffle(
         self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True
     ) -> NumpyDataset:
-        """Draws each element at random from a buffer; in another order each time the dataset is iterated.
+        """Draws each element at random from a buffer.
 
         Args:
-            buffer_size: Elements to draw from; those of the whole dataset for a perfect shuffle.
-            seed: Makes the orders reproducible. All workers must have the same one.
-            reshuffle_each_iteration: `False` for the same order each time.
+            buffer_size: The elements in the buffer. Use the size of the dataset for a perfect shuffle.
+            seed: Makes the order reproducible. All workers must use the same seed.
+            reshuffle_each_iteration: Whether the order changes each time the dataset is iterated.
         """
         outer = self._items
         base = int(np.random.randint(2**31)) if seed is None else seed
@@ -73,13 +73,13 @@ class NumpyDataset:
         return self._derived(items, self._num_items)
 
     def repeat(self, count: int | None = None) -> NumpyDataset:
-        """Repeats the dataset `count` times, or without end."""
+        """Repeats the dataset `count` times, or forever if `count` is `None` or negative."""
         outer = self._items
         times = -1 if count is None else count
 
         def items(epoch: int) -> Iterator[Any]:
             rounds = itertools.count() if times < 0 else range(times)
-            # Each round is shuffled anew, and no round of another epoch has the same number.
+            # The number of a round is unique over all epochs, so each round is shuffled differently.
             return itertools.chain.from_iterable(outer(epoch * max(times, 1_000_003) + i) for i in rounds)
 
         num_items = None if times < 0 or self._num_items is None else self._num_items * times
@@ -92,17 +92,17 @@ class NumpyDataset:
         return self._derived(lambda epoch: itertools.islice(outer(epoch), count), num_items)
 
     def skip(self, count: int) -> NumpyDataset:
-        """Leaves out the first `count` elements."""
+        """Skips the first `count` elements."""
         outer = self._items
         num_items = None if self._num_items is None else max(self._num_items - count, 0)
         return self._derived(lambda epoch: itertools.islice(outer(epoch), count, None), num_items)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> NumpyDataset:
-        """Joins rows to batches.
+        """Combines rows into batches.
 
         Args:
-            batch_size: Rows of a batch: of a global one, for `experimental_distribute_dataset`.
-            drop_remainder: Whether to leave out a last batch of fewer rows.
+            batch_size: The rows per batch. For `experimental_distribute_dataset`, the rows per global batch.
+            drop_remainder: Whether to drop a last batch with fewer rows.
         """
         if batch_size < 1:
             raise InvalidArgumentError(
@@ -124,7 +124,7 @@ class NumpyDataset:
         return self._derived(items, num_items)
 
     def prefetch(self, buffer_size: int) -> NumpyDataset:
-        """Does nothing: distributed datasets prepare batches ahead by themselves."""
+        """Does nothing, because distributed datasets prefetch batches automatically."""
         return self
 
     def __len__(self) -> int:
@@ -133,7 +133,7 @@ class NumpyDataset:
         return self._num_items
 
     def cardinality(self) -> int:
-        """Number of elements; -1 for a dataset without end."""
+        """Returns the number of elements, or -1 if the dataset repeats forever."""
         return -1 if self._num_items is None else self._num_items
 
     def __iter__(self) -> Iterator[Any]:
@@ -142,6 +142,6 @@ class NumpyDataset:
         return self.epoch(epoch)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
-        """Yields the elements of one epoch, from 0, in its order."""
+        """Yields the elements in the order of an epoch, counted from 0."""
         for item in self._items(epoch):
             yield keras.tree.map_structure(lambda array, i=item: array[i], self._arrays)

@@ -1,4 +1,4 @@
-"""`Prefetch`: a thread that prepares batches ahead of the step that uses them."""
+"""`Prefetch`, which prepares batches in a thread before the steps that use them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 from kdist.backends import threads
 from kdist.tracing import span
 
-# How long the thread sleeps on a full queue before it looks whether it is still wanted.
+# Seconds that the thread waits on a full queue before it checks whether the pipeline was closed.
 _GLANCE = 0.1
 
 
 @dataclass
 class End:
-    """What comes after the last batch: nothing, or the error that ended the pipeline."""
+    """Marks the end of the pipeline, with the error if one ended it."""
 
     error: BaseException | None = None
 
 
 def primed(items: Iterator[Any]) -> Iterator[Any]:
-    """Reads the first item at once, in the thread that calls.
+    """Reads the first item immediately, in the calling thread.
 
-    What shuffles draws its seed then, from global generators, and not at some time in another thread. An error
-    waits for its turn: all workers learn of it in the first step.
+    A pipeline that shuffles then draws its seed from the global generators now, not later in another thread.
+    An error is raised only when the item is used, so that all workers receive it in the first step.
     """
     try:
         return itertools.chain(list(itertools.islice(items, 1)), items)
@@ -42,11 +42,11 @@ def _failing(error: Exception) -> Iterator[Any]:
 
 
 class Prefetch:
-    """Items of an iterator, read ahead.
+    """Reads items of an iterator in advance.
 
     Args:
-        items: What to read; read and closed by one thread.
-        depth: How many items to hold; 0 reads each one when it is asked for, without a thread.
+        items: The iterator. Only one thread reads and closes it.
+        depth: The maximum number of waiting items. With 0, `take` reads the items itself, without a thread.
     """
 
     def __init__(self, items: Iterator[Any], depth: int) -> None:
@@ -57,23 +57,23 @@ class Prefetch:
             return
         self._queue: queue.Queue[Any] = queue.Queue(depth)
         self._closed = threading.Event()
-        # The thread holds no reference to this object, whose user may forget to close it.
+        # The thread has no reference to this object, so the object is deleted even if it is never closed.
         self._thread = threads.helper("kdist prefetch", _fill, items, self._queue, self._closed)
         self._thread.start()
 
     def take(self, most: int, wait: float | None = None) -> list[Any]:
-        """Returns the items that are ready; an `End` is the last, and comes again and again.
+        """Returns the items that are ready. The last item is an `End`, which all later calls also return.
 
         Args:
-            most: How many items to take.
-            wait: Seconds to wait for the first one; `None` for as long as it takes.
+            most: The maximum number of items.
+            wait: The seconds to wait for the first item, or `None` to wait without a limit.
         """
         if self._end is not None:
             return [self._end]
         taken: list[Any] = []
         while len(taken) < most and not (taken and isinstance(taken[-1], End)):
             if not self._depth and (taken or wait is not None):
-                break  # nothing is ready before it is read
+                break  # without a thread, no item is ready in advance
             try:
                 taken.append(self._take_one(0.0 if taken else wait))
             except queue.Empty:
@@ -88,14 +88,14 @@ class Prefetch:
         return self._queue.get(block=wait != 0.0, timeout=wait or None)
 
     def close(self) -> None:
-        """Ends the thread and the pipeline."""
+        """Stops the thread and closes the pipeline."""
         self._end = End()
         if not self._depth:
             _close(self._items)
             return
         self._closed.set()
         with contextlib.suppress(queue.Empty):
-            while True:  # wakes a thread that waits for room
+            while True:  # wakes the thread if the queue is full
                 self._queue.get_nowait()
         if self._thread is not threading.current_thread():
             self._thread.join(10.0)
@@ -111,7 +111,7 @@ def _read_one(items: Iterator[Any]) -> Any:
             return next(items)
     except StopIteration:
         return End()
-    except BaseException as error:  # a SystemExit ends the pipeline, and the main thread must learn of it
+    except BaseException as error:  # also SystemExit, which the main thread must receive
         return End(error)
 
 

@@ -1,4 +1,4 @@
-"""What one worker reads for each step: its replicas' parts of a global batch, by the policy of the dataset."""
+"""Reads the data of one worker for each step, according to the policy of the dataset."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from kdist.backends.contract import Runtime
 from kdist.data.sources.source import Source
 from kdist.errors import DatasetError
 
-# In place of a number of rows: a single element, without an axis of rows.
+# Replaces the number of rows for a single element, which has no row axis.
 SINGLE = -1
 
 
 @dataclass
 class WorkerBatch:
-    """What one worker has read for one step.
+    """The data that one worker has read for one step.
 
-    Either `parts` or `whole` is there: the latter where replicas may need the whole global batch.
+    It contains either `parts`, or `whole` if replicas may need the whole global batch.
 
     Args:
-        counts: Rows of each local part, or `SINGLE`; for global batches, the rows of the whole one alone.
-        parts: One batch for each local replica; `None` for a replica without rows.
+        counts: The rows of each local part, or `SINGLE`. For a global batch, only its total number of rows.
+        parts: One batch per local replica, or `None` for a replica without rows.
         whole: The global batch.
-        is_placed: Whether `parts` have been through `Runtime.place`.
+        is_placed: Whether `Runtime.place` has copied `parts` to the devices.
     """
 
     counts: list[int]
@@ -41,11 +41,11 @@ class WorkerBatch:
 
     @functools.cached_property
     def kind_digest(self) -> int:
-        """A short number for `kind`."""
+        """A checksum of `kind`."""
         return zlib.crc32(repr(self.kind()).encode())
 
     def kind(self) -> list[str]:
-        """What must be alike on all workers: the structure with its dtypes, and the inner shapes."""
+        """Returns the structure with dtypes, and the inner shapes, which the workers compare."""
         batch = self.whole
         if batch is None:
             assert self.parts is not None
@@ -55,13 +55,13 @@ class WorkerBatch:
         )
         is_single = SINGLE in self.counts
         inner = 0 if is_single else 1
-        # The rows of sparse and ragged tensors have lengths of their own.
+        # The rows of a ragged tensor vary in length.
         shapes = [tuple(leaf.shape[inner:]) for leaf in rows.leaves_of(batch) if not rows.is_ragged(leaf)]
         return [("one element of " if is_single else "") + repr(structure), repr(shapes)]
 
 
 def read_global(source: Source, runtime: Runtime, epoch: int, start: int) -> Iterator[WorkerBatch]:
-    """Reads global batches, the same ones on every worker, and keeps the rows of this worker's replicas."""
+    """Reads global batches, which are equal on all workers, and keeps the rows of this worker's replicas."""
 
     def choose(count: int) -> tuple[int, int] | None:
         split = runtime.split(count)
@@ -94,11 +94,11 @@ def _check_chosen(part: Any, expected: int) -> None:
 
 
 def read_pieces(source: Source, runtime: Runtime, epoch: int, start: int) -> Iterator[WorkerBatch]:
-    """Reads the batches of this worker's own share of the data, cut into steps.
+    """Reads the global batches in this worker's share of the data, and cuts them into steps.
 
-    A dataset of global batches of B rows gives this worker's replicas the rows that they would have of a global batch,
-    at each step: a batch lasts for as many steps as there are workers. Where the replicas do not divide B, the workers
-    take turns with the larger parts, so that they have B rows together at every step, as in `tf.distribute`.
+    In each step, the replicas get as many rows as from a shared global batch of B rows. One batch therefore
+    lasts for as many steps as there are workers. If B is not divisible by the number of replicas, the workers
+    take turns with the larger parts. Together, they have B rows in every step, as in `tf.distribute`.
     """
     sizes: list[int] = []
     num_local = len(runtime.devices)
@@ -109,7 +109,7 @@ def read_pieces(source: Source, runtime: Runtime, epoch: int, start: int) -> Ite
         if not count:
             continue
         if not sizes:
-            # A first file may be smaller than a batch: one row for each replica, at least.
+            # The first file may be smaller than a batch, but each replica needs at least one row.
             split = even_split(max(count, runtime.num_replicas), runtime.num_replicas)
             sizes = [stop - begin for begin, stop in split]
             first = runtime.replica_ids[0]
@@ -131,10 +131,10 @@ def read_pieces(source: Source, runtime: Runtime, epoch: int, start: int) -> Ite
 def read_per_replica(
     sources: Sequence[Source], runtime: Runtime, epoch: int, start: int
 ) -> Iterator[WorkerBatch]:
-    """Reads one batch for each replica: from one pipeline in turn, or from one pipeline a replica.
+    """Reads one batch per replica, from one pipeline in turn or from one pipeline per replica.
 
-    Or one element, where the dataset is not batched. An element has no rows that another replica could share: as in
-    `tf.distribute`, the data end before a step for which they do not suffice.
+    If the dataset is not batched, each replica gets a single element. Elements cannot be shared like rows, so
+    the data end before a step in which a replica would have no element, as in `tf.distribute`.
     """
     if len(sources) == 1:
         batches = sources[0].batches(epoch, start * len(runtime.devices))
@@ -150,7 +150,7 @@ def read_per_replica(
 
 
 def is_cut_short(counts: Sequence[int]) -> bool:
-    """Says whether some replicas have a single element in a step, and some have none."""
+    """Returns whether some replicas have a single element in a step and others have none."""
     return SINGLE in counts and 0 in counts
 
 

@@ -1,6 +1,6 @@
-"""The kinds of datasets that kdist reads: the one place that tells them apart.
+"""Recognizes the kinds of datasets that kdist reads.
 
-A kind is recognized by the name of its class, so that no framework is imported for data of another.
+Compares the names of classes, so that kdist does not import frameworks that the dataset does not use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kdist.data.sources.torch_loader import TorchLoaderSource
 from kdist.errors import DatasetError
 
 _TF_DATA = ("DatasetV2", "tensorflow.")
-# The name of a class, and how that of its module begins.
+# The keys are the name of a class and the start of its module's name.
 _CLASSES: dict[tuple[str, str], type[Source]] = {
     _TF_DATA: TFDataSource,
     ("DataLoader", "torch.utils.data"): TorchLoaderSource,
@@ -35,10 +35,10 @@ _CLASSES: dict[tuple[str, str], type[Source]] = {
 
 
 def source_of(dataset: Any) -> Source:
-    """Returns a dataset of any kind as a source.
+    """Wraps a dataset of any kind in a `Source`.
 
     Raises:
-        DatasetError: It is no dataset.
+        DatasetError: If kdist cannot read the object as a dataset.
     """
     if isinstance(dataset, Source):
         return dataset
@@ -65,12 +65,12 @@ def source_of(dataset: Any) -> Source:
 
 
 def is_infinite(dataset: Any) -> bool:
-    """Says whether data of any kind are known to have no end: a `tf.data.Dataset` that repeats forever."""
+    """Returns whether the object is a `tf.data.Dataset` that repeats forever."""
     return is_tf_data(dataset) and source_of(dataset).is_infinite
 
 
 def is_tf_data(dataset: Any) -> bool:
-    """Says whether a dataset is a `tf.data.Dataset`."""
+    """Returns whether the object is a `tf.data.Dataset`."""
     return _is(dataset, *_TF_DATA)
 
 

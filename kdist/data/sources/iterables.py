@@ -1,4 +1,4 @@
-"""Generators, generator functions, Grain's datasets and any other iterable of batches as sources."""
+"""Sources for generators, generator functions, Grain datasets and other iterables of batches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def _begins_single(items: Any) -> bool:
 
 
 class IterableSource(Source):
-    """Reads anything that can be iterated again and again: a list of batches, an object with `__iter__`."""
+    """Reads an object that can be iterated repeatedly, such as a list of batches."""
 
     kind = "an iterable"
 
     @property
     def num_batches(self) -> int | None:
-        """The length, where there is one."""
+        """The length, or `None` if the iterable has no length."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
     @property
@@ -32,17 +32,17 @@ class IterableSource(Source):
 
 
 class GeneratorFunctionSource(Source):
-    """Reads a function without arguments that returns an iterator, called once an epoch."""
+    """Reads a function without arguments that returns an iterator. Calls it once per epoch."""
 
     kind = "a generator function"
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Calls the function and yields what its iterator yields."""
+        """Calls the function and yields the items of its iterator."""
         return itertools.islice(self.dataset(), start, None)
 
 
 class IteratorSource(Source):
-    """Reads an iterator, which can be read once: the next epoch goes on where the last one stopped."""
+    """Reads an iterator, which can be read only once. The next epoch continues where the last epoch ended."""
 
     kind = "a generator"
     can_read_ahead = False
@@ -55,13 +55,13 @@ class GrainSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """The length of a map dataset that ends."""
+        """The length of a finite map dataset, otherwise `None`."""
         length = len(self.dataset) if hasattr(self.dataset, "__len__") else sys.maxsize
         return length if length < sys.maxsize else None
 
     @property
     def is_infinite(self) -> bool:
-        """Whether a map dataset repeats without end."""
+        """Whether the dataset is a map dataset that repeats forever."""
         return hasattr(self.dataset, "__len__") and self.num_batches is None
 
     @property
@@ -70,14 +70,14 @@ class GrainSource(Source):
         return hasattr(self.dataset, "__getitem__") and _begins_single(self.dataset)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yields NumPy arrays. A map dataset goes to its start at once."""
+        """Yields NumPy arrays. A map dataset skips to `start` without reading the batches before it."""
         if start and hasattr(self.dataset, "__getitem__"):
             return iter(self.dataset[start:])
         return super().batches(epoch, start)
 
 
 class NumpySource(Source):
-    """Reads kdist's own `NumpyDataset`."""
+    """Reads a `NumpyDataset`."""
 
     kind = "a dataset of NumPy arrays"
 
@@ -89,7 +89,7 @@ class NumpySource(Source):
 
     @property
     def is_infinite(self) -> bool:
-        """Whether the dataset repeats without end."""
+        """Whether the dataset repeats forever."""
         return self.num_batches is None
 
     @property
@@ -98,5 +98,5 @@ class NumpySource(Source):
         return any(rows.is_single(rows.to_host(item)) for item in self.dataset.take(1).epoch(0))
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yields the batches in the order of this epoch; those left out are not made."""
+        """Yields the batches in the order of this epoch. Skipped batches are not created."""
         return self.dataset.skip(start).epoch(epoch)

@@ -1,4 +1,4 @@
-"""`keras.utils.PyDataset` as a source: Keras's own adapter runs its threads or processes."""
+"""A source for `keras.utils.PyDataset`. Keras's adapter runs its threads or processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kdist.data.sources.source import Source
 
 
 def share_random_state(runtime: Runtime) -> None:
-    """Gives all workers the chief's state of Python's `random`, with which Keras shuffles a PyDataset."""
+    """Sends the chief's state of Python's `random` to all workers. Keras shuffles a PyDataset with it."""
     if runtime.num_workers > 1:
         version, words, gauss = gather(runtime, random.getstate())[0]
         random.setstate((version, tuple(words), gauss))
@@ -29,12 +29,12 @@ class PyDatasetSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """The dataset's own number of batches."""
+        """The number of batches that the dataset reports."""
         return self.dataset.num_batches
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yields NumPy arrays, prepared by the dataset's workers. Calls its hooks of the epoch."""
-        while self._epochs < epoch:  # a dataset may change between epochs
+        """Yields NumPy arrays from the dataset's workers. Calls the epoch hooks, also for skipped epochs."""
+        while self._epochs < epoch:  # the hooks may change the dataset
             self.dataset.on_epoch_begin()
             self.dataset.on_epoch_end()
             self._epochs += 1
@@ -43,7 +43,7 @@ class PyDatasetSource(Source):
             return
         dataset = _Tail(self.dataset, start) if start else self.dataset
         for batch in keras_hooks.py_dataset_batches(dataset):
-            # Keras makes a tuple of a single array.
+            # Keras wraps a single array in a tuple.
             single = isinstance(batch, tuple) and len(batch) == 1 and hasattr(batch[0], "shape")
             yield batch[0] if single else batch
 

@@ -1,4 +1,4 @@
-"""`Source`: a dataset of any kind, as batches that can be read epoch after epoch."""
+"""`Source`, the common interface to read the batches of any kind of dataset."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from kdist.arrays import rows
 from kdist.data.input_options import AutoShardPolicy
 from kdist.errors import DatasetError
 
-# From the number of rows of a global batch to the rows that this worker needs; `None` for all of them.
+# Maps the number of rows of a global batch to the range that this worker needs, or to `None` for all rows.
 Choice = Callable[[int], tuple[int, int] | None]
 
 
 class Source:
-    """A dataset that somebody gave to kdist. One subclass a kind."""
+    """Reads a user's dataset. Each kind of dataset has a subclass."""
 
     kind: str
-    """What users call it, for messages."""
+    """The name of the kind in messages."""
     can_read_ahead = True
-    """Whether batches that are read and not used can be read again."""
+    """Whether batches that were read but not used can be read again."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of an epoch; `None` where unknown or without end."""
+        """The number of batches per epoch, or `None` if it is unknown or infinite."""
         return None
 
     @property
     def is_infinite(self) -> bool:
-        """Whether an epoch is known to have no end."""
+        """Whether the dataset is known to repeat forever."""
         return False
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yields the batches of an epoch, as the dataset gives them.
+        """Yields the batches of an epoch.
 
         Args:
-            epoch: Which epoch, from 0; epochs may be asked for out of order, as when a job is resumed.
-            start: How many batches to leave out, as cheaply as the kind allows.
+            epoch: The epoch, from 0. Epochs may be read out of order, for example when a job resumes.
+            start: The number of batches to skip, as cheaply as the kind allows.
         """
-        # Those left out are read and forgotten. No generator, which would close the user's as it ends.
+        # Reads and drops skipped batches. A generator here would close the user's generator when it ends.
         return itertools.islice(self.dataset, start, None)
 
     def chosen(self, epoch: int, start: int, choose: Choice) -> Iterator[tuple[int, Any, Any]]:
-        """Yields for each global batch: its number of rows, and either this worker's rows or the whole batch.
+        """Yields the number of rows of each global batch, with either this worker's rows or the whole batch.
 
-        Kinds that can load single rows override this and load no others.
+        Kinds that can load single rows override this method, and load only the chosen rows.
         """
         for batch in self.batches(epoch, start):
             whole = rows.to_host(batch)
@@ -58,17 +58,17 @@ class Source:
 
     @property
     def is_unbatched(self) -> bool:
-        """Whether the dataset is known to give single elements, without an axis of rows."""
+        """Whether the dataset is known to yield single elements, without a row axis."""
         return False
 
     @property
     def inner_shapes(self) -> list[Any] | None:
-        """The shape of a row of each array, with `None` for what differs; `None` where the dataset cannot say."""
+        """The row shape of each array, with `None` for varying axes. `None` if unknown."""
         return None
 
     @property
     def policy(self) -> AutoShardPolicy:
-        """The policy that the dataset itself asks for."""
+        """The policy that the dataset sets."""
         return AutoShardPolicy.AUTO
 
     @property
@@ -77,11 +77,11 @@ class Source:
         return False
 
     def share_of_files(self, num_workers: int, worker_index: int) -> Source:
-        """Returns a source that reads only this worker's files: every `num_workers`-th of the dataset's `files`."""
+        """Returns a source that reads only this worker's files: every `num_workers`-th of `files`."""
         return type(self)(with_share_of_files(self.dataset, self.kind, num_workers, worker_index))
 
     def hinted(self, num_workers: int, worker_index: int) -> Source:
-        """Returns a source that reads what the dataset's own hint leaves to this worker."""
+        """Returns a source that reads this worker's shard, according to the hint in the dataset."""
         raise DatasetError(
             "AutoShardPolicy.HINT needs a tf.data.Dataset that calls shard(SHARD_HINT, SHARD_HINT).",
             received={"dataset": self.kind},
@@ -90,7 +90,7 @@ class Source:
 
 
 def with_share_of_files(dataset: Any, kind: str, num_workers: int, worker_index: int) -> Any:
-    """Returns a copy of a dataset whose attribute `files` is this worker's part."""
+    """Returns a copy of the dataset whose attribute `files` contains only this worker's files."""
     if not hasattr(dataset, "files"):
         raise DatasetError(
             "AutoShardPolicy.FILE cannot shard the dataset: it has no attribute `files`.",

@@ -1,4 +1,4 @@
-"""`tf.data.Dataset` as a source, on every backend. TensorFlow does the sharding of its own pipelines."""
+"""A source for `tf.data.Dataset`, on every backend. TensorFlow shards its pipelines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TFDataSource(Source):
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset)
         self._reshuffles = any(getattr(part, "_reshuffle_each_iteration", False) for part in _parts(dataset))
-        # Where a pipeline that reshuffles stood before each epoch; `None` where TensorFlow cannot say.
+        # The state of a reshuffling pipeline before each epoch, or `None` if TensorFlow cannot save it.
         self._starts: list[Any] = []
         self._last = -1
 
@@ -36,36 +36,36 @@ class TFDataSource(Source):
 
     @property
     def is_infinite(self) -> bool:
-        """Whether the dataset repeats without end."""
+        """Whether the dataset repeats forever."""
         import tensorflow as tf
 
         return int(self.dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
 
     @property
     def inner_shapes(self) -> list[Any] | None:
-        """Those of the element's spec."""
+        """The inner shapes in the element spec."""
         first = 0 if self.is_unbatched else 1
         return [None if shape.rank is None else tuple(shape[first:]) for shape in self._shapes()]
 
     @property
     def is_unbatched(self) -> bool:
-        """Whether the element's spec has a scalar."""
+        """Whether the element spec contains a scalar."""
         return any(shape.rank == 0 for shape in self._shapes())
 
     def _shapes(self) -> list[Any]:
         specs = keras.tree.flatten(self.dataset.element_spec)
-        return [spec.shape for spec in specs if hasattr(spec, "shape")]  # what is `None` has none
+        return [spec.shape for spec in specs if hasattr(spec, "shape")]  # the spec of `None` has no shape
 
     @property
     def policy(self) -> AutoShardPolicy:
-        """The policy that the dataset's options ask for."""
+        """The policy in the options of the dataset."""
         return AutoShardPolicy[self.dataset.options().experimental_distribute.auto_shard_policy.name]
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yields eager tensors. A reshuffling dataset gives the order that it gives in this epoch.
+        """Yields eager tensors. A reshuffling dataset yields them in the order of this epoch.
 
         Raises:
-            DatasetError: The epoch has been before, and TensorFlow cannot go back in this pipeline.
+            DatasetError: If TensorFlow cannot restore an earlier epoch, or if a worker has no file.
         """
         import tensorflow as tf
 
@@ -86,12 +86,12 @@ class TFDataSource(Source):
             ) from error
 
     def _iterator(self, epoch: int, start: int) -> Any:
-        """The n-th iterator of a dataset with `shuffle(seed=…)` has an order of its own."""
+        """Returns the iterator of an epoch. Each iterator of `shuffle(seed=…)` has a different order."""
         iterator: Any = None
         if epoch < len(self._starts):
             iterator = self._restored(epoch)
         elif self._last < len(self._starts) - 1:
-            self._restored(len(self._starts) - 1)  # the next new iterator follows the one restored last
+            self._restored(len(self._starts) - 1)  # a new iterator follows the last restored one
         while epoch >= len(self._starts):
             iterator = iter(self.dataset)
             self._starts.append(_saved(iterator))
@@ -120,7 +120,7 @@ class TFDataSource(Source):
 
     @property
     def reads_files(self) -> bool:
-        """Whether TensorFlow finds a reader of files in the pipeline."""
+        """Whether TensorFlow finds a file reader in the pipeline."""
         import tensorflow as tf
 
         try:
@@ -130,7 +130,7 @@ class TFDataSource(Source):
         return True
 
     def share_of_files(self, num_workers: int, worker_index: int) -> Source:
-        """TensorFlow moves a shard to the reader of files."""
+        """Returns a source that reads only this worker's files. TensorFlow shards the file reader."""
         import tensorflow as tf
 
         try:
@@ -143,13 +143,13 @@ class TFDataSource(Source):
             ) from None
 
     def hinted(self, num_workers: int, worker_index: int) -> Source:
-        """TensorFlow fills in `shard(SHARD_HINT, SHARD_HINT)`."""
+        """Returns a source in which TensorFlow has filled in `shard(SHARD_HINT, SHARD_HINT)`."""
         return TFDataSource(self._sharded(AutoShardPolicy.HINT, num_workers, worker_index))
 
     def _sharded(self, policy: AutoShardPolicy, num_workers: int, worker_index: int) -> Any:
         import tensorflow as tf
 
-        # What tf.distribute applies; there is no public name for the rewriting of a pipeline.
+        # `tf.distribute` uses this class. TensorFlow has no public API that rewrites a pipeline.
         from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset
 
         options = tf.data.Options()
@@ -158,11 +158,11 @@ class TFDataSource(Source):
 
 
 class Iterated:
-    """A `tf.data.Dataset` whose iterators can be dropped at once.
+    """A `tf.data.Dataset` whose iterators can be deleted without waiting.
 
-    One of TensorFlow's own waits for the thread that tunes its pipeline, which sleeps for up to a minute if it misses
-    the call to end: TensorFlow calls before it notes that the iterator is cancelled. The other workers would wait for
-    this one meanwhile. So that is left to a thread.
+    Deleting a TensorFlow iterator waits for the thread that tunes its pipeline. That thread sleeps for up to
+    a minute if it misses the call to end, because TensorFlow calls before it marks the iterator as canceled.
+    Meanwhile, the other workers would wait for this worker. Therefore another thread deletes the iterator.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -180,12 +180,12 @@ class _Iterator(Iterator[Any]):
         return next(self._native[0])
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # then a thread would never start
+        if not sys.is_finalizing():  # a thread would never start then
             threading.Thread(target=self._native.clear, name=_LETS_GO, daemon=True).start()
 
 
 def _parts(dataset: Any) -> Iterator[Any]:
-    """Yields a dataset and those that it is made of."""
+    """Yields a dataset and, recursively, its input datasets."""
     yield dataset
     for part in dataset._inputs():
         yield from _parts(part)
@@ -195,7 +195,7 @@ def _saved(iterator: Any) -> Any:
     import tensorflow as tf
 
     try:
-        # 2: fails where a part of the pipeline keeps its state to itself.
+        # Policy 2 raises an error if the state of a part of the pipeline cannot be saved.
         return tf.raw_ops.SerializeIterator(
             resource_handle=iterator._iterator_resource, external_state_policy=2
         )

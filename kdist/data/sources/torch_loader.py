@@ -1,8 +1,8 @@
-"""`torch.utils.data.DataLoader` as a source, on every backend.
+"""A source for `torch.utils.data.DataLoader`, on every backend.
 
 A map-style loader is sharded by index: each worker loads only the samples that its replicas need. All workers
-must then draw the same order: the one that the loader itself would draw where it has a seeded generator, else
-one that follows from a seed of kdist's.
+must therefore draw the same order. A loader with a seeded generator keeps its order. For all other loaders,
+the order follows from a seed that kdist draws.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from kdist.errors import DatasetError
 
 
 def random_state() -> bytes:
-    """Returns the state of PyTorch's global generator, from which loaders that shuffle draw their seed."""
+    """Returns the state of PyTorch's global generator, from which shuffling loaders draw their seed."""
     import torch
 
     return bytes(torch.get_rng_state().numpy().tobytes())
 
 
 def set_random_state(state: bytes) -> None:
-    """Sets what `random_state` returned, in this process or another."""
+    """Restores a state from `random_state`, of this or another process."""
     import torch
 
     torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def share_random_state(runtime: Runtime) -> None:
-    """Gives all workers the chief's global generator."""
+    """Sends the state of the chief's global generator to all workers."""
     if runtime.num_workers > 1:
         set_random_state(runtime.group.all_gather_bytes(random_state())[0])
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Within this, what samplers draw from is in a known state, and afterwards as it was."""
+    """Seeds the generators from which samplers draw, and restores their states at the end."""
     import torch
 
-    # The CPU's generator alone: `torch.manual_seed` would seed GPUs, too.
+    # Seeds only the CPU's generator, because `torch.manual_seed` also seeds GPUs.
     generator = torch.default_generator
     states = generator.get_state(), random.getstate(), np.random.get_state()
     generator.manual_seed(seed % 2**63)
@@ -74,31 +74,31 @@ class TorchLoaderSource(Source):
         self._by_index = (
             dataset.batch_sampler is not None
             and not isinstance(dataset.dataset, IterableDataset)
-            and type(dataset).__iter__ is DataLoader.__iter__  # a subclass may make batches of its own
+            and type(dataset).__iter__ is DataLoader.__iter__  # a subclass may create other batches
         )
-        # As a loader does when it is iterated: what `torch.manual_seed` has set leads to the same order again.
+        # Drawn like the seed of a loader's iterator, so `torch.manual_seed` makes the order reproducible.
         self.seed = int(torch.empty((), dtype=torch.int64).random_().item()) % 2**62
-        """Where the order of all epochs comes from; the workers agree on the chief's."""
+        """The seed of the order in all epochs. All workers use the chief's seed."""
         sampler = getattr(dataset.batch_sampler, "sampler", dataset.sampler)
         self._generator: Any = getattr(sampler, "generator", None)
-        # What the generator's state is before each epoch, as far as is known.
+        # The generator's state before each epoch, as far as it is known.
         self._states = {0: self._generator.get_state()} if self._generator is not None else {}
-        self._kept: Any = None  # the loader whose worker processes are kept from epoch to epoch
+        self._kept: Any = None  # the loader that keeps its worker processes over all epochs
         self._kept_batches: list[list[int]] = []
         self._kept_is_free = threading.Lock()
 
     @property
     def num_batches(self) -> int | None:
-        """The loader's length, where it is a fact."""
+        """The loader's length, or `None` if it is unknown or only a guess."""
         if not self._by_index:
-            return None  # the length of an iterable dataset is what its author guessed
+            return None  # the length of an iterable dataset is its author's guess
         try:
             return len(self.dataset)
         except TypeError:  # a sampler without a length
             return None
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yields tensors as the loader collates them."""
+        """Yields batches of tensors, collated by the loader."""
         if self._by_index:
             yield from self._loaded(self._indices(epoch)[start:])
             return
@@ -124,7 +124,7 @@ class TorchLoaderSource(Source):
             yield (len(indices), None, host) if part is None else (len(indices), host, None)
 
     def _indices(self, epoch: int) -> list[list[int]]:
-        """The samples of each batch of an epoch, the same on every worker."""
+        """Returns the sample indices of each batch of an epoch, which are equal on all workers."""
         self._set_epoch(epoch)
         if self._generator is not None:
             return self._indices_by_generator(epoch)
@@ -153,7 +153,7 @@ class TorchLoaderSource(Source):
                 sampler.set_epoch(epoch)
 
     def share_of_files(self, num_workers: int, worker_index: int) -> Source:
-        """The dataset that the loader reads says the files."""
+        """Returns a source that reads only this worker's part of the `files` of the loader's dataset."""
         given = self.dataset
         if given.batch_size is None or self._by_index:
             raise DatasetError(
@@ -175,7 +175,7 @@ class TorchLoaderSource(Source):
         """Yields the samples of each list of indices, as one batch each."""
         given = self.dataset
         persistent = given.persistent_workers and given.num_workers > 0
-        # Worker processes serve one iterator: another one that is read meanwhile has processes of its own.
+        # Worker processes serve only one iterator. A second iterator at the same time gets new processes.
         if not persistent or not self._kept_is_free.acquire(blocking=False):
             yield from self._new_loader(given.dataset, batch_sampler=indices)
             return
@@ -190,7 +190,7 @@ class TorchLoaderSource(Source):
             self._kept_is_free.release()
 
     def _new_loader(self, dataset: Any, **own: Any) -> Any:
-        """Returns a loader that is like the user's in all else."""
+        """Returns a loader with the user's options, apart from the given ones."""
         from torch.utils.data import DataLoader
 
         given = self.dataset
