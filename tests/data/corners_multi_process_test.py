@@ -307,3 +307,29 @@ def in_worker_dropped_iterator():
 @each_backend
 def test_nobody_waits_for_an_iterator_that_is_dropped(backend):
     assert run(backend, 1, in_worker_dropped_iterator) == [([0, 1], {"kdist lets an iterator go"})]
+
+
+def in_worker_hooks_at_the_end_of_an_epoch():
+    import keras
+
+    from kdist.data.sources.py_dataset import PyDatasetSource
+
+    class Growing(keras.utils.PyDataset):
+        epoch = 0
+
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return np.full((1, 1), 10 * self.epoch + index)
+
+        def on_epoch_end(self):
+            self.epoch += 1
+
+    source = PyDatasetSource(Growing())
+    return [int(batch[0, 0]) for batch in [*source.batches(0, start=2), *source.batches(1)]]
+
+
+@pytest.mark.kills("data_hooks_of_a_finished_epoch_left_out")
+def test_an_epoch_that_resumes_at_its_end_calls_the_hooks_of_the_dataset():
+    assert run("torch", 1, in_worker_hooks_at_the_end_of_an_epoch) == [[10, 11]]

@@ -40,6 +40,8 @@ class PyDatasetSource(Source):
             self._epochs += 1
         self._epochs += 1
         if start and self.num_batches is not None and start >= self.num_batches:
+            self.dataset.on_epoch_begin()
+            self.dataset.on_epoch_end()
             return
         dataset = _Tail(self.dataset, start) if start else self.dataset
         for batch in keras_hooks.py_dataset_batches(dataset):
