@@ -95,7 +95,11 @@ def files_of(root: Path) -> Iterator[Path]:
     if listed.returncode == 0:
         names = [Path(name) for name in listed.stdout.split("\0") if name]
     else:
-        names = [path.relative_to(root) for path in root.rglob("*") if "__pycache__" not in path.parts]
+        # Environments and caches, which git ignores, begin with a dot. An environment has gigabytes.
+        kept = (".ci", ".github", ".gitignore")
+        tops = [path for path in root.iterdir() if path.name in kept or not path.name.startswith(".")]
+        found = [path for top in tops for path in (top, *top.rglob("*"))]
+        names = [path.relative_to(root) for path in found if "__pycache__" not in path.parts]
     # An environment may be a link to a directory.
     return (name for name in names if (root / name).is_file() and not (root / name).is_symlink())
 

@@ -259,3 +259,10 @@ def test_processes_from_a_copy_end_with_it(tmp_path: Path) -> None:
     with left:
         assert left.wait(10) != 0
     assert not copy.exists()
+
+
+def test_an_archive_is_copied_without_its_environment(tmp_path: Path) -> None:
+    for name in ("kdist/x.py", ".ci/run", ".venv/bin/python", "kdist/__pycache__/x.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert sorted(map(str, run.files_of(tmp_path))) == [".ci/run", "kdist/x.py"]

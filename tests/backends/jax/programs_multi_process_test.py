@@ -98,7 +98,7 @@ def hlo_of_step(name: str) -> list[str]:
     x, y = images(8)
     with strategy(name).scope():
         model = normalized()
-    with Recorder("traced") as recorder:
+    with Recorder("looped") as recorder:
         model.fit(x, y, batch_size=8, verbose=0)
     return recorder.compiled
 
@@ -198,7 +198,7 @@ def export_steps(name: str) -> list[tuple[tuple[str, ...], int]]:
         return loss
 
     platforms = ("cuda", "tpu")
-    with Recorder("traced", platforms) as fitted, Recorder("_whole", platforms) as ran:
+    with Recorder("looped", platforms) as fitted, Recorder("_whole", platforms) as ran:
         model.fit(x, y, batch_size=8, verbose=0)
         model.evaluate(x, y, batch_size=8, verbose=0)
         model.predict(x, batch_size=8, verbose=0)
