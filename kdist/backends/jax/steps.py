@@ -98,12 +98,14 @@ class JaxSteps(StepFunction):
             or not 1 < len(batches) == self._model().steps_per_execution
         ):
             return False
-        leaves = [jax.tree.leaves(batch.parts) for batch in batches]
-        shapes = {tuple(getattr(leaf, "shape", None) for leaf in of_batch) for of_batch in leaves}
-        is_dense = all(
-            isinstance(leaf, (np.ndarray, jax.Array)) for leaf in jax.tree.leaves(batches[0].parts)
-        )
-        return is_dense and len(shapes) == 1 and all(batch.split == batches[0].split for batch in batches)
+        leaves, structures = zip(*(jax.tree.flatten(batch.parts) for batch in batches), strict=True)
+        if not all(isinstance(leaf, (np.ndarray, jax.Array)) for of_batch in leaves for leaf in of_batch):
+            return False
+        kinds = [
+            (structure, [(leaf.shape, leaf.dtype) for leaf in of_batch], batch.split)
+            for batch, of_batch, structure in zip(batches, leaves, structures, strict=True)
+        ]
+        return all(kind == kinds[0] for kind in kinds)
 
     def _run(self, *batches: ReplicaBatches) -> Any:
         """Runs one step, or several steps as one program."""

@@ -151,7 +151,7 @@ def test_one_compilation_a_batch_shape(replicas: int) -> None:
     assert sorted(traced) == [(ROWS % BATCH, 6), (BATCH, 6)]
 
 
-@pytest.mark.kills("jax_execution_step_by_step")
+@pytest.mark.kills("jax_execution_of_batches_that_differ", "jax_execution_step_by_step")
 @REPLICAS
 def test_the_steps_of_an_execution_are_one_program(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _under(replicas, steps_per_execution=2)
@@ -163,6 +163,10 @@ def test_the_steps_of_an_execution_are_one_program(replicas: int, monkeypatch: p
     )
     model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0)
     assert runs == [2, 2, 1]  # four full batches, and a shorter batch
+    mixed = [(x[:BATCH], y[:BATCH]), (x[:BATCH], y[:BATCH].astype("float32"))]
+    runs.clear()
+    model.fit((batch for batch in mixed), verbose=0)
+    assert runs == [1, 1]  # one program cannot run batches of different dtypes
 
 
 @pytest.mark.kills("jax_logs_of_the_first_step_of_an_execution")
