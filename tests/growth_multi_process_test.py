@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.processes import each_backend_in_six_turns, run, strategy
+from tests.processes import each_backend_in_twelve_turns, run, strategy
 
 COLUMNS, ROWS = 512, 512  # a global batch has 1 MiB
 UNITS = 512  # the weights have 1 MiB, and 3 MiB with the optimizer's slots
@@ -82,7 +82,7 @@ def check(backend, folder, rounds, steps, fits, saves):
 
 
 @pytest.mark.kills(growth_batches_kept="[torch]", growth_folders_stay_locked="[torch]")
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 def test_a_job_does_not_grow(backend, tmp_path):
     check(backend, tmp_path, 6, 50, 1, 16)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kdist.cluster import free_ports
-from tests.processes import Script, each_backend, each_backend_in_six_turns, run_plain, tf_config
+from tests.processes import Script, each_backend, each_backend_in_twelve_turns, run_plain, tf_config
 
 SCRIPT = """
 import contextlib, json, os
@@ -91,7 +91,7 @@ def test_workers_with_ipv6_addresses_train_as_one_device(backend, tmp_path):
     )
 
 
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 def test_kdist_run_with_ipv6_hosts(backend, tmp_path):
     hosts = ",".join(f"[::1]:{port}" for port in free_ports(2, "::1"))
     command = [sys.executable, "-m", "kdist", "run", "--backend", backend, "-n", "1", "--hosts", hosts]

@@ -48,7 +48,7 @@ def each_backend_within(turns: int) -> Callable[[Any], Any]:
 # `make test` runs the test on one backend, and on the next with each turn.
 each_backend = each_backend_within(len(BACKENDS))
 # For long tests of whole programs.
-each_backend_in_six_turns = each_backend_within(2 * len(BACKENDS))
+each_backend_in_twelve_turns = each_backend_within(4 * len(BACKENDS))
 
 
 # Whether the workers of pools are forked; `--full` says no.

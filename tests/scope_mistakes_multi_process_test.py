@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import each_backend_in_six_turns, run, run_plain
+from tests.processes import each_backend_in_twelve_turns, run, run_plain
 
 # What is created outside.
 MISTAKES: list[tuple[str, ...]] = [
@@ -80,7 +80,7 @@ def all_mistakes(fits_inside: bool) -> Any:
 
 
 @pytest.mark.kills(model_from_outside_without_a_word="[1-torch]")
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_what_was_created_outside_of_the_scope_trains_as_on_one_device(
     backend: str, num_workers: int

@@ -16,7 +16,14 @@ import time
 
 import pytest
 
-from tests.processes import BACKENDS, Script, each_backend, each_backend_in_six_turns, full_unless, run_plain
+from tests.processes import (
+    BACKENDS,
+    Script,
+    each_backend,
+    each_backend_in_twelve_turns,
+    full_unless,
+    run_plain,
+)
 
 NETWORK = "10.77.0"
 NETWORK_6 = "fd77"
@@ -143,7 +150,7 @@ def test_two_hosts_train_as_one_device(backend, workers, hosts, tmp_path):
 
 @pytest.mark.kills(gloo_interface_of_ipv6_not_found="[torch]")
 @pytest.mark.full
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 def test_two_hosts_with_ipv6_addresses_train_as_one_device(backend, hosts, tmp_path):
     for name in hosts:
         ip("-n", name, "-4", "addr", "flush", "scope", "global")
@@ -177,7 +184,7 @@ model.fit(x, x[:, :1], batch_size=4, epochs=10**6, verbose=0, callbacks=[Note()]
 
 
 @pytest.mark.kills(partition_noticed_late="[torch]")
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 def test_a_partition_ends_both_sides(backend, hosts, tmp_path):
     env = {"KDIST_HEARTBEAT_TIMEOUT": str(HEARTBEAT)}
     with job(hosts, backend, 1, tmp_path, ENDLESS, IPV4, env) as started:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.coordinator.clusters import cluster, facts
-from tests.processes import BACKENDS, Script, each_backend_in_six_turns, full_unless
+from tests.processes import BACKENDS, Script, each_backend_in_twelve_turns, full_unless
 
 SCRIPT = """
 import faulthandler
@@ -68,7 +68,7 @@ print("found", json.dumps(found), flush=True)
 """
 
 
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 def test_a_checkpoint_of_servers_is_one_of_any_strategy(backend: str, tmp_path: Path) -> None:
     script = Script(tmp_path, "checkpoints", SCRIPT, {"KERAS_BACKEND": backend})
     try:

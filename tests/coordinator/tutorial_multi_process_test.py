@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Script, each_backend_in_six_turns, run_plain
+from tests.processes import Script, each_backend_in_twelve_turns, run_plain
 
 TUTORIAL = Path(__file__).with_name("tutorial.py").read_text(encoding="utf-8")
 
@@ -48,7 +48,7 @@ def check(stdout: str, losses: list[float]) -> None:
     servers_threads_keep_the_process="[torch]",
     servers_tutorial_updates_twice="[torch]",
 )
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 def test_in_one_process(backend: str, tmp_path: Path) -> None:
     script = Script(tmp_path, "tutorial", TUTORIAL, {"KERAS_BACKEND": backend})
     try:
@@ -59,7 +59,7 @@ def test_in_one_process(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full  # notebook 9 trains as tasks, too
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 def test_as_tasks_of_a_job(backend: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kdist", "run", "--num-workers", "2", "--num-ps", "2"]
     script = Script(tmp_path, "tutorial", TUTORIAL, {"KERAS_BACKEND": backend}, command)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.environment import ROOT, clean_environment
-from tests.processes import each_backend_in_six_turns
+from tests.processes import each_backend_in_twelve_turns
 
 GAN = ROOT / "tutorials" / "gan.py"
 STEPS = 6
@@ -41,7 +41,7 @@ def printed(backend: str, folder: Path, *command: str) -> str:
 
 
 @pytest.mark.timeout(360)
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 def test_two_workers_have_the_losses_of_one_device(backend: str, tmp_path: Path) -> None:
     assert "kdist run --num-workers 2 gan.py" in GAN.read_text(encoding="utf-8")
     command = ("-m", "kdist", "run", "--num-workers", "2", str(GAN), "--steps", str(STEPS))

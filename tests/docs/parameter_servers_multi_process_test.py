@@ -10,7 +10,7 @@ import pytest
 
 from tests.coordinator.clusters import Cluster, facts
 from tests.docs.examples import example
-from tests.processes import each_backend_in_six_turns, run_plain
+from tests.processes import each_backend_in_twelve_turns, run_plain
 
 STRATEGY = "strategy = kdist.ParameterServerStrategy(resolver)\nwith strategy.scope():"
 SEED = "keras.utils.set_random_seed(1)\n"
@@ -24,7 +24,7 @@ def plain_losses(source: str) -> list[float]:
     return losses
 
 
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 def test_the_examples_of_parameter_servers(backend: str, tmp_path: Path) -> None:
     """One step after the other, `fit` has the losses of one device. The loop then takes its steps in any order."""
     fit, loop = example("parameter_servers_0"), example("parameter_servers_1")

@@ -14,14 +14,14 @@ import pytest
 
 from tests.docs.examples import example
 from tests.environment import ROOT, clean_environment
-from tests.processes import each_backend_in_six_turns, run, run_plain
+from tests.processes import each_backend_in_twelve_turns, run, run_plain
 
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 TRAIN = example("quickstart_0")
 SAVE = 'model.save("model.keras")\n'
 
 
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 def test_the_file_trains_on_two_workers_as_the_page_says(backend: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     (command,) = re.findall(r"^\$ kdist (run --num-workers 2 train\.py)$", PAGE, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The tutorials: executed unchanged, a fifth of them per turn, and stored with what they say and draw."""
+"""The tutorials: executed unchanged, one of them per turn, and stored with what they say and draw."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def code_cells(path: Path) -> list[Any]:
 
 
 def runs(place: int, tutorial: Path) -> list[Any]:
-    """Of five tutorials `make test` runs one per turn, on the next backend each time."""
-    rounds, offset = divmod(turn() + place, 5)
+    """Each turn runs the next tutorial, and each round of turns the next backend."""
+    rounds, offset = divmod(turn() + place, len(TUTORIALS))
     return [
         pytest.param(
             tutorial,

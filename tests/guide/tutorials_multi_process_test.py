@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Script, each_backend, each_backend_in_six_turns, local_addresses, tf_config
+from tests.processes import Script, each_backend, each_backend_in_twelve_turns, local_addresses, tf_config
 
 PAGE = Path(__file__).with_name("tutorials.md").read_text(encoding="utf-8")
 # Ten classes that a network tells apart: each has another bright row.
@@ -84,7 +84,7 @@ def test_keras(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 def test_multi_worker_with_keras(backend: str, tmp_path: Path) -> None:
     source, addresses = script("multi_worker_with_keras"), local_addresses(2)
     found = found_by(

@@ -19,7 +19,7 @@ from tests import by_hand
 from tests.alive import left_of
 from tests.docs.examples import example
 from tests.environment import ROOT, clean_environment
-from tests.processes import each_backend_in_six_turns
+from tests.processes import each_backend_in_twelve_turns
 
 TIMEOUT = 60.0
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -166,7 +166,7 @@ def test_a_busy_cluster(nothing_stays, cluster):
 @pytest.mark.timeout(300)  # real workers take long to import their backend
 @pytest.mark.xdist_group("ray_multi_process_test")  # which has a cluster
 @needs_ray
-@each_backend_in_six_turns
+@each_backend_in_twelve_turns
 def test_two_workers_train_as_one_device(nothing_stays, backend):
     def train():
         import keras
