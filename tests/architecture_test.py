@@ -62,6 +62,9 @@ EXTRA_FILES = {
         "seeds.py",  # on a GPU, reading a seed from the device waits for all its work
         "modules.py",  # modules of PyTorch inside a Keras model read their parameters directly
         "tables.py",  # TensorFlow's own coordinator looks rows up on its servers
+        "recorded_steps.py",  # Keras compiles no step on PyTorch: kdist records one,
+        "recording.py",  # operation by operation,
+        "replay.py",  # and runs it again
     },
 }
 # Kinds of datasets that come with a framework.

@@ -17,7 +17,7 @@ SEED_STRIDE = 7_368_787
 
 
 class _Thread(threading.local):
-    source: Callable[[Callable[[], Any]], Any] = staticmethod(lambda draw: draw())
+    source: Callable[[Callable[[], Any]], Any] | None = None
 
 
 _thread = _Thread()
@@ -25,14 +25,19 @@ _thread = _Thread()
 
 def drawn(draw: Callable[[], Any]) -> Any:
     """Returns the seed from `draw`, or from the function that `seeds_from` has set."""
-    return _thread.source(draw)
+    return draw() if _thread.source is None else _thread.source(draw)
+
+
+def draws_again() -> bool:
+    """Returns whether `seeds_from` may repeat this thread's seeds."""
+    return _thread.source is not None
 
 
 @contextlib.contextmanager
 def seeds_from(source: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
     """A context in which `source` provides this thread's seeds; it receives the function that draws one."""
     outer = _thread.source
-    _thread.source = lambda draw: source(lambda: outer(draw))
+    _thread.source = lambda draw: source(draw if outer is None else lambda: outer(draw))
     try:
         yield
     finally:

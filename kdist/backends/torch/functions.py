@@ -17,6 +17,7 @@ from kdist.backends.threads import Baton
 from kdist.backends.torch import divided
 from kdist.backends.torch.core import TorchCore
 from kdist.backends.torch.devices import ThreadStates
+from kdist.backends.torch.recording import Recording
 from kdist.backends.torch.replicas import TorchReplica, TorchScope
 from kdist.values import component
 
@@ -27,10 +28,12 @@ def in_replicas(
     body: Callable[[TorchReplica, int], Any],
     shares: Sequence[RowShare] | None = None,
     gradients: bool = True,
+    recording: Recording | None = None,
 ) -> list[Any]:
     """Calls `body(replica, local_index)` in each local replica, in its context and scope.
 
     `shares` contains the weights of the replicas' rows in a model's step. It is `None` for a user's function.
+    A `recording` must be for a single local replica.
     """
     state = keras_hooks.ThreadState() if len(runtime.devices) > 1 else None
     engine_state = ThreadStates(runtime.torch_devices)
@@ -47,6 +50,7 @@ def in_replicas(
             runtime.group,
             copies=runtime.copies,
             is_model_step=shares is not None,
+            recording=recording,
         )
         with contextlib.ExitStack() as stack:
             if index > 0 and state is not None:
@@ -58,6 +62,8 @@ def in_replicas(
             if runtime.storage is not None:
                 stack.enter_context(divided.in_step(runtime.storage, replica))
             stack.enter_context(TorchScope(replica, runtime.copies_of[index]))
+            if recording is not None:
+                stack.enter_context(recording.running())
             return body(replica, index)
 
     return runtime.threads.run(one_replica)

@@ -20,6 +20,7 @@ from kdist.backends.replica import Replica, RowShare
 from kdist.backends.threads import Baton
 from kdist.backends.torch import seeds
 from kdist.backends.torch.divided import Divided, DTensor, on_parts
+from kdist.backends.torch.recording import Recording, whole
 from kdist.backends.torch.workers import Workers
 from kdist.backends.variable_table import VariableTable
 from kdist.context import cross_replica
@@ -36,6 +37,7 @@ class TorchReplica(Replica):
         shares: The row shares of all replicas, over all workers.
         baton: Passes the turn to the other replicas of this process.
         copies: The variable copies of all local replicas that do not use the real variables.
+        recording: The recording of this step, or `None`.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class TorchReplica(Replica):
         workers: Workers,
         copies: Sequence[VariableCopies] = (),
         is_model_step: bool = True,
+        recording: Recording | None = None,
     ) -> None:
         super().__init__(strategy, replica_id, len(shares), shares[replica_id], local_index, is_model_step)
-        self.copies = copies
+        self.copies, self.recording = copies, recording
         self._shares = shares
         self._baton = baton
         self._workers = workers
@@ -211,7 +214,7 @@ class TorchReplica(Replica):
                 for total, other in zip(totals, others, strict=True):
                     total += other.to(total.device)
             for total in totals:
-                self._workers.all_reduce(total)
+                whole(self.recording, self._workers.all_reduce, total)
         return totals
 
 
@@ -393,6 +396,5 @@ class VariableCopies:
     def forget_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Clears the gradients of the copies of some real parameters."""
         copies = {id(known.real): known.copy for _, known in self._copies.items()}
-        for parameter in parameters:
-            if id(parameter) in copies:
-                copies[id(parameter)].grad = None
+        for key in copies.keys() & {id(parameter) for parameter in parameters}:
+            copies[key].grad = None

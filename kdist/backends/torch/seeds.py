@@ -21,11 +21,17 @@ def torch_seed_generator(original: Callable[..., Any], device: Callable[[], str]
 
     @torch._dynamo.disable()
     def wrapper(seed: Any) -> Any:
-        replica = current_replica()
+        replica: Any = current_replica()
         # A subclass may draw in another way. On the meta device, Keras draws nothing.
         is_known = type(seed) is keras.random.SeedGenerator and device() != "meta"
         if getattr(replica, "scope", None) is None or not is_known:
             return original(seed)
+        recording = replica.recording
+        if recording is not None and keras_hooks.draws_again():
+            recording.refuse("it draws the same random numbers twice")
+        elif recording is not None:
+            stride = replica.replica_id_in_sync_group * keras_hooks.SEED_STRIDE
+            return recording.whole(_next_generator, replica.scope.local(seed.state), stride, device())
         number = keras_hooks.drawn(lambda: _draw(replica, seed.state))
         return torch.Generator(device()).manual_seed(number & 0xFFFFFFFF)
 
@@ -43,6 +49,15 @@ def _draw(replica: Any, state: Any) -> int:
     if replica.local_index == 0:
         _note(keras_hooks.native_value(state), [first, second + 1])
     return first + replica.replica_id_in_sync_group * keras_hooks.SEED_STRIDE + second
+
+
+def _next_generator(state: torch.Tensor, stride: int, device: str) -> torch.Generator:
+    """Does the same as `_draw` for a replica that uses the real variables."""
+    first, second = _numbers(state)
+    with torch.no_grad():
+        state[1] += 1
+    _note(state, [first, second + 1])
+    return torch.Generator(device).manual_seed((first + stride + second) & 0xFFFFFFFF)
 
 
 def follow(copy: torch.Tensor, real: torch.Tensor) -> None:

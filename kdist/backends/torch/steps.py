@@ -16,8 +16,9 @@ from kdist.backends.model_step import ReplicatedSteps
 from kdist.backends.replica import shares_of
 from kdist.backends.torch.core import TorchCore
 from kdist.backends.torch.functions import in_replicas
+from kdist.backends.torch.recorded_steps import RecordedSteps
+from kdist.backends.torch.recording import Recording
 from kdist.backends.torch.replicas import TorchReplica
-from kdist.communication.options import hint_ignored
 
 
 class TorchSteps(ReplicatedSteps):
@@ -27,10 +28,7 @@ class TorchSteps(ReplicatedSteps):
 
     def __init__(self, runtime: TorchCore, model: Any, kind: str) -> None:
         super().__init__(runtime, model, kind)
-        if getattr(model, "jit_compile", False):
-            hint_ignored(
-                "jit_compile=True", "PyTorch runs steps with collectives eagerly.", runtime.worker_index
-            )
+        self._recorded = RecordedSteps(runtime, model, kind)
 
     def run(self, batch: ReplicaBatches) -> list[Any]:
         """Runs the step in each local replica, and returns the results."""
@@ -38,13 +36,16 @@ class TorchSteps(ReplicatedSteps):
         # Keras does the same, because torch modules in the model may read this mode.
         if model.training != training:
             model.train(training)
+        return self._recorded.run(model, batch, self._run)
 
+    def _run(self, batch: ReplicaBatches, recording: Recording | None = None) -> list[Any]:
         def body(replica: TorchReplica, index: int) -> Any:
             return self.in_replica(replica, _tensors(batch.parts[index]))
 
         with self.around_replicas():
-            strategy = keras_hooks.strategy_of(model)
-            return in_replicas(self.runtime, strategy, body, shares_of(batch.split), training)
+            strategy = keras_hooks.strategy_of(self.model)
+            is_training = self.kind == "train"
+            return in_replicas(self.runtime, strategy, body, shares_of(batch.split), is_training, recording)
 
     def sync(self) -> None:
         """Sets torch modules to evaluation mode after training, as Keras does. Checks for lost workers."""

@@ -24,6 +24,7 @@ def collectives(kind: str, rank: int, rows: int) -> list[tuple]:
     import kdist
     from kdist.backends.torch import workers
     from kdist.cluster import discover
+    from kdist.strategies import places
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
     place = {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -60,7 +61,7 @@ def collectives(kind: str, rank: int, rows: int) -> list[tuple]:
         setattr(dist, name, log)
     workers._join = lambda *args: Workers(cluster, Lifeline(), dist.HashStore(), nccl=False)
     workers.dist.is_initialized = lambda: False
-    kdist.strategies.places.discover = lambda resolver=None: cluster
+    places.discover = lambda resolver=None: cluster
     made = kdist.MultiWorkerMirroredStrategy() if kind == "mirrored" else kdist.FullyShardedStrategy()
     keras.utils.set_random_seed(5)
     with made.scope():

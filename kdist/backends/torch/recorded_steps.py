@@ -1,0 +1,139 @@
+"""Chooses the steps of a model that are recorded, and replays them; see `recording`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+
+from kdist import keras_hooks
+from kdist.backends import debugging
+from kdist.backends.contract import ReplicaBatches
+from kdist.backends.torch.core import TorchCore
+from kdist.backends.torch.recording import Recording
+from kdist.backends.torch.replay import compiled
+from kdist.cluster import logs
+
+# Batches of more shapes than this, as in data without padding, are not worth the memory.
+_MOST_SHAPES = 16
+_MOST_RECORDINGS = 10
+_ATTRIBUTE = "_kdist_recorded"
+
+Run = Callable[..., list[Any]]
+
+
+@dataclasses.dataclass
+class _Seen:
+    """The recorded step for batches with the same shapes, and how often it was recorded."""
+
+    count: int = 0
+    program: Callable[[list[Any]], Any] | None = None
+    state: keras_hooks.StepState | None = None
+
+
+class _OfModel(dict[Any, dict[Any, _Seen]]):
+    """The recorded steps of all kinds, as an attribute of the model. A pickled model does not contain them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OfModel, ()
+
+
+class RecordedSteps:
+    """The recorded steps of one kind of one model, by the shapes of the batch.
+
+    A step is recorded if its Python code is Keras's own, because custom code can do something else in each step.
+    With `jit_compile=True`, custom code is recorded too, as on JAX and TensorFlow.
+
+    Args:
+        kind: "train", "test" or "predict".
+    """
+
+    def __init__(self, runtime: TorchCore, model: Any, kind: str) -> None:
+        self._device = runtime.torch_devices[0].type
+        self._kind = kind
+        # The model owns the steps, because they refer to its variables. Otherwise, it could never be freed.
+        self._key = (kind, id(self))
+        vars(model).setdefault(_ATTRIBUTE, _OfModel())[self._key] = {}
+        self._reason = _reason_against(runtime, model)
+        if self._reason:
+            self._log()
+
+    def run(self, model: Any, batch: ReplicaBatches, run: Run) -> list[Any]:
+        """Runs a step with `run`, or replays a recorded step. The third batch of the same shapes replays."""
+        if self._reason:
+            return run(batch)
+        leaves = keras.tree.flatten(batch.parts[0])
+        shapes = _shapes(batch.parts[0])
+        if shapes is None or _is_observed(self._device):
+            return run(batch)
+        known = vars(model)[_ATTRIBUTE][self._key]
+        key = (shapes, tuple(batch.split))
+        seen = known.get(key)
+        if seen is None:
+            # Not recorded yet, because Keras creates some objects during a first step.
+            if len(known) < _MOST_SHAPES:
+                known[key] = _Seen()
+            return run(batch)
+        if seen.program is not None and seen.state is not None and seen.state.is_that_of(model):
+            return [seen.program(leaves)]
+        return self._record(model, batch, leaves, run, seen)
+
+    def _record(
+        self, model: Any, batch: ReplicaBatches, leaves: list[Any], run: Run, seen: _Seen
+    ) -> list[Any]:
+        recording = Recording(leaves, keras_hooks.step_tensors(model))
+        results = run(batch, recording)
+        seen.count += 1
+        if seen.count > _MOST_RECORDINGS:
+            recording.refuse("attributes of the model change in every step")
+        parameters = [p for p in model.parameters() if p.grad is not None] if self._kind == "train" else []
+        seen.program = compiled(recording, results[0], parameters)
+        seen.state = keras_hooks.StepState(model)
+        if seen.program is None:
+            self._reason = recording.reason
+            self._log()
+        return results
+
+    def _log(self) -> None:
+        message = "Each %s step runs with Python code of Keras, which needs more time per step: %s."
+        logs.logger.info(message, self._kind, self._reason)
+
+
+def _reason_against(runtime: TorchCore, model: Any) -> str:
+    """Returns the reason why no step of a model can be recorded, or an empty string."""
+    if len(runtime.devices) > 1:
+        return "this worker has several replicas"
+    if runtime.storage is not None or runtime.copies_of[0] is not None:
+        return "the strategy keeps the variables elsewhere"
+    if debugging.is_on():
+        return "KDIST_DEBUG=1 is set"
+    if getattr(model, "run_eagerly", False):
+        return "the model was compiled with run_eagerly=True"
+    if getattr(model, "jit_compile", False):
+        return ""
+    own = keras_hooks.own_code(model)
+    return f"{own} is custom code, which kdist only records with compile(jit_compile=True)" if own else ""
+
+
+def _is_observed(device: str) -> bool:
+    """Returns whether the user has changed the meaning of PyTorch's operations for a while."""
+    return torch.is_autocast_enabled(device) or torch.is_anomaly_enabled()
+
+
+def _shapes(part: Any) -> Any:
+    """Returns the structure, shapes and dtypes of a batch as a key; `None` if it contains other objects."""
+    if isinstance(part, torch.Tensor):
+        return None if part.layout is not torch.strided else (part.shape, part.dtype)
+    if part is None:
+        return ()
+    keys: Any = type(part)
+    if isinstance(part, dict):
+        keys = tuple(sorted(part))
+        part = [part[key] for key in keys]
+    elif not isinstance(part, (list, tuple)):
+        return None
+    shapes = tuple(map(_shapes, part))
+    return None if None in shapes else (keys, shapes)

@@ -1,0 +1,235 @@
+"""Records the tensor operations of a step, so that later steps run them without Keras's Python code.
+
+Keras needs more time for the Python code of a small step than PyTorch for its operations. A step of a built-in
+model makes the same operations for every batch of the same shapes. kdist therefore records one step, and
+`replay` runs its operations again, on the new batch and the present variables.
+
+A recording sees operations below autograd, so it contains the operations of the backward pass:
+https://docs.pytorch.org/docs/stable/torch.overrides.html and `torch.utils._python_dispatch`. It cannot
+contain a decision about the numbers in a tensor. A step that makes such a decision is not replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+_PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_T = torch.Tensor
+# Functions that give the numbers of a tensor to Python, which may decide about them.
+_READS_NUMBERS = frozenset(
+    (
+        *(_T.numpy, _T.tolist, _T.item, _T.data_ptr, _T.untyped_storage, _T.storage, _T.__array__),
+        *(_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__dlpack__, _T.data.__get__),
+    )
+)
+_DECIDES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass(frozen=True)
+class Name:
+    """A tensor or a random generator in a recording: "x…" is an input, "c…" a constant, "t…" a result."""
+
+    text: str
+
+
+@dataclass
+class Operation:
+    """One operation of a step.
+
+    Args:
+        function: The operation of PyTorch, or a Python function that is called as a whole.
+        arguments: The positional and named arguments, with a `Name` in place of each tensor.
+        results: The result, with names in place of tensors.
+        writes: The tensors that the operation changes.
+        views: The tensors whose memory the results may share.
+        kind: "pure", "random", "lift" (a new constant) or "whole" (a Python function).
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, Any]
+    results: Any
+    writes: list[Name]
+    views: list[Name]
+    kind: str
+
+    def reads(self) -> list[Name]:
+        """Returns the names in the arguments."""
+        return names_in(self.arguments)
+
+
+def names_in(structure: Any) -> list[Name]:
+    """Returns the names in nested lists, tuples and dictionaries."""
+    if isinstance(structure, Name):
+        return [structure]
+    if isinstance(structure, dict):
+        structure = structure.values()
+    elif not isinstance(structure, (list, tuple)):
+        return []
+    return [name for part in structure for name in names_in(part)]
+
+
+def mapped(function: Callable[[Any], Any], structure: Any) -> Any:
+    """Applies a function to the leaves of nested lists, tuples and dictionaries."""
+    if isinstance(structure, dict):
+        return {key: mapped(function, value) for key, value in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return type(structure)([mapped(function, part) for part in structure])
+    return function(structure)
+
+
+class Recording:
+    """The operations of one step while it runs.
+
+    Args:
+        inputs: The leaves of the batch: tensors and `None`.
+        variables: The tensors that the step may change, because they belong to the model.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor | None], variables: Sequence[torch.Tensor]) -> None:
+        self.operations: list[Operation] = []
+        self.constants: dict[str, Any] = {}
+        self.reason = ""
+        """The reason why the step cannot be replayed."""
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._generators: dict[int, tuple[Any, Name]] = {}
+        self._variables = {id(tensor) for tensor in variables}
+        for i, tensor in enumerate(inputs):
+            if tensor is not None:
+                self._names[tensor] = Name(f"x{i}")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A context manager for the step."""
+        with _Functions(self), _Operations(self):
+            yield
+
+    def refuse(self, reason: str) -> None:
+        """Notes that the step cannot be replayed. The step itself continues."""
+        self.reason = self.reason or reason
+        self.operations.clear()
+        self.constants.clear()
+
+    def is_variable(self, name: Name) -> bool:
+        """Returns whether a constant is a tensor of the model."""
+        return id(self.constants.get(name.text)) in self._variables
+
+    def whole(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a Python function, and records the call instead of its operations. It may change its tensors."""
+        arguments = self._named((args, kwargs))
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            result = function(*args, **kwargs)
+        if not self.reason:
+            writes = names_in(arguments)
+            self._add(Operation(function, arguments, None, writes, [], "whole"), result)
+        return result
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Records an operation that PyTorch has run."""
+        if func.namespace == "c10d":
+            return self.refuse("it exchanges data during the step")
+        if any(tag in func.tags for tag in _DECIDES):
+            return self.refuse(f"it depends on the numbers in a tensor ({func})")
+        arguments = self._named((args, kwargs))
+        writes: list[Name] = []
+        views: list[Name] = []
+        by_name = dict(zip((a.name for a in func._schema.arguments), arguments[0], strict=False))
+        for argument in func._schema.arguments:
+            given = names_in(arguments[1].get(argument.name, by_name.get(argument.name)))
+            if argument.alias_info is not None:
+                (writes if argument.alias_info.is_write else views).extend(given)
+        kind = "random" if torch.Tag.nondeterministic_seeded in func.tags else "pure"
+        if func is torch.ops.aten.lift_fresh.default:
+            kind, views = "lift", []
+            # A copy, because the step may change the constant later.
+            self.constants[names_in(arguments)[0].text] = args[0].clone()
+        return self._add(Operation(func, arguments, None, writes, views, kind), result)
+
+    def results(self, outputs: Any) -> Any:
+        """Returns the names of the outputs of the step."""
+        return self._named(outputs)
+
+    def _add(self, operation: Operation, result: Any) -> None:
+        if self.reason:
+            return
+        fresh = operation.kind == "lift"
+        operation.results = mapped(lambda leaf: self._result(leaf, fresh), result)
+        self.operations.append(operation)
+
+    def _result(self, leaf: Any, is_fresh: bool) -> Any:
+        if not isinstance(leaf, (torch.Tensor, torch.Generator)):
+            return None
+        known = None if is_fresh else self._find(leaf)
+        return known or self._set(leaf, Name(f"t{len(self.operations)}_{id(leaf)}"))
+
+    def _named(self, structure: Any) -> Any:
+        return mapped(self._name, structure)
+
+    def _name(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            found = self._find(leaf)
+            if found is None:
+                found = self._set(leaf, Name(f"c{len(self.constants)}"))
+                self.constants[found.text] = leaf
+            return found
+        if isinstance(leaf, torch.Generator):
+            found = self._find(leaf)
+            if found is None:
+                self.refuse("it draws from a separate random generator")
+            return found
+        if leaf is not None and not isinstance(leaf, _PLAIN):
+            self.refuse(f"an argument is a {type(leaf).__name__}")
+        return leaf
+
+    def _find(self, leaf: Any) -> Name | None:
+        # PyTorch wraps a generator in new objects, and keeps the tensor's.
+        known = self._generators.get(leaf._cdata) if isinstance(leaf, torch.Generator) else None
+        return known[1] if known is not None else self._names.get(leaf)
+
+    def _set(self, leaf: Any, name: Name) -> Name:
+        if isinstance(leaf, torch.Generator):
+            self._generators[leaf._cdata] = (leaf, name)
+        else:
+            self._names[leaf] = name
+        return name
+
+
+def whole(recording: Recording | None, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function. A recording contains the call instead of its operations."""
+    return function(*args) if recording is None else recording.whole(function, *args)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._recording.reason:
+            self._recording.note(func, args, kwargs or {}, result)
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what PyTorch does before it calls an operation."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Keras's SGD passes the learning rate as a tensor, from which PyTorch reads the number.
+        if func is torch._foreach_add_ and isinstance(kwargs.get("alpha"), torch.Tensor):
+            return self._recording.whole(func, *args, **kwargs)
+        if func in _READS_NUMBERS:
+            self._recording.refuse(f"Python reads the numbers of a tensor ({func.__name__})")
+        return func(*args, **kwargs)

@@ -1,0 +1,124 @@
+"""The Python state of a model that its step reads, to decide whether a recorded step is still valid."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+# Packages whose layers and functions compute the same operations for each batch of the same shapes. Keras
+# requires this of its own code, because JAX and TensorFlow compile it.
+_PURE = frozenset(("keras", "keras_hub", "keras_rs", "torch", "numpy", "builtins", "kdist"))
+# What `fit` and the methods beside it set on a model.
+_OF_LOOPS = (
+    *("history", "stop_training", "stop_evaluating", "stop_predicting", "training", "_initial_epoch"),
+    *("train_function", "test_function", "predict_function", "_kdist_recorded"),
+)
+
+
+class StepState:
+    """The attributes of a model's layers, metrics, losses, optimizer and variables, at one time.
+
+    A replayed step does not run the Python code that reads these attributes, so a new value would have no
+    effect. The comparison of dictionaries compares equal objects fast, because it starts with their identity.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._attributes = [(vars(part), _copy(vars(part))) for part in _parts(model) if part is not model]
+        self._model = _copy(vars(model))
+        self._hooks = [(tensor, _hooks_of(tensor)) for tensor in model.parameters()]
+
+    def is_that_of(self, model: Any) -> bool:
+        """Returns whether no attribute has changed, and no hook was added."""
+        try:
+            return (
+                all(now == then for now, then in self._attributes)
+                and (vars(model) == self._model or self._has_only_looped(model))
+                and all(_hooks_of(tensor) == hooks for tensor, hooks in self._hooks)
+            )
+        except Exception:  # arrays cannot be compared as a whole
+            return False
+
+    def _has_only_looped(self, model: Any) -> bool:
+        now = _copy(vars(model))
+        changed = {name for name in {*now, *self._model} if now.get(name) is not self._model.get(name)}
+        if any(now.get(name) != self._model.get(name) for name in changed.difference(_OF_LOOPS)):
+            return False
+        self._model = now
+        return True
+
+
+def _copy(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy in which lists and dictionaries are also copies, because code may add to them."""
+    return {
+        name: value.copy() if isinstance(value, (list, dict, set)) else value
+        for name, value in attributes.items()
+    }
+
+
+def _hooks_of(tensor: Any) -> tuple[int, int]:
+    """Returns the numbers of hooks of a tensor."""
+    hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return (len(hooks[0] or ()), len(hooks[1] or ()))
+
+
+def step_tensors(model: Any) -> list[Any]:
+    """Returns the native tensors of a model that its step may write: its variables, and PyTorch's buffers."""
+    values = [vars(part).get("_value") for part in _parts(model)]
+    return [*(value for value in values if value is not None), *model.parameters(), *model.buffers()]
+
+
+def own_code(model: Any) -> str:
+    """Returns the name of custom code in the step of a model, or an empty string."""
+    parts = [*model.modules(), *_parts(model)]
+    for part in parts:
+        if not _is_pure(type(part)):
+            return type(part).__name__
+    for part in parts:
+        for name, value in vars(part).items():
+            if not all(_is_pure(_code_of(leaf)) for leaf in _leaves(value)):
+                return f"{type(part).__name__}.{name}"
+    return "a hook of a parameter" if any(any(_hooks_of(p)) for p in model.parameters()) else ""
+
+
+def _is_pure(code: Any) -> bool:
+    module = getattr(code, "__module__", None) or ""
+    return code is None or module.partition(".")[0] in _PURE
+
+
+def _code_of(value: Any) -> Any:
+    """Returns the function or the class that a callable runs; `None` for data."""
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        return value
+    return type(value) if callable(value) and not isinstance(value, type) else None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _parts(model: Any) -> list[Any]:
+    found: dict[int, Any] = {}
+    stack = [
+        *model._flatten_layers(),
+        *model.variables,
+        *model.metrics,
+        *(getattr(model, name, None) for name in ("optimizer", "_compile_loss", "_compile_metrics")),
+    ]
+    while stack:
+        part = stack.pop()
+        if part is None or id(part) in found or not hasattr(part, "__dict__"):
+            continue
+        found[id(part)] = part
+        stack += getattr(part, "variables", ())
+        stack += getattr(part, "metrics", None) or ()
+        stack += [entry.loss for entry in getattr(part, "_flat_losses", None) or ()]
+        stack.append(getattr(part, "inner_optimizer", None))
+        stack.append(getattr(part, "_learning_rate", None))
+    return list(found.values())

@@ -1,0 +1,229 @@
+"""Steps that are recorded once and replayed: the same numbers, and no change of the user's gets lost."""
+
+import contextlib
+import logging
+
+import numpy as np
+import pytest
+
+from tests.backends.where import in_worker
+
+if in_worker:
+    import keras
+    import torch
+
+    from kdist.backends.torch.recording import Recording
+    from kdist.backends.torch.replay import compiled
+    from tests.backends.torch.models import data, mirrored
+
+LAYERS = {
+    "batch-normalization": lambda: keras.layers.BatchNormalization(momentum=0.7),
+    "seeded-dropout": lambda: keras.layers.Dropout(0.3, seed=3),
+    "dropout": lambda: keras.layers.Dropout(0.3),
+    "regularizer": lambda: keras.layers.Dense(4, "gelu", kernel_regularizer="l2"),
+}
+OPTIMIZERS = {
+    "sgd-of-a-schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5), momentum=0.9, nesterov=True
+    ),
+    "adamw-clipped": lambda: keras.optimizers.AdamW(0.01, clipnorm=0.1),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.5),
+    "ema": lambda: keras.optimizers.Adam(0.01, use_ema=True),
+}
+# `fit` takes 60 of them per epoch: three batches of 16 and one of 12. The third one and the later epochs replay.
+ROWS = 75
+
+
+def make(layer, optimizer, strategy, **options):
+    keras.utils.set_random_seed(7)
+    with mirrored(1).scope() if strategy else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(6), layer(), keras.layers.Dense(2)])
+        model.compile(optimizer(), "mse", metrics=["mae"], **options)
+    return model
+
+
+def numbers(model, epochs=3, **fit):
+    x, y = data(ROWS)
+    keras.utils.set_random_seed(5)
+    history = model.fit(
+        x, y, batch_size=16, epochs=epochs, verbose=0, shuffle=False, validation_split=0.2, **fit
+    ).history
+    weights = [np.array(weight) for weight in model.get_weights()]
+    return [*history.values(), *weights, model.evaluate(x, y, verbose=0), model.predict(x, verbose=0)]
+
+
+def replayed(model, kind="train"):
+    """Returns how many shapes of batches have a recorded step."""
+    known = next(steps for (of, _), steps in vars(model)["_kdist_recorded"].items() if of == kind)
+    return sum(seen.program is not None for seen in known.values())
+
+
+@pytest.mark.kills("torch_learning_rate_recorded", "torch_masks_recorded")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_replayed_steps_have_the_bits_of_plain_keras(layer, optimizer):
+    plain, model = [make(LAYERS[layer], OPTIMIZERS[optimizer], strategy) for strategy in (False, True)]
+    for actual, expected in zip(numbers(model), numbers(plain), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    assert [replayed(model, kind) for kind in ("train", "test", "predict")] == [2, 2, 1]
+
+
+@pytest.mark.kills("torch_constants_not_copied", "torch_constants_of_the_recorded_step")
+def test_each_replay_starts_with_the_same_constants():
+    def step(x, weight):
+        total = torch.tensor(1.0)
+        total += x.sum()
+        weight.add_(torch.ones(3) * 2)
+        return {"total": total, "weight": weight * 1}
+
+    x, weight = torch.ones(2), torch.zeros(3)
+    recording = Recording([x], [weight])
+    with recording.running():
+        outputs = step(x, weight)
+    replay = compiled(recording, outputs, [])
+    assert float(outputs["total"]) == 3
+    for i in (2, 3):
+        outputs = replay([x * i])
+        assert float(outputs["total"]) == 1 + 2 * i
+        assert outputs["weight"].tolist() == [2.0 * i] * 3
+
+
+def test_a_step_that_writes_elsewhere_is_not_replayed():
+    x, elsewhere = torch.ones(2), torch.zeros(2)
+    for write in (lambda: elsewhere.add_(x), lambda: x.view(2, 1).mul_(2)):
+        recording = Recording([x], [])
+        with recording.running():
+            write()
+        assert compiled(recording, [], []) is None
+        assert "not of the model" in recording.reason
+
+
+class Change(keras.callbacks.Callback if in_worker else object):
+    """Changes the model in the middle of an epoch."""
+
+    def __init__(self, change, step=3):
+        super().__init__()
+        self.change = change
+        self.step = step
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.step:
+            self.change(self.model)
+
+
+def double(model):
+    model.layers[0].kernel.value.register_hook(lambda gradient: gradient * 2)
+
+
+CHANGES = {
+    "frozen": lambda model: setattr(model.layers[0], "trainable", False),
+    "rate": lambda model: setattr(model.layers[1], "rate", 0.9),
+    "learning-rate": lambda model: setattr(model.optimizer, "learning_rate", 0.5),
+    "momentum": lambda model: setattr(model.optimizer, "momentum", 0.1),
+    "weights": lambda model: model.set_weights([w * 0.5 for w in model.get_weights()]),
+    "hook": double,
+    "value": lambda model: model.layers[2].bias.assign([3.0, 4.0]),
+}
+
+
+@pytest.mark.kills("torch_changes_of_the_model_unnoticed", "torch_hooks_unnoticed")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_steps_has_an_effect(change):
+    results = []
+    for strategy in (False, True):
+        model = make(LAYERS["seeded-dropout"], lambda: keras.optimizers.SGD(0.1, momentum=0.9), strategy)
+        results.append(numbers(model, callbacks=[Change(CHANGES[change], step=2)]))
+    assert replayed(model)
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_gradients_of_the_last_step_stay_readable():
+    seen = {}
+
+    class Read(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            seen.setdefault(self.model, []).append([np.array(grad) for grad in grads])
+
+    for strategy in (False, True):
+        numbers(make(LAYERS["regularizer"], OPTIMIZERS["adadelta"], strategy), callbacks=[Read()])
+    plain, model = seen.values()
+    assert len(plain) == 12
+    for actual, expected in zip(model, plain, strict=True):
+        for one, other in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+class Counts(keras.layers.Layer if in_worker else object):
+    """Does something else in each step."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return x * (1 + 0.1 * self.calls)
+
+
+@pytest.mark.kills("torch_custom_code_recorded")
+def test_custom_code_runs_in_each_step_unless_jit_compile_is_set():
+    plain, model = [make(Counts, OPTIMIZERS["ema"], strategy) for strategy in (False, True)]
+    for actual, expected in zip(numbers(model), numbers(plain), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    assert not replayed(model)
+    model = make(Counts, OPTIMIZERS["ema"], True, jit_compile=True)
+    before = model.layers[1].calls
+    model.fit(*data(160), batch_size=16, verbose=0)
+    assert model.layers[1].calls <= before + 3  # to build the model, the first step and the recorded one
+
+
+def test_the_log_contains_the_reason_for_slow_steps():
+    reasons = {
+        "Python reads the numbers": {
+            "optimizer": lambda: keras.optimizers.Adam(gradient_accumulation_steps=2)
+        },
+        "Counts is custom code": {"layer": Counts},
+        "run_eagerly": {"run_eagerly": True},
+    }
+    logger, said = logging.getLogger("kdist"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        for reason, changes in reasons.items():
+            arguments = {"layer": LAYERS["dropout"], "optimizer": OPTIMIZERS["ema"], "strategy": True}
+            model = make(**arguments | changes)
+            said.clear()
+            numbers(model)
+            assert reason in " ".join(said)
+            assert not replayed(model)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@pytest.mark.kills("torch_autocast_unnoticed")
+def test_steps_under_autocast_are_not_replayed():
+    x, _ = data(ROWS)
+    plain, model = [make(LAYERS["regularizer"], OPTIMIZERS["ema"], strategy) for strategy in (False, True)]
+    for _ in range(3):
+        alone = model.predict(x, batch_size=25, verbose=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast, expected = [m.predict(x, batch_size=25, verbose=0) for m in (model, plain)]
+    assert replayed(model, "predict") == 1
+    assert not np.array_equal(cast, alone)
+    np.testing.assert_array_equal(cast, expected)
+
+
+def test_a_model_with_recorded_steps_can_be_freed():
+    import gc
+    import weakref
+
+    model = make(LAYERS["dropout"], OPTIMIZERS["ema"], True)
+    numbers(model)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
