@@ -93,7 +93,7 @@ from kdist.keras_hooks.own import (
     own_metrics,
 )
 from kdist.keras_hooks.recomputing import hook_torch_recomputing
-from kdist.keras_hooks.recorded import StepState, own_code, step_tensors
+from kdist.keras_hooks.recorded import StepState, has_own_values, own_code, step_tensors
 from kdist.keras_hooks.saving import without_tensorflow
 from kdist.keras_hooks.scalars import OwnLoss, add_up, handed, of_all_rows
 from kdist.keras_hooks.seeds import SEED_STRIDE, drawn, draws_again, global_seed_generator, hook_torch_random

@@ -6,6 +6,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from kdist.keras_hooks.served import record_of
+
 # Packages whose layers and functions compute the same operations for each batch of the same shapes. Keras
 # requires this of its own code, because JAX and TensorFlow compile it.
 _PURE = frozenset(("keras", "keras_hub", "keras_rs", "torch", "numpy", "builtins", "kdist"))
@@ -60,6 +62,11 @@ def _hooks_of(tensor: Any) -> tuple[int, int]:
     """Returns the numbers of hooks of a tensor."""
     hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
     return (len(hooks[0] or ()), len(hooks[1] or ()))
+
+
+def has_own_values(model: Any) -> bool:
+    """Returns whether all variables of a model are stored in this process."""
+    return all(record_of(part) is None for part in _parts(model))
 
 
 def step_tensors(model: Any) -> list[Any]:

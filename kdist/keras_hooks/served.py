@@ -24,6 +24,7 @@ _LEFT_BEHIND = frozenset(
         "_jax_state",
         "jax_state_sync",
         "state_sync",
+        "_kdist_recorded",
     )
 )
 

@@ -98,9 +98,13 @@ _FIRST_READS = """
         "checkpoint": checkpoint,
         "export": exported,
     }
+    for name in ("evaluate", "predict", "test_on_batch", "predict_on_batch"):
+        ways[name + ", also before"] = ways[name]
     for name, way in ways.items():
         model, step, read = new_model()
         first = model.get_weights()
+        for _ in range(3 if name.endswith("before") else 0):
+            way(model)
         for _ in range(3):
             coordinator.schedule(step)
         coordinator.join()
@@ -119,14 +123,18 @@ _FIRST_READS = """
 """
 
 
-@pytest.mark.kills(tensorflow_shards_not_exported="[tensorflow]", torch_served_value_from_no_device="[torch]")
+@pytest.mark.kills(
+    tensorflow_shards_not_exported="[tensorflow]",
+    torch_served_value_from_no_device="[torch]",
+    torch_values_on_servers_recorded="[torch]",
+)
 @each_backend
 def test_the_first_read_on_the_chief_sees_the_values_on_the_servers(backend: str, tmp_path: Path) -> None:
     with cluster(backend, tmp_path) as tasks:
         chief = tasks.coordinate("    import pathlib\n" + _FIRST_READS)
         assert chief.wait() == 0, chief.stdout() + chief.stderr()
         found = facts(chief)
-    assert len(found) == 13
+    assert len(found) == 17
     for one in found:
         assert one["moved"] > 1e-3, one
         assert one["off"] < 1e-5, one

@@ -34,13 +34,6 @@ class _Seen:
     state: keras_hooks.StepState | None = None
 
 
-class _OfModel(dict[Any, dict[Any, _Seen]]):
-    """The recorded steps of all kinds, as an attribute of the model. A pickled model does not contain them."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _OfModel, ()
-
-
 class RecordedSteps:
     """The recorded steps of one kind of one model, by the shapes of the batch.
 
@@ -56,7 +49,7 @@ class RecordedSteps:
         self._kind = kind
         # The model owns the steps, because they refer to its variables. Otherwise, it could never be freed.
         self._key = (kind, id(self))
-        vars(model).setdefault(_ATTRIBUTE, _OfModel())[self._key] = {}
+        vars(model).setdefault(_ATTRIBUTE, {})[self._key] = {}
         self._reason = _reason_against(runtime, model)
         if self._reason:
             self._log()
@@ -89,6 +82,8 @@ class RecordedSteps:
         seen.count += 1
         if seen.count > _MOST_RECORDINGS:
             recording.refuse("attributes of the model change in every step")
+        if not keras_hooks.has_own_values(model):
+            recording.refuse("parameter servers hold its variables")
         parameters = [p for p in model.parameters() if p.grad is not None] if self._kind == "train" else []
         seen.program = compiled(recording, results[0], parameters)
         seen.state = keras_hooks.StepState(model)
@@ -126,7 +121,7 @@ def _is_observed(device: str) -> bool:
 def _shapes(part: Any) -> Any:
     """Returns the structure, shapes and dtypes of a batch as a key; `None` if it contains other objects."""
     if isinstance(part, torch.Tensor):
-        return None if part.layout is not torch.strided else (part.shape, part.dtype)
+        return (part.shape, part.dtype, part.stride()) if part.layout is torch.strided else None
     if part is None:
         return ()
     keys: Any = type(part)
