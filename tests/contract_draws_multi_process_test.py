@@ -24,6 +24,12 @@ _CELLS = [(backend, c.name) for c in CONFIGURATIONS.values() for backend in c.ba
 _KEPT: dict[tuple[str, str], tuple[Draw, ...]] = {}
 
 
+def _can(draw: Draw, backend: str, configuration: str) -> bool:
+    """Returns whether a program is supported: no server has all accumulated gradients, whose norm it would need."""
+    is_divided = backend != "tensorflow" and configuration == "servers-in-turn"
+    return not (is_divided and draw.clipping == "global_clipnorm" and draw.accumulation > 1)
+
+
 def _draws(backend: str) -> st.SearchStrategy[Draw]:
     # Keras multiplies matrices in float32 on PyTorch, and by default on JAX.
     dtypes = ["float32", "mixed_bfloat16"] + ["float64"] * (backend == "tensorflow")
@@ -100,7 +106,7 @@ def test_random_programs_have_the_numbers_of_one_device(
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=[*HealthCheck],
     )
-    @given(_draws(backend))
+    @given(_draws(backend).filter(lambda draw: _can(draw, backend, configuration)))
     def check(draw: Draw) -> None:
         _check(draw, backend, configuration, pools)
 
