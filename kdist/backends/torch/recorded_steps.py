@@ -49,7 +49,9 @@ class RecordedSteps:
         self._kind = kind
         # The model owns the steps, because they refer to its variables. Otherwise, it could never be freed.
         self._key = (kind, id(self))
-        vars(model).setdefault(_ATTRIBUTE, {})[self._key] = {}
+        others = vars(model).get(_ATTRIBUTE, {}).items()
+        # Without the steps of this kind from before `compile`.
+        vars(model)[_ATTRIBUTE] = {key: steps for key, steps in others if key[0] != kind} | {self._key: {}}
         self._reason = _reason_against(runtime, model)
         if self._reason:
             self._log()
@@ -62,7 +64,9 @@ class RecordedSteps:
         shapes = _shapes(batch.parts[0])
         if shapes is None or _is_observed(self._device):
             return run(batch)
-        known = vars(model)[_ATTRIBUTE][self._key]
+        known = vars(model)[_ATTRIBUTE].get(self._key)
+        if known is None:  # a callback has compiled the model again
+            return run(batch)
         key = (shapes, tuple(batch.split))
         seen = known.get(key)
         if seen is None:

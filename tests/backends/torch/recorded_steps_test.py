@@ -217,6 +217,18 @@ def test_steps_under_autocast_are_not_recorded():
     assert replayed(model, "predict") == 1
 
 
+def test_compile_forgets_the_recorded_steps():
+    plain, model = [make(LAYERS["regularizer"], OPTIMIZERS["ema"], strategy) for strategy in (False, True)]
+    results = []
+    for one in (plain, model):
+        first = numbers(one)
+        one.compile(OPTIMIZERS["adadelta"](), "mae", metrics=["mse"])
+        results.append([*first, *numbers(one)])
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    assert [kind for kind, _ in vars(model)["_kdist_recorded"]] == ["train", "test", "predict"]
+
+
 def test_a_model_with_recorded_steps_can_be_freed():
     import gc
     import weakref
