@@ -30,6 +30,8 @@ _READS_NUMBERS = frozenset(
         *(_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__dlpack__, _T.data.__get__),
     )
 )
+# Operations that return the same tensor again, because a replay computes no gradients and keeps the shape.
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.expand.default)
 _DECIDES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -138,6 +140,9 @@ class Recording:
         if any(tag in func.tags for tag in _DECIDES):
             return self.refuse(f"it depends on the numbers in a tensor ({func})")
         arguments = self._named((args, kwargs))
+        if func in _SAME and (result.shape, result.stride()) == (args[0].shape, args[0].stride()):
+            self._names[result] = arguments[0][0]
+            return None
         writes: list[Name] = []
         views: list[Name] = []
         by_name = dict(zip((a.name for a in func._schema.arguments), arguments[0], strict=False))
