@@ -12,10 +12,12 @@ contain a decision about the numbers in a tensor. A step that makes such a decis
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -110,8 +112,11 @@ class Recording:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """A context manager for the step."""
+        drawn = _python_random_state()
         with _Functions(self), _Operations(self):
             yield
+        if _python_random_state() != drawn:  # for example Keras's AugMix, which chooses layers
+            self.refuse("Python draws random numbers")
 
     def refuse(self, reason: str) -> None:
         """Notes that the step cannot be replayed. The step itself continues."""
@@ -204,6 +209,11 @@ class Recording:
         else:
             self._names[leaf] = name
         return name
+
+
+def _python_random_state() -> tuple[Any, ...]:
+    _, keys, *position = np.random.get_state()
+    return random.getstate(), np.asarray(keys).tobytes(), position
 
 
 def whole(recording: Recording | None, function: Callable[..., Any], *args: Any) -> Any:

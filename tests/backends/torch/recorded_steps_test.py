@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import random
 
 import numpy as np
 import pytest
@@ -96,6 +97,17 @@ def test_a_step_that_writes_elsewhere_is_not_replayed():
             write()
         assert compiled(recording, [], []) is None
         assert "not of the model" in recording.reason
+
+
+@pytest.mark.kills("torch_draws_in_python_recorded")
+def test_a_step_that_draws_in_python_is_not_replayed():
+    x = torch.ones(2)
+    for draw in (random.random, np.random.rand):
+        recording = Recording([x], [])
+        with recording.running():
+            output = x * draw()
+        assert compiled(recording, output, []) is None
+        assert "random" in recording.reason
 
 
 class Change(keras.callbacks.Callback if in_worker else object):
