@@ -19,6 +19,8 @@ from kdist.cluster import logs
 
 # Batches of more shapes than this, as in data without padding, are not worth the memory.
 _MOST_SHAPES = 16
+# A recording takes as long as some replays save, so a model whose attributes change too often is not recorded.
+_REPLAYS_PER_RECORDING = 4
 _MOST_RECORDINGS = 10
 _ATTRIBUTE = "_kdist_recorded"
 
@@ -27,9 +29,9 @@ Run = Callable[..., list[Any]]
 
 @dataclasses.dataclass
 class _Seen:
-    """The recorded step for batches with the same shapes, and how often it was recorded."""
+    """The recorded step for batches with the same shapes, and how many replays its recordings have cost."""
 
-    count: int = 0
+    cost: int = 0
     program: Callable[[list[Any]], Any] | None = None
     state: keras_hooks.StepState | None = None
 
@@ -75,6 +77,7 @@ class RecordedSteps:
                 known[key] = _Seen()
             return run(batch)
         if seen.program is not None and seen.state is not None and seen.state.is_that_of(model):
+            seen.cost -= seen.cost > 0
             return [seen.program(leaves)]
         return self._record(model, batch, leaves, run, seen)
 
@@ -83,11 +86,11 @@ class RecordedSteps:
     ) -> list[Any]:
         recording = Recording(leaves, keras_hooks.step_tensors(model))
         results = run(batch, recording)
-        seen.count += 1
-        if seen.count > _MOST_RECORDINGS:
-            recording.refuse("attributes of the model change in every step")
+        seen.cost += _REPLAYS_PER_RECORDING
+        if seen.cost > _MOST_RECORDINGS * _REPLAYS_PER_RECORDING:
+            recording.refuse("attributes of the model change too often")
         if not keras_hooks.has_own_values(model):
-            recording.refuse("parameter servers hold its variables")
+            recording.refuse("parameter servers hold the variables")
         parameters = [p for p in model.parameters() if p.grad is not None] if self._kind == "train" else []
         seen.program = compiled(recording, results[0], parameters)
         seen.state = keras_hooks.StepState(model)
@@ -97,7 +100,7 @@ class RecordedSteps:
         return results
 
     def _log(self) -> None:
-        message = "Each %s step runs with Python code of Keras, which needs more time per step: %s."
+        message = "kdist does not record the %s steps of this model, so that they are slower: %s."
         logs.logger.info(message, self._kind, self._reason)
 
 

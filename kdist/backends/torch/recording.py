@@ -141,9 +141,9 @@ class Recording:
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Records an operation that PyTorch has run."""
         if func.namespace == "c10d":
-            return self.refuse("it exchanges data during the step")
+            return self.refuse("the step exchanges data with a collective that kdist does not record")
         if any(tag in func.tags for tag in _DECIDES):
-            return self.refuse(f"it depends on the numbers in a tensor ({func})")
+            return self.refuse(f"the step depends on the numbers in a tensor ({func})")
         arguments = self._named((args, kwargs))
         if func in _SAME and (result.shape, result.stride()) == (args[0].shape, args[0].stride()):
             self._names[result] = arguments[0][0]
@@ -192,10 +192,10 @@ class Recording:
         if isinstance(leaf, torch.Generator):
             found = self._find(leaf)
             if found is None:
-                self.refuse("it draws from a separate random generator")
+                self.refuse("the step draws from a separate random generator")
             return found
         if leaf is not None and not isinstance(leaf, _PLAIN):
-            self.refuse(f"an argument is a {type(leaf).__name__}")
+            self.refuse(f"an operation has an argument of type {type(leaf).__name__}")
         return leaf
 
     def _find(self, leaf: Any) -> Name | None:

@@ -58,13 +58,14 @@ def _check_writes(recording: Recording) -> None:
         for name in operation.writes:
             root = roots.get(name, name)
             if root.text[0] == "x" or (root.text[0] == "c" and not recording.is_variable(root)):
-                return recording.refuse(f"{operation.function} changes a tensor that is not of the model")
+                return recording.refuse(
+                    f"{operation.function} changes a tensor that does not belong to the model"
+                )
     return None
 
 
 class _Program:
     def __init__(self, recording: Recording, outputs: list[Name]) -> None:
-        self._recording = recording
         self._outputs = outputs
         self._values: dict[str, Any] = dict(recording.constants)
         roots = _roots(recording.operations)

@@ -28,7 +28,7 @@ def torch_seed_generator(original: Callable[..., Any], device: Callable[[], str]
             return original(seed)
         recording = replica.recording
         if recording is not None and keras_hooks.draws_again():
-            recording.refuse("it draws the same random numbers twice")
+            recording.refuse("the step draws the same random numbers twice")
         elif recording is not None:
             stride = replica.replica_id_in_sync_group * keras_hooks.SEED_STRIDE
             return recording.whole(_next_generator, replica.scope.local(seed.state), stride, device())

@@ -96,7 +96,7 @@ def test_a_step_that_writes_elsewhere_is_not_replayed():
         with recording.running():
             write()
         assert compiled(recording, [], []) is None
-        assert "not of the model" in recording.reason
+        assert "not belong to the model" in recording.reason
 
 
 @pytest.mark.kills("torch_draws_in_python_recorded")
@@ -148,6 +148,19 @@ def test_a_change_between_two_steps_has_an_effect(change):
     assert replayed(model)
     for actual, expected in zip(*results, strict=True):
         np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.kills("torch_recorded_in_every_step")
+@pytest.mark.parametrize("every", [1, 16])
+def test_a_model_that_changes_in_every_step_is_not_recorded_each_time(every):
+    class Sets(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch % every == 0:
+                self.model.last_batch = batch
+
+    model = make(LAYERS["regularizer"], OPTIMIZERS["ema"], True)
+    model.fit(*data(16 * 300), batch_size=16, verbose=0, callbacks=[Sets()])
+    assert replayed(model) == (every > 1)
 
 
 def test_gradients_of_the_last_step_stay_readable():
