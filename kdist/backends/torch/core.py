@@ -14,7 +14,7 @@ from kdist import keras_hooks
 from kdist.backends.contract import Runtime
 from kdist.backends.threads import ReplicaThreads
 from kdist.backends.torch.components import Components
-from kdist.backends.torch.devices import torch_device
+from kdist.backends.torch.devices import keras_device, torch_device
 from kdist.backends.torch.divided import Divided
 from kdist.backends.torch.replicas import VariableCopies
 from kdist.backends.torch.storage import Storage, in_parts
@@ -50,7 +50,7 @@ class TorchCore(Runtime):
 
     def scope(self) -> AbstractContextManager[Any]:
         """Creates variables on the device that holds them, or on the host if they will be sharded."""
-        return keras.device(str(self._cradle))
+        return keras_device(self._cradle)
 
     def to_holder(self, parts: Sequence[Any]) -> list[Any]:
         """Copies tensors to the device that holds the variables."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import keras
 import torch
 
 from kdist.backends.device_names import missing_device, short_name
@@ -79,6 +80,12 @@ class ThreadStates:
             if device in self._streams:
                 stack.enter_context(torch.cuda.stream(self._streams[device]))  # also sets the current device
             yield
+
+
+def keras_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Lets Keras use a device. Keras uses special code for GPUs, but only under the name "cuda" without a number."""
+    is_current = device.type == "cuda" and device.index == torch.cuda.current_device()
+    return keras.device("cuda" if is_current else str(device))
 
 
 def torch_device(name: str) -> torch.device:

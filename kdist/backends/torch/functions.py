@@ -16,7 +16,7 @@ from kdist.backends.replica import RowShare, equal_shares
 from kdist.backends.threads import Baton
 from kdist.backends.torch import divided
 from kdist.backends.torch.core import TorchCore
-from kdist.backends.torch.devices import ThreadStates
+from kdist.backends.torch.devices import ThreadStates, keras_device
 from kdist.backends.torch.recording import Recording
 from kdist.backends.torch.replicas import TorchReplica, TorchScope
 from kdist.values import component
@@ -56,7 +56,7 @@ def in_replicas(
             if index > 0 and state is not None:
                 stack.enter_context(state)
             stack.enter_context(engine_state.entered(runtime.torch_devices[index], index > 0))
-            stack.enter_context(keras.device(str(runtime.torch_devices[index])))
+            stack.enter_context(keras_device(runtime.torch_devices[index]))
             stack.enter_context(replica)
             stack.enter_context(torch.set_grad_enabled(gradients))
             if runtime.storage is not None:

@@ -105,6 +105,7 @@ class Recording:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._generators: dict[int, tuple[Any, Name]] = {}
         self._variables = {id(tensor) for tensor in variables}
+        self._random_states: list[bytes] = []
         for i, tensor in enumerate(inputs):
             if tensor is not None:
                 self._names[tensor] = Name(f"x{i}")
@@ -113,8 +114,10 @@ class Recording:
     def running(self) -> Iterator[None]:
         """A context manager for the step."""
         drawn = _python_random_state()
+        self._random_states = _random_states()
         with _Functions(self), _Operations(self):
             yield
+        self._check_random_states()
         if _python_random_state() != drawn:  # for example Keras's AugMix, which chooses layers
             self.refuse("Python draws random numbers")
 
@@ -137,6 +140,23 @@ class Recording:
             writes = names_in(arguments)
             self._add(Operation(function, arguments, None, writes, [], "whole"), result)
         return result
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs and records an operation of PyTorch."""
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random:
+            self._check_random_states()
+        result = func(*args, **kwargs)
+        if not self.reason:
+            self.note(func, args, kwargs, result)
+        if is_random:
+            self._random_states = _random_states()
+        return result
+
+    def _check_random_states(self) -> None:
+        # `torch.utils.checkpoint` sets an earlier state to draw the masks of Dropout again.
+        if not self.reason and _random_states() != self._random_states:
+            self.refuse("the step changes the state of PyTorch's random generators")
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Records an operation that PyTorch has run."""
@@ -216,6 +236,12 @@ def _python_random_state() -> tuple[Any, ...]:
     return random.getstate(), np.asarray(keys).tobytes(), position
 
 
+def _random_states() -> list[bytes]:
+    gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return [generator.get_state().numpy().tobytes() for generator in (torch.default_generator, *gpus)]
+
+
 def whole(recording: Recording | None, function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function. A recording contains the call instead of its operations."""
     return function(*args) if recording is None else recording.whole(function, *args)
@@ -227,10 +253,7 @@ class _Operations(TorchDispatchMode):
         self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self._recording.reason:
-            self._recording.note(func, args, kwargs or {}, result)
-        return result
+        return self._recording.run(func, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):

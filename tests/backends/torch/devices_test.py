@@ -12,6 +12,7 @@ from tests.backends.where import in_worker
 if in_worker:
     import keras
     import torch
+    from keras.src.backend.torch.core import get_device
 
     from kdist.backends.torch import devices
 
@@ -26,6 +27,14 @@ def test_every_cpu_is_the_one_cpu():
     assert devices.require_devices(["/device:CPU:3", "cpu:0"]) == ("cpu:3", "cpu:0")
     assert devices.torch_device("cpu:3") == torch.device("cpu")
     assert devices.torch_device("gpu:1") == torch.device("cuda:1")
+
+
+@pytest.mark.kills("torch_gpu_with_a_number")
+def test_keras_recognizes_the_current_gpu():
+    with mock.patch.object(torch.cuda, "current_device", return_value=1):
+        for name, expected in (("gpu:1", "cuda"), ("gpu:0", "cuda:0"), ("cpu:1", "cpu")):
+            with devices.keras_device(devices.torch_device(name)):
+                assert get_device() == expected
 
 
 def test_a_gpu_that_is_not_there_is_an_error_that_says_what_is():

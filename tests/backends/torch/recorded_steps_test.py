@@ -110,6 +110,18 @@ def test_a_step_that_draws_in_python_is_not_replayed():
         assert "random" in recording.reason
 
 
+@pytest.mark.kills("torch_masks_of_remat_recorded")
+def test_recomputed_masks_of_dropout_are_those_of_the_forward_pass():
+    found = []
+    for strategy, scope in ((False, None), (True, None), (True, "full")):
+        with keras.RematScope(scope):
+            model = make(LAYERS["dropout"], OPTIMIZERS["adamw-clipped"], strategy)
+        found.append(numbers(model))
+    for expected, *actual in zip(*found, strict=True):
+        np.testing.assert_array_equal(actual, [expected] * 2)
+    assert [replayed(model, kind) for kind in ("train", "test", "predict")] == [0, 2, 1]
+
+
 class Change(keras.callbacks.Callback if in_worker else object):
     """Changes the model in the middle of an epoch."""
 
