@@ -71,6 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     zygote.lender = getattr(config, "workerinput", {}).get("lender", "")
     processes.forks = not config.getoption("--full")
+    if config.option.markexpr != "gpu" and Path("/dev/nvidia0").exists():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA does not start in a process that was forked
     if processes.forks:
         # Workers compile the same programs again and again; what JAX finds here depends on the program alone.
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "jax")

@@ -46,7 +46,8 @@ COMMON = """
         if layers.get("dropout"):
             parts.append(keras.layers.Dropout(0.5))
         model = keras.Sequential([*parts, keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.001, momentum=0.9), "mse")  # Adam would divide rounding errors
+        # Adam would divide rounding errors. The decay needs a number on the device of the variables.
+        model.compile(keras.optimizers.SGD(0.001, momentum=0.9, weight_decay=0.1), "mse")
         rng = np.random.default_rng(1)
         model.set_weights([rng.normal(size=w.shape).astype("float32") ** 2 for w in model.get_weights()])
         return model
@@ -130,6 +131,19 @@ WORKERS = """
 @each_backend
 def test_one_gpu_trains_as_one_cpu(backend, tmp_path):
     same_as_plain_keras(tmp_path, backend, MIRRORED.format(devices='["gpu:0"]', build=""))
+
+
+@each_backend
+def test_a_gpu_trains_with_variables_on_the_cpu(backend, tmp_path):
+    source = """
+        import kdist
+
+        strategy = kdist.experimental.CentralStorageStrategy(["gpu:0"], "cpu:0")
+        with strategy.scope():
+            model = build()
+        print(json.dumps(train(model)))
+    """
+    same_as_plain_keras(tmp_path, backend, source)
 
 
 @two_gpus

@@ -52,6 +52,10 @@ class TorchCore(Runtime):
         """Creates variables on the device that holds them, or on the host if they will be sharded."""
         return keras_device(self._cradle)
 
+    def on_holder(self) -> AbstractContextManager[Any]:
+        """Lets Keras compute on the device that holds the variables, for example in an optimizer."""
+        return keras_device(self._holder)
+
     def to_holder(self, parts: Sequence[Any]) -> list[Any]:
         """Copies tensors to the device that holds the variables."""
         return [keras.ops.convert_to_tensor(part).to(self._holder) for part in parts]

@@ -327,7 +327,7 @@ class TorchScope(ReplicaScope):
         """Calls a function that changes real variables, without this scope, and updates the copies."""
         followers = self.replica.copies
         before = [copies.versions() for copies in followers]
-        with self.suspended(), torch.no_grad():
+        with self.suspended(), self.replica.strategy.runtime.on_holder(), torch.no_grad():
             result = change()
         for copies, versions in zip(followers, before, strict=True):
             copies.refresh(unless=versions)

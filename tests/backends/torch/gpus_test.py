@@ -7,8 +7,10 @@ import threading
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 
+import kdist
 from kdist.backends import get_backend
 from kdist.backends import threads as helper_threads
 from kdist.cluster import discover, environment, interfaces
@@ -16,11 +18,13 @@ from kdist.experimental import CommunicationOptions
 from tests.backends.where import in_worker
 
 if in_worker:
+    import keras
     import torch
     import torch.distributed as dist
 
     from kdist.backends.threads import ReplicaThreads
     from kdist.backends.torch import devices, functions, workers
+    from kdist.backends.torch.core import TorchCore
 
 
 def _cluster(coordinator="127.0.0.1"):
@@ -287,3 +291,24 @@ def test_the_groups_of_a_mesh_are_aborted_too():
     ):
         workers._abort_nccl()
     assert log == ["start", made[2], made[0], "end"]
+
+
+@pytest.mark.kills("torch_optimizer_on_the_device_of_the_replica")
+def test_the_optimizer_computes_on_the_device_of_the_variables():
+    """A number of the optimizer must be on the device of the variables, which the replica's may differ from."""
+    places = []
+
+    @contextlib.contextmanager
+    def on_holder(self):
+        places.append("enter")
+        yield
+        places.append("exit")
+
+    strategy = kdist.experimental.CentralStorageStrategy(["cpu:1"], "cpu:0")
+    with mock.patch.object(TorchCore, "on_holder", on_holder):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(lambda: places.append("apply") or 0.1), "mse")
+        places.clear()
+        model.train_on_batch(np.ones((4, 2)), np.ones((4, 1)))
+    assert [*dict.fromkeys(places)] == ["enter", "apply", "exit"]
