@@ -219,9 +219,11 @@ class Recording:
         return leaf
 
     def _find(self, leaf: Any) -> Name | None:
-        # PyTorch wraps a generator in new objects, and keeps the tensor's.
-        known = self._generators.get(leaf._cdata) if isinstance(leaf, torch.Generator) else None
-        return known[1] if known is not None else self._names.get(leaf)
+        if not isinstance(leaf, torch.Generator):
+            return self._names.get(leaf)
+        # PyTorch wraps a generator in new objects. Before 2.12, they cannot have weak references.
+        known = self._generators.get(leaf._cdata)
+        return None if known is None else known[1]
 
     def _set(self, leaf: Any, name: Name) -> Name:
         if isinstance(leaf, torch.Generator):
