@@ -26,6 +26,7 @@ from kdist.testing import WorkerFailure
 from tests import processes
 from tests.contract import CASES, CONFIGURATIONS, compare, make_strategy, run_case
 from tests.contract_cells import BACKENDS, CELLS, Cell, missing_cells, missing_pairs
+from tests.contract_paths import check_path, path_of_steps
 from tests.contract_pools import Pools, without_kdist
 from tests.environment import CACHE, ROOT
 from tests.foreign_backward import foreign_backward
@@ -71,7 +72,10 @@ def _under_strategy(name: str, configuration: str, is_foreign: bool = False) -> 
         # What the contract holds for must not be warned of.
         warnings.filterwarnings("error", message=".* gives different results with")
         strategy = make_strategy(configuration)
-        return None if strategy is None else run_case(name, strategy)
+        if strategy is None:
+            return None
+        with path_of_steps() as path:
+            return run_case(name, strategy), path
 
 
 def _oracle(pools: Pools, backend: str, case: str, folder: Path) -> Any:
@@ -187,8 +191,10 @@ def _check(cell: Cell, pools: Pools, oracle_folder: Path, is_foreign: bool) -> N
     except BaseException:
         pools.close()  # workers that failed at different places must not run the next case together
         raise
-    for numbers in [numbers for numbers in actual if numbers is not None]:
+    for numbers, path in filter(None, actual):
         compare(CASES[cell.case], expected, numbers)
+        if cell.backend == "torch" and cell.configuration in ("workers-2", "workers-3"):
+            check_path(cell.case, path)
 
 
 def _unsupported() -> Iterator[Any]:

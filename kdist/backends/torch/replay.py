@@ -57,7 +57,8 @@ def _check_writes(recording: Recording) -> None:
     for operation in recording.operations:
         for name in operation.writes:
             root = roots.get(name, name)
-            if root.text[0] == "x" or (root.text[0] == "c" and not recording.is_variable(root)):
+            # The tensors of a batch are copies, because Keras changes them, for example sample weights.
+            if root.text[0] == "c" and not recording.is_variable(root):
                 return recording.refuse(
                     f"{operation.function} changes a tensor that does not belong to the model"
                 )

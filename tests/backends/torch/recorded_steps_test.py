@@ -91,7 +91,7 @@ def test_each_replay_starts_with_the_same_constants():
 
 def test_a_step_that_writes_elsewhere_is_not_replayed():
     x, elsewhere = torch.ones(2), torch.zeros(2)
-    for write in (lambda: elsewhere.add_(x), lambda: x.view(2, 1).mul_(2)):
+    for write in (lambda: elsewhere.add_(x), lambda: elsewhere.view(2, 1).mul_(2)):
         recording = Recording([x], [])
         with recording.running():
             write()
