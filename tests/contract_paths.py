@@ -93,7 +93,9 @@ def check_path(case: str, path: Path) -> None:
     """Raises an `AssertionError` if the steps of a case did not run as expected."""
     reason = EAGER.get(case)
     if reason is None:
-        assert path.replays > 0, f"no step of {case} is replayed any more: {path.reasons or 'without a reason'}"
+        assert path.replays > 0, (
+            f"no step of {case} is replayed any more: {path.reasons or 'without a reason'}"
+        )
     else:
         found = "; ".join(sorted(path.reasons))
         assert reason in found if reason else not found, f"{case}: {found!r} is not the reason {reason!r}"

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,7 +88,9 @@ def shards() -> dict[str, tuple[str, ...]]:
 
 
 def part_of(items: Sequence[T], part: str, key: Callable[[T], str] = str) -> list[T]:
-    """Returns the items of part "2/8": every eighth key, so that items of one key stay together.
+    """Returns the items of part "2/8": an eighth of all possible keys, so that items of one key stay together.
+
+    A new item does not move others to another part, so that results of parts stay valid.
 
     Raises:
         ValueError: `part` is not of this form.
@@ -95,8 +98,7 @@ def part_of(items: Sequence[T], part: str, key: Callable[[T], str] = str) -> lis
     index, number = map(int, part.split("/"))
     if not 1 <= index <= number:
         raise ValueError(f"{part!r} is not a part such as 2/8")
-    keys = set(sorted({key(item) for item in items})[index - 1 :: number])
-    return [item for item in items if key(item) in keys]
+    return [item for item in items if zlib.crc32(key(item).encode()) % number == index - 1]
 
 
 def read() -> dict[str, Entry]:

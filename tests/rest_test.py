@@ -34,6 +34,8 @@ def test_the_parts_are_the_whole(number: int) -> None:
     parts = [rest.part_of(items, f"{i}/{number}", lambda item: item[0]) for i in range(1, number + 1)]
     assert sorted(item for part in parts for item in part) == sorted(items)
     assert all({*item[0]} <= {i[0] for i in part} for part in parts for item in part)
+    grown = rest.part_of(["one more", *items], f"1/{number}", lambda item: item[0])
+    assert [item for item in grown if item in items] == parts[0]
     with pytest.raises(ValueError, match="9/8"):
         rest.part_of(items, "9/8")
 

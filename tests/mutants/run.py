@@ -27,6 +27,7 @@ from pathlib import Path
 
 from tests.mutants import data, kills
 from tests.mutants.data import Mutant
+from tests.rest import part_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE_LIMIT = 3600.0
@@ -236,8 +237,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         differ = changed_since(root, options.changed)
         mutants = [m for m in mutants if differ & ({c.file for c in m.changes} | files.get(m.name, set()))]
     if options.part_of:
-        index, number = map(int, options.part_of.split("/"))
-        mutants = mutants[index - 1 :: number]
+        mutants = part_of(mutants, options.part_of, lambda mutant: mutant.name)
     if options.list or not mutants:
         for mutant in mutants:
             print(f"{mutant.name:40} {mutant.promise}")
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         print("Without a change …", flush=True)
         ended = baseline(root, mutants, files, options.jobs)
         if ended.code != 0:
-            print(f"{_last(ended)}\nThe tests must pass without a change. No mutant ran.")
+            print(f"{ended.output}\nThe tests must pass without a change. No mutant ran.")
             return 1
     return _report(root, mutants, files, options.jobs)
 
