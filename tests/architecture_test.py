@@ -64,7 +64,8 @@ EXTRA_FILES = {
         "tables.py",  # TensorFlow's own coordinator looks rows up on its servers
         "recorded_steps.py",  # Keras compiles no step on PyTorch: kdist records one,
         "recording.py",  # operation by operation,
-        "replay.py",  # and runs it again
+        "replay.py",  # and runs it again,
+        "schedule.py",  # with exchanges that overlap with computation
     },
 }
 # Kinds of datasets that come with a framework.

@@ -84,7 +84,8 @@ class RecordedSteps:
     def _record(
         self, model: Any, batch: ReplicaBatches, leaves: list[Any], run: Run, seen: _Seen
     ) -> list[Any]:
-        recording = Recording(leaves, keras_hooks.step_tensors(model))
+        metrics = [keras_hooks.native_value(variable) for variable in model.metrics_variables]
+        recording = Recording(leaves, keras_hooks.step_tensors(model), metrics)
         results = run(batch, recording)
         seen.cost += _REPLAYS_PER_RECORDING
         if seen.cost > _MOST_RECORDINGS * _REPLAYS_PER_RECORDING:

@@ -34,6 +34,7 @@ _READS_NUMBERS = frozenset(
 )
 # Operations that return the same tensor again, because a replay computes no gradients and keeps the shape.
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.expand.default)
+Start = Callable[[torch.Tensor], Callable[[], None]]
 _DECIDES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -54,7 +55,8 @@ class Operation:
         results: The result, with names in place of tensors.
         writes: The tensors that the operation changes.
         views: The tensors whose memory the results may share.
-        kind: "pure", "random", "lift" (a new constant) or "whole" (a Python function).
+        kind: "pure", "random", "lift" (a new constant), "whole" (a Python function), "exchange" (the start of an
+            exchange with other workers) or "finish" (its end).
     """
 
     function: Callable[..., Any]
@@ -95,9 +97,15 @@ class Recording:
     Args:
         inputs: The leaves of the batch: tensors and `None`.
         variables: The tensors that the step may change, because they belong to the model.
+        metrics: The tensors among them that may keep values of a failed step.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor | None], variables: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor | None],
+        variables: Sequence[torch.Tensor],
+        metrics: Sequence[torch.Tensor] = (),
+    ) -> None:
         self.operations: list[Operation] = []
         self.constants: dict[str, Any] = {}
         self.reason = ""
@@ -105,6 +113,7 @@ class Recording:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._generators: dict[int, tuple[Any, Name]] = {}
         self._variables = {id(tensor) for tensor in variables}
+        self._metrics = {id(tensor) for tensor in metrics}
         self._random_states: list[bytes] = []
         for i, tensor in enumerate(inputs):
             if tensor is not None:
@@ -131,6 +140,10 @@ class Recording:
         """Returns whether a constant is a tensor of the model."""
         return id(self.constants.get(name.text)) in self._variables
 
+    def keeps(self, name: Name) -> bool:
+        """Returns whether a tensor of the model must keep its value if the step fails."""
+        return self.is_variable(name) and id(self.constants[name.text]) not in self._metrics
+
     def whole(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a Python function, and records the call instead of its operations. It may change its tensors."""
         arguments = self._named((args, kwargs))
@@ -140,6 +153,16 @@ class Recording:
             writes = names_in(arguments)
             self._add(Operation(function, arguments, None, writes, [], "whole"), result)
         return result
+
+    def exchange(self, start: Start, tensor: torch.Tensor) -> None:
+        """Runs an exchange of workers that changes a tensor, and records its start and its end."""
+        (name,) = self._named([tensor])
+        work = Name(f"t{len(self.operations)}_work")
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            start(tensor)()
+        if not self.reason:
+            self.operations.append(Operation(start, ([name], {}), work, [name], [], "exchange"))
+            self.operations.append(Operation(_finish, ([work, name], {}), None, [name], [], "finish"))
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs and records an operation of PyTorch."""
@@ -244,9 +267,22 @@ def _random_states() -> list[bytes]:
         return [generator.get_state().numpy().tobytes() for generator in (torch.default_generator, *gpus)]
 
 
-def whole(recording: Recording | None, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function. A recording contains the call instead of its operations."""
-    return function(*args) if recording is None else recording.whole(function, *args)
+def exchange(recording: Recording | None, start: Start, tensors: Sequence[torch.Tensor]) -> None:
+    """Runs an exchange of workers for each tensor, all at the same time, or records them.
+
+    Args:
+        start: Starts an exchange, and returns the function that waits for its end.
+    """
+    if recording is not None:
+        for tensor in tensors:
+            recording.exchange(start, tensor)
+        return
+    for finish in [start(tensor) for tensor in tensors]:
+        finish()
+
+
+def _finish(work: Callable[[], None], tensor: torch.Tensor) -> None:
+    work()
 
 
 class _Operations(TorchDispatchMode):

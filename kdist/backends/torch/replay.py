@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from kdist.backends.torch.recording import Name, Operation, Recording, mapped, names_in
+from kdist.backends.torch.schedule import roots_of, scheduled
 
 # The size of a constant, in elements, up to which it is computed only once.
 _SMALL = 4096
@@ -40,20 +41,8 @@ def compiled(
     return replay
 
 
-def _roots(operations: Sequence[Operation]) -> dict[Name, Name]:
-    """Maps each result that shares memory with an earlier tensor to this tensor."""
-    roots: dict[Name, Name] = {}
-    for operation in operations:
-        if operation.views:
-            root = roots.get(operation.views[0], operation.views[0])
-            for name in names_in(operation.results):
-                if name != root:
-                    roots[name] = root
-    return roots
-
-
 def _check_writes(recording: Recording) -> None:
-    roots = _roots(recording.operations)
+    roots = roots_of(recording.operations)
     for operation in recording.operations:
         for name in operation.writes:
             root = roots.get(name, name)
@@ -69,13 +58,14 @@ class _Program:
     def __init__(self, recording: Recording, outputs: list[Name]) -> None:
         self._outputs = outputs
         self._values: dict[str, Any] = dict(recording.constants)
-        roots = _roots(recording.operations)
+        roots = roots_of(recording.operations)
         self._written = {
             roots.get(name, name) for operation in recording.operations for name in operation.writes
         }
         self._written |= {roots.get(name, name) for name in outputs}
         self._roots = roots
-        self._operations = self._without_unused(self._without_constants(recording.operations))
+        operations = self._without_unused(self._without_constants(recording.operations))
+        self._operations = scheduled(operations, recording.keeps)
 
     def _without_constants(self, operations: Sequence[Operation]) -> list[Operation]:
         """Computes small results that are the same in each step once, for example a number of the loss."""

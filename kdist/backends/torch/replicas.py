@@ -20,7 +20,8 @@ from kdist.backends.replica import Replica, RowShare
 from kdist.backends.threads import Baton
 from kdist.backends.torch import seeds
 from kdist.backends.torch.divided import Divided, DTensor, on_parts
-from kdist.backends.torch.recording import Recording, whole
+from kdist.backends.torch.recording import Recording, exchange
+from kdist.backends.torch.schedule import buckets
 from kdist.backends.torch.workers import Workers
 from kdist.backends.variable_table import VariableTable
 from kdist.context import cross_replica
@@ -81,15 +82,13 @@ class TorchReplica(Replica):
         """Sums tensors as `packed` does, but in place and with few calls, because each call costs time."""
         if self.num_replicas_in_sync == 1:
             return list(tensors)
-        groups: dict[torch.dtype, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            groups.setdefault(tensor.dtype, []).append(i)
+        groups = buckets(tensors)
         results: list[Any] = [None] * len(tensors)
         with torch.no_grad():
-            flats = [torch.cat([tensors[i].detach().reshape(-1) for i in group]) for group in groups.values()]
-            if weight is not None and flats:
-                torch._foreach_mul_(flats, weight)
-            for total, group in zip(self._sum_in_place(flats), groups.values(), strict=True):
+            flats = [torch.cat([tensors[i].detach().reshape(-1) for i in group]) for group in groups]
+            for flat in flats if weight is not None else ():
+                flat.mul_(weight)
+            for total, group in zip(self._sum_in_place(flats), groups, strict=True):
                 parts = total.split([tensors[i].numel() for i in group])
                 for i, part in zip(group, parts, strict=True):
                     results[i] = part.view(tensors[i].shape)
@@ -213,8 +212,7 @@ class TorchReplica(Replica):
             for others in values[1:]:
                 for total, other in zip(totals, others, strict=True):
                     total += other.to(total.device)
-            for total in totals:
-                whole(self.recording, self._workers.all_reduce, total)
+            exchange(self.recording, self._workers.start_all_reduce, totals)
         return totals
 
 

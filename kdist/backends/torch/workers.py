@@ -36,8 +36,13 @@ _SHORT = 248
 class Workers(workers.Workers):
     """A single process without other workers."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sums a tensor over the workers, in place."""
+    def all_reduce(self, tensor: torch.Tensor, group: Any = None) -> None:
+        """Sums a tensor over all workers, or over the workers of a group, in place."""
+        self.start_all_reduce(tensor, group)()
+
+    def start_all_reduce(self, tensor: torch.Tensor, group: Any = None) -> Callable[[], None]:
+        """Starts `all_reduce`. Returns a function that waits for the sum."""
+        return lambda: None
 
     def broadcast(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         """Sends the chief's values to every worker, in place; see `JoinedWorkers.broadcast`."""
@@ -83,11 +88,16 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             lifeline.on_death(self._abort)
         self._stalls.start()
 
-    def all_reduce(self, tensor: torch.Tensor, group: Any = None) -> None:
-        """Sums a tensor over all workers, or over the workers of a group, in place."""
+    def start_all_reduce(self, tensor: torch.Tensor, group: Any = None) -> Callable[[], None]:
+        """Starts `all_reduce`; a worker can start several of them before it waits."""
         with self._explained("all_reduce"):
             work = dist.all_reduce(tensor, group=group or self._group(tensor), async_op=True)
-            self._finish(work, tensor)
+
+        def finish() -> None:
+            with self._explained("all_reduce"):
+                self._finish(work, tensor)
+
+        return finish
 
     def reduce_scatter(self, parts: Sequence[torch.Tensor], group: Any) -> torch.Tensor:
         """Sums tensors of equal shapes over a group. Each worker gets the sum for its position."""

@@ -95,7 +95,12 @@ def plain():
     return found
 
 
-@pytest.mark.kills("checkpoint_after_an_abort", "saved_after_an_abort", "torch_applied_after_an_abort")
+@pytest.mark.kills(
+    "checkpoint_after_an_abort",
+    "saved_after_an_abort",
+    "torch_applied_after_an_abort",
+    "torch_variables_change_before_an_exchange",
+)
 def test_what_was_computed_after_an_abort_is_neither_applied_nor_saved(tmp_path):
     addresses = local_addresses(2)
     scripts = []

@@ -12,8 +12,9 @@ from tests.backends.where import in_worker
 if in_worker:
     import keras
     import torch
+    from torch.utils._pytree import tree_leaves
 
-    from kdist.backends.torch.recording import Recording
+    from kdist.backends.torch.recording import Recording, exchange
     from kdist.backends.torch.replay import compiled
     from tests.backends.torch.models import data, mirrored
 
@@ -87,6 +88,32 @@ def test_each_replay_starts_with_the_same_constants():
         outputs = replay([x * i])
         assert float(outputs["total"]) == 1 + 2 * i
         assert outputs["weight"].tolist() == [2.0 * i] * 3
+
+
+@pytest.mark.kills("torch_exchanges_disturbed", "torch_random_numbers_in_another_order")
+def test_an_early_exchange_leaves_random_numbers_and_writes_in_their_order():
+    weight = torch.ones(3)
+    recording = Recording([], [weight], metrics=[weight])
+
+    def step():
+        masks = torch.rand(3), torch.rand(3)
+        total = masks[1] * 1
+        exchange(recording, lambda tensor: lambda: tensor.mul_(2), [total])
+        product = weight * total
+        weight.add_(masks[0])  # needs no result of the exchange
+        return product, masks, total
+
+    torch.manual_seed(5)
+    with recording.running():
+        expected = step()
+    changed = weight.clone()
+    weight.fill_(1)
+    replay = compiled(recording, expected, [])
+    torch.manual_seed(5)
+    for actual, wanted in zip(
+        tree_leaves((replay([]), weight)), tree_leaves((expected, changed)), strict=True
+    ):
+        np.testing.assert_array_equal(actual, wanted)
 
 
 def test_a_step_that_writes_elsewhere_is_not_replayed():
