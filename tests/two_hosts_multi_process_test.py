@@ -52,6 +52,14 @@ if __name__ == "__main__":
     print(f"NUMBERS {os.environ['RANK']} " + json.dumps(numbers), flush=True)
 """
 
+SMALL = "keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(1, kernel_initializer=second)])"
+# The numbers of the small model, but a megabyte of gradients, which are zero.
+LARGE = """keras.Sequential([keras.Input((4,)), hidden])
+        one, other = (keras.layers.Dense(1, kernel_initializer=second) for _ in range(2))
+        wide = keras.layers.Dense(50_000, kernel_initializer=first)(model.outputs[0])
+        outputs = [one(model.outputs[0]), keras.layers.Rescaling(0.0)(other(wide))]
+        model = keras.Model(model.inputs, keras.layers.Add()(outputs))"""
+
 
 def ip(*arguments, check=True):
     return subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=check)
@@ -209,10 +217,11 @@ def test_a_slow_link_changes_nothing(backend, hosts, tmp_path):
     if shutil.which("tc") is None:
         pytest.skip("there is no `tc` on this machine: apt-get install iproute2")
     for index, name in enumerate(hosts):
-        limit = ("tbf", "rate", "2mbit", "burst", "4kb", "latency", "2s")
+        # An exchange takes longer than the interval at which a worker looks whether the others are alive.
+        limit = ("tbf", "rate", "4mbit", "burst", "4kb", "latency", "2s")
         tc = ["tc", "-n", name, "qdisc", "add", "dev", link_of(index), "root", *limit]
         done = subprocess.run(tc, capture_output=True, text=True, timeout=20, check=False)
         if done.returncode:
             pytest.skip(f"this kernel has no token bucket filter: {done.stderr.strip()}")
-    with job(hosts, backend, 1, tmp_path, SCRIPT, IPV4) as started:
+    with job(hosts, backend, 1, tmp_path, SCRIPT.replace(SMALL, LARGE), IPV4) as started:
         check_numbers(backend, 1, started)

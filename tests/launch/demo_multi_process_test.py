@@ -13,7 +13,6 @@ from tests.processes import Script
 
 
 @pytest.mark.in_turn(2)
-@pytest.mark.kills("demo_without_plain_keras")
 @pytest.mark.skipif(
     demo.importlib.util.find_spec("sklearn") is None,
     reason="the digits are scikit-learn's, which is not there",
@@ -52,6 +51,7 @@ CHANGES: list[tuple[dict[str, Any], int, str]] = [
 ]
 
 
+@pytest.mark.kills("demo_without_plain_keras")
 @pytest.mark.parametrize(("change", "code", "verdict"), CHANGES)
 def test_what_it_says_of_two_results(
     change: dict[str, Any], code: int, verdict: str, monkeypatch: Any, capsys: Any
