@@ -114,12 +114,17 @@ def test_a_failure_is_raised_with_its_cause(nothing_stays, tmp_path):
 @pytest.mark.kills(ray_consequence_blamed="[worker]")
 @needs_ray
 @pytest.mark.parametrize("victim", ["worker", "actor"])
-def test_a_killed_worker(nothing_stays, victim):
+def test_a_killed_worker(nothing_stays, victim, tmp_path):
+    started = tmp_path / "started"
+
     def work():
         if os.environ["RANK"] == "0":
+            started.touch()
             time.sleep(0.2)
             os.kill(os.getpid() if victim == "worker" else os.getppid(), signal.SIGKILL)
         elif victim == "worker":  # ends first, and says that it is not its fault
+            while not started.exists():
+                time.sleep(0.01)
             print("The job lost worker 0", file=sys.stderr)
             os._exit(1)
         time.sleep(100)
