@@ -76,7 +76,7 @@ def scheduled(operations: Sequence[Operation], keeps: Callable[[Name], bool]) ->
 
 
 def _closure(index: int, needs: Sequence[set[int]], done: set[int]) -> set[int]:
-    """Returns an operation and all operations that must run before it, without those that are done."""
+    """Returns an operation and all operations that must run before it, without operations that are done."""
     found: set[int] = set()
     waiting = [index]
     while waiting:
