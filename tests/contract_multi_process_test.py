@@ -147,6 +147,7 @@ def _params() -> Iterator[Any]:
     torch_moments_of_one_replica="[torch-workers-2x2-synchronized_batch_normalization]",
     torch_predictions_swapped="[torch-workers-2x2-uneven_batches]",
     torch_replicas_weigh_alike="[torch-workers-2x2-uneven_batches]",
+    torch_sample_weights_not_replayed="[torch-workers-2-masks_with_weights]",
     torch_workers_not_summed="[torch-workers-2-reduction_sum_over_batch_size]",
     validation_cut_short="[torch-workers-2x2-validation]",
     weights_of_a_batch_are_zero="[torch-workers-2-zero_weights]",

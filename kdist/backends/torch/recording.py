@@ -244,7 +244,7 @@ class Recording:
     def _find(self, leaf: Any) -> Name | None:
         if not isinstance(leaf, torch.Generator):
             return self._names.get(leaf)
-        # PyTorch wraps a generator in new objects. Before 2.12, they cannot have weak references.
+        # PyTorch wraps a generator in new objects. In PyTorch 2.11, they cannot have weak references.
         known = self._generators.get(leaf._cdata)
         return None if known is None else known[1]
 
