@@ -24,7 +24,9 @@ def in_worker_fuzz(folder, inputs, seed, only=None):
     from tests.fuzz import guard
     from tests.fuzz.targets import all_targets
 
-    logging.getLogger("kdist").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("kdist")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     targets = [target for target in all_targets(folder) if only in (None, target.name)]
     failures, counts, refused = {}, {}, {}
     for target in targets:
@@ -45,6 +47,7 @@ def in_worker_fuzz(folder, inputs, seed, only=None):
                     last = "".join(traceback.format_exception(error)[-3:])
                     failures.setdefault(last, f"seed {name!r}: {str(made)[:300]}\n{last}")
         counts[target.name] = number, round(time.process_time() - spent, 1)
+    logger.setLevel(level)
     return counts, refused, [*failures.values()]
 
 

@@ -28,6 +28,7 @@ def hints():
 
     logger = logging.getLogger("kdist")
     logger.addHandler(handler := Log())
+    level = logger.level
     logger.setLevel(logging.WARNING)
     devices = ["cpu:0", "cpu:1"]
 
@@ -48,7 +49,7 @@ def hints():
         ]
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
+        logger.setLevel(level)
     for one in made:
         with one.scope():
             model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])

@@ -11,7 +11,9 @@ import atexit
 import contextlib
 import gc
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -24,7 +26,7 @@ import pytest
 
 from kdist.testing import WorkerPool, Workers, free_ports
 from tests import rewriting
-from tests.environment import clean_environment
+from tests.environment import DESCRIBING, clean_environment
 from tests.zygote import Forked, zygote
 from tests.zygote_process import STACKS
 
@@ -117,7 +119,30 @@ def _fresh(fn: Callable[..., Any], *args: Any) -> Any:
     import keras
 
     keras.utils.clear_session(free_memory=False)  # to collect garbage takes longer than many a test
-    return fn(*args)
+    before = _settings()
+    result = fn(*args)
+    after = _settings()
+    left = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not left, f"The test left settings that the next test of this kept worker meets: {left}"
+    return result
+
+
+def _settings() -> dict[str, Any]:
+    """What a test must restore in a kept worker."""
+    import keras
+
+    logger = logging.getLogger("kdist")
+    return {
+        "dtype policy": keras.config.dtype_policy().name,
+        "floatx": keras.config.floatx(),
+        "image data format": keras.config.image_data_format(),
+        "level of kdist's logger": logger.level,
+        "handlers of kdist's logger": [*logger.handlers],
+        "working directory": os.getcwd(),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(DESCRIBING)},
+        "handler of Ctrl-C": signal.getsignal(signal.SIGINT),
+        "handler of SIGTERM": signal.getsignal(signal.SIGTERM),
+    }
 
 
 _in_worker: dict[int, Any] = {}

@@ -49,6 +49,7 @@ def in_worker_convert(folder):
     import kdist
     from kdist.command_line import main
 
+    before = os.getcwd()
     os.chdir(folder)
     with open("user_models.py", "w", encoding="utf-8") as file:
         file.write(USER)
@@ -110,6 +111,7 @@ def in_worker_convert(folder):
     again = user_models.make()
     again.load_weights("own.weights.h5")
     found["own"] = again.predict(x, verbose=0)
+    os.chdir(before)
     return said, expected, files, found, steps
 
 
