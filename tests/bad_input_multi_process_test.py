@@ -179,7 +179,7 @@ def test_port_in_use(backend, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])  # TensorFlow's workers meet as JAX's do
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_workers_with_different_secrets(backend, tmp_path):
     addresses = local_addresses(2)
     environments = [

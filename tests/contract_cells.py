@@ -40,11 +40,11 @@ def _kind(name: str) -> tuple[str, bool, bool]:
 
 
 def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
-    """The two backends and configurations of a case in `make test`.
+    """The backends and configurations of a case in `make test`: one or two.
 
-    One holds the variables as mirrors: with several devices, several workers, or both, which take turns, as do the
-    backends, and after a round of them the configurations of a kind. The other holds them in another way: one kind per
-    turn; three times of four on PyTorch, whose cells are quick.
+    The first holds the variables as mirrors: with several devices, several workers, or both, which take turns, as do
+    the backends, and after a round of them the configurations of a kind. In every second turn another holds them in
+    another way: one kind per turn; two times of three on PyTorch, whose cells are quick.
     """
     groups = [[*names] for _, names in itertools.groupby(CONFIGURATIONS, _kind)]
     elsewhere = [
@@ -53,11 +53,11 @@ def _pairs(case: Case, turn: int) -> Iterator[tuple[str, str]]:
         if CONFIGURATIONS[names[0]].strategy != "Mirrored"
     ]
     elsewhere = [able for able in elsewhere if able]
-    if elsewhere:
-        rounds, place = divmod(turn, len(elsewhere))
+    if elsewhere and turn % 2:
+        rounds, place = divmod(turn // 2, len(elsewhere))
         able = elsewhere[place]
-        quick = [pair for pair in able if rounds % 4 and pair[0] == "torch"]
-        yield quick[(rounds - rounds // 4) % len(quick)] if quick else able[(rounds // 4) % len(able)]
+        quick = [pair for pair in able if rounds % 3 and pair[0] == "torch"]
+        yield quick[(rounds - rounds // 3) % len(quick)] if quick else able[(rounds // 3) % len(able)]
     kinds = [names for names in groups if CONFIGURATIONS[names[0]].strategy == "Mirrored"]
     backends = [[b for b in case.backends if b in CONFIGURATIONS[names[0]].backends] for names in kinds]
     kinds, backends = [k for k, b in zip(kinds, backends, strict=True) if b], [b for b in backends if b]

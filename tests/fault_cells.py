@@ -254,8 +254,8 @@ def weights_of(worker: Script) -> list[float]:
 def all_cells(backend: str, now: int) -> Iterator[Cell]:
     """The cells of a backend: every kind of fault × place × worker × number of workers.
 
-    Pairs (`make test`) are a third of the kinds × places, each on one backend. Within nine turns, each kind meets
-    each place on each backend. Which worker it is, and of how many, goes round. Per place, one job is started again.
+    Pairs (`make test`) are a sixth of the kinds × places, each on one backend. Within 18 turns, each kind meets each
+    place on each backend. Which worker it is, and of how many, goes round. Per place, one job is started again.
     """
     offset = BACKENDS.index(backend)
     for p, place in enumerate(PLACES):
@@ -265,19 +265,19 @@ def all_cells(backend: str, now: int) -> Iterator[Cell]:
         here = [
             kind
             for k, kind in enumerate(kinds)
-            if (k + p + now) % len(BACKENDS) == offset and (k + p + now // len(BACKENDS)) % 3 == 0
+            if (k + p + now) % len(BACKENDS) == offset and (k + p + now // len(BACKENDS)) % 6 == 0
         ]
         again = here[(p + offset) % len(here)] if here else ""
         for k, kind in enumerate(kinds):
             victims = (0,) if place in OF_CHIEF else (0, 1)
             options = list(itertools.product(victims, (2,) if kind in FROZEN else (2, 3)))
             for option in options:
-                is_pair = kind in here and option == options[(k + p + offset + now // 9) % len(options)]
+                is_pair = kind in here and option == options[(k + p + offset + now // 18) % len(options)]
                 restarts = is_pair and kind == again and (p + now) % len(BACKENDS) == offset
                 yield Cell(backend, kind, place, *option, restarts=restarts, is_pair=is_pair)
     for strategy, (backends, num_workers, _) in STRATEGIES.items():
         for k, kind in enumerate(("kill", "hang")[:num_workers] if backend in backends else ()):
-            is_pair = (k + now) % len(BACKENDS) == offset
+            is_pair = (k + now) % (2 * len(BACKENDS)) == offset
             yield Cell(backend, kind, "step", k, num_workers, True, is_pair, strategy)
 
 

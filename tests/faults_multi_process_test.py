@@ -100,8 +100,8 @@ class Runner:
 
 
 @pytest.mark.parametrize("first", [0, 7, 100])
-def test_nine_turns_run_every_kind_at_every_place_on_every_backend(first: int) -> None:
-    turns = [cell for now in range(first, first + 9) for b in BACKENDS for cell in all_cells(b, now)]
+def test_eighteen_turns_run_every_kind_at_every_place_on_every_backend(first: int) -> None:
+    turns = [cell for now in range(first, first + 18) for b in BACKENDS for cell in all_cells(b, now)]
     chosen = [cell for cell in turns if cell.is_pair]
     for names in (("kind", "place", "backend", "strategy"), ("kind", "victim", "num_workers")):
         met = [{tuple(getattr(cell, n) for n in names) for cell in cells} for cells in (chosen, CELLS)]
@@ -149,7 +149,7 @@ def test_the_others_end_and_name_the_worker(
     assert not cell.problem, cell.report()
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.kills(resume_nothing_restored_by_the_launcher="[jax]")
 @pytest.mark.parametrize(
     "backend",

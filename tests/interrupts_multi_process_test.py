@@ -18,6 +18,7 @@ from tests.alive import identity_of, left_of
 from tests.processes import (
     Script,
     each_backend,
+    each_backend_in_twelve_turns,
     local_addresses,
     run,
     run_plain,
@@ -61,7 +62,7 @@ def check_stderr(text):
 
 
 @pytest.mark.kills(interrupt_waits_for_the_others="[torch]")
-@each_backend
+@each_backend_in_twelve_turns
 def test_ctrl_c_ends_both_workers(backend, tmp_path):
     addresses = local_addresses(2)
     with contextlib.ExitStack() as cleanup:

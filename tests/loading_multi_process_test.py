@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, strategy
+from tests.processes import each_backend_in_twelve_turns, run, strategy
 from tests.saving_multi_process_test import assert_same, make_data, make_model, state_of
 
 
@@ -35,7 +35,7 @@ def in_worker_load(path, scoped):
 
 
 @pytest.mark.kills(file_without_optimizer="[torch]")
-@each_backend
+@each_backend_in_twelve_turns
 def test_a_file_is_loaded_anywhere_and_trains_on(backend, tmp_path):
     path = str(tmp_path / "model.keras")
     saved, continued = run(backend, 2, in_worker_save_for_others, path)[0]

@@ -79,7 +79,7 @@ def train():
     return found
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.kills(own_cross_device_ops_ignored="[torch]")
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "jax"], scope="module")
 def test_fit_sums_gradients_by_it(backend):

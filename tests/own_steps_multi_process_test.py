@@ -276,7 +276,7 @@ def test_it_trains_as_on_one_device(
     assert_close(run(backend, num_workers, trains, True, True), [plain[backend, trains]] * num_workers)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_sub_models_may_be_built_by_the_step_where_keras_allows_it(num_workers: int) -> None:
     expected = run_plain("tensorflow", trains_a_gan, False, False)

@@ -73,7 +73,7 @@ def ragged(under_strategy: bool) -> Any:
     return kinds, *[values.to_list() for values in (first["ragged"], second, third, empty)], first["sum"]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.kills("predict_ragged_becomes_dense")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_ragged_outputs_stay_ragged(num_workers: int) -> None:

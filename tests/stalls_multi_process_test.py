@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.processes import ForkedPool, Script, each_backend
+from tests.processes import ForkedPool, Script, each_backend_in_twelve_turns
 
 PRELUDE = """
 import time
@@ -85,7 +85,7 @@ def uploads(longest, after):
 
 
 @pytest.mark.kills(resting_chief_ended="[torch]")
-@each_backend
+@each_backend_in_twelve_turns
 def test_a_chief_that_waits_for_an_upload_is_not_ended(backend):
     # Of a heartbeat of 6 s, it is suspected after 4.2.
     pool = ForkedPool(2, backend, env={"KDIST_HEARTBEAT_TIMEOUT": 6}, timeout=60)

@@ -23,7 +23,7 @@ def _cells():
             yield pytest.param(name, backend, id=f"{name}-{backend}", marks=marks)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("name", "backend"), _cells())
 def test_all_capabilities(name, backend, tmp_path, record_property):
     results, *others = run(backend, support.STRATEGIES[name], support.run_all, name, str(tmp_path))

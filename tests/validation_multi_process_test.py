@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, run_plain, strategy
+from tests.processes import each_backend, each_backend_in_twelve_turns, run, run_plain, strategy
 
 
 def data(rows=10):
@@ -61,7 +61,7 @@ def fit_each(under_strategy):
 
 
 @pytest.mark.kills(validation_of_no_rows_is_zero="[torch]")
-@each_backend
+@each_backend_in_twelve_turns
 def test_odd_validation_data_has_the_results_of_plain_keras(backend):
     expected = run_plain(backend, fit_each, False)
     kinds = {name: type(value) for name, value in expected.items()}

@@ -90,7 +90,7 @@ except kdist.errors.WorkerTimeoutError as error:
 """
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_nobody_waits_longer_than_the_options_say(backend: str, tmp_path: Path) -> None:
     chief, other = scripts(tmp_path, backend, LATE, 7)

@@ -43,7 +43,7 @@ def assert_equal(values: list[Any], wanted: list[Any]) -> None:
         np.testing.assert_array_equal(value, number)
 
 
-@pytest.mark.in_turn(2)  # not 3: the backends of `PAIRS` move on with the turn
+@pytest.mark.in_turn(4)  # not 3: the backends of `PAIRS` move on with the turn
 @pytest.mark.timeout(400)  # the first one waits for all that is saved
 @pytest.mark.parametrize(
     ("num_workers", "backend"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint import jobs
-from tests.processes import Script, each_backend, run
+from tests.processes import Script, each_backend, each_backend_in_twelve_turns, run
 
 
 def in_worker_two_saves(folder):
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(backend, 
     assert kind == "CheckpointNotFoundError" and offer in text
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 def test_values_of_another_form_are_refused_before_anything_is_assigned(tmp_path):
     from kdist.checkpoint.index import dump, parse
 
@@ -239,7 +239,7 @@ def in_worker_killed(folder, phases):
 
 # A process that has begun to compute on JAX or TensorFlow cannot be forked; what a kill leaves does not depend on it.
 # The fault matrix kills saves on all backends.
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.kills("checkpoint_visible_too_early")
 def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path):
     phases = [
@@ -379,7 +379,7 @@ DISKS = """
 """
 
 
-@each_backend
+@each_backend_in_twelve_turns
 def test_a_full_disk_and_a_read_only_folder(backend, tmp_path):
     command = ("unshare", "--user", "--map-root-user", "--mount", sys.executable)
     script = Script(tmp_path, "disks", DISKS, {"KERAS_BACKEND": backend}, command)

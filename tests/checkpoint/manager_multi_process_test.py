@@ -126,7 +126,7 @@ def python(code, folder, backend="torch"):
 
 
 @pytest.mark.kills("checkpoint_header_not_verified")
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_the_command_line(tmp_path, capsys):
     path, prediction = run("torch", 1, in_worker_save, str(tmp_path))[0]
     out = python(LOOK, tmp_path)
@@ -169,7 +169,7 @@ assert module_utils.tensorflow.available, "it is hidden for the time of a save o
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_saving_does_not_import_tensorflow(backend, tmp_path):
     # Keras does, to see whether an object is of one of its types: four seconds of all workers' time.
     # What is forked has imported TensorFlow.

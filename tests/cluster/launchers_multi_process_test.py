@@ -121,7 +121,7 @@ def job_number(variables: Callable[[int, int], Variables]) -> int:
     raise AssertionError("unreachable")
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("source", "variables", "backend"), JOBS, ids=[f"{made.__name__}-{backend}" for _, made, backend in JOBS]
 )

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.processes import each_backend, run, strategy
+from tests.processes import each_backend, each_backend_in_twelve_turns, run, strategy
 
 X = np.random.RandomState(0).rand(24, 3).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -131,7 +131,7 @@ def play(folder):
 @pytest.mark.kills(
     evaluator_ends_by_an_old_sign="[torch]", evaluator_leaves_the_last_checkpoint_out="[torch]"
 )
-@each_backend
+@each_backend_in_twelve_turns
 def test_what_is_passed_over_and_what_is_an_error(backend, tmp_path):
     found = run(backend, 1, play, str(tmp_path))[0]
     assert "skips a checkpoint" in found["damaged"] and "ckpt-3" in found["damaged"]

@@ -88,7 +88,7 @@ def _plain_fit() -> list[np.ndarray]:
     return model.get_weights()
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_fit_one_after_the_other_is_plain_keras_and_beside_each_other_learns(job, tmp_path):
     script = job.coordinate(f"""
 
@@ -133,7 +133,7 @@ def step(iterator):
 """
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_workers_die_and_come_back_and_each_closure_counts_once(job):
     script = job.coordinate(
         LOOP
@@ -164,7 +164,7 @@ print(json.dumps([int(count), int(model.optimizer.iterations), accuracy]))
     assert result_of(script)[2] > 0.95
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_errors_of_closures_are_their_own_and_a_lost_server_is_named(job):
     script = job.coordinate(
         LOOP
@@ -217,7 +217,7 @@ ABLE = [
 
 
 def contract_in_turn() -> Iterator[Any]:
-    """Three cases of the contract per turn, in the other mode in the next round.
+    """A case of the contract per turn, in the other mode in the next round.
 
     Their variables are whole, unlike in the cells of the contract.
     """

@@ -177,7 +177,7 @@ _LARGE = f"""
     tied_tables_by_rows_alone="[jax]",
 )
 @each_own_backend
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_rows_travel_and_the_numbers_are_those_of_one_device(backend: str, tmp_path: Path) -> None:
     plain = Script(tmp_path, "plain", _PLAIN, {"KERAS_BACKEND": backend})
     try:
@@ -202,7 +202,7 @@ def test_rows_travel_and_the_numbers_are_those_of_one_device(backend: str, tmp_p
 
 @pytest.mark.kills(tables_travel_whole="[torch]")
 @each_own_backend
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_of_a_million_rows_one_percent_is_moved_at_most(backend: str, tmp_path: Path) -> None:
     with cluster(backend, tmp_path, num_workers=1) as tasks:
         chief = tasks.coordinate(_LARGE)

@@ -55,7 +55,7 @@ class _Stranger(grpc.GenericRpcHandler):
 
 @pytest.mark.kills(servers_secret_not_asked_for="[torch-plain]")
 @pytest.mark.parametrize(("backend", "kind"), [("torch", "plain"), ("jax", "another key")])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_stranger_at_a_task_s_port_learns_and_runs_nothing(backend: str, kind: str, tmp_path: Path) -> None:
     cluster = Cluster(backend, tmp_path, 1, 1)
     stranger, harm = _Stranger(tmp_path / "harm"), tmp_path / "harm"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.coordinator.clusters import cluster, facts
-from tests.processes import each_backend
+from tests.processes import each_backend, each_backend_in_twelve_turns
 
 _MODEL = """
     from sklearn.datasets import load_digits
@@ -132,7 +132,7 @@ def test_fit_takes_each_step_once_although_a_worker_is_lost(backend: str, tmp_pa
     assert found["loss"] == pytest.approx(np.mean(y[:, 0] * (x @ kernel + bias)), rel=1e-5)
 
 
-@each_backend
+@each_backend_in_twelve_turns
 def test_a_loop_trains_and_a_killed_worker_is_replaced(backend: str, tmp_path: Path) -> None:
     source = f"""
     {_MODEL}{_LOOP}

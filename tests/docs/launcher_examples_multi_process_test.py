@@ -13,7 +13,7 @@ from tests.docs.examples import example
 from tests.processes import Script
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_the_launchers_example(tmp_path: Path) -> None:
     data = """
         import numpy as np

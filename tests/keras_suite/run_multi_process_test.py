@@ -42,7 +42,7 @@ class TestD(unittest.TestCase):
 """
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 def test_a_test_that_hangs_or_dies_does_not_stop_the_others(tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     tests.mkdir()

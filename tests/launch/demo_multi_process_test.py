@@ -12,7 +12,7 @@ from kdist import demo
 from tests.processes import Script
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.skipif(
     demo.importlib.util.find_spec("sklearn") is None,
     reason="the digits are scikit-learn's, which is not there",

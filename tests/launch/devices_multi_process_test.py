@@ -19,7 +19,7 @@ def is_as_expected(backend: str, said: str) -> bool:
     return said == {"tensorflow": "/device:CPU:0", "torch": "cpu"}[backend]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_devices_without_a_gpu(backend: str) -> None:
     said = info.devices_of(backend, clean_environment() | NO_GPU, timeout=300)

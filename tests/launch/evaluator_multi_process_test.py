@@ -64,7 +64,7 @@ if role == "evaluator":
 """
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.kills(evaluator_reads_a_generator_once="[jax]")
 @pytest.mark.parametrize(
     "backend",

@@ -63,7 +63,7 @@ def name_of(pid):
         return pid, file.read().rpartition(b")")[2].split()[19].decode()
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.kills("ray_settings_not_told")
 @needs_ray
 def test_results_in_order(nothing_stays, capfd, monkeypatch):

@@ -21,7 +21,7 @@ print("FINISHED", flush=True)
 """
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_fault_comes_again_after_a_restart_where_it_is_told_to(tmp_path: Path) -> None:
     options = ("-n", "2", "--backend", "jax", "--max-restarts", "1")
     faults = ("--inject", "exit:worker=1,step=3", "--inject", "exit:worker=0,step=5,always=1")

@@ -30,7 +30,7 @@ def make_model():
 
 
 @pytest.mark.kills("bench_ten_times_the_rows", "bench_warm_up_counts")
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_it_measures_a_model_of_the_users(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     arguments = ["bench", "--backend", "torch", "--num-workers", "1,2", "--steps", "3", "--batch-size", "20"]

@@ -19,7 +19,7 @@ from tests.mutants.run import files_of
 from tests.release.conftest import Distributions, call
 
 # To install what the tests look at takes longer than the tests.
-pytestmark = pytest.mark.in_turn(2)
+pytestmark = pytest.mark.in_turn(4)
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

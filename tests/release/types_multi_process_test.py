@@ -17,7 +17,7 @@ from tests.environment import ROOT
 from tests.release.conftest import call
 
 # To install what the tests look at takes longer than the tests.
-pytestmark = pytest.mark.in_turn(2)
+pytestmark = pytest.mark.in_turn(4)
 
 MODULES = (
     "kdist",

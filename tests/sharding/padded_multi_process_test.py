@@ -168,7 +168,7 @@ def load_plain(file: str) -> list[np.ndarray]:
     return [values, jobs.values_of(model)]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_files_have_no_padding_and_any_number_of_workers_reads_them(pools: Pools, tmp_path: Path) -> None:
     for i, (place, other) in enumerate(zip(PLACES, [*PLACES[1:], PLACES[0]], strict=True)):
         folder = tmp_path / str(i)
@@ -245,7 +245,7 @@ def plain_loop() -> dict[str, Any]:
 
 @pytest.mark.kills(jax_padding_shown="[jax-4-devices]")
 @EACH_LOOP
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_loop_of_the_user_s_sees_no_padding(place: Any, pools: Pools) -> None:
     expected = run_plain(place[0], plain_loop)
     for actual in pools.run(place, loop):

@@ -101,7 +101,7 @@ def test_a_step_on_jax_holds_few_whole_variables_at_once(pools: Pools) -> None:
 
 
 @pytest.mark.kills("divided_files_of_the_chief_alone")
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_files_of_divided_variables_are_read_by_all(pools: Pools, tmp_path: Path) -> None:
     places = [
         (TWO_WORKERS, "fully"),
@@ -122,7 +122,7 @@ def test_files_of_divided_variables_are_read_by_all(pools: Pools, tmp_path: Path
                 assert_exactly(loaded, values)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_checkpoints_of_divided_variables_are_read_by_another_backend(pools: Pools, tmp_path: Path) -> None:
     places = [TWO_WORKERS, TORCH_WORKERS]
     for place, other in (places, places[::-1]):
@@ -173,7 +173,7 @@ def save_alone(folder: str) -> str:
 
 @pytest.mark.kills(torch_divided_read_without_meeting="[torch]")
 @pytest.mark.parametrize("place", [TWO_WORKERS, TORCH_WORKERS], ids=["jax", "torch"])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_worker_that_saves_alone_is_an_error_and_no_hang(tmp_path: Path, place: Any, pools: Pools) -> None:
     chief, other = pools.run(place, save_alone, str(tmp_path))
     assert "mismatch: Worker 0 reads sharded variables" in chief
@@ -210,7 +210,7 @@ def back_up(folder: str) -> tuple[list[Any], list[Any], list[str]]:
 
 
 @pytest.mark.parametrize("place", [TWO_WORKERS, TORCH_WORKERS], ids=["jax", "torch"])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_keras_s_callbacks_write_and_resume(tmp_path: Path, place: Any, pools: Pools) -> None:
     for whole, resumed, files in pools.run(place, back_up, str(tmp_path)):
         assert_equal(resumed, whole)

@@ -75,7 +75,7 @@ def test_fixtures(tmp_path):
             os.kill(pid, 0)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_the_page_s_examples(tmp_path):
     blocks = [example(f"testing_{number}") for number in range(3)]
     done = run_pytest(tmp_path, "\n".join(blocks), KERAS_BACKEND="torch")

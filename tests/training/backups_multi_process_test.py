@@ -114,7 +114,7 @@ def in_worker_by_the_clock(folder: str) -> Any:
     return first, again, both
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @on("jax", "torch")
 def test_backups_by_the_clock_of_the_chief(backend: str, tmp_path: Path) -> None:
     # A step takes a second of the chief's clock and three of the other one's.
@@ -173,7 +173,7 @@ def in_worker_damaged(folder: str, how: str) -> Any:
 PAIRS = [("byte", "torch"), ("cut", "jax"), ("gone", "torch"), ("index", "torch")]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("how", "backend"),
     [pytest.param(*pair, marks=pytest.mark.xdist_group(f"pool-{pair[1]}")) for pair in PAIRS],
@@ -221,7 +221,7 @@ def in_worker_grace(folder: str) -> Any:
     return taken, saved, fit(folder, is_true=False, **backup)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @on("tensorflow", "torch")
 def test_training_goes_on_until_the_grace_period_has_run_out(backend: str, tmp_path: Path) -> None:
     # Three seconds a step on that worker: ten steps, and all save after the same one.

@@ -44,7 +44,7 @@ def steps_of(output: str, start: int, rank: int) -> list[tuple[int, float]]:
     return [(int(number), float(at)) for number, at in found]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_worker_is_taken_away_and_nothing_is_lost(tmp_path: Path) -> None:
     options = ("-n", "2", "--backend", "torch", "--max-restarts", "1", "--grace-period", "60")
     faults = ("--inject", "sigterm:worker=1,step=6", "--inject", f"slow:worker=0,seconds={SLOW},always=1")

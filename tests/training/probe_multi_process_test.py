@@ -320,7 +320,7 @@ def unwritten(probe: str | None) -> Any:
     return history, [*drawn, *variables], warned
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.kills("probe_draws_random_numbers", "probe_writes_variables")
 @pytest.mark.parametrize(("backend", "num_workers"), [("tensorflow", 1), ("torch", 2)])
 def test_nothing_is_written_and_no_random_number_drawn(backend, num_workers):

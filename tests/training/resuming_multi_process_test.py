@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import BACKENDS, each_backend, full_unless, run, strategy
+from tests.processes import BACKENDS, each_backend, each_backend_in_twelve_turns, full_unless, run, strategy
 
 ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps an epoch
 
@@ -167,7 +167,7 @@ def check(everyone: Any) -> None:
     resume_position_ignored="[torch-arrays]",
 )
 @pytest.mark.parametrize("kind", KINDS)
-@each_backend
+@each_backend_in_twelve_turns
 def test_a_run_goes_on_in_the_middle_of_an_epoch(backend: str, kind: str, tmp_path: Path) -> None:
     check(run(backend, 1, interrupted, str(tmp_path), kind, [(1, 1, 1)]))
 
@@ -224,7 +224,7 @@ def goes_on_at_once(folder: str) -> Any:
         faults.point = point
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.kills("resume_a_save_is_not_awaited")
 def test_the_next_fit_waits_for_a_backup_that_is_being_written(tmp_path: Path) -> None:
     check(run("torch", 2, goes_on_at_once, str(tmp_path)))

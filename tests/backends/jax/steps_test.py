@@ -92,7 +92,7 @@ def test_numbers_are_those_of_one_device(replicas: int) -> None:
     _assert_equal(_expected(), _numbers(_under(replicas)))
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     "arguments", [{"run_eagerly": True}, {"jit_compile": False}, {"steps_per_execution": 2}]
 )

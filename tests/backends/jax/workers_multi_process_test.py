@@ -75,7 +75,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 @pytest.mark.parametrize("whom", [0, 1])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_killed_worker_is_named(start: Callable[..., Job], whom: int) -> None:
     job = start("kill", whom)
     codes = job.wait()
@@ -104,7 +104,7 @@ def test_a_worker_that_stands_still_ends_the_others(start: Callable[..., Job]) -
 
 
 @pytest.mark.parametrize("whom", [0, 1])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_an_error_on_one_worker_ends_the_others_and_is_told(start: Callable[..., Job], whom: int) -> None:
     job = start("raise", whom)
     assert job.wait() == {0: 1, 1: 1}
@@ -113,7 +113,7 @@ def test_an_error_on_one_worker_ends_the_others_and_is_told(start: Callable[...,
 
 
 @pytest.mark.parametrize("whom", [0, 1])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_worker_that_exits_ends_the_others(start: Callable[..., Job], whom: int) -> None:
     job = start("exit", whom)
     assert job.wait() == {whom: 3, 1 - whom: 1}
@@ -121,7 +121,7 @@ def test_a_worker_that_exits_ends_the_others(start: Callable[..., Job], whom: in
 
 
 @pytest.mark.parametrize("whom", [0, 1])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_worker_may_end_earlier_than_the_other(start: Callable[..., Job], whom: int) -> None:
     job = start("late", whom)
     assert job.wait() == {0: 0, 1: 0}
@@ -140,7 +140,7 @@ def test_joining_twice(start: Callable[..., Job]) -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_worker_that_never_comes_is_named(start: Callable[..., Job], missing: int) -> None:
     job = start("none", 0, skip=missing, timeout=6)
     assert job.wait(90) == {1 - missing: 1}

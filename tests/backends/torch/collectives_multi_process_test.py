@@ -81,7 +81,7 @@ def collectives(kind: str, rank: int, rows: int) -> list[tuple]:
     return issued
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("kind", ["mirrored", "divided"])
 def test_all_of_4096_workers_issue_the_same_collectives(kind):
     sequences = []

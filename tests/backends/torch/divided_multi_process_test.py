@@ -100,7 +100,7 @@ def expected():
         pytest.param(4, "mesh", 0.7),
     ],
 )
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_transformer_has_the_numbers_of_one_device_and_each_worker_a_part_of_it(
     expected, num_workers, kind, most
 ):
@@ -173,7 +173,7 @@ def test_whoever_reads_or_writes_a_divided_variable_sees_it_whole():
 
 
 @pytest.mark.kills("torch_gathered_variable_outdated", "torch_norm_of_a_part", "torch_slots_not_divided")
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_loop_of_ones_own_has_the_gradients_of_all_rows():
     def loop():
         import keras
@@ -277,7 +277,7 @@ def _rows():
     return generator.normal(size=(22, 6)).astype("float32"), generator.normal(size=(22, 1)).astype("float32")
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_files_and_checkpoints_go_to_other_numbers_of_workers_and_back(tmp_path):
     def first_half(folder):
         import kdist

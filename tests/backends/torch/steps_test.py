@@ -184,7 +184,7 @@ def test_values_that_are_set_between_steps_reach_every_replica(replicas):
     np.testing.assert_allclose(model.predict(x, verbose=0), x @ kernel + bias, rtol=RTOL, atol=ATOL)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_model_and_its_threads_can_be_freed():
     before = threading.active_count()
     strategy = mirrored(3)

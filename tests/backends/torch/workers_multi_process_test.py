@@ -225,7 +225,7 @@ FORK = "(os.fork() or (time.sleep(20), os._exit(0))) and os.kill(os.getpid(), si
     ],
     ids=["worker", "chief", "connections stay open", "exception", "exit"],
 )
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_lost_worker_ends_the_others_in_time_and_is_named(tmp_path, num_workers, victim, how, what):
     source = TRAIN.replace("VICTIM", str(victim)).replace("HOW", how)
     with job(tmp_path, source, num_workers) as (workers, names):
@@ -344,7 +344,7 @@ def test_a_process_group_that_the_user_has_made_is_taken(tmp_path):
         check_group("".join(worker.stdout() for worker in workers))
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_torchrun_starts_it_too(tmp_path):
     host, port = local_addresses(1)[0].split(":")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -124,7 +124,7 @@ def steps_of(folder):
     return (folder / "steps").read_text().split()
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_two_workers_train_on_after_a_failure(sbatch, forks, tmp_path):
     done = sbatch(
         """
