@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import processes, reports, rest, turn, zygote
-from tests.environment import CACHE, DESCRIBING, keep_bytecode
+from tests.environment import CACHE, DESCRIBING, keep_bytecode, own_ports
 from tests.own_process import pytest_runtest_teardown as pytest_runtest_teardown
 
 pytest_plugins = ("tests.mutants.kills",)
@@ -31,6 +31,7 @@ for name in [*os.environ]:
     if name.startswith(DESCRIBING):
         del os.environ[name]
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["KDIST_PORT_RANGE"] = own_ports()
 keep_bytecode()
 
 # A shell lets what it starts in the background ignore Ctrl-C, and all processes started from there inherit it.

@@ -60,4 +60,11 @@ def clean_environment() -> dict[str, str]:
         "TF_NUM_INTEROP_THREADS": "2",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "PYTHONUNBUFFERED": "1",
+        "KDIST_PORT_RANGE": own_ports(),
     }
+
+
+def own_ports() -> str:
+    """Returns the ports of this process of pytest-xdist: a port that one test closed must not go to another test."""
+    first = 15000 + 3000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 5)
+    return f"{first}-{first + 2999}"

@@ -7,10 +7,11 @@ import ipaddress
 import random
 import socket
 
+from kdist.cluster import environment
 from kdist.errors import ClusterConfigError
 
 # The system may assign ports above this range to outgoing connections at any time.
-_LOWEST, _HIGHEST = 15000, 32000
+_PORTS = "15000-31999"
 
 
 def split_address(address: object, field: str = "address") -> tuple[str, int]:
@@ -79,21 +80,23 @@ def is_loopback(host: str) -> bool:
 def hold_free_ports(count: int, host: str = "127.0.0.1") -> list[socket.socket]:
     """Finds free ports and binds them, so that no other process takes them before they are needed.
 
-    The ports are below the range for outgoing connections. The system could assign a port in that range
-    between the close of the returned socket and the worker's `bind`.
+    The ports are in `KDIST_PORT_RANGE`. By default they are below the range for outgoing connections: the system
+    could assign a port in that range between the close of the returned socket and the worker's `bind`.
 
     Returns:
         Bound sockets. Get the ports with `getsockname()[1]`. Close each socket just before you use its port.
 
     Raises:
-        ClusterConfigError: If there are not enough free ports.
+        ClusterConfigError: If there are not enough free ports, or `KDIST_PORT_RANGE` is not a range.
     """
+    ports = _port_range()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held: list[socket.socket] = []
-    chooser = random.SystemRandom()
-    candidates = chooser.sample(range(_LOWEST, _HIGHEST), min(200 + 20 * count, _HIGHEST - _LOWEST))
+    candidates = random.SystemRandom().sample(ports, min(200 + 20 * count, len(ports)))
+    if environment.get("KDIST_PORT_RANGE") is None:
+        candidates += [0] * count  # as the last resort, 0 lets the system choose
     try:
-        for port in [*candidates, *[0] * count]:  # as the last resort, 0 lets the system choose
+        for port in candidates:
             if len(held) == count:
                 break
             candidate = socket.socket(family, socket.SOCK_STREAM)
@@ -115,10 +118,24 @@ def hold_free_ports(count: int, host: str = "127.0.0.1") -> list[socket.socket]:
         _close(held)
         raise ClusterConfigError(
             "This machine does not have enough free ports.",
-            received={"wanted": count, "free": len(held)},
-            hint="Terminate other jobs on this machine, or start fewer workers.",
+            received={"wanted": count, "free": len(held), "ports": f"{ports[0]}-{ports[-1]}"},
+            hint="Terminate other jobs on this machine, start fewer workers, or set KDIST_PORT_RANGE.",
         )
     return held
+
+
+def _port_range() -> range:
+    text = environment.get("KDIST_PORT_RANGE") or _PORTS
+    lowest, _, highest = text.partition("-")
+    if lowest.strip().isdecimal() and highest.strip().isdecimal():
+        ports = range(int(lowest), int(highest) + 1)
+        if ports and ports[0] >= 1 and ports[-1] <= 65535:
+            return ports
+    raise ClusterConfigError(
+        "`KDIST_PORT_RANGE` is not a range of ports.",
+        received={"KDIST_PORT_RANGE": text},
+        hint='Write the first and the last port, for example "15000-31999".',
+    )
 
 
 def _close(sockets: list[socket.socket]) -> None:

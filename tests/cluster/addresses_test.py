@@ -65,6 +65,23 @@ def test_held_ports_are_taken_until_released():
     check_port_free(f"127.0.0.1:{ports[0]}")
 
 
+@pytest.mark.kills("port_range_ignored")
+def test_ports_come_from_the_given_range():
+    first = free_ports(1)[0]
+    with environment.patched(KDIST_PORT_RANGE=f" {first} - {first} "):
+        held = hold_free_ports(1)
+        assert held[0].getsockname()[1] == first
+        with pytest.raises(ClusterConfigError, match="not have enough free ports"):
+            hold_free_ports(1)
+        held[0].close()
+    for wrong in ("15000", "15000-", "200-100", "0-10", "60000-70000", "a-b"):
+        with (
+            environment.patched(KDIST_PORT_RANGE=wrong),
+            pytest.raises(ClusterConfigError, match="not a range of ports"),
+        ):
+            free_ports(1)
+
+
 def test_port_of_another_machine():
     with pytest.raises(ClusterConfigError, match="not an address of this machine"):
         check_port_free("192.0.2.1:5000")
