@@ -35,7 +35,7 @@ test: .venv/ready
 pytest: .venv/ready
 	.venv/bin/python $(PYTEST)
 
-# Every product, workers that are not forked, and the contract with the coming Keras.
+# Every product, and the contract with the coming Keras.
 test-full: .venv/ready lint test-nightly
 	.venv/bin/python $(PYTEST) --full
 
@@ -98,9 +98,9 @@ bench: .venv/ready
 
 # Runs the contract and what each strategy can do, and writes the results into two pages.
 table: .venv/ready
-	.venv/bin/python $(PYTEST) --full tests/support_multi_process_test.py -k capabilities --support-results docs/support.json
+	.venv/bin/python $(PYTEST) --full --no-forks tests/support_multi_process_test.py -k capabilities --support-results docs/support.json
 	.venv/bin/python -m tests.contract.support docs/support.json docs/support.md
-	.venv/bin/python $(PYTEST) --full tests/contract_multi_process_test.py --contract-results docs/contract.json
+	.venv/bin/python $(PYTEST) --full --no-forks tests/contract_multi_process_test.py --contract-results docs/contract.json
 	.venv/bin/python -m tests.contract.table docs/contract.json docs/contract.md
 
 .venv/ready: pyproject.toml constraints.txt

@@ -44,8 +44,11 @@ def pytest_report_header() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="every product instead of pairs")
     parser.addoption(
-        "--full", action="store_true", help="every product instead of pairs, and workers that are not forked"
+        "--no-forks",
+        action="store_true",
+        help="start workers as a user does, instead of forking them, and optimize programs as usual",
     )
     parser.addoption(
         "--part", default=None, metavar="I/N", help="only this part of the groups of tests, such as 2/8"
@@ -71,14 +74,14 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "gpu: needs an NVIDIA GPU; skipped where there is none; `make test-gpu`"
     )
     zygote.lender = getattr(config, "workerinput", {}).get("lender", "")
-    processes.forks = not config.getoption("--full")
+    processes.forks = not config.getoption("--no-forks")
     if config.option.markexpr != "gpu" and Path("/dev/nvidia0").exists():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA does not start in a process that was forked
     if processes.forks:
         # Workers compile the same programs again and again; what JAX finds here depends on the program alone.
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "jax")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        # Compiling takes longer than what is compiled; the full run has programs as users have them.
+        # Compiling takes longer than what is compiled; with --no-forks, programs are as users have them.
         zygote.is_quick = True
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         # An older XLA, which does not know them, ends the process: XLA_FLAGS= in the shell leaves them out.

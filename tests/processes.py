@@ -2,7 +2,7 @@
 
 The pytest process imports no framework: a module that needs one runs functions in a `WorkerPool`. A pool is
 kept for the next test of the same backend and number of workers. Workers, and scripts that run a backend, are forked
-from a process that has imported it (`tests/zygote.py`); with `--full` the pools' are started as a user's are.
+from a process that has imported it (`tests/zygote.py`); with `--no-forks` the pools' are started as a user's are.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ each_backend = each_backend_within(len(BACKENDS))
 each_backend_in_twelve_turns = each_backend_within(4 * len(BACKENDS))
 
 
-# Whether the workers of pools are forked; `--full` says no.
+# Whether the workers of pools are forked; false with `--no-forks`.
 forks = True
 
 

@@ -71,6 +71,7 @@ def shards() -> dict[str, tuple[str, ...]]:
     nox = ("-m", "nox", "--session")
     sliced = {
         "full": (10, lambda part: (*PYTEST, "--full", "--part", part)),
+        "no forks": (4, lambda part: (*PYTEST, "--no-forks", "--part", part)),
         "mutants": (8, lambda part: ("-m", "tests.mutants.run", "--part", part)),
         COMING: (
             4,

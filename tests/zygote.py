@@ -49,7 +49,7 @@ _KDIST = (
     "kdist.data.prefetch",
 )
 # Whether forked processes leave out what takes longer than most tests: TensorFlow's optimization of functions, and the
-# deletion of all modules when a script ends. Only `--full` includes both.
+# deletion of all modules when a script ends. Only `--no-forks` includes both.
 is_quick = False
 # The address of the process that lends zygotes to a process of pytest-xdist; see `lend`.
 lender = ""

@@ -108,7 +108,7 @@ def each_example(names: Names) -> Callable[[F], F]:
         ("backend", "name"),
         [pytest.param(*case, marks=pytest.mark.xdist_group(f"pool-{case[0]}")) for case in cases],
     )
-    return lambda test: pytest.mark.in_turn(2)(each(test))
+    return lambda test: pytest.mark.in_turn(4)(each(test))
 
 
 def run_example(names: Names, backend: str, name: str, folder: Path) -> None:
