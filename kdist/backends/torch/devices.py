@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import torch
+import torch.distributed as dist
 
 from kdist.backends.device_names import missing_device, short_name
 from kdist.cluster import Cluster, own_gpus
@@ -97,3 +99,26 @@ def torch_device(name: str) -> torch.device:
 def first_device() -> torch.device:
     """Returns the first device of this process, independent of `keras.device`."""
     return torch_device(list_devices()[0])
+
+
+def abort_nccl() -> None:
+    """Aborts the collectives of all groups."""
+    # NCCL does not notice a dead process on the same machine. gloo does, and cannot be aborted.
+    time.sleep(2.0)
+    # Also abort the groups of a mesh. Otherwise, a collective in one of them waits for NCCL's timeout.
+    found = [backend_of("cuda", group) for group in list(dist.distributed_c10d._world.pg_map)]
+    backends = [backend for backend in found if backend is not None and backend.name() == "nccl"]
+    # Abort them together, because a single abort may hang (https://github.com/pytorch/pytorch/issues/119797).
+    if backends:
+        backends[0]._group_start()
+        for backend in reversed(backends):
+            backend.abort()
+        backends[0]._group_end()
+
+
+def backend_of(kind: str, group: Any) -> Any:
+    """Returns the PyTorch backend of a group for a kind of device, or `None`."""
+    try:
+        return group._get_backend(torch.device(kind))
+    except RuntimeError:
+        return None

@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 from kdist.backends.joining import check_devices, closed_error, missing_error
 from kdist.backends.torch import lifeline
+from kdist.backends.torch.shared_memory import Offer, SharedMemory
 from kdist.backends.waiting import Waiting
 from kdist.cluster import Cluster, environment, is_loopback, join_address, split_address
 from kdist.cluster.addresses import port_error
 from kdist.cluster.handshake import NotOfThisJobError, secret_error, secret_if_any
+from kdist.communication.options import CommunicationImplementation
 from kdist.errors import ClusterConfigError
 
 # Seconds between two checks of the store while this worker waits for the others.
@@ -149,6 +151,17 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((where, port), family=family, backlog=1024)
     except OSError as error:
         raise port_error(join_address(host, port), port, error) from error
+
+
+def compare_workers(
+    meeting: Meeting, devices: Sequence[str], implementation: CommunicationImplementation, seconds: float
+) -> tuple[bool, SharedMemory | None]:
+    """Compares the devices of all workers. Returns whether NCCL can be used, and the shared memory, if any."""
+    offer = Offer(meeting.cluster, implementation is not CommunicationImplementation.RING)
+    found = meeting.gather("devices", describe_devices(devices) | {"memory": offer.description})
+    nccl = compare_devices(meeting.cluster, found)
+    offers = [theirs["memory"] for theirs in found]
+    return nccl, offer.connect(offers, lambda ok: meeting.gather("memory", ok), seconds)
 
 
 def compare_devices(cluster: Cluster, devices: Sequence[dict[str, Any]]) -> bool:

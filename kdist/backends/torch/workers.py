@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,9 +16,10 @@ import torch.distributed as dist
 from kdist import keras_hooks
 from kdist.backends import stalls, whereabouts, workers
 from kdist.backends.joining import join_once
-from kdist.backends.torch.devices import torch_device
+from kdist.backends.torch.devices import abort_nccl, backend_of, torch_device
 from kdist.backends.torch.lifeline import Lifeline
-from kdist.backends.torch.meeting import Meeting, compare_devices, describe_devices
+from kdist.backends.torch.meeting import Meeting, compare_workers
+from kdist.backends.torch.shared_memory import SharedMemory, Sum
 from kdist.backends.torch.store import GroupStore
 from kdist.cluster import Cluster, choose_nccl_interface, environment, interface_towards, liveness
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
@@ -63,6 +63,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         nccl: Whether NCCL connects the GPUs. Otherwise, gloo connects all devices.
         owns_group: Whether kdist created the process group and destroys it at the end, or the user owns it.
         cpu_group: The group for tensors on the CPU, if the default group does not support them.
+        memory: The shared memory of the workers, if all of them are on one machine.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         nccl: bool,
         owns_group: bool = True,
         cpu_group: Any = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         super().__init__(cluster, GroupStore(store))
         self._lifeline = lifeline
@@ -81,6 +83,9 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self._owns_group = owns_group
         keras_hooks.claim_process_group(owns_group)
         self._cpu_group = cpu_group
+        self._memory = memory
+        if memory is not None:
+            memory.check_others = self._check_others
         self._stuck = False
         self._pending: Any = None  # the unfinished collective
         self._aborted = False
@@ -91,7 +96,9 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     def start_all_reduce(self, tensor: torch.Tensor, group: Any = None) -> Callable[[], None]:
         """Starts `all_reduce`; a worker can start several of them before it waits."""
         with self._explained("all_reduce"):
-            work = dist.all_reduce(tensor, group=group or self._group(tensor), async_op=True)
+            memory = None if group is not None or tensor.is_cuda else self._memory
+            work: Any = memory and memory.start(tensor)
+            work = work or dist.all_reduce(tensor, group=group or self._group(tensor), async_op=True)
 
         def finish() -> None:
             with self._explained("all_reduce"):
@@ -224,12 +231,14 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     def _abort(self) -> None:
         # Set this first, because later results may lack the contribution of the lost worker.
         self._aborted = True
-        _abort_nccl()
+        abort_nccl()
 
     def close(self) -> None:
         """Leaves the group, without an error on workers that continue."""
         super().close()
         self._lifeline.close()
+        if self._memory is not None:
+            self._memory.close()
         if self._stuck:
             # gloo cannot cancel an operation, and its destructor would wait for it.
             sys.stdout.flush()
@@ -247,7 +256,13 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         return self._nccl and tensor.is_cuda
 
     def _finish(self, work: Any, tensor: torch.Tensor) -> None:
+        # Sums in shared memory progress only here. Another worker may wait for one before it starts this collective.
+        while self._memory is not None and self._memory.unfinished and not isinstance(work, Sum):
+            self._finish(self._memory.unfinished[0], tensor)
         self._pending = work
+        if isinstance(work, Sum):
+            work.wait()
+            return
         if self._is_queued(tensor):
             work.wait()  # returns once it is enqueued
             self.check_intact()
@@ -260,11 +275,15 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 if work.is_completed():
                     work.wait()  # raises PyTorch's error, unless the collective finished after the timeout
                     break
-            # PyTorch detects a process that died, but not a process that hangs.
-            if lost := self._lifeline.wait_for_loss(0.0):
-                self._stuck = True
-                raise stalls.lost_error(self.names, self.worker_index, lost)
+            self._stuck = True
+            self._check_others()
+            self._stuck = False
         self._pending = None
+
+    def _check_others(self) -> None:
+        """Raises an error if a worker is lost. PyTorch detects a process that died, but not one that hangs."""
+        if lost := self._lifeline.wait_for_loss(0.0):
+            raise stalls.lost_error(self.names, self.worker_index, lost)
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Any:
@@ -297,28 +316,6 @@ def _uint8(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _abort_nccl() -> None:
-    # NCCL does not notice a dead process on the same machine. gloo does, and cannot be aborted.
-    time.sleep(2.0)
-    # Also abort the groups of a mesh. Otherwise, a collective in one of them waits for NCCL's timeout.
-    found = [_backend_of("cuda", group) for group in list(dist.distributed_c10d._world.pg_map)]
-    backends = [backend for backend in found if backend is not None and backend.name() == "nccl"]
-    # Abort them together, because a single abort may hang (https://github.com/pytorch/pytorch/issues/119797).
-    if backends:
-        backends[0]._group_start()
-        for backend in reversed(backends):
-            backend.abort()
-        backends[0]._group_end()
-
-
-def _backend_of(kind: str, group: Any) -> Any:
-    """Returns the PyTorch backend of a group for a kind of device, or `None`."""
-    try:
-        return group._get_backend(torch.device(kind))
-    except RuntimeError:
-        return None
-
-
 def join(cluster: Cluster, devices: Sequence[str], options: CommunicationOptions) -> JoinedWorkers:
     """Waits until all workers have joined, and returns them. Later calls return the same object.
 
@@ -341,7 +338,8 @@ def _join(
     cluster: Cluster, devices: Sequence[str], options: CommunicationOptions, timeout: float
 ) -> JoinedWorkers:
     meeting = Meeting(cluster, timeout)
-    nccl = compare_devices(cluster, meeting.gather("devices", describe_devices(devices)))
+    seconds = options.timeout_seconds or liveness.engine_timeout()
+    nccl, memory = compare_workers(meeting, devices, options.implementation, seconds)
     if options.implementation is CommunicationImplementation.RING and nccl:
         nccl = False
         hint_ignored(
@@ -361,10 +359,10 @@ def _join(
             store=dist.PrefixStore("group", meeting.store),
             rank=cluster.worker_index,
             world_size=cluster.num_workers,
-            timeout=timedelta(seconds=options.timeout_seconds or liveness.engine_timeout()),
+            timeout=timedelta(seconds=seconds),
             device_id=torch_device(devices[0]) if nccl else None,
         )
-    return JoinedWorkers(cluster, lifeline, meeting.store, nccl)
+    return JoinedWorkers(cluster, lifeline, meeting.store, nccl, memory=memory)
 
 
 def _adopt(cluster: Cluster, devices: Sequence[str], timeout: float) -> JoinedWorkers:
@@ -381,15 +379,17 @@ def _adopt(cluster: Cluster, devices: Sequence[str], timeout: float) -> JoinedWo
             hint="Remove your call of `torch.distributed.init_process_group`: kdist calls it.",
         )
     meeting = Meeting(cluster, timeout, dist.distributed_c10d._get_default_store())
-    compare_devices(cluster, meeting.gather("devices", describe_devices(devices)))
+    _, memory = compare_workers(meeting, devices, CommunicationImplementation.AUTO, liveness.engine_timeout())
     lifeline = meeting.open_lifeline()
     _set_current_gpu(devices)
     # `get_backend` would return "undefined" for a group that was created without a backend name.
     group = dist.distributed_c10d._get_default_group()
-    cpu, gpu = (_backend_of(kind, group) for kind in ("cpu", "cuda"))
+    cpu, gpu = (backend_of(kind, group) for kind in ("cpu", "cuda"))
     cpu_group = None if cpu is not None else dist.new_group(backend="gloo")
     nccl = gpu is not None and gpu.name() == "nccl"
-    return JoinedWorkers(cluster, lifeline, meeting.store, nccl, owns_group=False, cpu_group=cpu_group)
+    return JoinedWorkers(
+        cluster, lifeline, meeting.store, nccl, owns_group=False, cpu_group=cpu_group, memory=memory
+    )
 
 
 def _set_current_gpu(devices: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ PLAYED = """
 
     workers.JoinedWorkers._is_queued = lambda self, tensor: True
     torch.cuda.synchronize = lambda: None
-    workers._abort_nccl = lambda: None
+    workers.abort_nccl = lambda: None
     strategy = kdist.MultiWorkerMirroredStrategy()
     group = strategy.runtime.group
     group._nccl = True

@@ -49,8 +49,7 @@ def joining(coordinator="127.0.0.1", timeout_seconds=None, nccl=True, **environ)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment.patched(**told))
         stack.enter_context(mock.patch.object(workers, "Meeting"))
-        stack.enter_context(mock.patch.object(workers, "describe_devices"))
-        stack.enter_context(mock.patch.object(workers, "compare_devices", return_value=nccl))
+        stack.enter_context(mock.patch.object(workers, "compare_workers", return_value=(nccl, None)))
         stack.enter_context(mock.patch.object(workers.dist, "PrefixStore"))
         stack.enter_context(mock.patch.object(workers.dist, "init_process_group", init))
         stack.enter_context(mock.patch.object(interfaces, "interface_towards", return_value="eth7"))
@@ -105,8 +104,8 @@ def test_a_group_of_the_user_s_is_known_by_what_carries_its_tensors(cpu, gpu, nc
         return backends[device.type]
 
     with contextlib.ExitStack() as stack:
-        for name in ("Meeting", "describe_devices", "compare_devices"):
-            stack.enter_context(mock.patch.object(workers, name))
+        stack.enter_context(mock.patch.object(workers, "Meeting"))
+        stack.enter_context(mock.patch.object(workers, "compare_workers", return_value=(nccl, None)))
         joined = stack.enter_context(mock.patch.object(workers, "JoinedWorkers"))
         for name, value in (("get_rank", 0), ("get_world_size", 2), ("get_backend", "undefined")):
             stack.enter_context(mock.patch.object(workers.dist, name, return_value=value))
@@ -287,9 +286,9 @@ def test_the_groups_of_a_mesh_are_aborted_too():
     world = SimpleNamespace(pg_map=dict.fromkeys(groups))
     with (
         mock.patch.object(dist.distributed_c10d, "_world", world),
-        mock.patch.object(workers.time, "sleep"),
+        mock.patch.object(devices.time, "sleep"),
     ):
-        workers._abort_nccl()
+        devices.abort_nccl()
     assert log == ["start", made[2], made[0], "end"]
 
 

@@ -1,0 +1,358 @@
+"""Sums tensors of workers on one machine in shared memory, which is faster than gloo's sockets.
+
+Each worker copies its tensor to its own memory, which all workers can read, and sends a message to the others. Nothing
+runs in the background, so that a lost worker leaves nothing behind. Unix sockets carry the messages: their system calls
+also order the accesses to the memory, and they report a worker that died at once.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextlib
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kdist.cluster import Cluster
+from kdist.errors import KdistError, WorkerMismatchError
+
+# Workers that may share memory: each one is connected with all others.
+_MOST_WORKERS = 16
+# Each worker has memory for a few sums at a time. Larger tensors use gloo.
+_SLOTS, _SLOT = 4, 8 << 20
+# Up to this size, in bytes, each worker adds all tensors. Of larger ones, it adds a part for all workers.
+_SMALL = 64 << 10
+_JOIN_SECONDS = 10.0
+# The interval, in seconds, at which a waiting worker checks whether the others are alive.
+_LOOK = 1.0
+_MESSAGE = struct.Struct("<cqq")  # the kind, and of a start the size of the tensor and its dtype
+_STARTED, _ADDED, _FINISHED = b"S", b"A", b"F"
+_DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
+]
+
+
+class Offer:
+    """This worker's part of the connection: it waits for the others under a name, which they receive.
+
+    `description` is a JSON value for the others. It is `None` if this worker cannot share memory.
+    """
+
+    def __init__(self, cluster: Cluster, is_wanted: bool) -> None:
+        self._cluster = cluster
+        self.description: dict[str, Any] | None = None
+        self._listener: socket.socket | None = None
+        if not is_wanted or not 1 < cluster.num_workers <= _MOST_WORKERS or not hasattr(os, "memfd_create"):
+            return
+        try:
+            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+                machine = [file.read().strip(), os.stat("/proc/self/ns/net").st_ino, os.getuid()]
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._listener.bind(f"\0kdist-{secrets.token_hex(16)}")
+            self._listener.listen(_MOST_WORKERS)
+        except OSError:
+            return
+        name = self._listener.getsockname().decode()
+        self.description = {"machine": machine, "name": name}
+
+    def connect(
+        self, offers: Sequence[dict[str, Any] | None], gather: Callable[[bool], list[bool]], seconds: float
+    ) -> SharedMemory | None:
+        """Connects the workers if all of them are on this machine.
+
+        Args:
+            offers: The descriptions of all workers.
+            gather: Gathers a value from every worker.
+            seconds: The time limit of a sum.
+
+        Returns:
+            `None` on all workers if any worker cannot connect.
+        """
+        machines = [offer and offer["machine"] for offer in offers]
+        if machines[0] is None or any(machine != machines[0] for machine in machines):
+            return None
+        memory = None
+        try:
+            memory = self._connect([str(offer["name"]) for offer in offers if offer], seconds)
+        except OSError:
+            pass
+        finally:
+            if self._listener is not None:
+                self._listener.close()
+        if all(gather(memory is not None)):
+            return memory
+        if memory is not None:
+            memory.close()
+        return None
+
+    def _connect(self, names: Sequence[str], seconds: float) -> SharedMemory:
+        assert self._listener is not None
+        me, count = self._cluster.worker_index, self._cluster.num_workers
+        mine = os.memfd_create("kdist")
+        files = {me: mine}
+        peers: dict[int, socket.socket] = {}
+        try:
+            os.ftruncate(mine, _SLOTS * _SLOT)
+            self._listener.settimeout(_JOIN_SECONDS)
+            for index in range(me):
+                peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                peer.settimeout(_JOIN_SECONDS)
+                peer.connect(names[index])
+                peers[index] = peer
+                _send_file(peer, me, mine)
+                _, files[index] = _receive_file(peer)
+            while len(peers) < count - 1:
+                peer, _ = self._listener.accept()
+                peer.settimeout(_JOIN_SECONDS)
+                index, file = _receive_file(peer)
+                peers[index], files[index] = peer, file
+                _send_file(peer, me, mine)
+            regions = [mmap.mmap(files[index], _SLOTS * _SLOT) for index in range(count)]
+        except BaseException:
+            for peer in peers.values():
+                peer.close()
+            raise
+        finally:
+            for file in files.values():
+                os.close(file)
+        return SharedMemory(me, peers, regions, seconds)
+
+
+def _send_file(peer: socket.socket, index: int, file: int) -> None:
+    uid = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    if uid != os.getuid():
+        raise PermissionError("another user's process")
+    peer.sendmsg([bytes([index])], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))])
+
+
+def _receive_file(peer: socket.socket) -> tuple[int, int]:
+    message, files, _, _ = socket.recv_fds(peer, 1, 1)
+    if not message or len(files) != 1:
+        raise ConnectionError("the other worker gave up")
+    return message[0], files[0]
+
+
+class SharedMemory:
+    """The connected workers of a machine. All workers start the same sums in the same order.
+
+    Args:
+        index: The index of this worker.
+        peers: A socket per other worker.
+        regions: The memory of each worker.
+        seconds: The time limit of a sum.
+    """
+
+    def __init__(
+        self, index: int, peers: dict[int, socket.socket], regions: Sequence[mmap.mmap], seconds: float
+    ) -> None:
+        self.index, self.regions, self.seconds = index, regions, seconds
+        self.unfinished: collections.deque[Sum] = collections.deque()
+        self.check_others: Callable[[], None] = lambda: None  # raises an error if a worker is lost
+        self.num_added = 0  # sums of which each worker added a part
+        self._num_started = 0
+        self._peers = peers
+        self._workers = {peer.fileno(): worker for worker, peer in peers.items()}
+        self._ended: set[int] = set()
+        self._poll = select.poll()
+        for peer in peers.values():
+            peer.setblocking(True)
+            self._poll.register(peer, select.POLLIN)
+        self._counts: collections.Counter[tuple[bytes, int]] = collections.Counter()
+        # Of each worker, the sizes and dtypes of the sums that it started first.
+        self._forms = {worker: collections.deque[tuple[int, int]]() for worker in peers}
+
+    def start(self, tensor: torch.Tensor) -> Sum | None:
+        """Starts to sum a tensor over all workers, in place. Returns `None` if the tensor must use gloo."""
+        if tensor.nbytes > _SLOT or not tensor.is_contiguous() or tensor.dtype not in _DTYPES:
+            return None
+        found = Sum(self, self._num_started, tensor.detach().view(-1))
+        self._num_started += 1
+        self.unfinished.append(found)
+        self._send_ready()
+        return found
+
+    def finish(self, last: Sum) -> None:
+        """Finishes the started sums up to one of them, in their order."""
+        while not last.is_completed():
+            self.unfinished[0].finish()
+            self.unfinished.popleft()
+            self._send_ready()
+
+    def _send_ready(self) -> None:
+        """Sends the tensors whose slots are free. The others follow when earlier sums are finished."""
+        for one in [*self.unfinished][:_SLOTS]:
+            if not one.is_sent:
+                if self._missing(_FINISHED, one.number - _SLOTS):
+                    return
+                one.send()
+
+    def send(self, kind: bytes, size: int = 0, dtype: int = 0) -> None:
+        """Sends a message to all other workers. A worker that needs more from one that has ended notices it."""
+        for peer in self._peers.values():
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                peer.send(_MESSAGE.pack(kind, size, dtype))
+
+    def _missing(self, kind: bytes, number: int) -> list[int]:
+        """Returns the workers that have not sent a message."""
+        return [worker for worker in self._peers if self._counts[kind, worker] <= number]
+
+    def wait_for(self, kind: bytes, number: int, deadline: float) -> None:
+        """Waits until all other workers have sent the message of this kind and number.
+
+        The stack stays the same meanwhile, so that the stall watch does not mistake the wait for progress.
+
+        Raises:
+            TimeoutError: At the deadline.
+            ConnectionError: If a worker has ended.
+        """
+        while missing := self._missing(kind, number):
+            if ended := self._ended.intersection(missing):
+                raise ConnectionError(f"worker {min(ended)} closed the connection")
+            ready = self._poll.poll(max(0.0, min(_LOOK, deadline - time.monotonic())) * 1000)
+            if not ready:
+                self.check_others()
+                if time.monotonic() >= deadline:
+                    raise TimeoutError
+            for descriptor, _ in ready:
+                self._receive(self._workers[descriptor])
+
+    def _receive(self, worker: int) -> None:
+        try:
+            data = self._peers[worker].recv(_MESSAGE.size)
+        except ConnectionResetError:
+            # The worker ended before it read all messages. What it sent before is still there.
+            data = self._peers[worker].recv(_MESSAGE.size)
+        if not data:
+            self._ended.add(worker)
+            self._poll.unregister(self._peers[worker])
+            return
+        kind, size, dtype = _MESSAGE.unpack(data)
+        self._counts[kind, worker] += 1
+        if kind == _STARTED:
+            self._forms[worker].append((size, dtype))
+
+    def check_form(self, form: tuple[int, int]) -> None:
+        """Raises an error if another worker started the next sum with another tensor."""
+        forms = {worker: waiting.popleft() for worker, waiting in self._forms.items()} | {self.index: form}
+        if {*forms.values()} != {form}:
+            raise WorkerMismatchError(
+                "The workers sum tensors of different sizes or dtypes.",
+                received={
+                    f"worker {worker}": f"{size} bytes of {_DTYPES[dtype]}"
+                    for worker, (size, dtype) in sorted(forms.items())
+                },
+                hint="Call all_reduce with the same shape and dtype on all workers, in the same order.",
+            )
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for peer in self._peers.values():
+            peer.close()
+
+
+class Sum:
+    """A sum that has started.
+
+    Args:
+        memory: The connected workers.
+        number: The number of sums before it.
+        tensor: A flat tensor, which receives the sum.
+    """
+
+    def __init__(self, memory: SharedMemory, number: int, tensor: torch.Tensor) -> None:
+        self._memory, self.number, self.tensor = memory, number, tensor
+        self._form = tensor.nbytes, _DTYPES.index(tensor.dtype)
+        self._deadline = time.monotonic() + memory.seconds
+        self._is_completed = self.is_sent = False
+        self._stages = self._run()
+        self._need: tuple[bytes, int] | None = None
+        self._error: Exception | None = None
+
+    def is_completed(self) -> bool:
+        """Returns whether the sum is there, or has failed."""
+        return self._is_completed
+
+    def wait(self) -> None:
+        """Waits for the sum.
+
+        Raises:
+            RuntimeError: If another worker has ended, or the time is over.
+            WorkerLostError: If another worker is lost.
+            WorkerMismatchError: If the workers started the sum with different tensors.
+        """
+        self._memory.finish(self)
+        if self._error is not None:
+            raise self._error
+
+    def send(self) -> None:
+        """Makes the tensor visible to the other workers."""
+        self._slots()[self._memory.index].copy_(self.tensor)
+        self._memory.send(_STARTED, *self._form)
+        self.is_sent = True
+
+    def finish(self) -> None:
+        """Waits for the others, and adds. All earlier sums are finished."""
+        try:
+            while need := self._need or next(self._stages, None):
+                self._need = need  # Ctrl-C may interrupt the wait
+                self._memory.wait_for(*need, self._deadline)
+                self._need = None
+            if not self._is_completed:
+                self._error = RuntimeError("Ctrl-C interrupted the sum.")
+        except TimeoutError:
+            self._error = RuntimeError(f"Timed out after {self._memory.seconds:g} s.")
+        except OSError as error:
+            self._error = RuntimeError(f"Connection closed: {error}")
+        except KdistError as error:
+            self._error = error
+        self._is_completed = True
+
+    def _slots(self) -> list[torch.Tensor]:
+        """Returns the tensors of all workers."""
+        count, offset = self.tensor.numel(), self.number % _SLOTS * _SLOT
+        if not count:
+            return [self.tensor] * len(self._memory.regions)
+        return [
+            torch.frombuffer(region, dtype=self.tensor.dtype, count=count, offset=offset)
+            for region in self._memory.regions
+        ]
+
+    def _run(self) -> Iterator[tuple[bytes, int]]:
+        """Adds. Yields the messages, as kind and number, that all other workers must send first."""
+        memory = self._memory
+        if not self.is_sent:
+            yield _FINISHED, self.number - _SLOTS
+            self.send()
+        yield _STARTED, self.number
+        memory.check_form(self._form)
+        slots = self._slots()
+        if len(slots) == 2 or self._form[0] <= _SMALL:
+            _add_in_order(slots, self.tensor)
+        else:
+            parts = [slot.tensor_split(len(slots)) for slot in slots]
+            mine = [part[memory.index] for part in parts]
+            mine[memory.index].copy_(_add_in_order(mine, torch.empty_like(mine[0])))
+            memory.send(_ADDED)
+            memory.num_added += 1
+            yield _ADDED, memory.num_added - 1
+            torch.cat([part[worker] for worker, part in enumerate(parts)], out=self.tensor)
+        memory.send(_FINISHED)
+        self._is_completed = True
+
+
+def _add_in_order(tensors: Sequence[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
+    """Adds the tensors in the order of the workers, so that all workers get the same bits."""
+    torch.add(tensors[0], tensors[1], out=total)
+    for tensor in tensors[2:]:
+        total.add_(tensor)
+    return total
