@@ -102,6 +102,36 @@ def test_tensorflow_reduces_gradients_in_rings():
         pool.close()
 
 
+def sums(implementation):
+    """Returns the weights, and how many sums of the training were in shared memory."""
+    from kdist.backends.torch.shared_memory import SharedMemory
+
+    started, original = [], SharedMemory.start
+
+    def start(self, tensor):
+        started.append(original(self, tensor))
+        return started[-1]
+
+    SharedMemory.start = start
+    options = CommunicationOptions(implementation=implementation)
+    with kdist.MultiWorkerMirroredStrategy(communication_options=options).scope():
+        model = by_hand.model()
+    by_hand.fit(model, 1)
+    return sum(one is not None for one in started), np.concatenate([np.ravel(w) for w in model.get_weights()])
+
+
+@pytest.mark.kills(torch_ring_in_shared_memory="[RING]")
+@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
+def test_pytorch_sums_in_shared_memory_unless_a_ring_is_wanted(implementation):
+    pool = start_pool(2, "torch")
+    try:
+        for number, weights in pool.run(sums, implementation):
+            assert (number > 0) == (implementation == "AUTO")
+            np.testing.assert_allclose(weights, by_hand.weights(1), rtol=1e-5)
+    finally:
+        pool.close()
+
+
 def nccl():
     """What training gives with NCCL and without GPUs, as often as it is asked for; and what was logged."""
     import logging

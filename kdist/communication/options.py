@@ -16,9 +16,12 @@ class CommunicationImplementation(enum.Enum):
     """
 
     AUTO = "AUTO"
-    """The backend chooses: NCCL between GPUs; gloo (JAX, PyTorch) or gRPC (TensorFlow) between CPUs."""
+    """The backend chooses: NCCL between GPUs; gloo (JAX, PyTorch) or gRPC (TensorFlow) between CPUs.
+
+    On PyTorch, workers on one machine sum tensors in shared memory if they run on CPUs and Linux.
+    """
     RING = "RING"
-    """A ring over the network that needs no GPU. JAX and PyTorch use gloo, which also uses rings."""
+    """A ring over the network that needs no GPU. JAX and PyTorch use gloo, without shared memory."""
     NCCL = "NCCL"
     """NVIDIA's collectives. Without GPUs, kdist logs a warning once and uses `AUTO`."""
 
