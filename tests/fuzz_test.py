@@ -52,6 +52,7 @@ def in_worker_fuzz(folder, inputs, seed, only=None):
 
 
 @pytest.mark.kills("fuzz_malformed_data_crashes")
+@pytest.mark.in_turn(3)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("inputs", "seed"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.processes import Script, each_backend
+from tests.processes import Script, each_backend_in_twelve_turns
 
 SEARCH = """
 import json
@@ -56,7 +56,7 @@ print("FOUND", json.dumps([mirrored, search("plain", None)]))
 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(importlib.util.find_spec("keras_tuner") is None, reason="keras-tuner is not installed")
-@each_backend
+@each_backend_in_twelve_turns
 def test_a_search_under_a_strategy_finds_the_same_model(backend: str, tmp_path: Path) -> None:
     script = Script(tmp_path, "search", SEARCH, {"KERAS_BACKEND": backend})
     try:

@@ -82,7 +82,8 @@ if rank == 1:
         time.sleep(0.001)
 try:
     # Elsewhere than on PyTorch the engine's own limit holds for what is computed, and this one for messages.
-    strategy.reduce("SUM", one, axis=None) if keras.backend.backend() == "torch" else kdist.barrier()
+    for _ in range(2):  # in shared memory, the first sum contains what the chief sent before it gave up
+        strategy.reduce("SUM", one, axis=None) if keras.backend.backend() == "torch" else kdist.barrier()
     print("NOBODY WAS LATE", flush=True)
 except kdist.errors.WorkerTimeoutError as error:
     print(f"LATE {time.monotonic() - began:.2f} {error}", flush=True)

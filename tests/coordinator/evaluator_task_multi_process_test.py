@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.processes import Script, each_backend, local_addresses
+from tests.processes import Script, each_backend_in_twelve_turns, local_addresses
 
 EPOCHS = 4
 
@@ -110,7 +110,7 @@ def printed(script, word):
 
 
 @pytest.mark.kills(evaluator_exports_the_last_model="[torch]")
-@each_backend
+@each_backend_in_twelve_turns
 def test_an_evaluator_watches_a_chief_and_a_worker(backend, tmp_path):
     chief, worker = local_addresses(2)
     roles, scripts = ("chief", "worker", "evaluator"), {}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import Script, each_backend, local_addresses, run_plain
+from tests.processes import Script, each_backend_in_twelve_turns, local_addresses, run_plain
 
 STEPS, EVERY = 9, 3
 START_DELAY, THROTTLE = 1.5, 3.0
@@ -142,7 +142,7 @@ def plain_logs() -> list[dict[str, float]]:
     estimator_seed_not_set="[jax]",
     estimator_steps_of_an_evaluation_ignored="[jax]",
 )
-@each_backend
+@each_backend_in_twelve_turns
 def test_an_evaluator_evaluates_each_checkpoint_as_it_comes(backend: str, tmp_path: Path) -> None:
     chief, worker = local_addresses(2)
     cluster = {"chief": [chief], "worker": [worker]}

@@ -34,7 +34,19 @@ def cluster():
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         before = descendants([os.getpid()])
-        ray.init(num_cpus=4, include_dashboard=False, logging_level="error", log_to_driver=False)
+        options = {
+            "num_cpus": 4,
+            "include_dashboard": False,
+            "logging_level": "error",
+            "log_to_driver": False,
+        }
+        try:
+            ray.init(**options)
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()  # Ray gives its processes 30 s to start, which can be too short beside other tests
+            ray.init(**options)
         try:
             yield ray
         finally:

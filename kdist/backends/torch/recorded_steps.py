@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import torch
 
 from kdist import keras_hooks
+from kdist.arrays.rows import flatten
 from kdist.backends import debugging
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.torch.core import TorchCore
@@ -62,7 +62,7 @@ class RecordedSteps:
         """Runs a step with `run`, or replays a recorded step. The third batch of the same shapes replays."""
         if self._reason:
             return run(batch)
-        leaves = keras.tree.flatten(batch.parts[0])
+        leaves = flatten(batch.parts[0])
         shapes = _shapes(batch.parts[0])
         if shapes is None or _is_observed(self._device):
             return run(batch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
+import itertools
 import mmap
 import os
 import secrets
@@ -27,15 +28,18 @@ from kdist.errors import KdistError, WorkerMismatchError
 
 # Workers that may share memory: each one is connected with all others.
 _MOST_WORKERS = 16
-# Each worker has memory for a few sums at a time. Larger tensors use gloo.
-_SLOTS, _SLOT = 4, 8 << 20
+# A worker can start a few sums before it waits. Each one has a slot of this size, in bytes; larger tensors use gloo.
+_WINDOW, _SLOT = 3, 8 << 20
+# A slot is free when it is reached again, without another message: before a worker starts sum n, it has finished
+# sum n - _WINDOW. The others had then started this sum, and had thus finished sum n - 2 * _WINDOW.
+_SLOTS = 2 * _WINDOW
 # Up to this size, in bytes, each worker adds all tensors. Of larger ones, it adds a part for all workers.
 _SMALL = 64 << 10
 _JOIN_SECONDS = 10.0
 # The interval, in seconds, at which a waiting worker checks whether the others are alive.
 _LOOK = 1.0
 _MESSAGE = struct.Struct("<cqq")  # the kind, and of a start the size of the tensor and its dtype
-_STARTED, _ADDED, _FINISHED = b"S", b"A", b"F"
+_STARTED, _ADDED = b"S", b"A"
 _DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
@@ -189,11 +193,9 @@ class SharedMemory:
             self._send_ready()
 
     def _send_ready(self) -> None:
-        """Sends the tensors whose slots are free. The others follow when earlier sums are finished."""
-        for one in [*self.unfinished][:_SLOTS]:
+        """Sends the first tensors. The others follow when earlier sums are finished."""
+        for one in itertools.islice(self.unfinished, _WINDOW):
             if not one.is_sent:
-                if self._missing(_FINISHED, one.number - _SLOTS):
-                    return
                 one.send()
 
     def send(self, kind: bytes, size: int = 0, dtype: int = 0) -> None:
@@ -330,9 +332,6 @@ class Sum:
     def _run(self) -> Iterator[tuple[bytes, int]]:
         """Adds. Yields the messages, as kind and number, that all other workers must send first."""
         memory = self._memory
-        if not self.is_sent:
-            yield _FINISHED, self.number - _SLOTS
-            self.send()
         yield _STARTED, self.number
         memory.check_form(self._form)
         slots = self._slots()
@@ -346,7 +345,6 @@ class Sum:
             memory.num_added += 1
             yield _ADDED, memory.num_added - 1
             torch.cat([part[worker] for worker, part in enumerate(parts)], out=self.tensor)
-        memory.send(_FINISHED)
         self._is_completed = True
 
 

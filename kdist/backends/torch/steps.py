@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kdist import keras_hooks
-from kdist.arrays.rows import to_dense
+from kdist.arrays.rows import map_leaves, to_dense
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.model_step import ReplicatedSteps
 from kdist.backends.replica import shares_of
@@ -93,7 +93,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return torch.from_numpy(own).to(device)
         return leaf.to(device, copy=leaf.device == device)
 
-    return keras.tree.map_structure(put, batch)
+    return map_leaves(put, batch)
 
 
 def _writable(array: np.ndarray) -> np.ndarray:

@@ -28,7 +28,8 @@ PLAYED = """
     workers.JoinedWorkers._is_queued = lambda self, tensor: True
     torch.cuda.synchronize = lambda: None
     workers.abort_nccl = lambda: None
-    strategy = kdist.MultiWorkerMirroredStrategy()
+    gloo = kdist.experimental.CommunicationOptions(implementation="RING")
+    strategy = kdist.MultiWorkerMirroredStrategy(communication_options=gloo)
     group = strategy.runtime.group
     group._nccl = True
     with strategy.scope():
