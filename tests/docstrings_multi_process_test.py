@@ -219,13 +219,10 @@ def test_example(backend: str, num_workers: int, example: Example, tmp_path: Pat
 def run_lines(name, text):
     """Runs `>>>` lines in a worker; returns how many were wrong, how many there are, and what was wrong."""
     import doctest
-    import signal
 
-    handler = signal.getsignal(signal.SIGTERM)  # the example of preemption sets another
     said = []
     test = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
     results = doctest.DocTestRunner(verbose=False).run(test, out=said.append)
-    signal.signal(signal.SIGTERM, handler)
     return results.failed, results.attempted, "".join(said)
 
 
@@ -233,6 +230,7 @@ def run_block(given, source, holds, folder):
     """Runs a block in a worker, in a folder of its own; says whether what is to hold does."""
     import ast
     import os
+    import signal
     import textwrap
     from unittest import mock
 
@@ -265,6 +263,7 @@ def run_block(given, source, holds, folder):
         return all(names["near"](found, expected) for found, expected in weights)
 
     before = os.getcwd()
+    handler = signal.getsignal(signal.SIGTERM)  # the example of preemption sets another
     os.chdir(folder)
     try:
         names["near_plain"] = near_plain
@@ -276,6 +275,7 @@ def run_block(given, source, holds, folder):
         return bool(eval(f"({holds.strip()})", names))
     finally:
         os.chdir(before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def test_no_example_is_left_out() -> None:

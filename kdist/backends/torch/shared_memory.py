@@ -7,10 +7,8 @@ also order the accesses to the memory, and they report a worker that died at onc
 
 from __future__ import annotations
 
-import array
 import collections
 import contextlib
-import itertools
 import mmap
 import os
 import secrets
@@ -84,6 +82,8 @@ class Offer:
         """
         machines = [offer and offer["machine"] for offer in offers]
         if machines[0] is None or any(machine != machines[0] for machine in machines):
+            if self._listener is not None:
+                self._listener.close()
             return None
         memory = None
         try:
@@ -136,7 +136,7 @@ def _send_file(peer: socket.socket, index: int, file: int) -> None:
     uid = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
     if uid != os.getuid():
         raise PermissionError("another user's process")
-    peer.sendmsg([bytes([index])], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))])
+    socket.send_fds(peer, [bytes([index])], [file])
 
 
 def _receive_file(peer: socket.socket) -> tuple[int, int]:
@@ -171,7 +171,7 @@ class SharedMemory:
         for peer in peers.values():
             peer.setblocking(True)
             self._poll.register(peer, select.POLLIN)
-        self._counts: collections.Counter[tuple[bytes, int]] = collections.Counter()
+        self._counts = {kind: dict.fromkeys(peers, 0) for kind in (_STARTED, _ADDED)}  # of messages
         # Of each worker, the sizes and dtypes of the sums that it started first.
         self._forms = {worker: collections.deque[tuple[int, int]]() for worker in peers}
 
@@ -182,31 +182,23 @@ class SharedMemory:
         found = Sum(self, self._num_started, tensor.detach().view(-1))
         self._num_started += 1
         self.unfinished.append(found)
-        self._send_ready()
+        if len(self.unfinished) <= _WINDOW:
+            found.send()
         return found
 
     def finish(self, last: Sum) -> None:
         """Finishes the started sums up to one of them, in their order."""
-        while not last.is_completed():
+        while not last.has_ended:
             self.unfinished[0].finish()
             self.unfinished.popleft()
-            self._send_ready()
-
-    def _send_ready(self) -> None:
-        """Sends the first tensors. The others follow when earlier sums are finished."""
-        for one in itertools.islice(self.unfinished, _WINDOW):
-            if not one.is_sent:
-                one.send()
+            if len(self.unfinished) >= _WINDOW:
+                self.unfinished[_WINDOW - 1].send()
 
     def send(self, kind: bytes, size: int = 0, dtype: int = 0) -> None:
         """Sends a message to all other workers. A worker that needs more from one that has ended notices it."""
         for peer in self._peers.values():
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 peer.send(_MESSAGE.pack(kind, size, dtype))
-
-    def _missing(self, kind: bytes, number: int) -> list[int]:
-        """Returns the workers that have not sent a message."""
-        return [worker for worker in self._peers if self._counts[kind, worker] <= number]
 
     def wait_for(self, kind: bytes, number: int, deadline: float) -> None:
         """Waits until all other workers have sent the message of this kind and number.
@@ -217,16 +209,18 @@ class SharedMemory:
             TimeoutError: At the deadline.
             ConnectionError: If a worker has ended.
         """
-        while missing := self._missing(kind, number):
-            if ended := self._ended.intersection(missing):
-                raise ConnectionError(f"worker {min(ended)} closed the connection")
-            ready = self._poll.poll(max(0.0, min(_LOOK, deadline - time.monotonic())) * 1000)
-            if not ready:
-                self.check_others()
-                if time.monotonic() >= deadline:
-                    raise TimeoutError
-            for descriptor, _ in ready:
-                self._receive(self._workers[descriptor])
+        counts = self._counts[kind]
+        for worker in counts:
+            while counts[worker] <= number:
+                if worker in self._ended:
+                    raise ConnectionError(f"worker {worker} closed the connection")
+                ready = self._poll.poll(max(0.0, min(_LOOK, deadline - time.monotonic())) * 1000)
+                if not ready:
+                    self.check_others()
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError
+                for descriptor, _ in ready:
+                    self._receive(self._workers[descriptor])
 
     def _receive(self, worker: int) -> None:
         try:
@@ -239,13 +233,15 @@ class SharedMemory:
             self._poll.unregister(self._peers[worker])
             return
         kind, size, dtype = _MESSAGE.unpack(data)
-        self._counts[kind, worker] += 1
+        self._counts[kind][worker] += 1
         if kind == _STARTED:
             self._forms[worker].append((size, dtype))
 
     def check_form(self, form: tuple[int, int]) -> None:
         """Raises an error if another worker started the next sum with another tensor."""
-        forms = {worker: waiting.popleft() for worker, waiting in self._forms.items()} | {self.index: form}
+        forms = {self.index: form}
+        for worker, waiting in self._forms.items():
+            forms[worker] = waiting.popleft()
         if {*forms.values()} != {form}:
             raise WorkerMismatchError(
                 "The workers sum tensors of different sizes or dtypes.",
@@ -275,14 +271,15 @@ class Sum:
         self._memory, self.number, self.tensor = memory, number, tensor
         self._form = tensor.nbytes, _DTYPES.index(tensor.dtype)
         self._deadline = time.monotonic() + memory.seconds
-        self._is_completed = self.is_sent = False
+        self.has_ended = False
+        self._slots: list[torch.Tensor] = []  # the tensors of all workers
         self._stages = self._run()
         self._need: tuple[bytes, int] | None = None
         self._error: Exception | None = None
 
     def is_completed(self) -> bool:
         """Returns whether the sum is there, or has failed."""
-        return self._is_completed
+        return self.has_ended
 
     def wait(self) -> None:
         """Waits for the sum.
@@ -298,9 +295,15 @@ class Sum:
 
     def send(self) -> None:
         """Makes the tensor visible to the other workers."""
-        self._slots()[self._memory.index].copy_(self.tensor)
+        count, offset = self.tensor.numel(), self.number % _SLOTS * _SLOT
+        self._slots = [
+            torch.frombuffer(region, dtype=self.tensor.dtype, count=count, offset=offset)
+            if count
+            else self.tensor
+            for region in self._memory.regions
+        ]
+        self._slots[self._memory.index].copy_(self.tensor)
         self._memory.send(_STARTED, *self._form)
-        self.is_sent = True
 
     def finish(self) -> None:
         """Waits for the others, and adds. All earlier sums are finished."""
@@ -309,7 +312,7 @@ class Sum:
                 self._need = need  # Ctrl-C may interrupt the wait
                 self._memory.wait_for(*need, self._deadline)
                 self._need = None
-            if not self._is_completed:
+            if not self.has_ended:
                 self._error = RuntimeError("Ctrl-C interrupted the sum.")
         except TimeoutError:
             self._error = RuntimeError(f"Timed out after {self._memory.seconds:g} s.")
@@ -317,24 +320,13 @@ class Sum:
             self._error = RuntimeError(f"Connection closed: {error}")
         except KdistError as error:
             self._error = error
-        self._is_completed = True
-
-    def _slots(self) -> list[torch.Tensor]:
-        """Returns the tensors of all workers."""
-        count, offset = self.tensor.numel(), self.number % _SLOTS * _SLOT
-        if not count:
-            return [self.tensor] * len(self._memory.regions)
-        return [
-            torch.frombuffer(region, dtype=self.tensor.dtype, count=count, offset=offset)
-            for region in self._memory.regions
-        ]
+        self.has_ended = True
 
     def _run(self) -> Iterator[tuple[bytes, int]]:
         """Adds. Yields the messages, as kind and number, that all other workers must send first."""
-        memory = self._memory
+        memory, slots = self._memory, self._slots
         yield _STARTED, self.number
         memory.check_form(self._form)
-        slots = self._slots()
         if len(slots) == 2 or self._form[0] <= _SMALL:
             _add_in_order(slots, self.tensor)
         else:
@@ -345,7 +337,7 @@ class Sum:
             memory.num_added += 1
             yield _ADDED, memory.num_added - 1
             torch.cat([part[worker] for worker, part in enumerate(parts)], out=self.tensor)
-        self._is_completed = True
+        self.has_ended = True
 
 
 def _add_in_order(tensors: Sequence[torch.Tensor], total: torch.Tensor) -> torch.Tensor:

@@ -262,6 +262,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self._pending = work
         if isinstance(work, Sum):
             work.wait()
+            self._pending = None  # it refers to the tensor
             return
         if self._is_queued(tensor):
             work.wait()  # returns once it is enqueued
