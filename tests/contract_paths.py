@@ -1,4 +1,8 @@
-"""The path of a contract case on PyTorch: whether kdist replays its steps, or runs Keras's Python code in each step."""
+"""The path of a contract case.
+
+On PyTorch, kdist replays the steps, or runs Keras's Python code in each step. On JAX, the sums of a step travel in
+few collectives, or XLA divides the program.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,8 @@ EAGER = {
     "terminate_on_nan": "",
     "transformer": "is custom code",
 }
+# The cases on JAX whose steps XLA divides, and a part of the reason in the log, which is empty for other batches.
+DIVIDED_BY_XLA = {"on_batch": "", "run_eagerly": "", "uneven_batches": ""}
 
 
 @dataclass
@@ -42,8 +48,8 @@ class Path:
     """How the steps of a case ran.
 
     Args:
-        replays: The number of steps that were replayed.
-        reasons: The reasons in the log why steps were not replayed.
+        replays: The number of steps that were replayed, or of programs with fused sums.
+        reasons: The reasons in the log why there were none.
     """
 
     replays: int = 0
@@ -52,19 +58,34 @@ class Path:
 
 @contextlib.contextmanager
 def path_of_steps() -> Iterator[Path]:
-    """Watches the steps of models. On another backend than PyTorch, sees nothing."""
+    """Watches the steps of models. On TensorFlow, sees nothing."""
     import keras
 
     path = Path()
-    if keras.backend.backend() != "torch":
+    if keras.backend.backend() == "tensorflow":
         yield path
         return
-    from kdist.backends.torch import recorded_steps
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if str(record.msg).startswith("kdist does not record"):
+            if str(record.msg).startswith(("kdist does not record", "kdist leaves the sums")):
                 path.reasons.add(str(record.args[-1]))  # type: ignore[index]
+
+    logger = logging.getLogger("kdist")
+    level, handlers = logger.level, logger.handlers[:]
+    logger.setLevel(logging.INFO)
+    logger.handlers[:] = [Handler()]
+    try:
+        with _counting(path) if keras.backend.backend() == "torch" else _counting_fused(path):
+            yield path
+    finally:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+
+
+@contextlib.contextmanager
+def _counting(path: Path) -> Iterator[None]:
+    from kdist.backends.torch import recorded_steps
 
     original = recorded_steps.compiled
 
@@ -77,26 +98,33 @@ def path_of_steps() -> Iterator[Path]:
 
         return None if program is None else counted
 
-    logger = logging.getLogger("kdist")
-    level, handlers = logger.level, logger.handlers[:]
-    logger.setLevel(logging.INFO)
-    logger.handlers[:] = [Handler()]
-    try:
-        with mock.patch.object(recorded_steps, "compiled", compiled):
-            yield path
-    finally:
-        logger.setLevel(level)
-        logger.handlers[:] = handlers
+    with mock.patch.object(recorded_steps, "compiled", compiled):
+        yield
 
 
-def check_path(case: str, path: Path) -> None:
+@contextlib.contextmanager
+def _counting_fused(path: Path) -> Iterator[None]:
+    from kdist.backends.jax import steps
+
+    original = steps.over_rows
+
+    def over_rows(*args: Any) -> Any:
+        results = original(*args)
+        path.replays += 1
+        return results
+
+    with mock.patch.object(steps, "over_rows", over_rows):
+        yield
+
+
+def check_path(case: str, backend: str, path: Path) -> None:
     """Raises an `AssertionError` if the steps of a case did not run as expected."""
-    reason = EAGER.get(case)
+    reason = (EAGER if backend == "torch" else DIVIDED_BY_XLA).get(case)
+    found = "; ".join(sorted(path.reasons))
     if reason is None:
         assert path.replays > 0, (
-            f"no step of {case} is replayed any more: {path.reasons or 'without a reason'}"
+            f"no step of {case} is replayed or fused any more: {found or 'without a reason'}"
         )
     else:
-        found = "; ".join(sorted(path.reasons))
         assert reason in found if reason else not found, f"{case}: {found!r} is not the reason {reason!r}"
-        assert not path.replays, f"{case} is replayed now: remove it from EAGER"
+        assert not path.replays, f"{case} is replayed or fused now: remove it from the exceptions"

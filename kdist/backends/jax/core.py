@@ -67,6 +67,10 @@ class JaxCore(Runtime):
         # One device needs no mesh: a step takes NumPy arrays and returns plain arrays, as plain Keras's does.
         self._is_single = self.num_replicas == 1 and sharded is None and not self.is_central
         self._takes_host_arrays = self._is_single and self.holder.platform == "cpu"
+        # NCCL sends many small tensors as one.
+        is_cpu = self.holder.platform == "cpu"
+        self.fuses_sums = self.num_workers > 1 and is_cpu and sharded is None and not self.is_central
+        """Whether steps sum with `over_rows`."""
         self.replicated: Any = NamedSharding(self.mesh, PartitionSpec())
         if self._is_single:
             self.replicated = SingleDeviceSharding(self.holder)

@@ -23,7 +23,9 @@ from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, StepFunction
 from kdist.backends.jax import moments
 from kdist.backends.jax.core import JaxCore
+from kdist.backends.jax.fused_sums import over_rows
 from kdist.backends.jax.storage import divided, is_divided, stored
+from kdist.cluster import logs
 
 # The parts of each step's state, in the order of Keras's JAX trainer.
 _STATE = {
@@ -54,11 +56,9 @@ class JaxSteps(StepFunction):
         self._kind = kind
         self._state: Any = None
         self._eager = bool(model.run_eagerly) or not model.jit_compile
-        step = _stateless_step(self._model, kind)
-        if self._eager:
-            self._step = step
-        else:
-            self._step = self._compile(step)
+        self._step = _stateless_step(self._model, kind)
+        self._compiled = self._compile(self._step)
+        self._can_fuse = runtime.fuses_sums and kind != "predict"
 
     def __enter__(self) -> JaxSteps:
         """Syncs the state of other steps of the model, for example of a `fit` whose callback evaluates."""
@@ -122,7 +122,8 @@ class JaxSteps(StepFunction):
             return self._runtime.show_eager(outputs)
         data = [self._runtime.join_parts(batch) for batch in batches]
         try:
-            outputs, self._state = self._step(self._state, *data)
+            is_fused = self._can_fuse and not any(have_all_rows(batch.split) for batch in batches)
+            outputs, self._state = self._compiled(is_fused)(self._state, *data)
         except BaseException:
             self._forget_failed()
             raise
@@ -155,8 +156,11 @@ class JaxSteps(StepFunction):
             return tuple([variable.value for variable in variables] for variables in groups)
         return tuple(self._runtime.place_variables(variables) for variables in groups)
 
-    def _compile(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-        """Returns the compiled step, which leaves each variable in its layout; of several batches, a loop of steps."""
+    def _compile(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[bool], Callable[..., Any]]:
+        """Returns a function that returns the compiled step, with fused sums or as XLA divides it.
+
+        The step leaves each variable in its layout. With several batches, it is a loop of steps.
+        """
         runtime = self._runtime
 
         def traced(state: Any, data: Any) -> tuple[Any, Any]:
@@ -179,13 +183,24 @@ class JaxSteps(StepFunction):
             state, outputs = jax.lax.scan(body, state, stacked)
             return jax.tree.map(lambda leaf: leaf[-1], outputs), state
 
+        def fused(state: Any, *batches: Any) -> tuple[Any, Any]:
+            try:
+                return over_rows(traced, runtime.mesh, state, batches)
+            except Exception as reason:  # errors of the step itself are raised again
+                message = "kdist leaves the sums of the %s steps of this model to XLA: %s."
+                logs.logger.info(message, self._kind, reason)
+                return looped(state, *batches)
+
         @functools.cache
-        def compiled() -> Callable[..., tuple[Any, Any]]:  # when the model has all its variables
+        def compiled(
+            is_fused: bool,
+        ) -> Callable[..., tuple[Any, Any]]:  # when the model has all its variables
             groups = _state_variables(self._model(), self._kind)
             state = tuple(runtime.shardings(variables) or runtime.replicated for variables in groups)
-            return jax.jit(looped, donate_argnums=0, out_shardings=(runtime.replicated, state))
+            program = fused if is_fused else looped
+            return jax.jit(program, donate_argnums=0, out_shardings=(runtime.replicated, state))
 
-        return lambda state, *batches: compiled()(state, *batches)
+        return compiled
 
     def _has_lost_divided(self) -> bool:
         variables = [v for group in _state_variables(self._model(), self._kind) for v in group]
