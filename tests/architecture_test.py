@@ -68,7 +68,6 @@ EXTRA_FILES = {
         "recording.py",  # operation by operation,
         "replay.py",  # and runs it again,
         "schedule.py",  # with exchanges that overlap with computation
-        "shared_memory.py",  # gloo connects workers of one machine by sockets
     },
 }
 # Kinds of datasets that come with a framework.

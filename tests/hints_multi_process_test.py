@@ -104,12 +104,12 @@ def test_tensorflow_reduces_gradients_in_rings():
 
 def sums(implementation):
     """Returns the weights, and how many sums of the training were in shared memory."""
-    from kdist.backends.torch.shared_memory import SharedMemory
+    from kdist.communication.shared_memory import SharedMemory
 
     started, original = [], SharedMemory.start
 
-    def start(self, tensor):
-        started.append(original(self, tensor))
+    def start(self, *arrays):
+        started.append(original(self, *arrays))
         return started[-1]
 
     SharedMemory.start = start
@@ -117,13 +117,18 @@ def sums(implementation):
     with kdist.MultiWorkerMirroredStrategy(communication_options=options).scope():
         model = by_hand.model()
     by_hand.fit(model, 1)
-    return sum(one is not None for one in started), np.concatenate([np.ravel(w) for w in model.get_weights()])
+    return len(started), np.concatenate([np.ravel(w) for w in model.get_weights()])
 
 
-@pytest.mark.kills(torch_ring_in_shared_memory="[RING]")
+@pytest.mark.kills(
+    torch_ring_in_shared_memory="[RING-torch]",
+    jax_ring_in_shared_memory="[RING-jax]",
+    jax_sums_in_sockets="[AUTO-jax]",
+)
+@pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize("implementation", ["AUTO", "RING"])
-def test_pytorch_sums_in_shared_memory_unless_a_ring_is_wanted(implementation):
-    pool = start_pool(2, "torch")
+def test_workers_sum_in_shared_memory_unless_a_ring_is_wanted(implementation, backend):
+    pool = start_pool(2, backend)
     try:
         for number, weights in pool.run(sums, implementation):
             assert (number > 0) == (implementation == "AUTO")

@@ -65,9 +65,7 @@ def in_worker_reused_buffer(rows):
     return numbers(strategy().experimental_distribute_dataset(refilling, options))
 
 
-@pytest.mark.kills(
-    data_buffer_not_copied="[torch]", data_whole_batch_not_copied="[jax]", jax_buffer_not_copied="[jax]"
-)
+@pytest.mark.kills(data_buffer_not_copied="[torch]", data_whole_batch_not_copied="[jax]")
 @each_backend
 def test_a_buffer_may_be_filled_again(backend):
     assert run(backend, 2, in_worker_reused_buffer, 2) == [[[float(n)] for n in range(6)]] * 2

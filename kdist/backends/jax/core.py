@@ -21,7 +21,7 @@ from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from kdist import keras_hooks, tracing
-from kdist.arrays.rows import is_ragged, is_scipy, is_tf_sparse, to_dense, torch_to_numpy
+from kdist.arrays.rows import flatten, is_ragged, is_scipy, is_tf_sparse, map_leaves, to_dense, torch_to_numpy
 from kdist.arrays.splitting import have_all_rows
 from kdist.backends.contract import ReplicaBatches, Runtime
 from kdist.backends.jax import storage
@@ -33,10 +33,12 @@ from kdist.backends.jax.storage import Storage, arranged, is_divided
 from kdist.backends.jax.workers import all_devices
 from kdist.backends.joining import closed_error
 from kdist.backends.workers import Workers
+from kdist.communication.shared_memory import SharedMemory
 from kdist.errors import DatasetError
 from kdist.topology import Central, Sharded, Topology
 
 _MOST_BYTES = 64 << 20
+_SMALL_BYTES = 1 << 20
 _MOST_EVEN = 64  # arrays of the last batches
 
 
@@ -56,6 +58,7 @@ class JaxCore(Runtime):
         (self.holder,) = find_devices(topology.parameter_devices[:1])
         self.is_central = isinstance(topology.storage, Central)
         self._even: collections.deque[weakref.ref[jax.Array]] = collections.deque(maxlen=_MOST_EVEN)
+        self._copies: dict[Any, Any] = {}  # a program per device
         everyone = np.array(all_devices(group, self.local_devices))
         sharded = topology.storage if isinstance(topology.storage, Sharded) else None
         if sharded is None:
@@ -71,6 +74,10 @@ class JaxCore(Runtime):
         is_cpu = self.holder.platform == "cpu"
         self.fuses_sums = self.num_workers > 1 and is_cpu and sharded is None and not self.is_central
         """Whether steps sum with `over_rows`."""
+        self.memory: SharedMemory | None = getattr(group, "memory", None)
+        """The shared memory in which `over_rows` sums."""
+        self.turn: Any = None
+        """The last array of a program with `over_rows`. The next one takes it, so that sums have one order."""
         self.replicated: Any = NamedSharding(self.mesh, PartitionSpec())
         if self._is_single:
             self.replicated = SingleDeviceSharding(self.holder)
@@ -151,20 +158,32 @@ class JaxCore(Runtime):
     def place(self, parts: Sequence[Any]) -> list[Any]:
         """Copies the batch of each local replica to its device."""
 
-        def put(leaf: Any, device: Any) -> Any:
+        def ready(leaf: Any) -> Any:
             array = _as_array(leaf)
-            if array is None or isinstance(array, sparse.BCOO):
-                return array
-            is_number = isinstance(array, jax.Array) or array.dtype.kind in "biufcV"
-            if isinstance(array, np.ndarray):
-                # JAX shares aligned memory even with may_alias=False, but a pipeline may overwrite it.
-                array = np.array(array)
-            return jax.device_put(array, device, may_alias=False) if is_number else array
+            # JAX shares aligned memory even with may_alias=False, but a pipeline may overwrite it.
+            return np.array(array) if isinstance(array, np.ndarray) else array
 
-        return [
-            None if part is None else keras.tree.map_structure(lambda leaf, d=device: put(leaf, d), part)
-            for part, device in zip(parts, self.local_devices, strict=True)
-        ]
+        placed = []
+        for part, device in zip(parts, self.local_devices, strict=True):
+            leaves = [] if part is None else [ready(leaf) for leaf in flatten(part)]
+            moved = iter(self._put([leaf for leaf in leaves if _is_number(leaf)], device))
+            done = iter([next(moved) if _is_number(leaf) else leaf for leaf in leaves])
+
+            def replace(_: Any, done: Iterator[Any] = done) -> Any:
+                return next(done)
+
+            placed.append(None if part is None else map_leaves(replace, part))
+        return placed
+
+    def _put(self, arrays: list[Any], device: Any) -> list[Any]:
+        """Copies arrays to a device."""
+        is_small = sum(array.nbytes for array in arrays) <= _SMALL_BYTES
+        if device.platform != "cpu" or not is_small or any(isinstance(array, jax.Array) for array in arrays):
+            return jax.device_put(arrays, device, may_alias=False)
+        # A program takes a tenth of the time of device_put, which costs 0.1 ms per array.
+        if device not in self._copies:
+            self._copies[device] = jax.jit(lambda arrays: arrays, out_shardings=SingleDeviceSharding(device))
+        return self._copies[device](arrays)
 
     def place_for_step(self, parts: Sequence[Any]) -> list[Any]:
         """Places the parts of a batch. With a single CPU device, NumPy arrays stay: the program takes them."""
@@ -343,6 +362,11 @@ def _in_parts(variables: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 def _words(data: bytes) -> Any:
     return np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
+
+
+def _is_number(array: Any) -> bool:
+    """Returns whether an array can be on a device: for example, an array of texts cannot."""
+    return isinstance(array, jax.Array) or (isinstance(array, np.ndarray) and array.dtype.kind in "biufcV")
 
 
 def _as_array(leaf: Any) -> Any:

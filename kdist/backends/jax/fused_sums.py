@@ -1,9 +1,10 @@
 """Runs a step on the rows of each device, so that all sums over the devices travel in one collective.
 
 XLA's partitioner places an all-reduce at every gradient, loss and metric, and gloo sends one tensor after the
-other. With small models, a step then mostly waits. Here, kdist traces the step of the global batch and runs its operations
-on each device: with that device's rows, with equal arrays, or with parts of a sum. Operations that need the
-whole sum wait until no other operation can run. Then one all-reduce adds all parts.
+other. With small models, a step then mostly waits. Here, kdist traces the step of the global batch and runs its
+operations on each device: with that device's rows, with equal arrays, or with parts of a sum. Operations that need
+the whole sum wait until no other operation can run. Then one sum adds all parts, with an all-reduce or in memory that
+the workers share.
 
 The numbers are the numbers of the global batch, because each operation keeps its meaning. If an operation has no
 rule here, `NoRule` names it, and XLA's partitioner does the work.
@@ -19,11 +20,13 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jax.experimental.buffer_callback import ExecutionContext, buffer_callback
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import PartitionSpec
 
 from kdist.backends.jax import row_rules
 from kdist.backends.jax.row_rules import SUM, WHOLE, NoRule, Value
+from kdist.communication.shared_memory import SharedMemory
 
 _INLINED = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 _INLINED |= {"custom_vjp_call": "call_jaxpr"}
@@ -31,18 +34,25 @@ _MOST_GATHERED = 1 << 16  # bytes of an array that all devices get whole althoug
 
 
 def over_rows(
-    step: Callable[..., tuple[Any, Any]], mesh: Any, state: Any, batches: Sequence[Any]
-) -> tuple[Any, Any]:
+    step: Callable[..., tuple[Any, Any]],
+    mesh: Any,
+    memory: SharedMemory | None,
+    turn: Any,
+    state: Any,
+    batches: Sequence[Any],
+) -> tuple[Any, tuple[Any, Any]]:
     """Runs a step for each batch on the devices of a mesh with one axis.
 
     Args:
         step: Takes the state and a global batch; returns outputs and the new state.
         mesh: The mesh.
+        memory: The shared memory in which the workers sum, or `None` if XLA sums.
+        turn: The array that the previous program returned. It orders the sums in shared memory.
         state: Arrays that are equal on all devices.
         batches: Global batches of equal shapes, whose rows the devices divide evenly.
 
     Returns:
-        The outputs of the last step, and the state, both equal on all devices.
+        The outputs of the last step, and a pair of the next `turn` and the state, equal on all devices.
 
     Raises:
         NoRule: If a part of the step cannot run on rows.
@@ -51,26 +61,65 @@ def over_rows(
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, batches[0])
     structure = jax.tree.structure(shapes)
 
-    def on_rows(state: Any, *batches: Any) -> tuple[Any, Any]:
-        def one(state: Any, batch: Any) -> tuple[Any, Any]:
+    def on_rows(turn: Any, state: Any, *batches: Any) -> tuple[Any, Any]:
+        def one(turn_and_state: Any, batch: Any) -> tuple[Any, Any]:
+            turn, state = turn_and_state
+            sums = _SumsOfXla(axis) if memory is None else _SumsInMemory(memory, turn)
             values = [Value(leaf, WHOLE) for leaf in jax.tree.leaves(state)]
             values += [Value(leaf, 0) for leaf in jax.tree.leaves(batch)]
-            results = _Program(axis, mesh.size).run(closed, values, is_whole=True)
+            results = _Program(axis, mesh.size, sums).run(closed, values, is_whole=True)
             outputs, state = jax.tree.unflatten(structure, [result.array for result in results])
-            return state, outputs
+            return (getattr(sums, "turn", turn), state), outputs
 
         if len(batches) == 1:
-            state, outputs = one(state, batches[0])
-            return outputs, state
+            carry, outputs = one((turn, state), batches[0])
+            return outputs, carry
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-        state, outputs = lax.scan(one, state, stacked)
-        return jax.tree.map(lambda leaf: leaf[-1], outputs), state
+        carry, outputs = lax.scan(one, (turn, state), stacked)
+        return jax.tree.map(lambda leaf: leaf[-1], outputs), carry
 
     equal, rows = PartitionSpec(), PartitionSpec(axis)
-    specs = (equal, *[rows] * len(batches))
-    return jax.shard_map(on_rows, mesh=mesh, in_specs=specs, out_specs=equal, check_vma=False)(
-        state, *batches
-    )
+    specs = (equal, equal, *[rows] * len(batches))
+    mapped = jax.shard_map(on_rows, mesh=mesh, in_specs=specs, out_specs=equal, check_vma=False)
+    return mapped(turn, state, *batches)
+
+
+class _SumsOfXla:
+    """Sums arrays of one dtype as one flat array, with an all-reduce of XLA."""
+
+    def __init__(self, axis: str) -> None:
+        self._axis = axis
+
+    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+        flat = jnp.concatenate([jnp.ravel(array) for array in arrays])
+        ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
+        parts = jnp.split(lax.psum(flat, self._axis), ends)
+        return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+class _SumsInMemory:
+    """Sums arrays of one dtype in shared memory, in a function that the program calls.
+
+    Each sum takes `turn` from the previous one, so that the order is the same on all workers.
+
+    Source: https://docs.jax.dev/en/latest/jax.experimental.buffer_callback.html
+    """
+
+    def __init__(self, memory: SharedMemory, turn: Any) -> None:
+        self._memory = memory
+        self.turn = turn
+
+    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+        if not self._memory.can_sum(arrays[0].dtype):
+            raise NoRule(f"a sum of dtype {arrays[0].dtype}")
+        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (self.turn, *arrays)]
+        self.turn, *summed = buffer_callback(self._sum, shapes)(self.turn, *arrays)
+        return summed
+
+    def _sum(self, context: ExecutionContext, results: Sequence[Any], turn: Any, *arrays: Any) -> None:
+        flat = [[np.asarray(buffer).reshape(-1) for buffer in buffers] for buffers in (arrays, results[1:])]
+        self._memory.sum_all(*flat)
+        np.asarray(results[0])[...] = 0
 
 
 class _Operation(NamedTuple):
@@ -98,13 +147,13 @@ class _Program:
     Args:
         axis: The axis of the mesh.
         number: The number of devices.
-        can_wait: Whether operations can wait for sums, which is not possible inside a loop.
+        sums: Sums arrays of one dtype over all devices; `None` inside a loop, where operations cannot wait.
     """
 
-    def __init__(self, axis: str, number: int, can_wait: bool = True) -> None:
+    def __init__(self, axis: str, number: int, sums: Callable[[Sequence[Any]], list[Any]] | None) -> None:
         self._axis = axis
         self._number = number
-        self._can_wait = can_wait
+        self._sums = sums
         self._values: dict[int, Value] = {}
         self._makers: dict[int, _Operation] = {}
         self._cuts: dict[tuple[int, int], Any] = {}
@@ -181,7 +230,7 @@ class _Program:
         elif name == "scan":
             results = self._scan(equation, values)
         elif SUM in divisions:
-            if not self._can_wait and name in row_rules.ADDITIVE and set(divisions) == {SUM, WHOLE}:
+            if self._sums is None and name in row_rules.ADDITIVE and set(divisions) == {SUM, WHOLE}:
                 values = [v if v.division is SUM else Value(self._first_only(v.array), SUM) for v in values]
                 divisions = [SUM] * len(values)
             if not row_rules.is_linear(equation, divisions):
@@ -266,17 +315,15 @@ class _Program:
             value = self._values[index]
             if value.division is WHOLE:
                 continue
-            if not self._can_wait:
-                raise NoRule("a sum inside a loop")
             array = value.array if value.division is SUM else self._embed(value)
             parts.setdefault(array.dtype, {})[index] = array
+        if parts and self._sums is None:
+            raise NoRule("a sum inside a loop")
         for arrays in parts.values():
-            flat = jnp.concatenate([jnp.ravel(array) for array in arrays.values()])
-            ends = np.cumsum([array.size for array in arrays.values()])[:-1].tolist()
-            summed = jnp.split(lax.psum(flat, self._axis), ends)
-            for (index, array), part in zip(arrays.items(), summed, strict=True):
+            assert self._sums is not None
+            for index, total in zip(arrays, self._sums([*arrays.values()]), strict=True):
                 dtype = self._values[index].array.dtype  # a bool is summed as an integer
-                self._values[index] = Value(part.reshape(array.shape).astype(dtype), WHOLE)
+                self._values[index] = Value(total.astype(dtype), WHOLE)
 
     def _embed(self, value: Value) -> Any:
         """Returns rows inside an array of zeros: the sum over the devices is the whole array."""
@@ -302,7 +349,7 @@ class _Program:
         found: list[Any] = []
 
         def body(carry: Any, rows: Any) -> tuple[Any, Any]:
-            program = _Program(self._axis, self._number, can_wait=False)
+            program = _Program(self._axis, self._number, None)
             inputs = [*constants, *map(Value, carry, divisions), *map(Value, rows, inner_xs)]
             results = program.run(params["jaxpr"], inputs)
             carried, ys = results[: last - first], results[last - first :]

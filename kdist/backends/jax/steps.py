@@ -122,11 +122,21 @@ class JaxSteps(StepFunction):
             return self._runtime.show_eager(outputs)
         data = [self._runtime.join_parts(batch) for batch in batches]
         try:
-            is_fused = self._can_fuse and not any(have_all_rows(batch.split) for batch in batches)
-            outputs, self._state = self._compiled(is_fused)(self._state, *data)
-        except BaseException:
+            if self._can_fuse and not any(have_all_rows(batch.split) for batch in batches):
+                if self._runtime.turn is None:
+                    self._runtime.turn = self._runtime.place_state(np.int32(0))
+                state = self._runtime.turn, self._state
+                outputs, (self._runtime.turn, self._state) = self._compiled(True)(state, *data)
+            else:
+                outputs, self._state = self._compiled(False)(self._state, *data)
+        except BaseException as error:
             self._forget_failed()
+            if isinstance(error, jax.errors.JaxRuntimeError) and "KeyboardInterrupt" in str(error):
+                raise KeyboardInterrupt from error  # a second Ctrl-C, during a sum in memory
             raise
+        if (memory := self._runtime.memory) is not None and memory.was_interrupted:
+            memory.was_interrupted = False
+            raise KeyboardInterrupt
         self._runtime.throttle((outputs, self._state))
         if self._runtime.is_central:
             self.sync()  # moves the state back to the central device
@@ -183,13 +193,15 @@ class JaxSteps(StepFunction):
             state, outputs = jax.lax.scan(body, state, stacked)
             return jax.tree.map(lambda leaf: leaf[-1], outputs), state
 
-        def fused(state: Any, *batches: Any) -> tuple[Any, Any]:
+        def fused(turn_and_state: Any, *batches: Any) -> tuple[Any, Any]:
+            turn, state = turn_and_state
             try:
-                return over_rows(traced, runtime.mesh, state, batches)
+                return over_rows(traced, runtime.mesh, runtime.memory, turn, state, batches)
             except Exception as reason:  # errors of the step itself are raised again
                 message = "kdist leaves the sums of the %s steps of this model to XLA: %s."
                 logs.logger.info(message, self._kind, reason)
-                return looped(state, *batches)
+                outputs, state = looped(state, *batches)
+                return outputs, (turn, state)
 
         @functools.cache
         def compiled(
@@ -197,6 +209,8 @@ class JaxSteps(StepFunction):
         ) -> Callable[..., tuple[Any, Any]]:  # when the model has all its variables
             groups = _state_variables(self._model(), self._kind)
             state = tuple(runtime.shardings(variables) or runtime.replicated for variables in groups)
+            if is_fused:
+                state = runtime.replicated, state
             program = fused if is_fused else looped
             return jax.jit(program, donate_argnums=0, out_shardings=(runtime.replicated, state))
 
@@ -221,10 +235,12 @@ class JaxSteps(StepFunction):
         The variables then keep the values of the last sync.
         """
         try:
-            jax.block_until_ready(self._state)  # an execution can fail after its dispatch
+            jax.block_until_ready(
+                (self._state, self._runtime.turn)
+            )  # an execution can fail after its dispatch
         except (RuntimeError, ValueError):  # deleted, or a backend error
             keras_hooks.hide_state(self._model())
-            self._state = None
+            self._state = self._runtime.turn = None
 
 
 def _state_variables(model: Any, kind: str) -> list[Sequence[Any]]:

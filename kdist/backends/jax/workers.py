@@ -21,8 +21,9 @@ from kdist.backends.jax.watch import Watch, has_started, service_client
 from kdist.backends.joining import check_devices, join_once
 from kdist.backends.mail import Mail
 from kdist.backends.workers import Workers
-from kdist.cluster import Cluster, visible_gpus
-from kdist.communication.options import CommunicationOptions, hint_ignored
+from kdist.cluster import Cluster, liveness, visible_gpus
+from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
+from kdist.communication.shared_memory import Offer, SharedMemory
 from kdist.errors import StrategyScopeError, WorkerLostError
 
 _ENGINE = workers.folders_of_engine(jax.__file__, __file__)
@@ -32,9 +33,18 @@ class JoinedWorkers(workers.JoinedWorkers):
     """The workers of a cluster, joined through JAX's coordination service, which runs in worker 0.
 
     A message may take up to `timeout_seconds`. With `None`, it may take as long as its sender is alive.
+
+    Args:
+        cluster: The cluster.
+        timeout_seconds: The time limit of messages and sums.
+        may_share: Whether CPUs of one machine may sum in shared memory.
     """
 
-    def __init__(self, cluster: Cluster, timeout_seconds: float | None) -> None:
+    memory: SharedMemory | None = None
+    """The shared memory of the workers, if all of them are on one machine and have one CPU device."""
+
+    def __init__(self, cluster: Cluster, timeout_seconds: float | None, may_share: bool) -> None:
+        self._may_share = may_share
         client = service_client()
         super().__init__(cluster, ServiceStore(client))
         self._watch = Watch(cluster, client, self.store)
@@ -47,6 +57,27 @@ class JoinedWorkers(workers.JoinedWorkers):
             explain=lambda error: self._explained(error, tells=False),
         )
         self._stalls.start()
+
+    def share_memory(self, is_wanted: bool) -> None:
+        """Connects the memory of all workers, at the first call, if all workers want it."""
+        if not self._may_share:
+            return
+        self._may_share = False
+
+        def gather(value: Any) -> list[Any]:
+            return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode())]
+
+        offer = Offer(self.worker_index, self.num_workers, is_wanted)
+        seconds = self.mail.timeout_seconds or liveness.engine_timeout()
+        self.memory = offer.connect(gather(offer.description), gather, seconds)
+        if self.memory is not None:
+            self.memory.check_others = lambda: self._watch.check(tells=False)
+
+    def close(self) -> None:
+        """Also closes the shared memory."""
+        super().close()
+        if self.memory is not None:
+            self.memory.close()
 
     def _gather_pieces(self, data: bytes) -> list[bytes]:
         """Gathers data through the key-value store of the service."""
@@ -112,7 +143,7 @@ class JoinedWorkers(workers.JoinedWorkers):
 
 # JAX raises ValueError or JaxRuntimeError with messages of XLA, gloo, NCCL or gRPC.
 _CONNECTION_WORDS = re.compile(
-    r"gloo|nccl|coordination.?service|connection (reset|closed|refused)|heartbeat|rendezvous"
+    r"WorkerLostError|gloo|nccl|coordination.?service|connection (reset|closed|refused)|heartbeat|rendezvous"
     r"|^(UNAVAILABLE|ABORTED)",
     re.IGNORECASE,
 )
@@ -126,6 +157,7 @@ def all_devices(group: Workers, local: Sequence[Any]) -> list[Any]:
     mine = json.dumps([platform, [device.id for device in local]]).encode()
     everyone = [json.loads(data) for data in group.all_gather_bytes(mine)]
     check_devices(group.names, [(kind, len(ids)) for kind, ids in everyone])
+    group.share_memory(platform == "cpu" and len(local) == 1)
     with group.working():
         by_id = {device.id: device for device in jax.devices(platform)}
     return [by_id[number] for _, ids in everyone for number in ids]
@@ -162,7 +194,8 @@ def join(devices: Sequence[str], cluster: Cluster | None, options: Communication
         request_cpus(names)
         if not is_joined:
             meeting.meet(cluster, timeout, names)
-        return JoinedWorkers(cluster, options.timeout_seconds)
+        may_share = options.implementation is not CommunicationImplementation.RING
+        return JoinedWorkers(cluster, options.timeout_seconds, may_share)
 
     return join_once(cluster, options.timeout_seconds, connect)
 

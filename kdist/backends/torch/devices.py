@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
+import ml_dtypes
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -46,6 +48,22 @@ def devices_of_worker(cluster: Cluster | None) -> tuple[str, ...]:
     """Returns the default devices of a worker: its share of the GPUs, or the CPU."""
     gpus = list_devices("gpu")
     return tuple(gpus[index] for index in own_gpus(cluster, len(gpus))) or ("cpu:0",)
+
+
+def flat_array(tensor: torch.Tensor) -> np.ndarray | None:
+    """Returns a flat array in the memory of a tensor, or `None` if NumPy cannot use this memory."""
+    if tensor.is_cuda or not tensor.is_contiguous() or tensor.dtype not in _NUMPY_DTYPES:
+        return None
+    flat = tensor.detach().view(-1)
+    if tensor.dtype is torch.bfloat16:
+        return flat.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return flat.numpy()
+
+
+_NUMPY_DTYPES = frozenset(
+    [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+    + [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+)
 
 
 def current_gpu() -> AbstractContextManager[Any]:

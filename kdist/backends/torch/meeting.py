@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from kdist.backends.joining import check_devices, closed_error, missing_error
 from kdist.backends.torch import lifeline
-from kdist.backends.torch.shared_memory import Offer, SharedMemory
 from kdist.backends.waiting import Waiting
 from kdist.cluster import Cluster, environment, is_loopback, join_address, split_address
 from kdist.cluster.addresses import port_error
 from kdist.cluster.handshake import NotOfThisJobError, secret_error, secret_if_any
 from kdist.communication.options import CommunicationImplementation
+from kdist.communication.shared_memory import Offer, SharedMemory
 from kdist.errors import ClusterConfigError
 
 # Seconds between two checks of the store while this worker waits for the others.
@@ -157,9 +157,10 @@ def compare_workers(
     meeting: Meeting, devices: Sequence[str], implementation: CommunicationImplementation, seconds: float
 ) -> tuple[bool, SharedMemory | None]:
     """Compares the devices of all workers. Returns whether NCCL can be used, and the shared memory, if any."""
-    offer = Offer(meeting.cluster, implementation is not CommunicationImplementation.RING)
+    cluster, is_wanted = meeting.cluster, implementation is not CommunicationImplementation.RING
+    offer = Offer(cluster.worker_index, cluster.num_workers, is_wanted)
     found = meeting.gather("devices", describe_devices(devices) | {"memory": offer.description})
-    nccl = compare_devices(meeting.cluster, found)
+    nccl = compare_devices(cluster, found)
     offers = [theirs["memory"] for theirs in found]
     return nccl, offer.connect(offers, lambda ok: meeting.gather("memory", ok), seconds)
 

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from kdist import keras_hooks
 from kdist.backends import stalls, whereabouts, workers
 from kdist.backends.joining import join_once
-from kdist.backends.torch.devices import abort_nccl, backend_of, torch_device
+from kdist.backends.torch.devices import abort_nccl, backend_of, flat_array, torch_device
 from kdist.backends.torch.lifeline import Lifeline
 from kdist.backends.torch.meeting import Meeting, compare_workers
-from kdist.backends.torch.shared_memory import SharedMemory, Sum
 from kdist.backends.torch.store import GroupStore
 from kdist.cluster import Cluster, choose_nccl_interface, environment, interface_towards, liveness
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
+from kdist.communication.shared_memory import SharedMemory, Sum
 from kdist.errors import KdistError, StrategyScopeError, WorkerTimeoutError
 
 # The interval at which a waiting worker checks whether the others are alive.
@@ -96,8 +96,11 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     def start_all_reduce(self, tensor: torch.Tensor, group: Any = None) -> Callable[[], None]:
         """Starts `all_reduce`; a worker can start several of them before it waits."""
         with self._explained("all_reduce"):
-            memory = None if group is not None or tensor.is_cuda else self._memory
-            work: Any = memory and memory.start(tensor)
+            memory = None if group is not None else self._memory
+            array = None if memory is None else flat_array(tensor)
+            work: Any = None
+            if memory is not None and array is not None and memory.can_sum(array.dtype, array.nbytes):
+                work = memory.start([array])
             work = work or dist.all_reduce(tensor, group=group or self._group(tensor), async_op=True)
 
         def finish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -36,8 +37,9 @@ def _sums(step: Callable[..., Any], state: Any, *batches: Any) -> tuple[Any, lis
         return lax.psum(array, axis)
 
     with mock.patch.object(fused_sums, "lax", mock.Mock(wraps=lax, psum=psum)):
-        found = jax.jit(lambda state, *batches: over_rows(step, mesh, state, batches))(state, *batches)
-    return found, sizes
+        program = jax.jit(lambda state, *batches: over_rows(step, mesh, None, 0, state, batches))
+        outputs, (_, state) = program(state, *batches)
+    return (outputs, state), sizes
 
 
 def _check(function: Callable[..., Any], *arrays: Any, sums: int | None = 1) -> None:
@@ -181,6 +183,22 @@ def test_several_batches_are_a_loop() -> None:
     np.testing.assert_allclose(found, state, rtol=1e-5)
     assert float(output) == pytest.approx(float(expected), rel=1e-5)
     assert sizes == [36]
+
+
+@pytest.mark.kills("jax_sums_in_any_order")
+def test_sums_in_memory_wait_for_the_previous_sum() -> None:
+    def callback(function: Any, shapes: Any) -> Callable[..., Any]:
+        return lambda turn, *arrays: (turn + 1, *arrays)
+
+    def step(state: Any, x: Any) -> tuple[Any, Any]:
+        return jnp.square(x - x.mean(0)).sum(), state + x.sum()
+
+    mesh, memory = Mesh(np.array(jax.devices()[:DEVICES]), ("batch",)), mock.Mock()
+    with mock.patch.object(fused_sums, "buffer_callback", callback):
+        for batches, sums in ((1, 2), (3, 6)):
+            program = jax.jit(functools.partial(over_rows, step, mesh, memory))
+            _, (turn, _) = program(np.int32(0), np.float32(0), [_x()] * batches)
+            assert int(turn) == sums
 
 
 def test_an_operation_without_a_rule_is_named() -> None:

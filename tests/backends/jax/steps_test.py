@@ -124,6 +124,19 @@ def test_dropout_is_that_of_one_device(replicas: int) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.kills("jax_buffer_not_copied")
+@pytest.mark.parametrize("size", [16, 1 << 19])
+def test_a_placed_batch_shares_no_memory_with_its_arrays(size: int) -> None:
+    runtime = _mirrored(2).runtime
+    memory = np.zeros(4 * size + 64, "uint8")
+    start = -memory.ctypes.data % 64  # JAX shares only aligned memory
+    array = memory[start : start + 4 * size].view("float32")
+    placed = runtime.place([{"x": array, "text": np.array(["a"]), "none": None}, None])
+    array[:] = 1
+    assert float(placed[0]["x"].sum()) == 0 and placed[0]["x"].devices() == {runtime.local_devices[0]}
+    assert placed[0]["text"] == ["a"] and placed[0]["none"] is None and placed[1] is None
+
+
 def test_each_batch_is_divided_over_the_devices() -> None:
     """Counts the multiplications that a device does: a third of those for all rows."""
     strategy = _mirrored(3)
@@ -249,13 +262,13 @@ def test_a_failed_execution_restores_the_values_of_the_last_sync(replicas: int) 
     function = strategy.runtime.step_function(model, "train")
     with pytest.raises(RuntimeError, match="out of memory"), function:
         function([split_batch(strategy.runtime, (x, y))])
-        good = function._step
+        good = function._compiled(False)
 
         def step(state: Any, data: Any) -> Any:
             good(state, data)  # which takes the buffers of the state
             raise RuntimeError("out of memory")
 
-        function._step = step
+        function._compiled = lambda is_fused: step
         function([split_batch(strategy.runtime, (x, y))])
     _assert_equal(before, model.get_weights())
 

@@ -1,6 +1,6 @@
-"""Sums tensors of workers on one machine in shared memory, which is faster than gloo's sockets.
+"""Sums arrays of workers on one machine in shared memory, which is faster than gloo's sockets.
 
-Each worker copies its tensor to its own memory, which all workers can read, and sends a message to the others. Nothing
+Each worker copies its array to its own memory, which all workers can read, and sends a message to the others. Nothing
 runs in the background, so that a lost worker leaves nothing behind. Unix sockets carry the messages: their system calls
 also order the accesses to the memory, and they report a worker that died at once.
 """
@@ -19,42 +19,49 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
+import ml_dtypes
+import numpy as np
 
-from kdist.cluster import Cluster
 from kdist.errors import KdistError, WorkerMismatchError
 
 # Workers that may share memory: each one is connected with all others.
 _MOST_WORKERS = 16
-# A worker can start a few sums before it waits. Each one has a slot of this size, in bytes; larger tensors use gloo.
+# A worker can start a few sums before it waits. Each one has a slot of this size, in bytes.
 _WINDOW, _SLOT = 3, 8 << 20
 # A slot is free when it is reached again, without another message: before a worker starts sum n, it has finished
 # sum n - _WINDOW. The others had then started this sum, and had thus finished sum n - 2 * _WINDOW.
 _SLOTS = 2 * _WINDOW
-# Up to this size, in bytes, each worker adds all tensors. Of larger ones, it adds a part for all workers.
+# Up to this size, in bytes, each worker adds all arrays. Of larger ones, it adds a part for all workers.
 _SMALL = 64 << 10
 _JOIN_SECONDS = 10.0
 # The interval, in seconds, at which a waiting worker checks whether the others are alive.
 _LOOK = 1.0
-_MESSAGE = struct.Struct("<cqq")  # the kind, and of a start the size of the tensor and its dtype
+_MESSAGE = struct.Struct("<cqq")  # the kind, and of a start the number of bytes and the dtype
 _STARTED, _ADDED = b"S", b"A"
 _DTYPES = [
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
+    *map(np.dtype, ("float32", "float64", "float16", ml_dtypes.bfloat16)),
+    *map(np.dtype, ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")),
 ]
+# The bytes of a piece of large arrays, so that a worker adds while another worker still copies.
+_PIECE = 1 << 20
 
 
 class Offer:
     """This worker's part of the connection: it waits for the others under a name, which they receive.
 
     `description` is a JSON value for the others. It is `None` if this worker cannot share memory.
+
+    Args:
+        index: The index of this worker.
+        count: The number of workers.
+        is_wanted: Whether this worker wants to share memory.
     """
 
-    def __init__(self, cluster: Cluster, is_wanted: bool) -> None:
-        self._cluster = cluster
+    def __init__(self, index: int, count: int, is_wanted: bool) -> None:
+        self._index, self._count = index, count
         self.description: dict[str, Any] | None = None
         self._listener: socket.socket | None = None
-        if not is_wanted or not 1 < cluster.num_workers <= _MOST_WORKERS or not hasattr(os, "memfd_create"):
+        if not is_wanted or not 1 < count <= _MOST_WORKERS or not hasattr(os, "memfd_create"):
             return
         try:
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -101,7 +108,7 @@ class Offer:
 
     def _connect(self, names: Sequence[str], seconds: float) -> SharedMemory:
         assert self._listener is not None
-        me, count = self._cluster.worker_index, self._cluster.num_workers
+        me, count = self._index, self._count
         mine = os.memfd_create("kdist")
         files = {me: mine}
         peers: dict[int, socket.socket] = {}
@@ -162,6 +169,7 @@ class SharedMemory:
         self.index, self.regions, self.seconds = index, regions, seconds
         self.unfinished: collections.deque[Sum] = collections.deque()
         self.check_others: Callable[[], None] = lambda: None  # raises an error if a worker is lost
+        self.was_interrupted = False
         self.num_added = 0  # sums of which each worker added a part
         self._num_started = 0
         self._peers = peers
@@ -175,16 +183,43 @@ class SharedMemory:
         # Of each worker, the sizes and dtypes of the sums that it started first.
         self._forms = {worker: collections.deque[tuple[int, int]]() for worker in peers}
 
-    def start(self, tensor: torch.Tensor) -> Sum | None:
-        """Starts to sum a tensor over all workers, in place. Returns `None` if the tensor must use gloo."""
-        if tensor.nbytes > _SLOT or not tensor.is_contiguous() or tensor.dtype not in _DTYPES:
-            return None
-        found = Sum(self, self._num_started, tensor.detach().view(-1))
+    def can_sum(self, dtype: Any, num_bytes: int = 0) -> bool:
+        """Returns whether `start` can sum arrays of this dtype and size."""
+        return num_bytes <= _SLOT and dtype in _DTYPES
+
+    def start(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray] | None = None) -> Sum:
+        """Starts to sum flat arrays of one dtype over all workers, in place unless there are `results`."""
+        found = Sum(self, self._num_started, arrays, arrays if results is None else results)
         self._num_started += 1
         self.unfinished.append(found)
         if len(self.unfinished) <= _WINDOW:
             found.send()
         return found
+
+    def sum_all(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
+        """Sums flat arrays of one dtype and any size over all workers.
+
+        After Ctrl-C, the sum continues, and `was_interrupted` is set: programs of JAX cannot continue after an error.
+        """
+        pieces: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
+        left = 0
+        for array, result in zip(arrays, results, strict=True):
+            start = 0
+            while start < array.size:
+                if not left:
+                    pieces.append(([], []))
+                    left = max(1, _PIECE // array.itemsize)
+                end = min(array.size, start + left)
+                pieces[-1][0].append(array[start:end])
+                pieces[-1][1].append(result[start:end])
+                left -= end - start
+                start = end
+        for started in [self.start(*piece) for piece in pieces]:
+            try:
+                started.wait()
+            except KeyboardInterrupt:
+                started.wait()  # a second Ctrl-C interrupts the sum
+                self.was_interrupted = True
 
     def finish(self, last: Sum) -> None:
         """Finishes the started sums up to one of them, in their order."""
@@ -238,13 +273,13 @@ class SharedMemory:
             self._forms[worker].append((size, dtype))
 
     def check_form(self, form: tuple[int, int]) -> None:
-        """Raises an error if another worker started the next sum with another tensor."""
+        """Raises an error if another worker started the next sum with another array."""
         forms = {self.index: form}
         for worker, waiting in self._forms.items():
             forms[worker] = waiting.popleft()
         if {*forms.values()} != {form}:
             raise WorkerMismatchError(
-                "The workers sum tensors of different sizes or dtypes.",
+                "The workers sum arrays of different sizes or dtypes.",
                 received={
                     f"worker {worker}": f"{size} bytes of {_DTYPES[dtype]}"
                     for worker, (size, dtype) in sorted(forms.items())
@@ -264,15 +299,20 @@ class Sum:
     Args:
         memory: The connected workers.
         number: The number of sums before it.
-        tensor: A flat tensor, which receives the sum.
+        arrays: Flat arrays of one dtype.
+        results: Arrays of the same sizes, which receive the sums.
     """
 
-    def __init__(self, memory: SharedMemory, number: int, tensor: torch.Tensor) -> None:
-        self._memory, self.number, self.tensor = memory, number, tensor
-        self._form = tensor.nbytes, _DTYPES.index(tensor.dtype)
+    def __init__(
+        self, memory: SharedMemory, number: int, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]
+    ) -> None:
+        self._memory, self.number, self._arrays, self._results = memory, number, arrays, results
+        self._dtype = arrays[0].dtype
+        self._ends = np.cumsum([array.size for array in arrays]).tolist()
+        self._form = self._ends[-1] * self._dtype.itemsize, _DTYPES.index(self._dtype)
         self._deadline = time.monotonic() + memory.seconds
         self.has_ended = False
-        self._slots: list[torch.Tensor] = []  # the tensors of all workers
+        self._slots: list[np.ndarray] = []  # the arrays of all workers
         self._stages = self._run()
         self._need: tuple[bytes, int] | None = None
         self._error: Exception | None = None
@@ -287,22 +327,18 @@ class Sum:
         Raises:
             RuntimeError: If another worker has ended, or the time is over.
             WorkerLostError: If another worker is lost.
-            WorkerMismatchError: If the workers started the sum with different tensors.
+            WorkerMismatchError: If the workers started the sum with different arrays.
         """
         self._memory.finish(self)
         if self._error is not None:
             raise self._error
 
     def send(self) -> None:
-        """Makes the tensor visible to the other workers."""
-        count, offset = self.tensor.numel(), self.number % _SLOTS * _SLOT
-        self._slots = [
-            torch.frombuffer(region, dtype=self.tensor.dtype, count=count, offset=offset)
-            if count
-            else self.tensor
-            for region in self._memory.regions
-        ]
-        self._slots[self._memory.index].copy_(self.tensor)
+        """Makes the arrays visible to the other workers."""
+        count, offset = self._ends[-1], self.number % _SLOTS * _SLOT
+        self._slots = [np.frombuffer(r, self._dtype, count, offset) for r in self._memory.regions]
+        for array, part in zip(self._arrays, self._parts_of(self._slots[self._memory.index]), strict=True):
+            np.copyto(part, array)
         self._memory.send(_STARTED, *self._form)
 
     def finish(self) -> None:
@@ -328,21 +364,28 @@ class Sum:
         yield _STARTED, self.number
         memory.check_form(self._form)
         if len(slots) == 2 or self._form[0] <= _SMALL:
-            _add_in_order(slots, self.tensor)
+            for total, *parts in zip(self._results, *map(self._parts_of, slots), strict=True):
+                _add_in_order(parts, total)
         else:
-            parts = [slot.tensor_split(len(slots)) for slot in slots]
+            parts = [np.array_split(slot, len(slots)) for slot in slots]
             mine = [part[memory.index] for part in parts]
-            mine[memory.index].copy_(_add_in_order(mine, torch.empty_like(mine[0])))
+            np.copyto(mine[memory.index], _add_in_order(mine, np.empty_like(mine[0])))
             memory.send(_ADDED)
             memory.num_added += 1
             yield _ADDED, memory.num_added - 1
-            torch.cat([part[worker] for worker, part in enumerate(parts)], out=self.tensor)
+            whole = np.concatenate([part[worker] for worker, part in enumerate(parts)])
+            for result, part in zip(self._results, self._parts_of(whole), strict=True):
+                np.copyto(result, part)
         self.has_ended = True
 
+    def _parts_of(self, flat: np.ndarray) -> list[np.ndarray]:
+        """Divides an array into parts of the sizes of the summed arrays."""
+        return [flat] if len(self._ends) == 1 else np.split(flat, self._ends[:-1])
 
-def _add_in_order(tensors: Sequence[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
-    """Adds the tensors in the order of the workers, so that all workers get the same bits."""
-    torch.add(tensors[0], tensors[1], out=total)
-    for tensor in tensors[2:]:
-        total.add_(tensor)
+
+def _add_in_order(arrays: Sequence[np.ndarray], total: np.ndarray) -> np.ndarray:
+    """Adds the arrays in the order of the workers, so that all workers get the same bits."""
+    np.add(arrays[0], arrays[1], out=total)
+    for array in arrays[2:]:
+        np.add(total, array, out=total)
     return total
