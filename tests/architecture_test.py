@@ -47,7 +47,7 @@ EXTRA_FILES = {
     "jax": {
         "watch.py",  # JAX ends the process from C++ when a worker is lost
         "dispatched.py",  # JAX returns before a program has run, and whoever reads its arrays waits for others
-        "fused_sums.py",  # gloo sends each tensor of a program of XLA's on its own
+        "fused_sums.py",  # gloo sends the tensors of an XLA program one after the other
         "row_rules.py",  # and kdist divides the program instead
         "moments.py",  # XLA makes four collectives of one BatchNormalization
         "programs.py",  # JAX compiles pure functions, and Keras code has state

@@ -131,6 +131,7 @@ def runner(request: pytest.FixtureRequest, backend: str, tmp_path_factory: Any) 
     hung_worker_not_named="[torch-hang-epoch-end-1-of-3]",
     lost_worker_not_named="[torch-kill-validation-0-of-2]",
     resume_nothing_restored_after_a_fault="[torch-kill-save-publish-0-of-2]",
+    wait_in_shared_memory_looks_like_progress="[jax-hang-step-0-of-2]",
 )
 @pytest.mark.parametrize(
     ("backend", "cell"),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from kdist import communication
 from kdist.backends import mail
 from kdist.backends.mail import Mail
 from kdist.backends.stalls import Board, StallWatch
@@ -23,6 +24,7 @@ _MORE, _LAST = b"+", b"."
 
 def folders_of_engine(*files: str) -> tuple[str, ...]:
     """Returns path prefixes of code that waits for devices or the store, given a file per directory."""
+    files = communication.__file__, *files  # sums in shared memory
     return mail.__file__, *(os.path.join(os.path.dirname(file), "") for file in files)
 
 

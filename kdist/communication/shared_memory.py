@@ -170,6 +170,9 @@ class SharedMemory:
         self.unfinished: collections.deque[Sum] = collections.deque()
         self.check_others: Callable[[], None] = lambda: None  # raises an error if a worker is lost
         self.was_interrupted = False
+        self.turn: Any = (
+            None  # JAX: each program that sums takes it from the previous one, so that they have one order
+        )
         self.num_added = 0  # sums of which each worker added a part
         self._num_started = 0
         self._peers = peers
@@ -218,7 +221,10 @@ class SharedMemory:
             try:
                 started.wait()
             except KeyboardInterrupt:
-                started.wait()  # a second Ctrl-C interrupts the sum
+                try:
+                    started.wait()  # a second Ctrl-C interrupts the sum
+                except RuntimeError as error:  # Ctrl-C has also ended the other worker
+                    raise KeyboardInterrupt from error
                 self.was_interrupted = True
 
     def finish(self, last: Sum) -> None:

@@ -213,6 +213,24 @@ def test_ctrl_c_waits_for_the_sum_of_a_program():
     assert on_workers(2, work) == [([3.0] * 3, True), ([3.0] * 3, False)]
 
 
+@pytest.mark.kills("ctrl_c_hidden_by_the_other_worker_s_end")
+def test_ctrl_c_that_also_ends_the_other_worker():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def work(memory, index):
+        if index == 1:
+            time.sleep(1.5)
+            return ""
+        memory.check_others = interrupt
+        try:
+            memory.sum_all([np.ones(3)], [np.empty(3)])
+        except (KeyboardInterrupt, RuntimeError) as error:
+            return repr(error)
+
+    assert on_workers(2, work) == ["KeyboardInterrupt()", ""]
+
+
 @pytest.mark.kills("shared_memory_of_two_machines")
 def test_workers_of_two_machines_share_no_memory():
     def elsewhere(offers):

@@ -74,10 +74,9 @@ class JaxCore(Runtime):
         is_cpu = self.holder.platform == "cpu"
         self.fuses_sums = self.num_workers > 1 and is_cpu and sharded is None and not self.is_central
         """Whether steps sum with `over_rows`."""
-        self.memory: SharedMemory | None = getattr(group, "memory", None)
-        """The shared memory in which `over_rows` sums."""
-        self.turn: Any = None
-        """The last array of a program with `over_rows`. The next one takes it, so that sums have one order."""
+        is_one = len(self.local_devices) == 1  # each device would add to the sum of its worker
+        self.memory: SharedMemory | None = getattr(group, "memory", None) if is_one else None
+        """The shared memory in which `over_rows` sums. Another strategy may have connected it."""
         self.replicated: Any = NamedSharding(self.mesh, PartitionSpec())
         if self._is_single:
             self.replicated = SingleDeviceSharding(self.holder)

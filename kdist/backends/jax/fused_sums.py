@@ -6,8 +6,8 @@ operations on each device: with that device's rows, with equal arrays, or with p
 the whole sum wait until no other operation can run. Then one sum adds all parts, with an all-reduce or in memory that
 the workers share.
 
-The numbers are the numbers of the global batch, because each operation keeps its meaning. If an operation has no
-rule here, `NoRule` names it, and XLA's partitioner does the work.
+Each operation keeps its meaning for the global batch, so the results match one device. If an operation has no
+rule, the error `NoRule` contains its name, and XLA divides the program instead.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class _Program:
     def _scan(self, equation: Any, values: list[Value]) -> list[Value]:
         """Runs a loop whose body needs no sums, such as the time steps of a recurrent layer."""
         params = equation.params
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        first, last = row_rules.carry_of_scan(params)
         constants, xs = values[:first], values[last:]
         if any(x.division == 0 for x in xs) or any(v.division is SUM for v in values):
             raise NoRule("a loop over rows or sums")

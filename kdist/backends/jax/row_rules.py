@@ -305,6 +305,14 @@ _RULES: dict[str, Callable[[Any, Any, Any, int], Plan | None]] = {
 }
 
 
+def carry_of_scan(params: Any) -> tuple[int, int]:
+    """Returns the indices of the first input of a loop's carry, and of the first input after it."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_consts"] + params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()  # since JAX 0.11
+    return len(constants), len(constants) + len(carry)
+
+
 def can_draw_rows(equation: Any) -> bool:
     """Returns whether `draw_rows` can draw a part of an operation's random bits."""
     if equation.primitive.name != "random_bits" or equation.params["bit_width"] != 32:

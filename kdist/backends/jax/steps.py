@@ -123,25 +123,32 @@ class JaxSteps(StepFunction):
         data = [self._runtime.join_parts(batch) for batch in batches]
         try:
             if self._can_fuse and not any(have_all_rows(batch.split) for batch in batches):
-                if self._runtime.turn is None:
-                    self._runtime.turn = self._runtime.place_state(np.int32(0))
-                state = self._runtime.turn, self._state
-                outputs, (self._runtime.turn, self._state) = self._compiled(True)(state, *data)
+                outputs = self._run_fused(*data)
             else:
                 outputs, self._state = self._compiled(False)(self._state, *data)
         except BaseException as error:
             self._forget_failed()
-            if isinstance(error, jax.errors.JaxRuntimeError) and "KeyboardInterrupt" in str(error):
-                raise KeyboardInterrupt from error  # a second Ctrl-C, during a sum in memory
+            if isinstance(error, (ValueError, RuntimeError)) and "KeyboardInterrupt" in str(error):
+                raise KeyboardInterrupt from None  # during a sum in memory; the text would show its stack
             raise
-        if (memory := self._runtime.memory) is not None and memory.was_interrupted:
-            memory.was_interrupted = False
-            raise KeyboardInterrupt
         self._runtime.throttle((outputs, self._state))
         if self._runtime.is_central:
             self.sync()  # moves the state back to the central device
         self._show_divided()
         return self._runtime.show(outputs)
+
+    def _run_fused(self, *data: Any) -> Any:
+        memory = self._runtime.memory
+        if memory is None:
+            outputs, (_, self._state) = self._compiled(True)((np.int32(0), self._state), *data)
+            return outputs
+        if memory.turn is None:
+            memory.turn = self._runtime.place_state(np.int32(0))
+        outputs, (memory.turn, self._state) = self._compiled(True)((memory.turn, self._state), *data)
+        if memory.was_interrupted:
+            memory.was_interrupted = False
+            raise KeyboardInterrupt
+        return outputs
 
     def sync(self) -> None:
         """Writes the state to the model's variables without copying; the next step reads them again."""
@@ -204,9 +211,8 @@ class JaxSteps(StepFunction):
                 return outputs, (turn, state)
 
         @functools.cache
-        def compiled(
-            is_fused: bool,
-        ) -> Callable[..., tuple[Any, Any]]:  # when the model has all its variables
+        def compiled(is_fused: bool) -> Callable[..., tuple[Any, Any]]:
+            # The first call is a step, so that the model has all its variables.
             groups = _state_variables(self._model(), self._kind)
             state = tuple(runtime.shardings(variables) or runtime.replicated for variables in groups)
             if is_fused:
@@ -235,12 +241,12 @@ class JaxSteps(StepFunction):
         The variables then keep the values of the last sync.
         """
         try:
-            jax.block_until_ready(
-                (self._state, self._runtime.turn)
-            )  # an execution can fail after its dispatch
+            jax.block_until_ready(self._state)  # an execution can fail after its dispatch
         except (RuntimeError, ValueError):  # deleted, or a backend error
             keras_hooks.hide_state(self._model())
-            self._state = self._runtime.turn = None
+            self._state = None
+            if self._runtime.memory is not None:
+                self._runtime.memory.turn = None
 
 
 def _state_variables(model: Any, kind: str) -> list[Sequence[Any]]:

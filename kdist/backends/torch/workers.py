@@ -96,9 +96,8 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
     def start_all_reduce(self, tensor: torch.Tensor, group: Any = None) -> Callable[[], None]:
         """Starts `all_reduce`; a worker can start several of them before it waits."""
         with self._explained("all_reduce"):
-            memory = None if group is not None else self._memory
+            memory, work = None if group is not None else self._memory, None
             array = None if memory is None else flat_array(tensor)
-            work: Any = None
             if memory is not None and array is not None and memory.can_sum(array.dtype, array.nbytes):
                 work = memory.start([array])
             work = work or dist.all_reduce(tensor, group=group or self._group(tensor), async_op=True)

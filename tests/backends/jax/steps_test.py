@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ if in_worker:
     import keras
 
     from kdist.backends.jax.steps import JaxSteps
+    from kdist.backends.workers import Workers
     from kdist.data.agreement import split_batch
 
 # Numbers of devices, each of which is a replica.
@@ -135,6 +137,12 @@ def test_a_placed_batch_shares_no_memory_with_its_arrays(size: int) -> None:
     array[:] = 1
     assert float(placed[0]["x"].sum()) == 0 and placed[0]["x"].devices() == {runtime.local_devices[0]}
     assert placed[0]["text"] == ["a"] and placed[0]["none"] is None and placed[1] is None
+
+
+@pytest.mark.kills("jax_devices_of_a_worker_share_its_memory")
+def test_only_workers_with_one_device_sum_in_shared_memory() -> None:
+    with mock.patch.object(Workers, "memory", "of another strategy", create=True):
+        assert [_mirrored(number).runtime.memory for number in (1, 2)] == ["of another strategy", None]
 
 
 def test_each_batch_is_divided_over_the_devices() -> None:
