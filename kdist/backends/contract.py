@@ -15,7 +15,7 @@ from typing import Any
 
 from kdist import tracing
 from kdist.arrays.splitting import split_rows
-from kdist.backends import stalls
+from kdist.backends import interrupts, stalls
 from kdist.backends.workers import Workers
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions
@@ -329,17 +329,21 @@ class Runtime(ABC):
     @contextlib.contextmanager
     def engine_errors(self) -> Iterator[None]:
         """A context manager that replaces errors of the backend by an error that names the lost worker."""
-        try:
-            with stalls.entered():
-                yield
-                self.group.check_intact()
-        except KdistError:
-            raise
-        except Exception as error:
-            explained = self.group.explain_failure(error)
-            if explained is error:
+        with interrupts.kept():
+            try:
+                with stalls.entered():
+                    yield
+                    interrupts.check()
+                    self.group.check_intact()
+            except KdistError:
+                interrupts.check()
                 raise
-            raise explained from error
+            except Exception as error:
+                interrupts.check()
+                explained = self.group.explain_failure(error)
+                if explained is error:
+                    raise
+                raise explained from error
 
 
 class StepFunction(ABC):

@@ -169,7 +169,6 @@ class SharedMemory:
         self.index, self.regions, self.seconds = index, regions, seconds
         self.unfinished: collections.deque[Sum] = collections.deque()
         self.check_others: Callable[[], None] = lambda: None  # raises an error if a worker is lost
-        self.was_interrupted = False
         self.turn: Any = (
             None  # JAX: each program that sums takes it from the previous one, so that they have one order
         )
@@ -202,7 +201,8 @@ class SharedMemory:
     def sum_all(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
         """Sums flat arrays of one dtype and any size over all workers.
 
-        After Ctrl-C, the sum continues, and `was_interrupted` is set: programs of JAX cannot continue after an error.
+        After Ctrl-C, the sum continues, because programs of JAX cannot continue after an error.
+        `kdist.backends.interrupts` raises the `KeyboardInterrupt` afterwards.
         """
         pieces: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
         left = 0
@@ -221,11 +221,7 @@ class SharedMemory:
             try:
                 started.wait()
             except KeyboardInterrupt:
-                try:
-                    started.wait()  # a second Ctrl-C interrupts the sum
-                except RuntimeError as error:  # Ctrl-C has also ended the other worker
-                    raise KeyboardInterrupt from error
-                self.was_interrupted = True
+                started.wait()  # a second Ctrl-C interrupts the sum
 
     def finish(self, last: Sum) -> None:
         """Finishes the started sums up to one of them, in their order."""

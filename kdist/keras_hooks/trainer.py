@@ -102,7 +102,4 @@ def pythonify_logs(logs: Any) -> dict[str, Any]:
     """Converts logs to Python floats, flattened and sorted, as Keras does."""
     from keras.src.utils.python_utils import pythonify_logs as keras_pythonify_logs
 
-    for value in (logs or {}).values():
-        if hasattr(value, "block_until_ready"):
-            value.block_until_ready()  # NumPy ignores Ctrl-C while it waits for an array of JAX
     return keras_pythonify_logs(logs)

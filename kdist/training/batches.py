@@ -8,7 +8,7 @@ from typing import Any
 
 from kdist import keras_hooks, tracing
 from kdist.arrays import rows
-from kdist.backends import get_backend
+from kdist.backends import get_backend, interrupts
 from kdist.backends.contract import ReplicaBatches, Runtime
 from kdist.backends.coordination import PerWorkerValues
 from kdist.backends.messages import read_on_all
@@ -180,6 +180,7 @@ class GlobalBatches:
         if keras_hooks.shuffles_py_dataset(self.iterator):
             py_dataset.share_random_state(self.runtime)
         for begin, end, batches in tracing.timed(self.iterator, "waiting for input", "input"):
+            interrupts.check()
             if present := [batch for batch in batches if batch is not TAKEN]:
                 yield begin, end, present
 

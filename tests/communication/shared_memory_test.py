@@ -204,31 +204,10 @@ def test_ctrl_c_waits_for_the_sum_of_a_program():
             time.sleep(1.5)
         memory.check_others = interrupt if index == 0 else lambda: None
         result = np.empty(3)
-        try:
-            memory.sum_all([np.full(3, 1.0 + index)], [result])
-        except KeyboardInterrupt:
-            return "interrupted"
-        return result.tolist(), memory.was_interrupted
+        memory.sum_all([np.full(3, 1.0 + index)], [result])
+        return result.tolist()
 
-    assert on_workers(2, work) == [([3.0] * 3, True), ([3.0] * 3, False)]
-
-
-@pytest.mark.kills("ctrl_c_hidden_by_the_other_worker_s_end")
-def test_ctrl_c_that_also_ends_the_other_worker():
-    def interrupt():
-        raise KeyboardInterrupt
-
-    def work(memory, index):
-        if index == 1:
-            time.sleep(1.5)
-            return ""
-        memory.check_others = interrupt
-        try:
-            memory.sum_all([np.ones(3)], [np.empty(3)])
-        except (KeyboardInterrupt, RuntimeError) as error:
-            return repr(error)
-
-    assert on_workers(2, work) == ["KeyboardInterrupt()", ""]
+    assert on_workers(2, work) == [[3.0] * 3] * 2
 
 
 @pytest.mark.kills("shared_memory_of_two_machines")

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import dataclasses
-import functools
-import gc
 import math
 import struct
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,7 +36,6 @@ class JaxBackend(Backend):
     value_and_grad = staticmethod(functions.value_and_grad)
 
     def __init__(self) -> None:
-        _keep_interrupts()
         keras_hooks.hook_cond(scopes.cond)
         keras_hooks.hook_assignments(programs.assigned, storage.assigned_value)
         keras_hooks.hook_moments(moments.moments)
@@ -97,20 +91,3 @@ def _cpus_of_mesh(topology: Topology) -> tuple[str, ...]:
 def _mesh_shape(topology: Topology, num_local: int) -> tuple[int, ...]:
     number = num_local * (1 if topology.cluster is None else topology.cluster.num_workers)
     return topology.storage.mesh_shape(number) if isinstance(topology.storage, Sharded) else (number,)
-
-
-def _keep_interrupts() -> None:
-    """Replaces the functions of JAX in `gc.callbacks`, where Python ignores a `KeyboardInterrupt`."""
-    for position, callback in enumerate(gc.callbacks):
-        if getattr(callback, "__module__", "").startswith("jax."):
-            gc.callbacks[position] = functools.partial(_interrupted_later, callback)
-
-
-def _interrupted_later(callback: Callable[..., object], *args: object) -> None:
-    try:
-        callback(*args)
-    except KeyboardInterrupt:
-        # Not at once: Python would also ignore an interrupt that arrives before this function returns.
-        timer = threading.Timer(0.01, _thread.interrupt_main)
-        timer.daemon = True
-        timer.start()

@@ -126,10 +126,8 @@ class JaxSteps(StepFunction):
                 outputs = self._run_fused(*data)
             else:
                 outputs, self._state = self._compiled(False)(self._state, *data)
-        except BaseException as error:
+        except BaseException:
             self._forget_failed()
-            if isinstance(error, (ValueError, RuntimeError)) and "KeyboardInterrupt" in str(error):
-                raise KeyboardInterrupt from None  # during a sum in memory; the text would show its stack
             raise
         self._runtime.throttle((outputs, self._state))
         if self._runtime.is_central:
@@ -145,9 +143,6 @@ class JaxSteps(StepFunction):
         if memory.turn is None:
             memory.turn = self._runtime.place_state(np.int32(0))
         outputs, (memory.turn, self._state) = self._compiled(True)((memory.turn, self._state), *data)
-        if memory.was_interrupted:
-            memory.was_interrupted = False
-            raise KeyboardInterrupt
         return outputs
 
     def sync(self) -> None:

@@ -46,8 +46,6 @@ _OF_CONNECTIONS = (
 # The fraction of the heartbeat timeout in which a lost worker must be found.
 _NAMING = 0.2
 _WHY = re.compile(r"aborted by: (.*)")
-# The text of pybind11's error if Ctrl-C interrupts TensorFlow while it creates an exception. It hides both.
-_INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
 class Workers(workers.Workers):
@@ -212,10 +210,8 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 variable.assign(tf.reshape(part, value.shape))
 
     def explain_failure(self, error: BaseException) -> BaseException:
-        """Returns a `WorkerLostError` for a TensorFlow error about another worker, and preserves Ctrl-C."""
+        """Returns a `WorkerLostError` for a TensorFlow error about another worker."""
         text = str(error)
-        if _INTERRUPTED in text:
-            return KeyboardInterrupt()
         named = {int(task) for task in meeting.TASK.findall(text)} & self._others
         says_so = isinstance(error, _OF_CONNECTIONS)
         if self.worker_index != 0 and isinstance(error, tf.errors.DeadlineExceededError) and _SERVICE in text:

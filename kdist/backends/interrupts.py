@@ -1,0 +1,54 @@
+"""Ctrl-C while an engine runs: no library between the key and your program can hide the interrupt.
+
+Python raises `KeyboardInterrupt` inside the function that runs at that moment. Some functions ignore it, for
+example NumPy while it waits for an array of JAX, XLA's compiler, and callbacks of the garbage collector. Others
+raise another error instead, for example pybind11. `fit` would then continue, or report the wrong error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+# Whether a `KeyboardInterrupt` was raised that has not left `kept` yet.
+_is_pressed = False
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Notes each `KeyboardInterrupt` that the program's signal handler raises, for `check`.
+
+    In other threads than the main thread, and without a handler in Python, this does nothing.
+    """
+    global _is_pressed
+    previous = signal.getsignal(signal.SIGINT)
+    if not callable(previous) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        global _is_pressed
+        try:
+            previous(signum, frame)
+        except KeyboardInterrupt:
+            _is_pressed = True
+            raise
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        try:
+            if signal.getsignal(signal.SIGINT) is note:  # else a callback has installed a handler
+                signal.signal(signal.SIGINT, previous)
+        finally:
+            _is_pressed = False
+
+
+def check() -> None:
+    """Raises the `KeyboardInterrupt` that a library has ignored or replaced inside `kept`."""
+    if _is_pressed:
+        raise KeyboardInterrupt from None
