@@ -320,3 +320,40 @@ def in_worker_ignored_interrupt():
 @each_backend
 def test_no_library_hides_ctrl_c(backend):
     assert run(backend, 1, in_worker_ignored_interrupt) == [[*range(2)] * 3 + [*range(10)] * 3]
+
+
+def in_worker_interrupt_between_replicas():
+    import keras
+    from tensorflow.python.distribute import cross_device_utils
+
+    original, calls = cross_device_utils.CollectiveKeys.get_instance_key, []
+
+    def interrupted(*args):
+        calls.append(args)
+        key = original(*args)
+        if len(calls) == 1:  # the first of two replicas
+            raise KeyboardInterrupt
+        return key
+
+    with strategy().scope():
+        model = make_model()
+    initial = weights_of(model)
+    x, y = data()
+    model.fit(x[:4], y[:4], batch_size=4, verbose=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_device_utils.CollectiveKeys, "get_instance_key", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(x, y, batch_size=4, verbose=0)
+    assert len(calls) == 1
+    model.set_weights(initial)
+    with strategy().scope():
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(x, y, batch_size=4, shuffle=False, epochs=2, verbose=0)
+    return initial, weights_of(model)
+
+
+@pytest.mark.kills("tensorflow_hangs_after_an_interrupted_step")
+def test_fit_does_not_hang_after_the_stop_button_between_two_replicas():
+    ((initial, actual),) = run("tensorflow", 1, in_worker_interrupt_between_replicas, timeout=60)
+    for one, other in zip(run_plain("tensorflow", plain_from, initial), actual, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=2e-6)

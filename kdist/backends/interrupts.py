@@ -13,19 +13,19 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-# Whether a `KeyboardInterrupt` was raised that has not left `kept` yet.
-_is_pressed = False
+# Whether `kept` is running, and whether a `KeyboardInterrupt` was raised in it.
+_is_active = _is_pressed = False
 
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """Notes each `KeyboardInterrupt` that the program's signal handler raises, for `check`.
 
-    In other threads than the main thread, and without a handler in Python, this does nothing.
+    In other threads than the main thread, without a handler in Python, and inside itself, this does nothing.
     """
-    global _is_pressed
+    global _is_active, _is_pressed
     previous = signal.getsignal(signal.SIGINT)
-    if not callable(previous) or threading.current_thread() is not threading.main_thread():
+    if _is_active or not callable(previous) or threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -37,15 +37,16 @@ def kept() -> Iterator[None]:
             _is_pressed = True
             raise
 
-    signal.signal(signal.SIGINT, note)
     try:
+        _is_active = True
+        signal.signal(signal.SIGINT, note)
         yield
     finally:
         try:
             if signal.getsignal(signal.SIGINT) is note:  # else a callback has installed a handler
                 signal.signal(signal.SIGINT, previous)
         finally:
-            _is_pressed = False
+            _is_active = _is_pressed = False
 
 
 def check() -> None:

@@ -28,6 +28,26 @@ class TensorFlowCore(Runtime):
         self.components = Components(self)
 
     @contextlib.contextmanager
+    def engine_errors(self) -> Iterator[None]:
+        """Also repairs what Ctrl-C or an error left between two replicas, so that the next step does not hang."""
+        try:
+            with super().engine_errors():
+                yield
+        except BaseException:
+            self._align_collectives()
+            raise
+
+    def _align_collectives(self) -> None:
+        """Sets the next collective of all local devices to the same number.
+
+        TensorFlow counts the collectives of each device in Python. Tensors of devices with different numbers
+        never find each other.
+        """
+        keys = getattr(self.native.extended, "_collective_keys", None)
+        for next_of in () if keys is None else keys._instance_key_table.values():
+            next_of.update(dict.fromkeys(next_of, max(next_of.values())))
+
+    @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Mirrors new variables over the devices, or places them on the device that holds all variables.
 
