@@ -13,8 +13,9 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-# Whether `kept` is running, and whether a `KeyboardInterrupt` was raised in it.
-_is_active = _is_pressed = False
+is_pressed = False
+"""Whether a `KeyboardInterrupt` was raised inside `kept`, which is running."""
+_is_active = False
 
 
 @contextlib.contextmanager
@@ -23,18 +24,18 @@ def kept() -> Iterator[None]:
 
     In other threads than the main thread, without a handler in Python, and inside itself, this does nothing.
     """
-    global _is_active, _is_pressed
+    global _is_active, is_pressed
     previous = signal.getsignal(signal.SIGINT)
     if _is_active or not callable(previous) or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def note(signum: int, frame: FrameType | None) -> None:
-        global _is_pressed
+        global is_pressed
         try:
             previous(signum, frame)
         except KeyboardInterrupt:
-            _is_pressed = True
+            is_pressed = True
             raise
 
     try:
@@ -46,10 +47,10 @@ def kept() -> Iterator[None]:
             if signal.getsignal(signal.SIGINT) is note:  # else a callback has installed a handler
                 signal.signal(signal.SIGINT, previous)
         finally:
-            _is_active = _is_pressed = False
+            _is_active = is_pressed = False
 
 
 def check() -> None:
     """Raises the `KeyboardInterrupt` that a library has ignored or replaced inside `kept`."""
-    if _is_pressed:
+    if is_pressed:
         raise KeyboardInterrupt from None

@@ -180,7 +180,8 @@ class GlobalBatches:
         if keras_hooks.shuffles_py_dataset(self.iterator):
             py_dataset.share_random_state(self.runtime)
         for begin, end, batches in tracing.timed(self.iterator, "waiting for input", "input"):
-            interrupts.check()
+            if interrupts.is_pressed:
+                interrupts.check()
             if present := [batch for batch in batches if batch is not TAKEN]:
                 yield begin, end, present
 

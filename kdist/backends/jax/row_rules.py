@@ -100,7 +100,8 @@ def is_linear(equation: Any, divisions: Sequence[Any]) -> bool:
     if name in _BILINEAR:
         return len(others) == 1
     if name in ("div", "dynamic_slice"):
-        return divisions[0] is SUM and divisions.count(SUM) == 1
+        is_rounded = name == "div" and jnp.issubdtype(equation.invars[0].aval.dtype, jnp.integer)
+        return divisions[0] is SUM and divisions.count(SUM) == 1 and not is_rounded
     if name == "select_n":
         return divisions[0] is WHOLE and len(others) == 1
     if name == "pad":

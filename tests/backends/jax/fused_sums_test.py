@@ -162,6 +162,13 @@ def test_numbers_of_integers_are_exact() -> None:
     _check(lambda w, ids: (ids.sum(), (ids == 3).sum()), _ids(highest=2**24 + 1), sums=1)
 
 
+@pytest.mark.kills("jax_parts_of_an_integer_divided")
+def test_integers_are_divided_after_their_sum() -> None:
+    # Each of the three devices has a sum of 5, and 15 // 2 is not 3 * (5 // 2).
+    ids = np.tile(np.array([0, 1, 2, 1, 1, 0], "int32"), DEVICES)
+    _check(lambda w, ids: (lax.div(ids.sum(), 2), ids.sum() // 2, ids.sum() / 2), ids)
+
+
 @pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 3), (ROWS, 2, 5)])
 @pytest.mark.kills("jax_rows_draw_the_first_bits")
 def test_each_device_draws_its_rows_of_the_random_numbers(shape: tuple[int, ...]) -> None:
