@@ -58,7 +58,7 @@ from kdist.keras_hooks.data import (
     skip_steps,
     train_validation_split,
 )
-from kdist.keras_hooks.layers import hook_embedding, hook_moments, hook_torch_modules
+from kdist.keras_hooks.layers import hook_embedding, hook_moments, hook_torch_images, hook_torch_modules
 from kdist.keras_hooks.losses import forget_layer_losses
 from kdist.keras_hooks.models import (
     all_variables,

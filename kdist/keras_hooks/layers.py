@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist import context
-from kdist.keras_hooks.wrapping import replace, running_replica, wrap
+from kdist.keras_hooks.wrapping import replace, running_model_replica, running_replica, wrap
 
 
 def hook_torch_modules(zero_grad: Callable[..., Any], call_module: Callable[..., Any]) -> None:
@@ -35,12 +35,33 @@ def hook_embedding(lookup: Callable[[Any, Any], Any]) -> None:
     wrap(keras.layers.Embedding, "call", call)
 
 
-def hook_moments(moments: Callable[..., Any]) -> None:
-    """Replaces Keras's `moments` with a function, which receives the original and its arguments."""
+def hook_torch_images() -> None:
+    """Leaves images with channels last as they are in the steps of PyTorch; the backend calls this once.
+
+    Keras copies them to channels first, because some of PyTorch's operations need it. Convolutions and pooling do not:
+    https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
+    """
+    nn = _operations()
+
+    def transpose(original: Callable[..., Any], images: Any) -> Any:
+        if images.ndim == 4 and running_model_replica() is not None:
+            return images.permute(0, 3, 1, 2)
+        return original(images)
+
+    if hasattr(nn, "_transpose_spatial_inputs"):  # in Keras 3.15
+        wrap(nn, "_transpose_spatial_inputs", transpose)
+
+
+def _operations() -> Any:
     from keras.src import backend
 
     # Keras 3.16 moves the operations of a backend to a separate package.
-    wrap(backend.nn if hasattr(backend, "nn") else backend.ops.nn, "moments", moments)
+    return backend.nn if hasattr(backend, "nn") else backend.ops.nn
+
+
+def hook_moments(moments: Callable[..., Any]) -> None:
+    """Replaces Keras's `moments` with a function, which receives the original and its arguments."""
+    wrap(_operations(), "moments", moments)
 
 
 def hook_batch_normalization(native: bool) -> None:

@@ -41,6 +41,7 @@ class TorchBackend(Backend):
         keras_hooks.hook_torch_modules(modules.zero_grad, modules.call_module)
         keras_hooks.hook_torch_random(seeds.torch_seed_generator)
         keras_hooks.hook_torch_recomputing()
+        keras_hooks.hook_torch_images()
 
     def native_batches(self, adapter: Any) -> Any:
         """Returns a `DataLoader`."""
