@@ -6,6 +6,7 @@ backends use the same loop. Arguments refer to global batches, and all workers m
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,9 @@ from kdist.training.ending import Ending
 from kdist.training.progress import Progress
 from kdist.training.session import Session, session_of
 from kdist.training.voting import Ballot, act_on_batches
+
+# The number of batches whose predictions stay on the device while it computes the next ones.
+_MOST_ON_DEVICE = 4
 
 
 def fit(
@@ -285,23 +289,28 @@ def _predict(session: Session, batches: GlobalBatches, callbacks: Any) -> Any:
     model = session.model
     function = session.function("predict")
     model.stop_predicting = False
+    join = get_backend().join_predictions
     parts: list[Any] = []
+    on_device: collections.deque[Any] = collections.deque()  # a copy would wait until they are computed
     with function, tracing.span("prediction", "prediction"):
         callbacks.on_predict_begin()
         for begin, end, data in batches:
             callbacks.on_predict_batch_begin(begin)
             with session.step_span("predict", begin, end):
                 outputs = function(data)
-            parts.append(get_backend().join_predictions([outputs]))
+            on_device.append(outputs)
+            if len(on_device) > _MOST_ON_DEVICE:
+                parts.append(join([on_device.popleft()]))
             callbacks.on_predict_batch_end(end, {"outputs": outputs})
             if model.stop_predicting:
                 break
         callbacks.on_predict_end()
+    parts.extend(join([outputs]) for outputs in on_device)
     if not parts:
         raise InvalidArgumentError(
             "`predict` received no data.", received={"batches": 0}, hint="Pass at least one batch of data."
         )
-    return get_backend().join_predictions(parts)
+    return join(parts)
 
 
 def train_on_batch(
