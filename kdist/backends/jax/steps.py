@@ -57,7 +57,8 @@ class JaxSteps(StepFunction):
         self._state: Any = None
         self._eager = bool(model.run_eagerly) or not model.jit_compile
         self._step = _stateless_step(self._model, kind)
-        self._compiled = self._compile(self._step)
+        self._compiled = self._compile()
+        self._is_slow_loop: bool | None = None
         self._can_fuse = runtime.fuses_sums and kind != "predict"
 
     def __enter__(self) -> JaxSteps:
@@ -105,7 +106,18 @@ class JaxSteps(StepFunction):
             (structure, [(leaf.shape, leaf.dtype) for leaf in of_batch], batch.split)
             for batch, of_batch, structure in zip(batches, leaves, structures, strict=True)
         ]
-        return all(kind == kinds[0] for kind in kinds)
+        return all(kind == kinds[0] for kind in kinds) and not self._loops_slowly(batches[0])
+
+    def _loops_slowly(self, batch: ReplicaBatches) -> bool:
+        """Returns whether a loop takes longer than separate steps.
+
+        XLA computes gradients of convolutions on CPUs ten times as slowly in a loop.
+        """
+        if self._is_slow_loop is None and self._runtime.holder.platform == "cpu":
+            state = self._read() if self._state is None else self._state
+            program = jax.make_jaxpr(self._traced)(state, self._runtime.join_parts(batch))
+            self._is_slow_loop = "conv_general_dilated" in str(program)
+        return bool(self._is_slow_loop)
 
     def _run(self, *batches: ReplicaBatches) -> Any:
         """Runs one step, or several steps as one program."""
@@ -168,20 +180,12 @@ class JaxSteps(StepFunction):
             return tuple([variable.value for variable in variables] for variables in groups)
         return tuple(self._runtime.place_variables(variables) for variables in groups)
 
-    def _compile(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[bool], Callable[..., Any]]:
+    def _compile(self) -> Callable[[bool], Callable[..., Any]]:
         """Returns a function that returns the compiled step, with fused sums or as XLA divides it.
 
         The step leaves each variable in its layout. With several batches, it is a loop of steps.
         """
-        runtime = self._runtime
-
-        def traced(state: Any, data: Any) -> tuple[Any, Any]:
-            groups = _state_variables(self._model(), self._kind)
-            layouts = contextlib.nullcontext() if runtime.storage is None else runtime.storage.outputs()
-            with layouts, moments.over(runtime.by_batch):
-                state = tuple(list(map(divided, *pair)) for pair in zip(groups, state, strict=True))
-                outputs, state = step(state, runtime.divide(data))
-            return outputs, tuple(list(map(stored, *pair)) for pair in zip(groups, state, strict=True))
+        runtime, traced = self._runtime, self._traced
 
         def looped(state: Any, *batches: Any) -> tuple[Any, Any]:
             if len(batches) == 1:
@@ -216,6 +220,15 @@ class JaxSteps(StepFunction):
             return jax.jit(program, donate_argnums=0, out_shardings=(runtime.replicated, state))
 
         return compiled
+
+    def _traced(self, state: Any, data: Any) -> tuple[Any, Any]:
+        """Runs the step on a global batch while JAX traces it."""
+        runtime, groups = self._runtime, _state_variables(self._model(), self._kind)
+        layouts = contextlib.nullcontext() if runtime.storage is None else runtime.storage.outputs()
+        with layouts, moments.over(runtime.by_batch):
+            state = tuple(list(map(divided, *pair)) for pair in zip(groups, state, strict=True))
+            outputs, state = self._step(state, runtime.divide(data))
+        return outputs, tuple(list(map(stored, *pair)) for pair in zip(groups, state, strict=True))
 
     def _has_lost_divided(self) -> bool:
         variables = [v for group in _state_variables(self._model(), self._kind) for v in group]

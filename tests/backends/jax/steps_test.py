@@ -190,6 +190,22 @@ def test_the_steps_of_an_execution_are_one_program(replicas: int, monkeypatch: p
     assert runs == [1, 1]  # one program cannot run batches of different dtypes
 
 
+@pytest.mark.kills("jax_convolutions_in_a_loop")
+def test_convolutions_on_cpus_are_separate_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with kdist.OneDeviceStrategy("cpu:0").scope():
+        model = keras.Sequential(
+            [keras.Input((6, 1)), keras.layers.Conv1D(2, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse", steps_per_execution=2)
+    runs = []
+    original = JaxSteps._run
+    monkeypatch.setattr(
+        JaxSteps, "_run", lambda self, *batches: runs.append(len(batches)) or original(self, *batches)
+    )
+    model.fit(np.ones((8, 6, 1), "float32"), np.ones((8, 1), "float32"), batch_size=2, verbose=0)
+    assert runs == [1] * 4
+
+
 @pytest.mark.kills("jax_logs_of_the_first_step_of_an_execution")
 @REPLICAS
 def test_the_logs_of_an_execution_are_the_logs_of_its_last_step(replicas: int) -> None:
