@@ -76,7 +76,8 @@ def check(backend, folder, rounds, steps, fits, saves):
             f"{backend}: {[round(m / MIB, 1) for m in memory]} MiB, {len(files[0])} files, {threads[0]} threads"
         )
         assert len(files[-1]) <= len(files[0]), set(files[-1]) - set(files[0])
-        assert threads[-1] <= threads[0]
+        # TensorFlow starts threads when it needs them. A thread that each round leaves would be more.
+        assert threads[-1] - threads[0] < half, threads
         growth = min(memory[half:]) - min(memory[:half])
         assert growth < limit, f"{growth / MIB:.1f} MiB more"
 
