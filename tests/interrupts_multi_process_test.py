@@ -173,6 +173,11 @@ def weights_of(model):
     return [keras.ops.convert_to_numpy(w) for w in model.weights]
 
 
+def assert_close(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6)
+
+
 def plain_steps():
     model = make_model()
     x, y = data()
@@ -205,8 +210,7 @@ def in_worker_interrupt():
 def test_fit_goes_on_after_the_stop_button(backend):
     expected = run_plain(backend, plain_steps)
     (actual,) = run(backend, 1, in_worker_interrupt)
-    for one, other in zip(expected, actual, strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=2e-6)
+    assert_close(actual, expected)
 
 
 def in_worker_interrupt_anywhere():
@@ -257,8 +261,7 @@ def plain_from(initial):
 @each_backend
 def test_fit_works_after_the_stop_button_at_any_moment(backend):
     ((initial, actual),) = run(backend, 1, in_worker_interrupt_anywhere)
-    for one, other in zip(run_plain(backend, plain_from, initial), actual, strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=2e-6)
+    assert_close(actual, run_plain(backend, plain_from, initial))
 
 
 def ignore_ctrl_c():
@@ -293,6 +296,17 @@ def in_worker_ignored_interrupt():
     with strategy().scope():
         model = make_model()
     run = strategy().run
+
+    class Rescues(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                run(rescued.append, (batch,))
+                run(rescued.append, (batch,))
+                raise
+
+    rescued = []
     with keyboard():
         for last in (1, 9):  # in the middle, and in the last batch
             for call in (
@@ -306,6 +320,9 @@ def in_worker_ignored_interrupt():
             model.fit(x, y, batch_size=4, verbose=0, callbacks=[Replaces()])
         with pytest.raises(KeyboardInterrupt):
             run(ignore_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(x, y, batch_size=4, verbose=0, callbacks=[Rescues()])
+        assert len(rescued) == 4  # two calls in two replicas
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         model.fit(x, y, batch_size=4, verbose=0)
     return batches
@@ -316,6 +333,7 @@ def in_worker_ignored_interrupt():
     ctrl_c_ignored_at_the_end="[jax]",
     ctrl_c_replaced_by_an_error="[jax]",
     ctrl_c_comes_again="[jax]",
+    ctrl_c_ends_the_cleanup="[jax]",
 )
 @each_backend
 def test_no_library_hides_ctrl_c(backend):
@@ -325,6 +343,8 @@ def test_no_library_hides_ctrl_c(backend):
 def in_worker_interrupt_between_replicas():
     import keras
     from tensorflow.python.distribute import cross_device_utils
+
+    import kdist
 
     original, calls = cross_device_utils.CollectiveKeys.get_instance_key, []
 
@@ -340,11 +360,20 @@ def in_worker_interrupt_between_replicas():
     initial = weights_of(model)
     x, y = data()
     model.fit(x[:4], y[:4], batch_size=4, verbose=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_device_utils.CollectiveKeys, "get_instance_key", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            model.fit(x, y, batch_size=4, verbose=0)
-    assert len(calls) == 1
+
+    def add() -> object:
+        return kdist.get_replica_context().all_reduce("sum", keras.ops.ones(()))
+
+    add_on_all = kdist.function(lambda: strategy().run(add))
+    add_on_all()
+    for call in (lambda: model.fit(x, y, batch_size=4, verbose=0), add_on_all):
+        calls.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cross_device_utils.CollectiveKeys, "get_instance_key", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        assert len(calls) == 1
+        add_on_all()
     model.set_weights(initial)
     with strategy().scope():
         model.compile(keras.optimizers.SGD(0.1), "mse")
@@ -352,8 +381,9 @@ def in_worker_interrupt_between_replicas():
     return initial, weights_of(model)
 
 
-@pytest.mark.kills("tensorflow_hangs_after_an_interrupted_step")
+@pytest.mark.kills(
+    "tensorflow_hangs_after_an_interrupted_step", "tensorflow_functions_hang_after_an_interrupt"
+)
 def test_fit_does_not_hang_after_the_stop_button_between_two_replicas():
     ((initial, actual),) = run("tensorflow", 1, in_worker_interrupt_between_replicas, timeout=60)
-    for one, other in zip(run_plain("tensorflow", plain_from, initial), actual, strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=2e-6)
+    assert_close(actual, run_plain("tensorflow", plain_from, initial))

@@ -15,8 +15,9 @@ from typing import Any
 
 from kdist import tracing
 from kdist.arrays.splitting import split_rows
-from kdist.backends import interrupts, stalls
+from kdist.backends import stalls
 from kdist.backends.workers import Workers
+from kdist.communication import interrupts
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions
 from kdist.context import StrategyLike
@@ -329,18 +330,17 @@ class Runtime(ABC):
     @contextlib.contextmanager
     def engine_errors(self) -> Iterator[None]:
         """A context manager that replaces errors of the backend by an error that names the lost worker."""
-        with interrupts.kept():
+        with interrupts.kept() as is_outermost:
             try:
                 with stalls.entered():
                     yield
-                    interrupts.check()
+                    if is_outermost:
+                        interrupts.check()
                     self.group.check_intact()
-            except KdistError:
-                interrupts.check()
-                raise
             except Exception as error:
-                interrupts.check()
-                explained = self.group.explain_failure(error)
+                if is_outermost:
+                    interrupts.check()
+                explained = error if isinstance(error, KdistError) else self.group.explain_failure(error)
                 if explained is error:
                     raise
                 raise explained from error

@@ -22,6 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from kdist.communication import interrupts
 from kdist.errors import KdistError, WorkerMismatchError
 
 # Workers that may share memory: each one is connected with all others.
@@ -169,9 +170,8 @@ class SharedMemory:
         self.index, self.regions, self.seconds = index, regions, seconds
         self.unfinished: collections.deque[Sum] = collections.deque()
         self.check_others: Callable[[], None] = lambda: None  # raises an error if a worker is lost
-        self.turn: Any = (
-            None  # JAX: each program that sums takes it from the previous one, so that they have one order
-        )
+        # On JAX, each program that sums takes this array from the previous program, so that sums have one order.
+        self.turn: Any = None
         self.num_added = 0  # sums of which each worker added a part
         self._num_started = 0
         self._peers = peers
@@ -202,7 +202,7 @@ class SharedMemory:
         """Sums flat arrays of one dtype and any size over all workers.
 
         After Ctrl-C, the sum continues, because programs of JAX cannot continue after an error.
-        `kdist.backends.interrupts` raises the `KeyboardInterrupt` afterwards.
+        `interrupts` raises the `KeyboardInterrupt` afterwards.
         """
         pieces: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
         left = 0
@@ -221,6 +221,7 @@ class SharedMemory:
             try:
                 started.wait()
             except KeyboardInterrupt:
+                interrupts.note_ignored()
                 started.wait()  # a second Ctrl-C interrupts the sum
 
     def finish(self, last: Sum) -> None:

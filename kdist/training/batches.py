@@ -8,10 +8,11 @@ from typing import Any
 
 from kdist import keras_hooks, tracing
 from kdist.arrays import rows
-from kdist.backends import get_backend, interrupts
+from kdist.backends import get_backend
 from kdist.backends.contract import ReplicaBatches, Runtime
 from kdist.backends.coordination import PerWorkerValues
 from kdist.backends.messages import read_on_all
+from kdist.communication import interrupts
 from kdist.data.agreement import open_steps, split_batch
 from kdist.data.distributed_dataset import DistributedDataset
 from kdist.data.input_options import InputOptions

@@ -5,12 +5,13 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from kdist.communication import shared_memory
+from kdist.communication import interrupts, shared_memory
 from kdist.communication.shared_memory import Offer
 from kdist.errors import WorkerMismatchError
 
@@ -194,7 +195,7 @@ def test_arrays_that_must_use_gloo():
     on_workers(2, work)
 
 
-@pytest.mark.kills("shared_memory_sum_lost_after_ctrl_c")
+@pytest.mark.kills("shared_memory_sum_lost_after_ctrl_c", "ctrl_c_lost_in_a_sum")
 def test_ctrl_c_waits_for_the_sum_of_a_program():
     def interrupt():
         raise KeyboardInterrupt
@@ -207,7 +208,9 @@ def test_ctrl_c_waits_for_the_sum_of_a_program():
         memory.sum_all([np.full(3, 1.0 + index)], [result])
         return result.tolist()
 
-    assert on_workers(2, work) == [[3.0] * 3] * 2
+    with mock.patch.object(interrupts, "note_ignored") as note:
+        assert on_workers(2, work) == [[3.0] * 3] * 2
+    assert note.call_count == 1
 
 
 @pytest.mark.kills("shared_memory_of_two_machines")

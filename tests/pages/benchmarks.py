@@ -7,14 +7,14 @@ import ast
 from tests.layers import ROOT
 
 _HEAD = """\
-# Benchmarks
+# Benchmark scripts
 
 Run these benchmarks when you change kdist and want to know its overhead. To measure your own model, use
 [`kdist bench`](command-line.md#kdist-bench). The benchmarks compare kdist with native code for the same backend, mostly
 in alternating rounds in the same processes, and print ratios. `make bench` runs all of them.
 
-Results on CPUs are published for [input pipelines](../input.md#reading-ahead), [sharding](../sharding.md),
-[parameter servers](../parameter-servers.md#figures) and [PyTorch](../on-torch.md#speed), but not for `step_time`,
+Results on CPUs are published for [steps](../benchmarks.md), [input pipelines](../input.md#reading-ahead),
+[sharding](../sharding.md) and [parameter servers](../parameter-servers.md#figures), but not for `step_time`,
 `loop_time` and `checkpoint_speed`.
 """
 

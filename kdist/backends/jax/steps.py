@@ -113,7 +113,7 @@ class JaxSteps(StepFunction):
 
         XLA computes gradients of convolutions on CPUs ten times as slowly in a loop.
         """
-        if self._is_slow_loop is None and self._runtime.holder.platform == "cpu":
+        if self._is_slow_loop is None and self._runtime.local_devices[0].platform == "cpu":
             state = self._read() if self._state is None else self._state
             program = jax.make_jaxpr(self._traced)(state, self._runtime.join_parts(batch))
             self._is_slow_loop = "conv_general_dilated" in str(program)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,25 @@ from kdist.backends.contract import Runtime
 from kdist.backends.tensorflow.components import Components
 from kdist.backends.tensorflow.workers import Workers
 from kdist.topology import Central, Topology
+
+_cores: weakref.WeakSet[TensorFlowCore] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def aligned() -> Iterator[None]:
+    """After Ctrl-C or an error between two replicas, gives the next collective of all local devices one number.
+
+    TensorFlow counts the collectives of each device in Python. Tensors of devices with different numbers never find
+    each other, and the next step would hang.
+    """
+    try:
+        yield
+    except BaseException:
+        for core in [*_cores]:
+            keys = getattr(core.native.extended, "_collective_keys", None)
+            for next_of in () if keys is None else [*keys._instance_key_table.values()]:
+                next_of.update(dict.fromkeys(next_of, max(next_of.values(), default=0)))
+        raise
 
 
 class TensorFlowCore(Runtime):
@@ -26,26 +46,13 @@ class TensorFlowCore(Runtime):
         self.native = native
         self.is_central = isinstance(topology.storage, Central)
         self.components = Components(self)
+        _cores.add(self)
 
     @contextlib.contextmanager
     def engine_errors(self) -> Iterator[None]:
-        """Also repairs what Ctrl-C or an error left between two replicas, so that the next step does not hang."""
-        try:
-            with super().engine_errors():
-                yield
-        except BaseException:
-            self._align_collectives()
-            raise
-
-    def _align_collectives(self) -> None:
-        """Sets the next collective of all local devices to the same number.
-
-        TensorFlow counts the collectives of each device in Python. Tensors of devices with different numbers
-        never find each other.
-        """
-        keys = getattr(self.native.extended, "_collective_keys", None)
-        for next_of in () if keys is None else keys._instance_key_table.values():
-            next_of.update(dict.fromkeys(next_of, max(next_of.values())))
+        """Also prepares for the next step; see `aligned`."""
+        with aligned(), super().engine_errors():
+            yield
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from kdist.backends import debugging
 from kdist.backends.gradients import check_loss, split_aux
 from kdist.backends.replica import RowShare, equal_shares
 from kdist.backends.tensorflow import iteration
-from kdist.backends.tensorflow.core import TensorFlowCore
+from kdist.backends.tensorflow.core import TensorFlowCore, aligned
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
 from kdist.context import current_replica, joined_strategy
 from kdist.values import component
@@ -154,7 +153,7 @@ def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         # Collectives run in this call, and not in the Python code that requested them during tracing.
         joined = joined_strategy()
         with (
-            contextlib.nullcontext() if joined is None else joined.runtime.engine_errors(),
+            aligned() if joined is None else joined.runtime.engine_errors(),
             iteration.python_errors(),
         ):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,10 @@ from tests.processes import run, run_plain, scope
 FORMATS = ("channels_last", "channels_first")
 
 
-def train(data_format: str, under_strategy: bool) -> list[Any]:
+def train(data_format: str, replicas: int) -> list[Any]:
     import keras
+
+    import kdist
 
     layers = keras.layers
     random = np.random.default_rng(4)
@@ -22,7 +25,9 @@ def train(data_format: str, under_strategy: bool) -> list[Any]:
     x, y = random.normal(size=(24, *shape)).astype("float32"), random.integers(0, 4, 24)
     keras.utils.set_random_seed(3)
     to = {"data_format": data_format}
-    with scope(under_strategy):
+    # With one replica, later steps are recorded and replayed.
+    one = kdist.OneDeviceStrategy("cpu:0").scope() if replicas == 1 else contextlib.nullcontext()
+    with scope(replicas == 2), one:
         model = keras.Sequential(
             [
                 keras.Input(shape),
@@ -48,10 +53,11 @@ def train(data_format: str, under_strategy: bool) -> list[Any]:
     return [history, *model.get_weights(), model.predict(x, verbose=0)]
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("data_format", FORMATS)
-def test_layers_for_images_have_the_numbers_of_one_device(data_format: str) -> None:
-    expected = run_plain("torch", train, data_format, False)
-    (found,) = run("torch", 1, train, data_format, True)
+def test_layers_for_images_have_the_numbers_of_one_device(data_format: str, replicas: int) -> None:
+    expected = run_plain("torch", train, data_format, 0)
+    (found,) = run("torch", 1, train, data_format, replicas)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
 
@@ -67,7 +73,7 @@ def layouts() -> list[bool]:
         return original(images, **kwargs)
 
     with mock.patch.object(torch.nn.functional, "max_pool2d", pool):
-        train("channels_last", True)
+        train("channels_last", 2)
     return found
 
 
