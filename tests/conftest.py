@@ -45,6 +45,7 @@ def pytest_report_header() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every product instead of pairs")
+    parser.addoption("--rest", action="store_true", help="only the tests that `make test` runs in turn or never")
     parser.addoption(
         "--no-forks",
         action="store_true",
@@ -121,6 +122,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(
                 pytest.mark.xdist_group("-".join([item.path.stem, *([backend] if backend else [])]))
             )
+    if config.getoption("--rest"):
+        rotating = [i for i in items if i.get_closest_marker("full") or i.get_closest_marker("in_turn")]
+        _keep(config, items, rotating)
     if part := config.getoption("--part"):
         _keep(config, items, rest.part_of(items, part, _group))
     items.sort(key=_rank)

@@ -70,7 +70,7 @@ def shards() -> dict[str, tuple[str, ...]]:
     """Returns each shard's arguments for Python."""
     nox = ("-m", "nox", "--session")
     sliced = {
-        "full": (10, lambda part: (*PYTEST, "--full", "--part", part)),
+        "full": (10, lambda part: (*PYTEST, "--full", "--rest", "--part", part)),
         "no forks": (4, lambda part: (*PYTEST, "--no-forks", "--part", part)),
         "mutants": (8, lambda part: ("-m", "tests.mutants.run", "--part", part)),
         COMING: (
