@@ -45,7 +45,9 @@ def pytest_report_header() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every product instead of pairs")
-    parser.addoption("--rest", action="store_true", help="only the tests that `make test` runs in turn or never")
+    parser.addoption(
+        "--rest", action="store_true", help="only the tests that `make test` runs in turn or never"
+    )
     parser.addoption(
         "--no-forks",
         action="store_true",
