@@ -1,14 +1,22 @@
-"""Step time of `fit` with two workers, divided by hand-written loops: DDP on PyTorch, two kinds of `jit` on JAX.
+"""Step time of `fit` with two workers, divided by other ways to train the same model.
 
-    python benchmarks/over_loops.py torch|jax [rounds]
+    python benchmarks/over_loops.py torch|jax|tensorflow [rounds]
 
-Each round runs a job with kdist and a job per loop, one after the other, for three models of equal shapes: a small
-MLP (0.01 M parameters), a wide MLP (2.9 M) and a CNN. Each worker has one thread. The result is the median ratio of
-all rounds, with the lowest and the highest.
+On PyTorch, kdist is compared with `DistributedDataParallel`, with Accelerate and Fabric if they are installed, and with
+`keras.distribution.DataParallel` of a coming Keras, if the variable `COMING_KERAS` contains the directory of
+`pip install --pre --no-deps --target DIRECTORY keras-nightly`. On JAX, it is compared with two kinds of `jit`, and on
+TensorFlow with `fit` of Keras 2 (the package tf-keras).
+
+Each round runs a job with kdist and a job per contender, one after the other, for three models of equal shapes: a
+small MLP (0.01 M parameters), a wide MLP (2.9 M) and a CNN. Each worker has one thread. The result is the median ratio
+of all rounds, with the lowest and the highest.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import json
 import os
 import statistics
 import subprocess
@@ -21,18 +29,50 @@ ROWS = 128  # of a global batch
 STEPS = {"small": 300, "wide": 60, "cnn": 60}
 WIDTHS = {"small": (64, 128, 10), "wide": (256, 1024, 1024, 1024, 512, 10)}
 EPOCHS = 5
-LOOPS = {"torch": ("ddp",), "jax": ("jit", "fused")}
+# The contenders on each backend, and the package that each of them needs.
+LOOPS = {
+    "torch": {"ddp": "torch", "accelerate": "accelerate", "fabric": "lightning_fabric", "keras": "keras"},
+    "jax": {"jit": "jax", "fused": "jax"},
+    "tensorflow": {"keras2": "tf_keras"},
+}
 
 
 def with_kdist(name: str) -> Callable[[], Any]:
     """Returns a function that trains an epoch with `fit`."""
     import keras
-    import numpy as np
 
     import kdist
 
+    return with_fit(name, kdist.MultiWorkerMirroredStrategy(), keras)
+
+
+def with_keras(name: str) -> Callable[[], Any]:
+    """Returns a function that trains an epoch with `fit` under the coming Keras's own data parallelism."""
+    import keras
+
+    keras.distribution.initialize()
+    strategy = keras.distribution.DataParallel(auto_shard_dataset=False)
+    return with_fit(name, strategy, keras, num_parts=2)
+
+
+def with_keras2(name: str) -> Callable[[], Any]:
+    """Returns a function that trains an epoch with `fit` of Keras 2 under TensorFlow's own strategy."""
+    import tensorflow as tf
+    import tf_keras
+
+    port = int(os.environ["MASTER_PORT"])
+    cluster = {"worker": [f"localhost:{port + 1}", f"localhost:{port + 2}"]}
+    task = {"type": "worker", "index": int(os.environ["RANK"])}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+    return with_fit(name, tf.distribute.MultiWorkerMirroredStrategy(), tf_keras)
+
+
+def with_fit(name: str, strategy: Any, keras: Any, num_parts: int = 1) -> Callable[[], Any]:
+    """Returns a function that trains an epoch with `fit` of Keras 2 or Keras 3, on one of `num_parts` parts."""
+    import numpy as np
+
     layers = keras.layers
-    with kdist.MultiWorkerMirroredStrategy().scope():
+    with strategy.scope():
         if name == "cnn":
             shape: tuple[int, ...] = (28, 28, 1)
             inner = [
@@ -45,17 +85,17 @@ def with_kdist(name: str) -> Callable[[], Any]:
             inner = [*(layers.Dense(width, "relu") for width in widths), layers.Dense(last)]
         model = keras.Sequential([keras.Input(shape), *inner])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    random, count = np.random.default_rng(0), ROWS * STEPS[name]
+    random, rows = np.random.default_rng(0), ROWS // num_parts
+    count = rows * STEPS[name]
     x, y = random.random((count, *shape), dtype="float32"), random.integers(0, 10, count)
-    return lambda: model.fit(x, y, batch_size=ROWS, verbose=0)
+    return lambda: model.fit(x, y, batch_size=rows, verbose=0)
 
 
-def with_ddp(name: str) -> Callable[[], Any]:
-    """Returns a function that trains an epoch with `DistributedDataParallel` over `torch.nn` modules."""
+def with_torch(name: str, kind: str) -> Callable[[], Any]:
+    """Returns a function that trains an epoch of `torch.nn` modules with DDP, Accelerate or Fabric."""
     import torch
     from torch import nn
 
-    torch.distributed.init_process_group("gloo")
     if name == "cnn":
         shape: tuple[int, ...] = (1, 28, 28)
         inner = [nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3), nn.ReLU()]
@@ -66,8 +106,25 @@ def with_ddp(name: str) -> Callable[[], Any]:
         for width, wider in zip(WIDTHS[name], WIDTHS[name][1:], strict=False):
             inner += [nn.Linear(width, wider), nn.ReLU()]
         inner.pop()
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(*inner))
+    model: Any = nn.Sequential(*inner)
     optimizer, loss = torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
+    backward: Callable[[Any], None] = torch.Tensor.backward
+    if kind == "ddp":
+        torch.distributed.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(model)
+    elif kind == "accelerate":
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        backward = accelerator.backward
+    else:
+        from lightning_fabric import Fabric
+
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+        backward = fabric.backward
     rows = ROWS // 2
     x, y = torch.rand(rows * STEPS[name], *shape), torch.randint(0, 10, (rows * STEPS[name],))
 
@@ -77,7 +134,7 @@ def with_ddp(name: str) -> Callable[[], Any]:
             part = slice(i * rows, (i + 1) * rows)
             optimizer.zero_grad()
             value = loss(model(x[part]), y[part])
-            value.backward()
+            backward(value)
             optimizer.step()
             total += value.detach()
 
@@ -152,8 +209,11 @@ def with_jit(name: str, is_fused: bool) -> Callable[[], Any]:
 
 def run_worker(kind: str, name: str) -> None:
     """Prints the milliseconds per step of the fastest of some epochs."""
-    makers = {"kdist": with_kdist, "ddp": with_ddp}
-    epoch = makers[kind](name) if kind in makers else with_jit(name, kind == "fused")
+    in_torch = {kind: functools.partial(with_torch, kind=kind) for kind in LOOPS["torch"]}
+    in_jax = {kind: functools.partial(with_jit, is_fused=kind == "fused") for kind in LOOPS["jax"]}
+    with_keras_only = {"kdist": with_kdist, "keras": with_keras, "keras2": with_keras2}
+    makers: dict[str, Callable[[str], Callable[[], Any]]] = {**in_torch, **in_jax, **with_keras_only}
+    epoch = makers[kind](name)
     epoch()
     times = []
     for _ in range(EPOCHS):
@@ -168,9 +228,11 @@ def run_job(backend: str, kind: str, name: str) -> float:
     """Returns the milliseconds per step of a job with two workers."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     one_thread = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    one_thread |= {"TF_NUM_INTEROP_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
+    paths = {"PYTHONPATH": os.environ["COMING_KERAS"]} if kind == "keras" else {}
     done = subprocess.run(
         [*command, __file__, "worker", kind, name],
-        env=os.environ | one_thread | {"KERAS_BACKEND": backend},
+        env=os.environ | one_thread | paths | {"KERAS_BACKEND": backend},
         capture_output=True,
         text=True,
         check=False,
@@ -181,10 +243,12 @@ def run_job(backend: str, kind: str, name: str) -> float:
 
 
 def main(backend: str, rounds: int) -> None:
-    kinds = ("kdist", *LOOPS[backend])
+    loops = [kind for kind, package in LOOPS[backend].items() if importlib.util.find_spec(package)]
+    loops = [kind for kind in loops if kind != "keras" or "COMING_KERAS" in os.environ]
+    kinds = ("kdist", *loops)
     for name in STEPS:
         times = [[run_job(backend, kind, name) for kind in kinds] for _ in range(rounds)]
-        for i, loop in enumerate(LOOPS[backend], 1):
+        for i, loop in enumerate(loops, 1):
             ratios = sorted(each[0] / each[i] for each in times)
             ours, theirs = (statistics.median(each[j] for each in times) for j in (0, i))
             print(
