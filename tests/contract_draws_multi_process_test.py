@@ -25,9 +25,9 @@ _KEPT: dict[tuple[str, str], tuple[Draw, ...]] = {}
 
 
 def _can(draw: Draw, backend: str, configuration: str) -> bool:
-    """Returns whether a program is supported: no server has all accumulated gradients, whose norm it would need."""
+    """Returns whether a program is supported: no server has all accumulated gradients for their norm."""
     is_divided = backend != "tensorflow" and configuration == "servers-in-turn"
-    return not (is_divided and draw.clipping == "global_clipnorm" and draw.accumulation > 1)
+    return not (is_divided and draw.clipping in ("clipnorm", "global_clipnorm") and draw.accumulation > 1)
 
 
 def _draws(backend: str) -> st.SearchStrategy[Draw]:

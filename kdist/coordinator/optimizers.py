@@ -130,8 +130,14 @@ def _check(optimizer: Any) -> None:
 
 
 def _check_divided(optimizer: Any, variable: Any) -> None:
-    looks_at_norm = optimizer.gradient_accumulation_steps and optimizer.clipnorm
-    if keras_hooks.is_elementwise(optimizer) and not looks_at_norm:
+    if optimizer.gradient_accumulation_steps and optimizer.clipnorm:
+        raise UnsupportedError(
+            "clipnorm cannot be combined with gradient_accumulation_steps and partitioned variables, because no "
+            "server has all accumulated gradients of a variable.",
+            received={"clipnorm": optimizer.clipnorm, "variable": variable.path},
+            hint="Remove variable_partitioner, use clipvalue, or use ParameterServerStrategy(synchronous=True).",
+        )
+    if keras_hooks.is_elementwise(optimizer):
         return
     raise UnsupportedError(
         "The optimizer does not support partitioned variables, because it does not update each element separately.",

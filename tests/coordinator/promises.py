@@ -235,6 +235,16 @@ if not is_native:
     error("variables from outside", scheduled, step_outside)
     alive("variables from outside")
 
+    def clipped(**options):
+        with strategy.scope():
+            divided = keras.Variable(np.zeros((4, 2), "float32"), name="divided")
+            sgd = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2, **options)
+        scheduled(lambda: strategy.run(lambda: sgd.apply([np.ones((4, 2), "float32")], [divided])))
+
+    error("a norm of one variable's parts", clipped, clipnorm=1.0)
+    error("a norm of all variables", clipped, global_clipnorm=1.0)
+    alive("a norm of all variables")
+
 if not is_native:
     # What nobody here knows any more is on no server.
     with strategy.scope():

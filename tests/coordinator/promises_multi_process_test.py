@@ -104,6 +104,8 @@ ERRORS = {
     "a dataset that raises": r"ValueError: an error of its own",
     "what cannot be pickled": r"InvalidArgumentError: .*pickled.*lock",
     "variables from outside": r"Unknown variable.*path=outside",
+    "a norm of one variable's parts": r"UnsupportedError: clipnorm cannot be [\s\S]*clipnorm=1.0, variable='divided'",
+    "a norm of all variables": r"UnsupportedError: global_clipnorm cannot be [\s\S]*\nReceived: global_clipnorm=1.0",
     "no shards": r"InvalidArgumentError: .* partitioner [\s\S]*\nReceived: .*returned=\[0, 1\]",
     "no list": r"InvalidArgumentError: .* partitioner [\s\S]*\nReceived: .*returned=2",
     "what is gone": r"CallFailed: ps \d .*KeyError",
@@ -125,4 +127,10 @@ def test_what_cannot_be_is_an_error_that_says_what_can(found: dict[str, Any]) ->
 
 
 ON_OWN_SERVERS = {"a worker that never comes", "a server that never comes", "what cannot be pickled"}
-ON_OWN_SERVERS |= {"variables from outside", "what is gone", "the first of two coordinators"}
+ON_OWN_SERVERS |= {
+    "a norm of one variable's parts",
+    "a norm of all variables",
+    "variables from outside",
+    "what is gone",
+    "the first of two coordinators",
+}
