@@ -40,6 +40,14 @@ def test_the_parts_are_the_whole(number: int) -> None:
         rest.part_of(items, "9/8")
 
 
+def test_three_turns_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for turn in (100, 101, 102):
+        monkeypatch.setattr(rest.turn, "turn", lambda turn=turn: turn)
+        found += [rest.third_of(f"{i}/4") for i in range(1, 5)]
+    assert sorted(found) == sorted(f"{i}/12" for i in range(1, 13))
+
+
 def test_a_run_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rest, "LEDGER", tmp_path / "ledger.json")
     monkeypatch.setattr(rest, "shards", lambda: {"good": ("-c", ""), "bad": ("-c", "raise SystemExit(3)")})
