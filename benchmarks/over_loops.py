@@ -92,7 +92,7 @@ def with_fit(name: str, strategy: Any, keras: Any, num_parts: int = 1) -> Callab
 
 
 def with_torch(name: str, kind: str) -> Callable[[], Any]:
-    """Returns a function that trains an epoch of `torch.nn` modules with DDP, Accelerate or Fabric."""
+    """Returns a function that trains an epoch of `torch.nn` modules with DDP, Accelerate, Fabric or `"alone"`."""
     import torch
     from torch import nn
 
@@ -118,7 +118,7 @@ def with_torch(name: str, kind: str) -> Callable[[], Any]:
         accelerator = Accelerator(cpu=True)
         model, optimizer = accelerator.prepare(model, optimizer)
         backward = accelerator.backward
-    else:
+    elif kind == "fabric":
         from lightning_fabric import Fabric
 
         fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")

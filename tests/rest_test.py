@@ -42,8 +42,8 @@ def test_the_parts_are_the_whole(number: int) -> None:
 
 def test_three_turns_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for turn in (100, 101, 102):
-        monkeypatch.setattr(rest.turn, "turn", lambda turn=turn: turn)
+    for commits in (100, 101, 102):
+        monkeypatch.setattr(rest.turn, "turn", lambda commits=commits: commits)
         found += [rest.third_of(f"{i}/4") for i in range(1, 5)]
     assert sorted(found) == sorted(f"{i}/12" for i in range(1, 13))
 
