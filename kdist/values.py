@@ -4,9 +4,33 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kdist.errors import InvalidArgumentError
+
+
+class TensorLike(Protocol):
+    """A tensor of some backend, in annotations of code that runs on all backends."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The lengths of the axes. TensorFlow may not know all of them while it traces."""
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the elements, as an object of the backend."""
+
+    def __add__(self, other: Any, /) -> TensorLike:
+        """Adds a tensor or a number to each element."""
+
+    def __sub__(self, other: Any, /) -> TensorLike:
+        """Subtracts a tensor or a number from each element."""
+
+    def __mul__(self, other: Any, /) -> TensorLike:
+        """Multiplies each element by a tensor or a number."""
+
+    def __truediv__(self, other: Any, /) -> TensorLike:
+        """Divides each element by a tensor or a number."""
 
 
 class ReduceOp(enum.Enum):

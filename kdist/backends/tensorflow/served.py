@@ -71,7 +71,7 @@ class Placement:
     def _place(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         for name in ("aggregation", "synchronization"):  # there is only one copy to aggregate
             kwargs.pop(name, None)
-        owner = keras_hooks.owner_in_creation()
+        owner: Any = keras_hooks.owner_in_creation()
         beside = [] if owner is None else shards_of(keras_hooks.native_value(owner))
         initial, dtype = kwargs.pop("initial_value"), kwargs.pop("dtype", None)
         kwargs.pop("shape", None)  # Keras 3.16 passes the whole shape, which does not fit a shard
