@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from kdist.keras_hooks.scalars import of_all_rows
 from kdist.keras_hooks.variables import stateless_scope
-from kdist.keras_hooks.wrapping import running_model_replica, running_replica, wrap
+from kdist.keras_hooks.wrapping import RunningReplica, running_model_replica, running_replica, wrap
 
 if TYPE_CHECKING:
     import keras
 
-    from kdist.keras_hooks.wrapping import RunningReplica
     from kdist.values import TensorLike
 
 

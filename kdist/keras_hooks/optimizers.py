@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from kdist.context import has_strategy
 from kdist.keras_hooks.own import is_own
 from kdist.keras_hooks.variables import stateless_scope
-from kdist.keras_hooks.wrapping import OWNER, running_replica, wrap
+from kdist.keras_hooks.wrapping import OWNER, RunningReplica, running_replica, wrap
 
 if TYPE_CHECKING:
     import keras
 
-    from kdist.keras_hooks.wrapping import RunningReplica
     from kdist.values import TensorLike
 
 

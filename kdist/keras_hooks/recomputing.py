@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kdist.errors import StrategyScopeError
 from kdist.keras_hooks.seeds import seeds_from
 from kdist.keras_hooks.threads import ThreadState
-from kdist.keras_hooks.wrapping import running_replica, wrap
-
-if TYPE_CHECKING:
-    from kdist.keras_hooks.wrapping import RunningReplica
+from kdist.keras_hooks.wrapping import RunningReplica, running_replica, wrap
 
 
 def _bound(function: Callable[..., object], replica: RunningReplica) -> Callable[..., object]:

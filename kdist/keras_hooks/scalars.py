@@ -7,12 +7,11 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING
 
-from kdist.keras_hooks.wrapping import running_model_replica, wrap
+from kdist.keras_hooks.wrapping import RunningReplica, running_model_replica, wrap
 
 if TYPE_CHECKING:
     import keras
 
-    from kdist.keras_hooks.wrapping import RunningReplica
     from kdist.values import TensorLike
 
 
