@@ -8,9 +8,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from kdist.errors import InvalidArgumentError
+
+_Result = TypeVar("_Result")
 
 _FILES = (".keras", ".h5", ".hdf5", ".json")
 
