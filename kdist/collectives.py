@@ -13,7 +13,7 @@ from kdist.context import StrategyLike, current_strategy, joined_strategy
 from kdist.errors import DatasetError, InvalidArgumentError, WorkerTimeoutError
 
 
-def broadcast(value: Any, source: int = 0, strategy: StrategyLike | None = None) -> Any:
+def broadcast(value: object, source: int = 0, strategy: StrategyLike | None = None) -> Any:
     """Returns the value of one worker on all workers. All workers must call it.
 
     Args:
@@ -47,7 +47,7 @@ def broadcast(value: Any, source: int = 0, strategy: StrategyLike | None = None)
     return _as_tensors(_exchange(runtime, mine)[source])
 
 
-def all_gather_object(value: Any, strategy: StrategyLike | None = None) -> list[Any]:
+def all_gather_object(value: object, strategy: StrategyLike | None = None) -> list[Any]:
     """Returns the objects of all workers. All workers must call it.
 
     Objects are not pickled. You can pass numbers, strings, `None`, arrays, and lists, tuples and dictionaries
@@ -103,7 +103,7 @@ def barrier(
         _within(timeout, name, lambda: check_equal(runtime, "barrier", {"name": name}, hint))
 
 
-def _within(timeout: float | None, name: str, function: Callable[[], Any]) -> None:
+def _within(timeout: float | None, name: str, function: Callable[[], object]) -> None:
     if timeout is None:
         function()
         return
@@ -137,7 +137,7 @@ def runtime_of(strategy: StrategyLike | None) -> Runtime | None:
     return None if chosen is None else chosen.runtime
 
 
-def _exchange(runtime: Runtime, value: Any) -> list[Any]:
+def _exchange(runtime: Runtime, value: object) -> list[Any]:
     """Gathers a value from every worker. If one worker cannot send its value, all workers raise."""
     from kdist.arrays.gathering import decode
 
@@ -153,13 +153,13 @@ def _exchange(runtime: Runtime, value: Any) -> list[Any]:
 _SUPPORTED = "Use numbers, strings, None and arrays, or lists, tuples and dictionaries of them."
 
 
-def _encoded(value: Any) -> bytes:
+def _encoded(value: object) -> bytes:
     import keras
 
     from kdist.arrays import rows
     from kdist.arrays.gathering import encode
 
-    def host(leaf: Any) -> Any:
+    def host(leaf: object) -> object:
         if leaf is None or isinstance(leaf, (bool, int, float, str)):
             return leaf
         if not hasattr(leaf, "shape"):
@@ -180,10 +180,10 @@ def _encoded(value: Any) -> bytes:
         ) from error
 
 
-def _as_tensors(value: Any) -> Any:
+def _as_tensors(value: object) -> object:
     import keras
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: object) -> object:
         numeric = hasattr(leaf, "dtype") and leaf.dtype.kind in "biufcV"
         return keras.ops.convert_to_tensor(leaf) if numeric else leaf
 

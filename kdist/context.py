@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from kdist.errors import InvalidArgumentError, StrategyScopeError
-from kdist.values import ReduceOp
+from kdist.values import ReduceOp, TensorLike
 
 
 class StrategyLike(Protocol):
@@ -31,7 +32,7 @@ class StrategyLike(Protocol):
     def scope(self) -> Scope[Any]:
         """Returns a context manager that makes this strategy the current one."""
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: int | None) -> Any:
         """Reduces a value over all replicas."""
 
 
@@ -116,7 +117,7 @@ class ReplicaContext:
         """The device of this replica, as a tuple with one name; empty for the default strategy."""
         return ()
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
+    def all_reduce(self, reduce_op: ReduceOp | str, value: object, options: object = None) -> Any:
         """Reduces a value and returns the result on all replicas. You can differentiate through it.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
@@ -144,7 +145,7 @@ class ReplicaContext:
         """
         op = ReduceOp.of(reduce_op)
 
-        def reduce(tensor: Any) -> Any:
+        def reduce(tensor: TensorLike) -> TensorLike:
             from kdist.arrays.structures import as_float, is_integer
 
             if op is ReduceOp.SUM or not is_integer(tensor):
@@ -153,7 +154,7 @@ class ReplicaContext:
 
         return self._map("all_reduce", reduce, value)
 
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+    def all_gather(self, value: object, axis: int, options: object = None) -> Any:
         """Concatenates the tensors of all replicas along an axis. You can differentiate through it.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
@@ -172,13 +173,16 @@ class ReplicaContext:
             StrategyScopeError: If this thread does not run this replica.
         """
 
-        def gather(tensor: Any) -> Any:
+        def gather(tensor: TensorLike) -> TensorLike:
             return self.gather_tensor(tensor, checked_axis(axis, len(tensor.shape)))
 
         return self._map("all_gather", gather, value)
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        merge_fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         """Calls a function once for all replicas of this worker, in the cross-replica context.
 
@@ -200,11 +204,11 @@ class ReplicaContext:
         with cross_replica(self._strategy):
             return merge_fn(self._strategy, *args, **(kwargs or {}))
 
-    def reduce_tensor(self, op: ReduceOp, tensor: Any) -> Any:
+    def reduce_tensor(self, op: ReduceOp, tensor: TensorLike) -> TensorLike:
         """Reduces a tensor over all replicas. The default strategy has only one replica."""
         return tensor
 
-    def gather_tensor(self, tensor: Any, axis: int) -> Any:
+    def gather_tensor(self, tensor: TensorLike, axis: int) -> TensorLike:
         """Concatenates a tensor over all replicas."""
         return tensor
 
@@ -220,7 +224,7 @@ class ReplicaContext:
                 hint="Call kdist.get_replica_context() inside the function that you pass to `strategy.run`.",
             )
 
-    def _map(self, method: str, function: Callable[[Any], Any], value: Any) -> Any:
+    def _map(self, method: str, function: Callable[[TensorLike], TensorLike], value: object) -> Any:
         self.require_running(method)
         from kdist.arrays.structures import map_tensors
 
@@ -244,10 +248,10 @@ S = TypeVar("S", bound=StrategyLike)
 class Scope(Generic[S]):
     """The context manager that `Strategy.scope` returns. It sets the current strategy of this thread."""
 
-    def __init__(self, strategy: S, resources: Any) -> None:
+    def __init__(self, strategy: S, resources: Callable[[], AbstractContextManager[object]]) -> None:
         self._strategy = strategy
         self._resources = resources
-        self._entered: list[Any] = []
+        self._entered: list[AbstractContextManager[object]] = []
 
     @property
     def strategy(self) -> S:

@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
 from kdist.checkpoint import ending
@@ -24,6 +24,12 @@ from kdist.coordinator.evaluator import SidecarEvaluator
 from kdist.errors import CheckpointNotFoundError, InvalidArgumentError
 from kdist.strategies.default import default_strategy
 from kdist.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.data.input_context import InputContext
+
 
 __all__ = ["Estimator", "EvalSpec", "RunConfig", "TrainSpec", "train_and_evaluate"]
 
@@ -61,9 +67,9 @@ class TrainSpec:
         callbacks: Keras callbacks.
     """
 
-    input_fn: Callable[..., Any]
+    input_fn: Callable[..., object]
     max_steps: int | None = None
-    callbacks: Sequence[Any] = ()
+    callbacks: Sequence[keras.callbacks.Callback] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +84,11 @@ class EvalSpec:
         callbacks: Keras callbacks, such as `kdist.callbacks.SidecarEvaluatorModelExport`.
     """
 
-    input_fn: Callable[..., Any]
+    input_fn: Callable[..., object]
     steps: int | None = 100
     start_delay_secs: float = 120.0
     throttle_secs: float = 600.0
-    callbacks: Sequence[Any] = ()
+    callbacks: Sequence[keras.callbacks.Callback] = ()
 
 
 class Estimator:
@@ -107,7 +113,9 @@ class Estimator:
     ```
     """
 
-    def __init__(self, model: Any, config: RunConfig | None = None) -> None:
+    def __init__(
+        self, model: keras.Model | Callable[[], keras.Model], config: RunConfig | None = None
+    ) -> None:
         import keras
 
         if not callable(model) or (isinstance(model, keras.Model) and not model.compiled):
@@ -119,15 +127,15 @@ class Estimator:
         self.config = config or RunConfig()
         self.model_dir = os.path.abspath(self.config.model_dir or tempfile.mkdtemp(prefix="kdist-estimator-"))
         self._source = model
-        self._models: dict[bool, Any] = {}
+        self._models: dict[bool, keras.Model] = {}
 
     def train(
         self,
-        input_fn: Callable[..., Any],
+        input_fn: Callable[..., object],
         steps: int | None = None,
         max_steps: int | None = None,
-        callbacks: Sequence[Any] = (),
-        after_saving: Callable[[], Any] | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
+        after_saving: Callable[[], object] | None = None,
     ) -> Estimator:
         """Trains the model, starting from the newest checkpoint. All workers must call it.
 
@@ -160,11 +168,11 @@ class Estimator:
 
     def evaluate(
         self,
-        input_fn: Callable[..., Any],
+        input_fn: Callable[..., object],
         steps: int | None = None,
         checkpoint_path: str | None = None,
-        callbacks: Sequence[Any] = (),
-    ) -> dict[str, Any]:
+        callbacks: Sequence[keras.callbacks.Callback] = (),
+    ) -> dict[str, float]:
         """Evaluates a checkpoint.
 
         Args:
@@ -195,7 +203,7 @@ class Estimator:
         )
         return logs | {"global_step": _steps_of(model)}
 
-    def model(self, trains: bool) -> Any:
+    def model(self, trains: bool) -> keras.Model:
         """Returns the model for training or for evaluation, and creates it on the first call."""
         import keras
 
@@ -207,7 +215,7 @@ class Estimator:
                 self._models[trains] = self._make(strategy, trains)
         return self._models[trains]
 
-    def _make(self, strategy: Strategy | None, trains: bool) -> Any:
+    def _make(self, strategy: Strategy | None, trains: bool) -> keras.Model:
         import keras
 
         source = self._source
@@ -223,8 +231,11 @@ class Estimator:
 
 
 def train_and_evaluate(
-    model: Any, train_spec: TrainSpec, eval_spec: EvalSpec, config: RunConfig | None = None
-) -> dict[str, Any] | None:
+    model: Estimator | keras.Model | Callable[[], keras.Model],
+    train_spec: TrainSpec,
+    eval_spec: EvalSpec,
+    config: RunConfig | None = None,
+) -> dict[str, float] | None:
     """Trains a model and evaluates its checkpoints. Run the same script on every task of the cluster.
 
     The task "evaluator" evaluates each new checkpoint until training has ended. All other tasks train. A
@@ -299,7 +310,7 @@ def _check(config: RunConfig, cluster: Cluster) -> None:
 
 def _evaluate_as_they_come(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
-) -> dict[str, Any] | None:
+) -> dict[str, float] | None:
     done = _Evaluator(
         estimator.model(trains=False),
         lambda: _dataset(estimator.config.eval_distribute, eval_spec.input_fn),
@@ -328,13 +339,13 @@ class _Turns:
         self._estimator, self._spec = estimator, spec
         self._began = time.monotonic()
         self._path: str | None = None
-        self._logs: dict[str, Any] = {}
+        self._logs: dict[str, float] = {}
 
     def __call__(self) -> None:
         if time.monotonic() - self._began >= self._spec.throttle_secs:
             self.last()
 
-    def last(self) -> dict[str, Any]:
+    def last(self) -> dict[str, float]:
         """Returns the results of the newest checkpoint, and evaluates it first if necessary."""
         newest = latest_checkpoint(self._estimator.model_dir)
         if newest is None or newest != self._path:
@@ -344,8 +355,8 @@ class _Turns:
         return self._logs
 
 
-def _dataset(strategy: Strategy | None, input_fn: Callable[..., Any]) -> Any:
-    def call(context: Any) -> Any:
+def _dataset(strategy: Strategy | None, input_fn: Callable[..., object]) -> Any:
+    def call(context: InputContext) -> object:
         parameters = inspect.signature(input_fn).parameters
         if "input_context" in parameters:
             return input_fn(input_context=context)
@@ -362,7 +373,7 @@ def _at_most(steps: int | None, data: Any) -> int | None:
     return steps
 
 
-def _steps_of(model: Any) -> int:
+def _steps_of(model: keras.Model) -> int:
     import keras
 
     return int(keras.ops.convert_to_numpy(model.optimizer.iterations))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.context import entered_function
 from kdist.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    import keras
 
-def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+
+def function(fn: Callable[..., object] | None = None, **options: object) -> Any:
     """Compiles a function that acts for all replicas, such as a training step that calls `strategy.run`.
 
     - TensorFlow uses `tf.function` without AutoGraph. For control flow, use `keras.ops.cond` and
@@ -54,7 +57,7 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     compiled = get_backend().function(fn, **options)
 
     @functools.wraps(compiled)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> object:
         with entered_function():
             return compiled(*args, **kwargs)
 
@@ -62,7 +65,7 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def value_and_grad(
-    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool = False
+    fn: Callable[..., object], variables: Sequence[keras.Variable], has_aux: bool = False
 ) -> Callable[..., Any]:
     """Returns a function that computes the result of `fn` and its gradients with respect to variables.
 

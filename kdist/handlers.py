@@ -22,7 +22,7 @@ def register(names: Mapping[str, Sequence[str]]) -> None:
     _homes.update({name: module for module, handlers in names.items() for name in handlers})
 
 
-def call(name: str, *args: Any, **kwargs: Any) -> Any:
+def call(name: str, *args: object, **kwargs: object) -> Any:
     """Calls a handler.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import NoReturn, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -60,7 +60,7 @@ class _LeftOut:
     def __init__(self, name: str, reason: str) -> None:
         self._name, self._reason = name, reason
 
-    def __get__(self, owner: object, kind: type) -> Any:
+    def __get__(self, owner: object, kind: type) -> NoReturn:
         message = f"{kind.__name__!r} has no attribute {self._name!r}. {self._reason}"
         raise AttributeError(message, name=self._name)
 

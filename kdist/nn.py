@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.strategies.default import get_replica_context
 
+if TYPE_CHECKING:
+    from kdist.values import TensorLike
+
 
 def compute_average_loss(
-    per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+    per_example_loss: object, sample_weight: object = None, global_batch_size: int | TensorLike | None = None
 ) -> Any:
     """Divides the losses of a replica by the number of rows of all replicas, and returns their sum.
 
@@ -63,7 +66,7 @@ def compute_average_loss(
     return ops.sum(losses) / ops.cast(global_batch_size, losses.dtype)
 
 
-def scale_regularization_loss(regularization_loss: Any) -> Any:
+def scale_regularization_loss(regularization_loss: object) -> Any:
     """Divides a regularization loss by the number of replicas, because every replica computes all of it.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kdist.errors import InvalidArgumentError, WorkerMismatchError
 
 if TYPE_CHECKING:
+    import keras
+    import numpy as np
+
     from kdist.strategies.strategy import Strategy
 
 
-def check_in_sync(model: Any, strategy: Strategy | None = None) -> None:
+def check_in_sync(model: keras.Model | Sequence[keras.Variable], strategy: Strategy | None = None) -> None:
     """Checks that all replicas of all workers have equal values of a model's variables.
 
     Replicas drift apart if anything other than kdist changes variables. Examples are an assignment on only
@@ -71,12 +74,12 @@ def check_in_sync(model: Any, strategy: Strategy | None = None) -> None:
         )
 
 
-def _digest(value: Any) -> str:
+def _digest(value: np.ndarray) -> str:
     head = f"{value.dtype.name} {value.shape}".encode()
     return hashlib.blake2b(head + value.tobytes(), digest_size=8).hexdigest()
 
 
-def _first_difference(workers: Sequence[Sequence[Any]]) -> tuple[str, float]:
+def _first_difference(workers: Sequence[Sequence[np.ndarray]]) -> tuple[str, float]:
     import numpy as np
 
     first = workers[0][0]

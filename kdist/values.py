@@ -4,9 +4,33 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kdist.errors import InvalidArgumentError
+
+
+class TensorLike(Protocol):
+    """A tensor of some backend, in annotations of code that runs on all backends."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The lengths of the axes. TensorFlow may not know all of them while it traces."""
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the elements, as an object of the backend."""
+
+    def __add__(self, other: Any, /) -> TensorLike:
+        """Adds a tensor or a number to each element."""
+
+    def __sub__(self, other: Any, /) -> TensorLike:
+        """Subtracts a tensor or a number from each element."""
+
+    def __mul__(self, other: Any, /) -> TensorLike:
+        """Multiplies each element by a tensor or a number."""
+
+    def __truediv__(self, other: Any, /) -> TensorLike:
+        """Divides each element by a tensor or a number."""
 
 
 class ReduceOp(enum.Enum):
@@ -24,7 +48,7 @@ class ReduceOp(enum.Enum):
     MEAN = "MEAN"
 
     @classmethod
-    def of(cls, value: Any) -> ReduceOp:
+    def of(cls, value: object) -> ReduceOp:
         """Returns the operation for a name or an operation.
 
         Raises:
@@ -53,7 +77,7 @@ class DistributedValues:
         values: The components, in the order of the local replicas.
     """
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Sequence[object]) -> None:
         self._values = tuple(values)
 
     @property
@@ -62,11 +86,13 @@ class DistributedValues:
         return self._values
 
     # TensorFlow's protocol for values that enter and leave a `tf.function`.
-    def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
+    def __tf_flatten__(self) -> tuple[object, tuple[object, ...]]:
         return (type(self),), self._values
 
     @classmethod
-    def __tf_unflatten__(cls, metadata: Any, components: Sequence[Any]) -> DistributedValues:
+    def __tf_unflatten__(
+        cls, metadata: tuple[type[DistributedValues]], components: Sequence[object]
+    ) -> DistributedValues:
         return metadata[0](components)
 
     def __repr__(self) -> str:
@@ -85,14 +111,14 @@ class PerReplica(DistributedValues):
     """
 
 
-def is_same(leaves: Sequence[Any]) -> bool:
+def is_same(leaves: Sequence[object]) -> bool:
     """Returns whether all replicas have the same object, or equal Python values."""
     first = leaves[0]
     by_value = type(first) in (bool, int, float, complex, str, bytes)
     return all(leaf is first or (by_value and type(leaf) is type(first) and leaf == first) for leaf in leaves)
 
 
-def regroup(parts: Sequence[Any], map_structure: Callable[..., Any], always_wrap: bool = True) -> Any:
+def regroup(parts: Sequence[object], map_structure: Callable[..., Any], always_wrap: bool = True) -> Any:
     """Turns one structure per replica into one structure of `PerReplica` leaves.
 
     As in `tf.distribute`, the structure of a single replica is returned unchanged.
@@ -105,17 +131,17 @@ def regroup(parts: Sequence[Any], map_structure: Callable[..., Any], always_wrap
     if len(parts) == 1:
         return parts[0]
 
-    def join(*leaves: Any) -> Any:
+    def join(*leaves: object) -> object:
         same = leaves[0] is None if always_wrap else True
         return leaves[0] if same and is_same(leaves) else PerReplica(leaves)
 
     return map_structure(join, *parts)
 
 
-def component(value: Any, index: int, map_structure: Callable[..., Any]) -> Any:
+def component(value: object, index: int, map_structure: Callable[..., Any]) -> Any:
     """Returns one local replica's part of a structure. Plain values are the same for all replicas."""
 
-    def take(leaf: Any) -> Any:
+    def take(leaf: object) -> object:
         if not isinstance(leaf, DistributedValues):
             return leaf
         if index >= len(leaf.values):
@@ -130,7 +156,7 @@ def component(value: Any, index: int, map_structure: Callable[..., Any]) -> Any:
 
 
 def local_results(
-    value: Any, num_local: int, map_structure: Callable[..., Any], is_nested: Callable[[Any], bool]
+    value: object, num_local: int, map_structure: Callable[..., Any], is_nested: Callable[[object], bool]
 ) -> tuple[Any, ...]:
     """Returns one structure per local replica, the reverse of `regroup`; `(value,)` for a plain value."""
     if not is_nested(value) and not isinstance(value, DistributedValues):

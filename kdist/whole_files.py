@@ -8,9 +8,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypeVar
 
 from kdist.errors import InvalidArgumentError
+
+_Result = TypeVar("_Result")
 
 _FILES = (".keras", ".h5", ".hdf5", ".json")
 
@@ -73,7 +75,7 @@ def check_output(path: str) -> None:
         ) from error
 
 
-def write_whole(path: str, write: Callable[[Any], Any], worker_index: int) -> tuple[Any, str]:
+def write_whole(path: str, write: Callable[[str], _Result], worker_index: int) -> tuple[_Result, str]:
     """Calls a function that writes a file or directory, and moves the result to its path when it is complete.
 
     The function writes into a hidden directory next to `path`. If the process is killed, the hidden directory

@@ -6,13 +6,17 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.checkpoint import layout
 from kdist.checkpoint.checksums import crc32
 from kdist.checkpoint.index import File, Index, Piece, Tensor, parse
 from kdist.checkpoint.progress import progress
 from kdist.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+
+if TYPE_CHECKING:
+    import numpy as np
+
 
 _CHUNK = 1 << 20  # small enough that the bytes are still in the processor's cache for the checksum
 _THREADS = 4
@@ -56,7 +60,9 @@ def _read(file: str) -> bytes:
         return stream.read()
 
 
-def read_tensors(path: str, index: Index, wanted: Sequence[Tensor], shown: bool = False) -> dict[str, Any]:
+def read_tensors(
+    path: str, index: Index, wanted: Sequence[Tensor], shown: bool = False
+) -> dict[str, np.ndarray]:
     """Reads tensors in several threads, verifies their checksums, and returns NumPy arrays by name.
 
     If `shown` is true, a progress line appears when reading takes long.
@@ -88,7 +94,7 @@ def read_tensors(path: str, index: Index, wanted: Sequence[Tensor], shown: bool 
     }
 
 
-def dtype_of(name: str) -> Any:
+def dtype_of(name: str) -> np.dtype:
     """Returns NumPy's dtype for a name, also for a dtype of `ml_dtypes` such as "bfloat16"."""
     import ml_dtypes  # noqa: F401  # registers its dtypes with NumPy
     import numpy as np

@@ -62,8 +62,8 @@ class Checkpoint:
     ```
     """
 
-    def __init__(self, root: Any = None, *, random: bool = True, **objects: Any) -> None:
-        self._objects: dict[str, Any] = {}
+    def __init__(self, root: object = None, *, random: bool = True, **objects: object) -> None:
+        self._objects: dict[str, object] = {}
         self._random = random
         self._counter = 0
         self._serial = next(_serials)
@@ -76,7 +76,7 @@ class Checkpoint:
             return objects[name]
         raise AttributeError(f"The checkpoint has no object {name!r}. Its objects are: {sorted(objects)}.")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name.startswith("_"):
             super().__setattr__(name, value)
             return

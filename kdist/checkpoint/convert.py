@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from kdist.checkpoint.checked_reading import read_index
@@ -69,7 +67,7 @@ def _name(index: Index, wanted: str | None) -> str:
     )
 
 
-def _make(path: str, index: Index, name: str) -> tuple[Any, str]:
+def _make(path: str, index: Index, name: str) -> tuple[keras.Model, str]:
     config = index.configs.get(name)
     if config is None:
         raise CheckpointError(

@@ -50,11 +50,11 @@ class Wish:
     directory: str
     prefix: str  # the name without the number, such as "ckpt"
     number: Callable[[], int] | None  # called on the chief; `None` for a checkpoint without a number
-    facts: Any  # must be equal on all workers
+    facts: object  # must be equal on all workers
     failure: str | None  # why this worker's last save failed, if it did
 
 
-def gather_from(runtime: Runtime | None, value: Any) -> list[Any]:
+def gather_from(runtime: Runtime | None, value: object) -> list[Any]:
     """Gathers a JSON value from every worker, or only from this process if there is no runtime."""
     return [value] if runtime is None else gather(runtime, value)
 

@@ -104,9 +104,9 @@ class Index:
     parts: Mapping[str, Mapping[str, Any]]  # the kind and the aliases of each object
     tensors: Sequence[Tensor]
     files: Sequence[File]
-    values: Mapping[str, Any] = field(default_factory=dict)  # plain values by name
+    values: Mapping[str, object] = field(default_factory=dict)  # plain values by name
     # For each object with `get_state`: one state per worker in `workers`, or a single state if all are equal.
-    states: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    states: Mapping[str, Sequence[object]] = field(default_factory=dict)
     # The Keras configuration of each model, or `None` if it cannot be converted to JSON.
     configs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -219,11 +219,11 @@ def _need(condition: bool, what: str) -> None:
         raise ValueError(f"invalid {what}")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError(f"a list was expected, not {type(value).__name__}")
     return value

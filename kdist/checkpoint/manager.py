@@ -16,6 +16,8 @@ from kdist.errors import CheckpointMismatchError, InvalidArgumentError
 from kdist.whole_files import whole_file
 
 if TYPE_CHECKING:
+    import keras
+
     from kdist.checkpoint.checkpoint import Checkpoint
 
 
@@ -63,9 +65,9 @@ class CheckpointManager:
         max_to_keep: int | None,
         keep_checkpoint_every_n_hours: float | None = None,
         checkpoint_name: str = "ckpt",
-        step_counter: Any = None,
+        step_counter: str | Callable[[], int] | keras.Variable | None = None,
         checkpoint_interval: int | None = None,
-        init_fn: Callable[[], Any] | None = None,
+        init_fn: Callable[[], object] | None = None,
     ) -> None:
         if max_to_keep is not None and (not isinstance(max_to_keep, int) or max_to_keep < 1):
             raise InvalidArgumentError(
@@ -236,7 +238,7 @@ class CheckpointManager:
             return {"last": float(state["last"]), "kept": list(state["kept"])}
         return {"last": self._made, "kept": []}
 
-    def _write_kept(self, state: dict[str, Any]) -> None:
+    def _write_kept(self, state: dict[str, object]) -> None:
         with whole_file(self._kept_path) as file:
             file.write(json.dumps(state).encode())
 

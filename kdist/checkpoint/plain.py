@@ -16,14 +16,14 @@ from kdist.errors import InvalidArgumentError
 _SPECIAL = ("$tuple", "$dict", "$bytes", "$array", "$tensor")
 
 
-def encode(name: str, value: Any, store: Callable[[str, Any], None] | None = None) -> Any:
+def encode(name: str, value: object, store: Callable[[str, np.ndarray], None] | None = None) -> object:
     """Returns a value as JSON. Passes each array and its name to `store`, or embeds arrays if it is `None`.
 
     Raises:
         InvalidArgumentError: If the value contains an object of an unsupported type.
     """
 
-    def visit(at: str, item: Any) -> Any:
+    def visit(at: str, item: object) -> object:
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
         if isinstance(item, np.generic):
@@ -52,7 +52,7 @@ def encode(name: str, value: Any, store: Callable[[str, Any], None] | None = Non
     return visit(name, value)
 
 
-def _array(name: str, array: Any, store: Callable[[str, Any], None] | None) -> Any:
+def _array(name: str, array: np.ndarray, store: Callable[[str, np.ndarray], None] | None) -> object:
     if store is not None:
         store(name, array)
         return {"$tensor": name}
@@ -60,7 +60,7 @@ def _array(name: str, array: Any, store: Callable[[str, Any], None] | None) -> A
     return {"$array": [array.dtype.name, list(array.shape), data]}
 
 
-def decode(value: Any, arrays: Any = None) -> Any:
+def decode(value: object, arrays: Any = None) -> Any:
     """Returns the value that `encode` converted. `arrays` contains the stored arrays by name."""
     if isinstance(value, list):
         return [decode(part, arrays) for part in value]
@@ -81,7 +81,7 @@ def decode(value: Any, arrays: Any = None) -> Any:
     return {key: decode(part, arrays) for key, part in value.items()}
 
 
-def tensors_in(value: Any) -> list[str]:
+def tensors_in(value: object) -> list[str]:
     """Returns the names of the stored arrays in the JSON from `encode`."""
     if isinstance(value, list):
         return [name for part in value for name in tensors_in(part)]

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TextIO
 
 _PATIENCE = 2.0  # seconds until the line appears
 _PAUSE = 0.1  # seconds between two updates of the line
@@ -39,7 +39,7 @@ def progress(what: str, num_bytes: int, shown: bool = True) -> Iterator[Callable
 
 
 class _Line:
-    def __init__(self, stream: Any, what: str, num_bytes: int) -> None:
+    def __init__(self, stream: TextIO, what: str, num_bytes: int) -> None:
         self._stream, self._what, self._total = stream, what, num_bytes
         self._lock = threading.Lock()
         self._done = self._width = 0
@@ -79,7 +79,7 @@ class _Line:
         self._width = len(text)
 
 
-def _is_looked_at(stream: Any) -> bool:
+def _is_looked_at(stream: TextIO | None) -> bool:
     if stream is None:
         return False
     try:

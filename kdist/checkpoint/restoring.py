@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kdist.backends.messages import call_on_all
 from kdist.checkpoint import plain, state
@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import keras
+    import numpy as np
 
     from kdist.backends.contract import Runtime
     from kdist.context import StrategyLike
 
 _RANDOM = "random"
 _COUNTER = "save_counter"
+
+_Result = TypeVar("_Result")
+_Fact = tuple[str, tuple[int, ...], str]  # the name, the shape and the dtype of a variable
 
 
 class RestoreStatus:
@@ -87,7 +91,7 @@ class RestoreStatus:
 class _Plan:
     """The assignments of a restore."""
 
-    variables: list[tuple[Any, Tensor]]
+    variables: list[tuple[keras.Variable, Tensor]]
     states: list[tuple[Any, Any]]
     unused: list[str]
     unmatched: list[str]
@@ -95,7 +99,7 @@ class _Plan:
 
 def restore(
     path: str,
-    objects: dict[str, Any],
+    objects: dict[str, object],
     strategy: StrategyLike | None,
     runtime: Runtime | None,
     random: bool,
@@ -111,7 +115,7 @@ def restore(
     with scope_of(strategy):
         parts = _on_all(runtime, path, lambda: state.collect(objects))
 
-    before: list[Any] = []  # the previous random state of this process, once it was replaced
+    before: list[dict[str, object]] = []  # the previous random state of this process, once it was replaced
 
     def prepare() -> tuple[_Plan, dict[str, Any], dict[str, Any]]:
         with _named_damage(path):
@@ -195,7 +199,7 @@ def restore_weights(path: str, model: keras.Model) -> None:
             variable.assign(_converted(path, tensor, values[tensor.name], variable))
 
 
-def _iterations(index: Index, name: str, model: keras.Model) -> list[tuple[Any, Tensor]]:
+def _iterations(index: Index, name: str, model: keras.Model) -> list[tuple[keras.Variable, Tensor]]:
     own = f"{name}.optimizer"
     saved = [part for part, facts in index.parts.items() if own in (part, *facts["aliases"])]
     first = [tensor for tensor in index.tensors if tensor.name in [f"{part}/0/iteration" for part in saved]]
@@ -203,7 +207,7 @@ def _iterations(index: Index, name: str, model: keras.Model) -> list[tuple[Any, 
     return [] if iterations is None else [(iterations, tensor) for tensor in first]
 
 
-def _on_all(runtime: Runtime | None, path: str, function: Callable[[], Any]) -> Any:
+def _on_all(runtime: Runtime | None, path: str, function: Callable[[], _Result]) -> _Result:
     damage: list[CheckpointCorruptError] = []
 
     def read() -> Any:
@@ -278,7 +282,9 @@ def match(path: str, index: Index, parts: Sequence[state.Part], worker: int, num
     return plan
 
 
-def _pairs(path: str, part: state.Part, tensors: Sequence[Tensor]) -> list[tuple[Any, Tensor]] | None:
+def _pairs(
+    path: str, part: state.Part, tensors: Sequence[Tensor]
+) -> list[tuple[keras.Variable, Tensor]] | None:
     mine = [
         (name.partition("/")[2], tuple(variable.shape), state.dtype_name(variable))
         for name, variable in part.variables.items()
@@ -299,12 +305,12 @@ def _pairs(path: str, part: state.Part, tensors: Sequence[Tensor]) -> list[tuple
     )
 
 
-def _without_width(fact: Any) -> Any:
+def _without_width(fact: _Fact | None) -> object:
     """Ignores the width of integers, because the widths of counters and seeds differ between backends."""
     return fact and (*fact[:2], "int" if "int" in fact[2] else fact[2])
 
 
-def _converted(path: str, tensor: Tensor, array: Any, variable: Any) -> Any:
+def _converted(path: str, tensor: Tensor, array: np.ndarray, variable: keras.Variable) -> np.ndarray:
     wanted = state.dtype_name(variable)
     if wanted == tensor.dtype:
         return array
@@ -318,17 +324,17 @@ def _converted(path: str, tensor: Tensor, array: Any, variable: Any) -> Any:
     return converted
 
 
-def _words(fact: Any) -> str:
+def _words(fact: _Fact) -> str:
     return f"variable {fact[0].partition('/')[0] or 0}, {fact[0].partition('/')[2] or 'value'}"
 
 
-def _facts(fact: Any, number: int) -> str:
+def _facts(fact: _Fact | None, number: int) -> str:
     if fact is None:
         return f"only {number} variables"
     return f"{fact[0].partition('/')[2]} {fact[2]}{list(fact[1])}, of {number} variables"
 
 
-def _state(path: str, index: Index, name: str, worker: int, num_workers: int) -> Any:
+def _state(path: str, index: Index, name: str, worker: int, num_workers: int) -> object:
     states = index.states[name]
     if len(states) > 1 and num_workers != len(states):
         raise CheckpointMismatchError(

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -33,26 +33,26 @@ class Contents:
     """The contents of a checkpoint to save."""
 
     parts: list[state.Part]
-    sources: list[Any]  # the variable or array of each tensor
+    sources: list[keras.Variable | np.ndarray]  # the variable or array of each tensor
     tensors: list[Tensor]  # without pieces
-    values: dict[str, Any]  # plain values, as JSON
-    states: dict[str, Any]  # the states of this worker's objects, as JSON
+    values: dict[str, object]  # plain values, as JSON
+    states: dict[str, object]  # the states of this worker's objects, as JSON
 
-    def facts(self) -> Any:
+    def facts(self) -> list[list[object]]:
         """Returns the properties that must be equal on all workers."""
         return [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in self.tensors]
 
 
-def scope_of(strategy: StrategyLike | None) -> contextlib.AbstractContextManager[Any]:
+def scope_of(strategy: StrategyLike | None) -> contextlib.AbstractContextManager[object]:
     """Returns the scope in which to create and assign variables."""
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
-def describe(objects: Mapping[str, Any], strategy: StrategyLike | None, random: bool) -> Contents:
+def describe(objects: Mapping[str, object], strategy: StrategyLike | None, random: bool) -> Contents:
     """Returns the contents of objects, without copying variables."""
     with scope_of(strategy):
         parts = state.collect(objects)
-    named: dict[str, Any] = {}
+    named: dict[str, keras.Variable | np.ndarray] = {}
     values, states = {}, {}
     for part in parts:
         named.update(part.variables)
@@ -69,7 +69,7 @@ def describe(objects: Mapping[str, Any], strategy: StrategyLike | None, random: 
     return Contents(parts, list(named.values()), tensors, values, states)
 
 
-def _dtype(name: str, source: Any) -> str:
+def _dtype(name: str, source: keras.Variable | np.ndarray) -> str:
     dtype = state.dtype_name(source)
     if dtype not in DTYPES:
         raise CheckpointError(
@@ -92,7 +92,7 @@ def take(
     spans = cut([tensor.size for tensor in contents.tensors], folder.rank, len(folder.members))
 
     check = (lambda: None) if runtime is None else runtime.group.check_intact
-    read: Callable[[], Iterable[Any]] = functools.partial(_read, contents.sources, spans, check)
+    read: Callable[[], Iterable[np.ndarray]] = functools.partial(_read, contents.sources, spans, check)
     if runtime is not None and runtime.divides_over_workers:
         parts = _gather(contents, spans, runtime)
         read = functools.partial(iter, parts)
@@ -115,22 +115,24 @@ def take(
     return Share(contents.tensors, spans, read, facts, contents.states)
 
 
-def _read(sources: Sequence[Any], spans: Sequence[Span], check: Callable[[], None]) -> Iterator[Any]:
+def _read(
+    sources: Sequence[keras.Variable | np.ndarray], spans: Sequence[Span], check: Callable[[], None]
+) -> Iterator[np.ndarray]:
     for span in spans:
         yield _bytes_of(sources[span.tensor], span)
     check()
 
 
-def _bytes_of(source: Any, span: Span) -> Any:
+def _bytes_of(source: keras.Variable | np.ndarray, span: Span) -> np.ndarray:
     array = np.ascontiguousarray(state.to_host(source)).reshape(-1)
     return array[span.first : span.last].view(np.uint8)
 
 
-def _gather(contents: Contents, spans: Sequence[Span], runtime: Runtime) -> list[Any]:
+def _gather(contents: Contents, spans: Sequence[Span], runtime: Runtime) -> list[np.ndarray]:
     """Gathers groups of sharded variables on all workers, and copies this worker's spans of each group."""
     variables = [source for source in contents.sources if isinstance(source, keras.Variable)]
     place = {id(source): number for number, source in enumerate(contents.sources)}
-    found: dict[Span, Any] = {}
+    found: dict[Span, np.ndarray] = {}
     for some in _in_groups(variables, contents.tensors, place):
         numbers = {place[id(variable)] for variable in some}
         with runtime.kept_whole(some):
@@ -143,9 +145,9 @@ def _gather(contents: Contents, spans: Sequence[Span], runtime: Runtime) -> list
 
 
 def _in_groups(
-    variables: Sequence[Any], tensors: Sequence[Tensor], place: Mapping[int, int]
-) -> Iterator[list[Any]]:
-    some: list[Any] = []
+    variables: Sequence[keras.Variable], tensors: Sequence[Tensor], place: Mapping[int, int]
+) -> Iterator[list[keras.Variable]]:
+    some: list[keras.Variable] = []
     size = 0
     for variable in variables:
         of_this = tensors[place[id(variable)]].size

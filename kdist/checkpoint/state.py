@@ -12,7 +12,7 @@ import json
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,13 +44,13 @@ class Part:
     # "model", "optimizer", …; "state" for an object with `get_state`, "value" for a plain value.
     kind: str
     owner: Any
-    variables: dict[str, Any] = field(default_factory=dict)  # By name.
+    variables: dict[str, keras.Variable] = field(default_factory=dict)  # By name.
     aliases: tuple[str, ...] = ()  # Other names of the same object.
     may_differ: bool = False  # Whether to skip it, instead of raising, if the saved variables differ.
-    put: Callable[[Any], None] | None = None  # Replaces a plain value.
+    put: Callable[[object], None] | None = None  # Replaces a plain value.
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Returns the kind of an object, as in `Part.kind`."""
     for cls, kind in _KINDS:
         if isinstance(value, cls):
@@ -60,7 +60,7 @@ def kind_of(value: Any) -> str:
     return "value"
 
 
-def collect(objects: Mapping[str, Any]) -> list[Part]:
+def collect(objects: Mapping[str, object]) -> list[Part]:
     """Returns the parts of objects, including objects inside lists and dictionaries.
 
     Raises:
@@ -97,14 +97,14 @@ def collect_layers(models: Mapping[str, keras.Model]) -> list[Part]:
     return [Part(name, "model", model, _named("model", model, name)) for name, model in models.items()]
 
 
-def sync(objects: Mapping[str, Any]) -> None:
+def sync(objects: Mapping[str, object]) -> None:
     """Copies the state of models in training to their variables."""
     for _, value, _ in _flatten(objects):
         if isinstance(value, keras.Model):
             keras_hooks.sync_state(value)
 
 
-def strategy_of(value: Any) -> StrategyLike | None:
+def strategy_of(value: object) -> StrategyLike | None:
     """Returns the strategy of an object, or the first strategy found in a dictionary, list or tuple."""
     if isinstance(value, (dict, list, tuple)):
         parts = value.values() if isinstance(value, dict) else value
@@ -131,13 +131,13 @@ def _flatten(objects: Any, prefix: str = "") -> Iterator[tuple[str, Any, Callabl
             yield name, value, None if fixed else functools.partial(operator.setitem, objects, key)
 
 
-def _holds_objects(value: Any) -> bool:
+def _holds_objects(value: object) -> bool:
     if isinstance(value, (dict, list, tuple)):
         return any(map(_holds_objects, value.values() if isinstance(value, dict) else value))
     return kind_of(value) != "value"
 
 
-def _compiled(name: str, model: Any, given: Mapping[int, str], before: list[Part]) -> list[Part]:
+def _compiled(name: str, model: keras.Model, given: Mapping[int, str], before: list[Part]) -> list[Part]:
     """Returns the metrics from `compile`, and the optimizer unless it has a separate part."""
     parts = []
     optimizer = getattr(model, "optimizer", None)
@@ -154,7 +154,7 @@ def _compiled(name: str, model: Any, given: Mapping[int, str], before: list[Part
     return parts
 
 
-def _build(optimizer: Any, models: list[Any]) -> None:
+def _build(optimizer: keras.optimizers.Optimizer, models: list[keras.Model]) -> None:
     if optimizer.built:
         return
     owners = [model for model in models if getattr(model, "optimizer", None) is optimizer] or models
@@ -162,7 +162,7 @@ def _build(optimizer: Any, models: list[Any]) -> None:
         optimizer.build(owners[0].trainable_variables)
 
 
-def _named(kind: str, value: Any, name: str) -> dict[str, Any]:
+def _named(kind: str, value: Any, name: str) -> dict[str, keras.Variable]:
     if kind in ("model", "layer") and not value.built:
         raise CheckpointError(
             f"Cannot save or restore the {kind} {name!r}: it has no variables yet.",
@@ -180,7 +180,7 @@ def _named(kind: str, value: Any, name: str) -> dict[str, Any]:
     return {}
 
 
-def _by_position(name: str, variables: Any) -> dict[str, Any]:
+def _by_position(name: str, variables: Iterable[keras.Variable]) -> dict[str, keras.Variable]:
     return {f"{name}/{i}/{_short(variable.path)}": variable for i, variable in enumerate(variables)}
 
 
@@ -189,7 +189,7 @@ def _short(path: str) -> str:
     return "/".join(_COUNTER.sub("", part) for part in path.split("/")[-2:])
 
 
-def _slot(variable: Any, position: int) -> str:
+def _slot(variable: keras.Variable, position: int) -> str:
     """Returns the name of an optimizer variable ("iteration"), or the kind of a slot ("momentum")."""
     name = _COUNTER.sub("", variable.path.split("/")[-1])
     # Use `len`, because the truth value of a TensorFlow shape does not depend on its rank.
@@ -199,7 +199,7 @@ def _slot(variable: Any, position: int) -> str:
 # Values and states --------------------------------------------------------------------------------------------
 
 
-def to_host(source: Any) -> Any:
+def to_host(source: object) -> np.ndarray:
     """Returns the value of a variable or an array as a NumPy array, which may share memory with it."""
     if not isinstance(source, keras.Variable):
         return np.asarray(source)
@@ -208,14 +208,14 @@ def to_host(source: Any) -> Any:
     return array if array.dtype == wanted else array.astype(wanted)
 
 
-def dtype_name(source: Any) -> str:
+def dtype_name(source: object) -> str:
     """Returns Keras's dtype name of a variable or an array."""
     if isinstance(source, keras.Variable):
         return keras.backend.standardize_dtype(source.dtype)
     return np.asarray(source).dtype.name
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> dict[str, object]:
     """Returns the global random states of this process: Python, NumPy, Keras and the backend."""
     seed = keras_hooks.global_seed_generator()
     name, words, position, has_gauss, gauss = np.random.get_state()
@@ -237,7 +237,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         get_backend().set_random_state(state["backend_state"])
 
 
-def config_of(model: Any) -> Any:
+def config_of(model: keras.Model) -> object:
     """Returns the Keras configuration of a model as JSON, or `None` if it cannot be converted to JSON."""
     try:
         with keras_hooks.without_tensorflow():

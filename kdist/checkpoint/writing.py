@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist import faults, tracing
 from kdist.backends import stalls, threads, whereabouts
@@ -29,6 +29,10 @@ from kdist.checkpoint.index import DTYPES, File, Index, Piece, Tensor, dump
 from kdist.checkpoint.shards import Span
 from kdist.cluster import liveness
 from kdist.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import numpy as np
+
 
 _CHUNK = 32 << 20
 _POLL = 0.01
@@ -48,9 +52,9 @@ class Share:
 
     tensors: Sequence[Tensor]  # All tensors of the checkpoint.
     spans: Sequence[Span]  # The spans of this worker.
-    read: Callable[[], Iterable[Any]]  # Yields the bytes of each span once.
+    read: Callable[[], Iterable[np.ndarray]]  # Yields the bytes of each span once.
     facts: Mapping[str, Any]  # Further fields of the index.
-    states: Mapping[str, Any]  # The states of this worker's objects.
+    states: Mapping[str, object]  # The states of this worker's objects.
 
     def offsets(self) -> list[int]:
         """Returns the offset of each span after the header, followed by the end of the last span."""
@@ -60,7 +64,7 @@ class Share:
 
 def header_of(share: Share) -> bytes:
     """Returns the header of a safetensors file, including its length."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "kdist.checkpoint"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "kdist.checkpoint"}}
     for span, (begin, end) in zip(share.spans, itertools.pairwise(share.offsets()), strict=True):
         tensor = share.tensors[span.tensor]
         whole = span.last - span.first == tensor.size.elements
@@ -141,7 +145,7 @@ def write_shard(folder: Folder, share: Share) -> None:
     offsets = share.offsets()
     checksums: list[Callable[[], int]] = []
 
-    def parts() -> Iterator[Any]:
+    def parts() -> Iterator[bytes | np.ndarray]:
         yield header
         for part in share.read():
             if pool is not None:
@@ -261,7 +265,7 @@ def merge(folder: Folder, share: Share, reports: Sequence[Mapping[str, Any]]) ->
     )
 
 
-def wait_for(folder: Folder, rank: int) -> Any:
+def wait_for(folder: Folder, rank: int) -> Mapping[str, Any]:
     """Waits for and returns the report of one worker of the directory.
 
     Raises:
@@ -269,7 +273,7 @@ def wait_for(folder: Folder, rank: int) -> Any:
     """
     path = os.path.join(folder.temporary, layout.report(rank))
     worker = folder.members[rank]
-    seen: Any = None
+    seen: list[tuple[str, int]] | None = None
     looked = -math.inf
     while True:
         now = time.monotonic()

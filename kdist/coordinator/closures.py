@@ -22,10 +22,10 @@ class Result(RemoteValue):
 
     def __init__(self) -> None:
         self._done = threading.Event()
-        self._value: Any = None
+        self._value: object = None
         self._error: BaseException | None = None
 
-    def set(self, value: Any, error: BaseException | None = None) -> None:
+    def set(self, value: object, error: BaseException | None = None) -> None:
         """Sets the value, or the error."""
         self._value, self._error = value, error
         self._done.set()
@@ -60,9 +60,9 @@ class Closure:
     """
 
     index: int
-    fn: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    fn: Callable[..., object]
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
     result: Result
     done: Callable[[Any], None] | None = None
 
@@ -88,9 +88,9 @@ class Closures:
 
     def add(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         done: Callable[[Any], None] | None = None,
     ) -> Result:
         """Adds a call at the end of the queue. Raises the error of an earlier closure."""
@@ -129,7 +129,7 @@ class Closures:
             else:
                 closure.result.set(None, _cancelled(self._error))
 
-    def end(self, closure: Closure, value: Any = None, error: BaseException | None = None) -> None:
+    def end(self, closure: Closure, value: object = None, error: BaseException | None = None) -> None:
         """Sets the result of a closure. An error cancels all pending closures."""
         with self._changed:
             if error is None and closure.done is not None:

@@ -57,9 +57,9 @@ class ClusterCoordinator:
 
     def schedule(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> RemoteValue:
         """Schedules one call of a function on any worker, and returns immediately.
 
@@ -98,7 +98,7 @@ class ClusterCoordinator:
         """
         return self._coordination.closures.done()
 
-    def fetch(self, val: Any) -> Any:
+    def fetch(self, val: object) -> Any:
         """Waits for the `RemoteValue`s in a structure, and returns their results.
 
         Args:
@@ -113,7 +113,7 @@ class ClusterCoordinator:
             lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
         )
 
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
+    def create_per_worker_dataset(self, dataset_fn: object) -> PerWorkerValues:
         """Creates a dataset on each worker.
 
         Args:

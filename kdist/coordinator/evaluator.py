@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,11 +93,11 @@ class SidecarEvaluator:
     def __init__(
         self,
         model: keras.Model,
-        data: Any,
+        data: object,
         checkpoint_dir: str | os.PathLike[str],
         steps: int | None = None,
         max_evaluations: int | None = None,
-        callbacks: Any = None,
+        callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None = None,
         *,
         batch_size: int | None = None,
         verbose: int = 1,
@@ -252,7 +253,9 @@ class SidecarEvaluator:
         )
 
 
-def _check(data: Any, checkpoint_dir: Any, max_evaluations: Any, poll_seconds: float) -> None:
+def _check(
+    data: object, checkpoint_dir: str | os.PathLike[str], max_evaluations: int | None, poll_seconds: float
+) -> None:
     if isinstance(data, types.GeneratorType):
         raise InvalidArgumentError(
             "`data` is a generator, which the evaluator can read only once.",

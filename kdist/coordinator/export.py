@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import keras
 
@@ -39,14 +38,14 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):
         export_filepath: str | os.PathLike[str],
         checkpoint_filepath: str | os.PathLike[str] | None = None,
         monitor: str = "loss",
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(export_filepath, monitor.removeprefix("val_"), **{"save_best_only": True} | kwargs)
         self.checkpoint_filepath = checkpoint_filepath
         self.checkpoint_number: int | None = None
         self._count = 0
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: dict[str, float] | None = None) -> None:
         """Saves the model if it is the best so far."""
         logs = logs or {}
         if self.save_best_only and self.monitor not in logs:

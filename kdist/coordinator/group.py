@@ -8,9 +8,9 @@ their results when the coordinator needs them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,10 @@ from kdist.data.agreement import split_batch
 from kdist.errors import KdistError, WorkerLostError
 from kdist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from kdist.training.session import session_of
+
+if TYPE_CHECKING:
+    import keras
+
 
 _HINT = (
     "Restart the job, because synchronous training needs all workers. With kdist.callbacks.BackupAndRestore in "
@@ -91,12 +95,12 @@ class Group:
 class GroupSteps(StepFunction):
     """Trains a model on all workers. Each worker computes its rows of every batch."""
 
-    def __init__(self, coordination: Any, model: Any) -> None:
+    def __init__(self, coordination: Any, model: keras.Model) -> None:
         self._coordination = coordination
         self._step = TrainStep(model)  # a new one for each `compile`
         self._name = ""
 
-    def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
+    def __call__(self, batches: Sequence[ReplicaBatches]) -> object:
         """Runs one step per batch, and returns the last logs."""
         coordination, group = self._coordination, self._coordination.group
         group.join()
@@ -132,7 +136,7 @@ class GroupTask:
     """
 
     # Kept for the life of the process, because the backends cannot join a second group.
-    _joined: tuple[int, int, Any] | None = None
+    _joined: tuple[int, int, MultiWorkerMirroredStrategy] | None = None
     _lock = threading.Lock()
 
     def __init__(
@@ -140,20 +144,20 @@ class GroupTask:
     ) -> None:
         self.index = index
         self.strategy: Any = None
-        self.own_values: dict[int, Any] = {}
+        self.own_values: dict[int, object] = {}
         self._address = address
         self._engine = engine
         self._served = Served(engine, servers, session, tells=False)
-        self._variables: dict[int, tuple[Any, Home]] = {}
-        self._models: dict[str, Any] = {}
-        self._working: Any = None
+        self._variables: dict[int, tuple[keras.Variable, Home]] = {}
+        self._models: dict[str, keras.Model] = {}
+        self._working: StepFunction | None = None
 
     def close(self) -> None:
         """Closes the connections to the servers."""
         for server in self._served.servers:
             server.close()
 
-    def variable(self, number: int, spec: tuple[type, dict[str, Any], Home]) -> Any:
+    def variable(self, number: int, spec: tuple[type, dict[str, Any], Home]) -> keras.Variable:
         """Returns the worker's local variable with this number. Creates it on first use."""
         cls, state, home = spec
         if number not in self._variables:
@@ -237,7 +241,7 @@ class GroupTask:
             variable, home = self._variables[number]
             variable.assign(self._served.value(home))
 
-    def _caught(self, method: Any) -> Handler:
+    def _caught(self, method: Callable[[Mapping[str, Any], bytes], Message]) -> Handler:
         def handle(header: Mapping[str, Any], arrays: list[np.ndarray]) -> Message:
             try:
                 with on_worker(self.index):

@@ -6,7 +6,7 @@ import warnings
 import zipfile
 import zlib
 from contextlib import ExitStack
-from typing import Any
+from typing import IO, TYPE_CHECKING
 
 import h5py
 import keras
@@ -18,6 +18,9 @@ from kdist.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def load(item: Watched, model: keras.Model) -> None:
@@ -54,10 +57,10 @@ def load(item: Watched, model: keras.Model) -> None:
         optimizer.iterations.assign(iterations)
 
 
-def _load_file(path: str, model: keras.Model) -> Any:
+def _load_file(path: str, model: keras.Model) -> np.integer | None:
     """Loads a Keras file, and returns the optimizer's step counter; `None` if it has no optimizer."""
     with ExitStack() as stack:
-        source: Any = path
+        source: str | IO[bytes] = path
         if path.endswith(".keras"):
             archive = stack.enter_context(zipfile.ZipFile(path))
             broken = archive.testzip()
@@ -74,7 +77,7 @@ def _load_file(path: str, model: keras.Model) -> Any:
     return iterations
 
 
-def _damaged(item: Watched, why: Any) -> CheckpointCorruptError:
+def _damaged(item: Watched, why: object) -> CheckpointCorruptError:
     return CheckpointCorruptError(
         "The checkpoint is corrupt or incomplete.",
         received={"path": item.path, "error": str(why)},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -14,6 +14,10 @@ from kdist.coordinator import shipping
 from kdist.coordinator.placement import Placement
 from kdist.coordinator.served import Home, Record, Served
 from kdist.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from kdist.context import StrategyLike
+
 
 NUMBER = "_kdist_number"
 """The attribute of an optimizer with the number by which the servers identify it."""
@@ -28,15 +32,21 @@ class Optimizers:
         give: A function that moves variables to the servers.
     """
 
-    def __init__(self, strategy: Any, served: Served, give: Callable[[Sequence[Any]], None]) -> None:
+    def __init__(
+        self, strategy: StrategyLike, served: Served, give: Callable[[Sequence[keras.Variable]], None]
+    ) -> None:
         self._strategy = strategy
         self._served = served
         self._give = give
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._by_number: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._registered: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._numbers: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._by_number: weakref.WeakValueDictionary[int, keras.optimizers.Optimizer] = (
+            weakref.WeakValueDictionary()
+        )
+        self._registered: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
 
-    def reduced(self, optimizer: Any) -> Any:
+    def reduced(self, optimizer: keras.optimizers.Optimizer) -> tuple[object, ...]:
         """Returns the reduced form of an optimizer. Sends a built optimizer to the servers first."""
         _check(optimizer)
         number = self._numbers.setdefault(optimizer, len(self._numbers))
@@ -46,13 +56,13 @@ class Optimizers:
         new, args, state, *rest = keras_hooks.reduced(optimizer)
         return new, args, state | {NUMBER: number}, *rest
 
-    def build(self, number: int, variables: Sequence[Any]) -> None:
+    def build(self, number: int, variables: Sequence[keras.Variable]) -> None:
         """Builds an optimizer, unless it is already built."""
         optimizer = self._by_number[number]
         if not optimizer.built:
             keras_hooks.build_optimizer(optimizer, list(variables))
 
-    def _register(self, optimizer: Any, number: int) -> None:
+    def _register(self, optimizer: keras.optimizers.Optimizer, number: int) -> None:
         trained = list(optimizer._trainable_variables)
         self._give(trained)
         homes: dict[str, Home] = {}
@@ -89,11 +99,11 @@ class Optimizers:
             self._served.call(server, "optimize", header, [pickled])
         self._registered.add(optimizer)
 
-    def _keys(self, variable: Any, server: int) -> list[str]:
+    def _keys(self, variable: keras.Variable, server: int) -> list[str]:
         home = _home(variable)
         return [key for _, where, key in home.keys_to_write(len(self._served.servers)) if where == server]
 
-    def _move(self, variable: Any, placement: Placement, is_everywhere: bool = False) -> None:
+    def _move(self, variable: keras.Variable, placement: Placement, is_everywhere: bool = False) -> None:
         """Moves an optimizer variable to the servers that run its updates."""
         record = keras_hooks.record_of(variable)
         if (
@@ -109,11 +119,11 @@ class Optimizers:
         self._served.hold(record, home)
 
 
-def _home(variable: Any) -> Home:
+def _home(variable: keras.Variable) -> Home:
     return keras_hooks.record_of(variable).home
 
 
-def _check(optimizer: Any) -> None:
+def _check(optimizer: keras.optimizers.Optimizer) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise UnsupportedError(
             "LossScaleOptimizer is not supported, because it needs all gradients, and no server has all of them.",
@@ -129,7 +139,7 @@ def _check(optimizer: Any) -> None:
         )
 
 
-def _check_divided(optimizer: Any, variable: Any) -> None:
+def _check_divided(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> None:
     if optimizer.gradient_accumulation_steps and optimizer.clipnorm:
         raise UnsupportedError(
             "clipnorm cannot be combined with gradient_accumulation_steps and partitioned variables, because no "
@@ -146,7 +156,7 @@ def _check_divided(optimizer: Any, variable: Any) -> None:
     )
 
 
-def _unbuilt(optimizer: Any) -> Any:
+def _unbuilt(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Returns an unbuilt copy of an optimizer, without clipping if the workers clip the gradients."""
     config = optimizer.get_config() | {"learning_rate": keras_hooks.learning_rate(optimizer)}
     if not optimizer.gradient_accumulation_steps:

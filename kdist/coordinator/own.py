@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import numpy as np
@@ -38,6 +38,10 @@ from kdist.data.distributed_dataset import DistributedDataset
 from kdist.errors import WorkerLostError, WorkerTimeoutError
 from kdist.strategies.default import get_strategy
 
+if TYPE_CHECKING:
+    from kdist.context import StrategyLike
+
+
 _LOOK = 1.0  # seconds between two checks of all tasks
 _GLANCE = 0.05  # seconds for a running task to answer
 _PATIENCE = 0.2  # seconds between two checks of an idle thread
@@ -53,7 +57,7 @@ class OwnValues(PerWorkerValues):
     def __iter__(self) -> OwnValues:
         return self._coordination.own_values(_Iterated(self))
 
-    def peek(self) -> Any:
+    def peek(self) -> object:
         """Returns the first element of one worker's dataset, as NumPy arrays."""
         return self._coordination.schedule(next, (iter(self),), {}).fetch()
 
@@ -64,17 +68,17 @@ class _Iterated:
     def __init__(self, values: OwnValues) -> None:
         self._values = values
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         return iter(self._values)
 
 
 class _Dataset:
     """Creates the dataset of a worker, on the worker. It yields tensors of the backend."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._dataset = dataset
 
-    def __call__(self) -> Any:
+    def __call__(self) -> DistributedDataset:
         made = self._dataset() if callable(self._dataset) else self._dataset
         if isinstance(made, DistributedDataset):
             return made
@@ -96,11 +100,11 @@ class OwnCoordination(Coordination):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: StrategyLike,
         engine: Engine,
         closures: Closures,
         cluster: ServerCluster,
-        partitioner: Callable[..., Any] | None,
+        partitioner: Callable[..., Sequence[int]] | None,
         synchronous: bool,
         timeout: float,
     ) -> None:
@@ -152,7 +156,7 @@ class OwnCoordination(Coordination):
         """Does nothing, because variables move to the servers at the end of the scope."""
         yield
 
-    def give(self, variables: Sequence[Any]) -> None:
+    def give(self, variables: Sequence[keras.Variable]) -> None:
         """Moves new variables to the servers, except random seeds, because each worker has its own seeds."""
         with self._giving:
             for variable in variables:
@@ -167,11 +171,11 @@ class OwnCoordination(Coordination):
                     self.served.add(record)
                     self.served.hold(record, home)
 
-    def _stays(self, variable: Any) -> bool:
+    def _stays(self, variable: keras.Variable) -> bool:
         # In the synchronous mode, all workers use the same random numbers, so seeds are on the servers.
         return not self._synchronous and keras_hooks.stays_local(variable)
 
-    def dumps(self, value: Any) -> bytes:
+    def dumps(self, value: object) -> bytes:
         """Pickles a value for the workers."""
         return shipping.dumps(value, self._strategy, self._reduce)
 
@@ -179,15 +183,15 @@ class OwnCoordination(Coordination):
         """Returns `False`, because closures run on workers, under their `WorkerStrategy`."""
         return False
 
-    def run(self, strategy: Any, fn: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, strategy: object, fn: object, args: object, kwargs: object) -> NoReturn:
         """Never called: see `in_closure`."""
         raise NotImplementedError
 
     def schedule(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         done: Callable[[Any], None] | None = None,
     ) -> RemoteValue:
         """Schedules a call, after sending the coordinator's changes of variables to the servers."""
@@ -195,11 +199,11 @@ class OwnCoordination(Coordination):
         self.served.tell_values(self.served.changed())
         return self.closures.add(fn, args, kwargs, done)
 
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
+    def create_per_worker_dataset(self, dataset_fn: object) -> PerWorkerValues:
         """Calls the function on each worker, or sends a copy of the dataset to each worker."""
         return self.own_values(_Dataset(dataset_fn))
 
-    def own_values(self, function: Callable[[], Any]) -> OwnValues:
+    def own_values(self, function: Callable[[], object]) -> OwnValues:
         """Creates a value on each worker before its next closure, also on workers that join later."""
         with self._lock:
             number = len(self._own)
@@ -218,7 +222,7 @@ class OwnCoordination(Coordination):
     def _lost_server(self, server: Peer) -> None:
         self.closures.fail(WorkerLostError(str(server.lost())))
 
-    def function(self, fn: Callable[..., Any]) -> tuple[str, bytes]:
+    def function(self, fn: Callable[..., object]) -> tuple[str, bytes]:
         """Returns the name of a function on the workers and its pickle, which is created once."""
         with self._lock:
             if (known := self._pickled.get(id(fn))) is None:
@@ -227,7 +231,7 @@ class OwnCoordination(Coordination):
                 self._pickled.put(id(fn), known)
             return known[1:]
 
-    def _reduce(self, obj: Any) -> Any:
+    def _reduce(self, obj: object) -> object:
         if isinstance(obj, keras.Variable):
             self.give([obj])
             return shipping.reduced_variable(obj)
@@ -334,7 +338,7 @@ class _Worker:
         )
 
 
-def _itself(value: Any) -> Any:
+def _itself(value: object) -> object:
     return value
 
 

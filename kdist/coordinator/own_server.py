@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -15,6 +15,10 @@ from kdist.coordinator.rpc import Handler, Message, Peer, Service
 from kdist.coordinator.store import Store
 from kdist.coordinator.worker import Task
 from kdist.errors import StrategyScopeError
+
+if TYPE_CHECKING:
+    from kdist.backends.coordination import Engine
+
 
 # The methods that can be called in a session: of servers, workers, and workers in a synchronous group.
 _METHODS = (
@@ -27,7 +31,7 @@ _METHODS = (
 class OwnServer:
     """Serves the coordinator that connected last."""
 
-    def __init__(self, address: str, job_name: str, engine: Any, secret: str) -> None:
+    def __init__(self, address: str, job_name: str, engine: Engine, secret: str) -> None:
         self._address = address
         self._engine = engine
         self._job_name = job_name

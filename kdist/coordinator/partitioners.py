@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
 
 from kdist.errors import InvalidArgumentError
 
@@ -30,7 +30,7 @@ class Partitioner:
     [2, 1]
     """
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: object, axis: int = 0) -> list[int]:
         """Returns the number of parts of a variable along each axis.
 
         Args:
@@ -63,7 +63,7 @@ class FixedShardsPartitioner(Partitioner):
     def __init__(self, num_shards: int) -> None:
         self._num_shards = _count("num_shards", num_shards)
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: object, axis: int = 0) -> list[int]:
         """Returns the number of parts of a variable along each axis. See `Partitioner`."""
         sizes = _sizes(shape, axis)
         return _along(axis, min(self._num_shards, sizes[axis]), sizes)
@@ -96,7 +96,7 @@ class MinSizePartitioner(Partitioner):
         self._max_shards = _count("max_shards", max_shards)
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: object, axis: int = 0) -> list[int]:
         """Returns the number of parts of a variable along each axis. See `Partitioner`."""
         sizes = _sizes(shape, axis)
         parts = math.ceil(math.prod(sizes) * _bytes_of(dtype, self._bytes_per_string) / self._min_shard_bytes)
@@ -133,7 +133,7 @@ class MaxSizePartitioner(Partitioner):
         self._max_shards = _count("max_shards", max_shards) if max_shards else None
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: object, axis: int = 0) -> list[int]:
         """Returns the number of parts of a variable along each axis. See `Partitioner`."""
         sizes = _sizes(shape, axis)
         if not math.prod(sizes):
@@ -149,7 +149,7 @@ def _along(axis: int, parts: int, sizes: Sequence[int]) -> list[int]:
     return partitions
 
 
-def _sizes(shape: Any, axis: int) -> tuple[int, ...]:
+def _sizes(shape: Iterable[SupportsIndex], axis: int) -> tuple[int, ...]:
     """Returns a shape (also a `tf.TensorShape`) as integers, and checks that the axis is in range."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
@@ -170,7 +170,7 @@ def _sizes(shape: Any, axis: int) -> tuple[int, ...]:
     return sizes
 
 
-def _bytes_of(dtype: Any, bytes_per_string: int) -> int:
+def _bytes_of(dtype: object, bytes_per_string: int) -> int:
     """Returns the number of bytes per element, as TensorFlow counts them, for a dtype of any framework."""
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", str(dtype)))
     name = name.removeprefix("torch.").removesuffix("_ref").rstrip("_")
@@ -186,7 +186,7 @@ def _bytes_of(dtype: Any, bytes_per_string: int) -> int:
     return _SIZES[name] if bits is None else max(1, int(bits[0]) // 8)  # int4 also counts as one byte
 
 
-def _count(name: str, value: Any) -> int:
+def _count(name: str, value: SupportsIndex) -> int:
     """Returns a number of parts, or raises if it is not a positive integer."""
     try:
         number = operator.index(value)
@@ -201,7 +201,7 @@ def _count(name: str, value: Any) -> int:
     return number
 
 
-def _positive(name: str, value: Any) -> Any:
+def _positive(name: str, value: int) -> int:
     try:
         right = value >= 1
     except TypeError:

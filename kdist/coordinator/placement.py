@@ -7,7 +7,6 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -81,7 +80,7 @@ class Placement:
             return shards[0]
         return np.concatenate(shards, out=aligned_empty(self.shape, shards[0].dtype))
 
-    def rows_by_shard(self, ids: Any) -> list[Rows]:
+    def rows_by_shard(self, ids: Sequence[int] | np.ndarray) -> list[Rows]:
         """Groups row numbers by part. Parts without any of the rows are omitted.
 
         Args:
@@ -122,7 +121,9 @@ class Placement:
             found.append(Rows(shard, positions, ids[positions] - starts[shard]))
         return found
 
-    def join_rows(self, found: Sequence[Rows], parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    def join_rows(
+        self, found: Sequence[Rows], parts: Sequence[np.ndarray], dtype: str | np.dtype
+    ) -> np.ndarray:
         """Joins rows from several parts in the order of the request.
 
         Args:
@@ -138,7 +139,7 @@ class Placement:
             joined[one.positions] = part
         return joined
 
-    def _check(self, received: Any, expected: Any, problem: str) -> None:
+    def _check(self, received: object, expected: object, problem: str) -> None:
         if received != expected:
             raise InvalidArgumentError(
                 problem,
@@ -149,8 +150,8 @@ class Placement:
 
 def place(
     shape: Sequence[int],
-    dtype: Any,
-    partitioner: Callable[..., Any] | None,
+    dtype: object,
+    partitioner: Callable[..., Sequence[int]] | None,
     num_servers: int,
     placed: int = 0,
 ) -> Placement:
@@ -197,7 +198,7 @@ def place(
     )
 
 
-def _ask(partitioner: Callable[..., Any], shape: tuple[int, ...], dtype: Any) -> int:
+def _ask(partitioner: Callable[..., Sequence[int]], shape: tuple[int, ...], dtype: object) -> int:
     """Returns the number of parts along the first axis."""
     if any(kind.__module__.startswith("tensorflow.") for kind in type(partitioner).__mro__):
         # TensorFlow's partitioners accept only its types. They exist, so TensorFlow has been imported.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Hashable
 from typing import Any
 
 _MOST = 64
@@ -23,15 +24,15 @@ class Recent:
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
-        self._values: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self._values: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
 
-    def get(self, key: Any) -> Any:
+    def get(self, key: Hashable) -> Any:
         """Returns a value, or `None`, and marks it as most recently used."""
         if key in self._values:
             self._values.move_to_end(key)
         return self._values.get(key)
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Hashable, value: object) -> None:
         """Adds a value. If the cache is full, removes the least recently used value."""
         self._values[key] = value
         self._values.move_to_end(key)

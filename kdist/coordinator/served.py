@@ -51,7 +51,7 @@ _SMALL = 1 << 14  # elements, up to which a variable is read as a whole, even if
 class Record:
     """The state of one variable in this task. The variable reads and writes its native value here."""
 
-    def __init__(self, served: Served, variable: Any, home: Home, held: Any = None) -> None:
+    def __init__(self, served: Served, variable: keras.Variable, home: Home, held: object = None) -> None:
         self.served = served
         self.home = home
         self.variable = weakref.ref(variable)
@@ -61,15 +61,15 @@ class Record:
         self.versions: list[int] = [-1] * home.placement.num_shards
         self.parts: list[np.ndarray] = []
         self.pulled: np.ndarray | None = None
-        self.mark: Any = None
-        self.table: Any = None  # replaces the value in replicas that look up rows
+        self.mark: object = None
+        self.table: object = None  # replaces the value in replicas that look up rows
 
     def is_table(self) -> bool:
         """Returns whether the variable is large enough to request single rows."""
         shape = self.home.placement.shape
         return len(shape) == 2 and math.prod(shape) > _SMALL and keras.backend.is_float_dtype(self.dtype)
 
-    def read(self) -> Any:
+    def read(self) -> object:
         """Returns the native value, or its substitute in a replica."""
         if self.served.in_replica and self.is_table():
             if self.table is None:
@@ -86,14 +86,14 @@ class Record:
         """Returns whether the whole value is here and was requested in the current generation."""
         return self.generation == self.served.generation
 
-    def whole(self) -> Any:
+    def whole(self) -> object:
         """Returns the native value of the current generation. Requests it from the servers if needed."""
         self.served.touched[self.home.number] = self
         if not self.is_here():
             self.served.pull([self])
         return self.held
 
-    def write(self, value: Any) -> None:
+    def write(self, value: object) -> None:
         """Sets the native value here. It is sent to the servers later."""
         self.held = value
 
@@ -316,10 +316,10 @@ class Served:
 
     def _begin(
         self, server: int, method: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
-    ) -> Any:
+    ) -> Callable[[], Any]:
         return self.servers[server].begin(method, {"session": self.session} | header, arrays)
 
 
-def as_numpy(tensor: Any) -> np.ndarray:
+def as_numpy(tensor: object) -> np.ndarray:
     """Returns a tensor of the backend as a NumPy array, which may share its memory."""
     return rows.to_host(tensor)

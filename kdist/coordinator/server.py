@@ -49,7 +49,7 @@ class Server:
         job_name: str | None = None,
         task_index: int | None = None,
         protocol: str | None = None,
-        config: Any = None,
+        config: object = None,
         start: bool = True,
     ) -> None:
         spec = ClusterSpec(server_or_cluster_def)
@@ -98,7 +98,7 @@ class Server:
         self._server.join()
 
     @staticmethod
-    def create_local_server(config: Any = None, start: bool = True) -> Server:
+    def create_local_server(config: object = None, start: bool = True) -> Server:
         """Creates a cluster of one worker on a free port of this machine, and returns its server.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Server#create_local_server

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -22,8 +22,14 @@ from kdist import keras_hooks
 from kdist.coordinator.served import as_numpy
 from kdist.errors import InvalidArgumentError, KdistError
 
+if TYPE_CHECKING:
+    import keras
+
+
 _DEEP = 100_000  # calls, because the depth of a pickle grows with the number of layers
 _STACK = 512 << 20  # bytes, which the system allocates only when they are used
+
+_Result = TypeVar("_Result")
 
 
 class _Arriving(threading.local):
@@ -34,17 +40,17 @@ class _Arriving(threading.local):
 _arriving = _Arriving()
 
 
-def variable_here(number: int, spec: Any) -> Any:
+def variable_here(number: int, spec: object) -> keras.Variable:
     """Unpickles a variable: returns the variable of this task with this number."""
     return _arriving.task.variable(number, spec)
 
 
-def strategy_here() -> Any:
+def strategy_here() -> object:
     """Unpickles the strategy: returns the strategy of this task."""
     return _arriving.task.strategy
 
 
-def own_value_here(number: int) -> Any:
+def own_value_here(number: int) -> object:
     """Unpickles a per-worker value: returns the value of this worker."""
     return _arriving.task.own_values[number]
 
@@ -57,12 +63,12 @@ class Pickler(cloudpickle.Pickler):
         reduce: Returns the reduced form of special objects, and `NotImplemented` for other objects.
     """
 
-    def __init__(self, file: Any, strategy: Any, reduce: Callable[[Any], Any]) -> None:
+    def __init__(self, file: IO[bytes], strategy: object, reduce: Callable[[object], object]) -> None:
         super().__init__(file, protocol=5)
         self._strategy = strategy
         self._reduce = reduce
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> object:
         """Returns the reduced form of an object."""
         import keras
 
@@ -77,7 +83,7 @@ class Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def reduced_variable(variable: Any) -> Any:
+def reduced_variable(variable: keras.Variable) -> tuple[object, ...]:
     """Returns the reduced form of a Keras variable: its number if it is on the servers, or its value."""
     if (record := keras_hooks.record_of(variable)) is not None:
         return variable_here, (record.home.number, (*keras_hooks.variable_state(variable), record.home))
@@ -85,12 +91,14 @@ def reduced_variable(variable: Any) -> Any:
     return _local_variable, (cls, state, np.array(as_numpy(keras_hooks.native_value(variable))))
 
 
-def _local_variable(cls: type, state: dict[str, Any], value: np.ndarray) -> Any:
+def _local_variable(cls: type, state: dict[str, object], value: np.ndarray) -> keras.Variable:
     index = getattr(_arriving.task, "index", 0)
     return keras_hooks.new_variable(cls, state, keras_hooks.offset_seed(state, value, index))
 
 
-def dumps(value: Any, strategy: Any, reduce: Callable[[Any], Any] = lambda obj: NotImplemented) -> bytes:
+def dumps(
+    value: object, strategy: object, reduce: Callable[[object], object] = lambda obj: NotImplemented
+) -> bytes:
     """Pickles a value for another task.
 
     Raises:
@@ -114,7 +122,7 @@ def dumps(value: Any, strategy: Any, reduce: Callable[[Any], Any] = lambda obj: 
         ) from error
 
 
-def loads(data: bytes, task: Any) -> Any:
+def loads(data: bytes, task: object) -> Any:
     """Unpickles a value from `dumps`.
 
     Args:
@@ -122,7 +130,7 @@ def loads(data: bytes, task: Any) -> Any:
         task: This task, with the `variable(number, spec)`, `strategy`, `own_values` and `index` to use.
     """
 
-    def load() -> Any:
+    def load() -> object:
         _arriving.task = task
         try:
             with keras_hooks.arriving(getattr(task, "strategy", None)):
@@ -133,7 +141,7 @@ def loads(data: bytes, task: Any) -> Any:
     return _deeply(load)
 
 
-def _deeply(function: Callable[[], Any]) -> Any:
+def _deeply(function: Callable[[], _Result]) -> _Result:
     """Calls a function that reads or writes a pickle, in a thread with a large stack if it is too deep."""
     try:
         return function()
@@ -189,11 +197,11 @@ def load_error(data: bytes, worker: str) -> BaseException:
     return error
 
 
-def to_host(structure: Any) -> Any:
+def to_host(structure: object) -> Any:
     """Returns a structure with its tensors and variables as NumPy arrays. Other values stay as they are."""
     import keras
 
-    def host(leaf: Any) -> Any:
+    def host(leaf: object) -> object:
         return (
             np.array(as_numpy(leaf))
             if keras.ops.is_tensor(leaf) or isinstance(leaf, keras.Variable)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
 from kdist.arrays import rows
 from kdist.backends import get_backend
 from kdist.backends.contract import ReplicaBatches, Runtime, StepFunction
 from kdist.backends.coordination import Coordination, PerWorkerValues
+
+if TYPE_CHECKING:
+    import keras
+
 
 _AHEAD = 2  # pending and running steps per worker, so that a worker always finds its next step
 
@@ -23,12 +27,12 @@ class ScheduledSteps(StepFunction):
         model: The model.
     """
 
-    def __init__(self, coordination: Any, model: Any) -> None:
+    def __init__(self, coordination: Coordination, model: keras.Model) -> None:
         self._coordination = coordination
         self._function = TrainStep(model)
-        self._logs: Any = {}
+        self._logs: dict[str, object] = {}
 
-    def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
+    def __call__(self, batches: Sequence[ReplicaBatches]) -> object:
         """Schedules a step for each batch, and returns the newest logs."""
         self._coordination.closures.wait(_AHEAD * self._coordination.num_workers - 1)
         data = [to_send(batch.parts[0]) for batch in batches]
@@ -39,7 +43,7 @@ class ScheduledSteps(StepFunction):
             result.fetch()
         return self._logs
 
-    def _take(self, logs: Any) -> None:
+    def _take(self, logs: Mapping[str, object]) -> None:
         self._logs.update(logs)  # in place: earlier callers get the newest logs after `sync`
 
     def sync(self) -> None:
@@ -59,23 +63,23 @@ class TrainStep:
 
     any_rows = True
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self.model = model
 
-    def __call__(self, batches: Sequence[Any]) -> Any:
+    def __call__(self, batches: Sequence[object]) -> object:
         strategy: Any = keras_hooks.strategy_of(self.model)
         for batch in batches:
             data = next(batch) if hasattr(batch, "__next__") else batch
             logs = strategy.run(self.step, (data,))
         return logs
 
-    def step(self, data: Any) -> Any:
+    def step(self, data: object) -> object:
         """Runs one training step in the replica."""
         engine = get_backend().coordination_engine
         return self.model.train_step(data) if engine is None else engine().train_step(self.model, data)
 
 
-def to_send(data: Any) -> Any:
+def to_send(data: object) -> object:
     """Returns a batch as NumPy arrays. Per-worker iterators are returned unchanged."""
     return data if isinstance(data, PerWorkerValues) else rows.to_host(data)
 
@@ -92,7 +96,10 @@ class CoordinatorRuntime:
     takes_variables = True
 
     def __init__(
-        self, runtime: Runtime, coordination: Coordination, steps: Callable[[Any, Any], StepFunction]
+        self,
+        runtime: Runtime,
+        coordination: Coordination,
+        steps: Callable[[Coordination, keras.Model], StepFunction],
     ) -> None:
         self._runtime = runtime
         self._coordination = coordination
@@ -102,17 +109,17 @@ class CoordinatorRuntime:
         return getattr(self._runtime, name)
 
     @contextlib.contextmanager
-    def scope(self) -> Any:
+    def scope(self) -> Iterator[None]:
         """Returns the context manager for the strategy's scope."""
         local = contextlib.nullcontext() if self._coordination.places_variables else self._runtime.scope()
         with local, self._coordination.scope():
             yield
 
-    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+    def broadcast_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Moves new variables to the servers."""
         self._coordination.give(variables)
 
-    def step_function(self, model: Any, kind: str) -> StepFunction:
+    def step_function(self, model: keras.Model, kind: str) -> StepFunction:
         """Returns a function that trains on the workers, or that evaluates or predicts on the coordinator."""
         if kind == "train":
             return self._steps(self._coordination, model)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,10 @@ from kdist.backends.coordination import Engine
 from kdist.coordinator import shipping
 from kdist.coordinator.rpc import Handler, Message
 from kdist.coordinator.served import as_numpy
+
+if TYPE_CHECKING:
+    import keras
+
 
 _OK: Message = ({}, ())
 
@@ -28,7 +32,7 @@ class Part:
         version: The value of the server's clock, a counter of writes, at the last write of the part.
     """
 
-    variable: Any
+    variable: keras.Variable
     version: int
 
 
@@ -42,7 +46,7 @@ class Store:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._parts: dict[str, Part] = {}
-        self._optimizers: dict[str, Any] = {}
+        self._optimizers: dict[str, keras.optimizers.Optimizer] = {}
         # Updates that were applied, of closures that can still be repeated.
         self._made: set[tuple[int, int]] = set()
         self._clock = 0
@@ -150,7 +154,7 @@ class Store:
             self._made = {one for one in self._made if one[0] >= header["oldest"]}
             return {"again": False}, ()
 
-    def _gradient(self, key: str, kind: str, found: Any) -> np.ndarray:
+    def _gradient(self, key: str, kind: str, found: Iterator[np.ndarray]) -> np.ndarray:
         if kind == "dense":
             return next(found)
         rows, values = next(found), next(found)

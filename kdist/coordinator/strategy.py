@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.backends import get_backend
 from kdist.backends.coordination import Coordination
@@ -16,6 +16,9 @@ from kdist.errors import InvalidArgumentError
 from kdist.strategies.description import Description
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
+
+if TYPE_CHECKING:
+    from kdist.strategies.running import RunOptions
 
 
 class ParameterServerStrategy(Strategy):
@@ -61,7 +64,7 @@ class ParameterServerStrategy(Strategy):
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
-        variable_partitioner: Callable[..., Any] | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
         synchronous: bool = False,
         max_staleness: int | None = None,
         timeout: float = 300.0,
@@ -106,10 +109,10 @@ class ParameterServerStrategy(Strategy):
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        options: Any = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Runs a function in the worker's replica, or on the coordinator outside a scheduled function."""
         if self.coordination is not None and self.coordination.in_closure():
@@ -117,7 +120,7 @@ class ParameterServerStrategy(Strategy):
         return super().run(fn, args, kwargs, options)
 
 
-def _check(variable_partitioner: Any, max_staleness: Any) -> None:
+def _check(variable_partitioner: object, max_staleness: object) -> None:
     if variable_partitioner is not None and not callable(variable_partitioner):
         raise InvalidArgumentError(
             "`variable_partitioner` is not a function of a shape and a dtype.",

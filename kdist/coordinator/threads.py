@@ -6,7 +6,10 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 class DaemonThreads(Executor):
@@ -23,9 +26,11 @@ class DaemonThreads(Executor):
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(
+        self, fn: Callable[_Arguments, _Result], /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> Future[_Result]:
         """Calls a function in an idle thread, or in a new thread if all are busy."""
-        future: Future[Any] = Future()
+        future: Future[_Result] = Future()
         self._calls.put((future, lambda: fn(*args, **kwargs)))
         if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._work, name=self._name, daemon=True).start()

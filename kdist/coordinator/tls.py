@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib
-from typing import Any
+from types import ModuleType
 
 from kdist.errors import InvalidArgumentError
 
@@ -19,7 +19,7 @@ _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # t
 _FIRST, _LAST = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 1, 1)  # clocks may be wrong
 
 
-def required(name: str) -> Any:
+def required(name: str) -> ModuleType:
     """Imports and returns a module of a package that only parameter servers need."""
     try:
         return importlib.import_module(name)
@@ -30,18 +30,18 @@ def required(name: str) -> Any:
         ) from error
 
 
-def grpc() -> Any:
+def grpc() -> ModuleType:
     """Returns the package `grpc`."""
     return required("grpc")
 
 
-def client_credentials(secret: str) -> Any:
+def client_credentials(secret: str) -> object:
     """Returns the credentials of a gRPC channel that connects only to tasks with the secret."""
     key, certificate, root = _identity(secret)
     return grpc().ssl_channel_credentials(root, key, certificate)
 
 
-def server_credentials(secret: str) -> Any:
+def server_credentials(secret: str) -> object:
     """Returns the credentials of a gRPC server that accepts only tasks with the secret."""
     key, certificate, root = _identity(secret)
     return grpc().ssl_server_credentials([(key, certificate)], root, require_client_auth=True)

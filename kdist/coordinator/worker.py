@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,12 @@ from kdist.coordinator.served import Home, Record, Served, as_numpy
 from kdist.errors import StrategyScopeError
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
+
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.strategies.running import RunOptions
+    from kdist.values import TensorLike
 
 
 class NotBuilt(BaseException):
@@ -41,7 +47,7 @@ class WorkerStrategy(Strategy):
         self._task = task
 
     @property
-    def tables(self) -> list[Any]:
+    def tables(self) -> list[keras.Variable]:
         """The large variables, of which a program may need only the rows that it looks up."""
         records = self._task.served.records.values()
         return [
@@ -50,15 +56,15 @@ class WorkerStrategy(Strategy):
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        options: Any = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Runs a function on the newest values, and then sends its gradients and changes to the servers."""
 
-        def taking(*args: Any, **kwargs: Any) -> Any:
-            taken: list[Any] = []
+        def taking(*args: object, **kwargs: object) -> tuple[object, list[dict[str, object]]]:
+            taken: list[dict[str, object]] = []
             engine = self._task.served.engine
             with keras_hooks.taking_gradients(lambda *one: taken.append(_described(engine, *one))):
                 return fn(*args, **kwargs), taken
@@ -68,7 +74,12 @@ class WorkerStrategy(Strategy):
         return result
 
 
-def _described(engine: Engine, optimizer: Any, gradients: list[Any], variables: list[Any]) -> dict[str, Any]:
+def _described(
+    engine: Engine,
+    optimizer: keras.optimizers.Optimizer,
+    gradients: list[TensorLike | None],
+    variables: list[keras.Variable],
+) -> dict[str, object]:
     """Returns an optimizer's gradients as a dictionary that a compiled function can return."""
     numbers = []
     for variable in variables:
@@ -119,11 +130,11 @@ class Task:
     def __init__(self, engine: Engine, index: int, session: str, servers: Sequence[Peer]) -> None:
         self.index = index
         self.served = Served(engine, servers, session, tells=False)
-        self.own_values: dict[int, Any] = {}
+        self.own_values: dict[int, object] = {}
         self.strategy = WorkerStrategy(self)
         # Functions, each with the variables of its last call.
         self._functions = Recent()
-        self._variables: dict[int, Any] = {}
+        self._variables: dict[int, keras.Variable] = {}
         self._closure = (0, 0)
         self._commits = itertools.count()
         self._running = threading.Lock()
@@ -134,7 +145,7 @@ class Task:
         for server in self.served.servers:
             server.close()
 
-    def variable(self, number: int, spec: tuple[type, dict[str, Any], Home]) -> Any:
+    def variable(self, number: int, spec: tuple[type, dict[str, Any], Home]) -> keras.Variable:
         """Returns the worker's variable with this number. Creates it on first use."""
         cls, state, home = spec
         if number not in self._variables:

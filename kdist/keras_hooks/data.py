@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetEnqueuer
+    from keras.src.trainers.epoch_iterator import EpochIterator
 
 
-def epoch_iterator(native: Callable[[Any], Any], keeps_batches: bool, **arguments: Any) -> Any:
+def epoch_iterator(
+    native: Callable[[DataAdapter], Iterable[object]], keeps_batches: bool, **arguments: object
+) -> EpochIterator:
     """Returns Keras's `EpochIterator` over *global* batches, in the order that plain Keras would give.
 
     Its attribute `prepare` can be set to a function. It takes the iterable of an epoch's batches and returns
@@ -22,10 +31,10 @@ def epoch_iterator(native: Callable[[Any], Any], keeps_batches: bool, **argument
     from keras.src.trainers.epoch_iterator import EpochIterator
 
     class GlobalBatchIterator(EpochIterator):
-        prepare: Callable[[Any], Any] | None = None
-        _kept: Any = None
+        prepare: Callable[[Iterable[object]], Iterator[object]] | None = None
+        _kept: Iterable[object] | None = None
 
-        def _get_iterator(self) -> Any:
+        def _get_iterator(self) -> Iterable[object]:
             if self._kept is None:
                 self._kept = native(self.data_adapter)
             batches = self._kept
@@ -41,13 +50,13 @@ def epoch_iterator(native: Callable[[Any], Any], keeps_batches: bool, **argument
     return iterator
 
 
-def _endless_queue(iterator: Any) -> Any:
+def _endless_queue(iterator: EpochIterator) -> PyDatasetEnqueuer | None:
     """Returns the queue of an infinite `PyDataset`, or `None`."""
     adapter = iterator.data_adapter
     return getattr(adapter, "enqueuer", None) if adapter.num_batches is None else None
 
 
-def data_adapter(num_batches: int | None, epochs: Iterable[Any]) -> Any:
+def data_adapter(num_batches: int | None, epochs: Iterable[object]) -> DataAdapter:
     """Returns a Keras `DataAdapter` for batches that come from kdist.
 
     Args:
@@ -63,10 +72,10 @@ def data_adapter(num_batches: int | None, epochs: Iterable[Any]) -> Any:
         def num_batches(self) -> int | None:
             return num_batches
 
-        def get_numpy_iterator(self) -> Any:
+        def get_numpy_iterator(self) -> Iterable[object]:
             return epochs
 
-        def get_jax_iterator(self, super_batch: int | None = None) -> Any:
+        def get_jax_iterator(self, super_batch: int | None = None) -> Iterable[object]:
             # Only the loop of Keras 3.16 requests stacked steps.
             assert not super_batch, "Keras's own loop must not read kdist's batches."
             return epochs
@@ -76,14 +85,14 @@ def data_adapter(num_batches: int | None, epochs: Iterable[Any]) -> Any:
     return DistributedDataAdapter()
 
 
-def shuffles_py_dataset(iterator: Any) -> bool:
+def shuffles_py_dataset(iterator: EpochIterator) -> bool:
     """Returns whether an `epoch_iterator` shuffles the batches of a `PyDataset` with Python's `random`."""
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
     return isinstance(iterator.data_adapter, PyDatasetAdapter) and bool(iterator.data_adapter.shuffle)
 
 
-def first_of_py_dataset(iterator: Any) -> Any:
+def first_of_py_dataset(iterator: EpochIterator) -> tuple[object, ...] | None:
     """Returns the first batch of a `PyDataset`, or `None`; its queue would lose batches that are not used."""
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
@@ -92,7 +101,7 @@ def first_of_py_dataset(iterator: Any) -> Any:
     return iterator.data_adapter._standardize_batch(iterator.data_adapter.py_dataset[0])
 
 
-def release(iterator: Any) -> None:
+def release(iterator: EpochIterator) -> None:
     """Releases the iterators and the queue of an `epoch_iterator`."""
     iterator.prepare = iterator._current_iterator = iterator._epoch_iterator = None
     queue = _endless_queue(iterator)
@@ -102,29 +111,29 @@ def release(iterator: Any) -> None:
             queue.stop()
 
 
-def skip_steps(iterator: Any, number: int) -> None:
+def skip_steps(iterator: EpochIterator, number: int) -> None:
     """Adds earlier steps to the count of an `epoch_iterator`, from which Keras infers the end of the data."""
     iterator._steps_seen += number
 
 
-def forget_batches(iterator: Any) -> None:
+def forget_batches(iterator: EpochIterator) -> None:
     """Makes an `epoch_iterator` create its batches again, from the current random state."""
     iterator._kept = None
 
 
-def is_torch_loader(iterator: Any) -> bool:
+def is_torch_loader(iterator: EpochIterator) -> bool:
     """Returns whether an `epoch_iterator` reads a PyTorch `DataLoader`, which may use the global seed."""
     from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
     return isinstance(iterator.data_adapter, TorchDataLoaderAdapter)
 
 
-def dataset_of(iterator: Any) -> Any:
+def dataset_of(iterator: EpochIterator) -> Any:
     """Returns the dataset that an `epoch_iterator` reads, or `None` if Keras does not keep it."""
     return getattr(iterator.data_adapter, "_dataset", None)
 
 
-def py_dataset_batches(dataset: Any) -> Iterator[Any]:
+def py_dataset_batches(dataset: keras.utils.PyDataset) -> Iterator[tuple[object, ...]]:
     """Yields the batches of one epoch of a `PyDataset`, prepared by its own threads or processes."""
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
@@ -136,26 +145,26 @@ def py_dataset_batches(dataset: Any) -> Iterator[Any]:
         adapter.on_epoch_end()
 
 
-def num_array_rows(iterator: Any) -> int | None:
+def num_array_rows(iterator: EpochIterator) -> int | None:
     """Returns the number of rows of the arrays that an `epoch_iterator` reads, or `None` for other data."""
     return getattr(iterator.data_adapter, "_num_samples", None)
 
 
-def shuffles_arrays(iterator: Any) -> bool:
+def shuffles_arrays(iterator: EpochIterator) -> bool:
     """Returns whether an `epoch_iterator` shuffles arrays with the backend's global random state."""
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
     return isinstance(iterator.data_adapter, ArrayDataAdapter) and bool(iterator.data_adapter._shuffle)
 
 
-def train_validation_split(arrays: Any, validation_split: float) -> Any:
+def train_validation_split(arrays: object, validation_split: float) -> Any:
     """Splits arrays into a training and a validation part, as Keras does."""
     from keras.src.trainers.data_adapters import array_slicing
 
     return array_slicing.train_validation_split(arrays, validation_split=validation_split)
 
 
-def class_weight_to_sample_weights(y: Any, class_weight: Any) -> Any:
+def class_weight_to_sample_weights(y: object, class_weight: Mapping[int, float]) -> np.ndarray:
     """Translates `class_weight` into one weight per row, as Keras does."""
     from keras.src.trainers.data_adapters import data_adapter_utils
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from kdist import context
 from kdist.keras_hooks.wrapping import replace, running_model_replica, running_replica, wrap
 
+if TYPE_CHECKING:
+    import keras
 
-def hook_torch_modules(zero_grad: Callable[..., Any], call_module: Callable[..., Any]) -> None:
+    from kdist.values import TensorLike
+
+
+def hook_torch_modules(
+    zero_grad: Callable[..., Callable[..., object]], call_module: Callable[..., Callable[..., object]]
+) -> None:
     """Replaces `Layer.zero_grad` and `TorchModuleWrapper.call`; the backend calls this once."""
     import keras
 
@@ -17,7 +25,7 @@ def hook_torch_modules(zero_grad: Callable[..., Any], call_module: Callable[...,
     replace(keras.layers.TorchModuleWrapper, "call", call_module)
 
 
-def hook_embedding(lookup: Callable[[Any, Any], Any]) -> None:
+def hook_embedding(lookup: Callable[[keras.Variable, TensorLike], TensorLike | None]) -> None:
     """Sets a function that looks up the rows for `Embedding` layers; the backend calls this once.
 
     Args:
@@ -25,7 +33,7 @@ def hook_embedding(lookup: Callable[[Any, Any], Any]) -> None:
     """
     import keras
 
-    def call(original: Callable[..., Any], self: Any, inputs: Any) -> Any:
+    def call(original: Callable[..., object], self: keras.layers.Embedding, inputs: TensorLike) -> object:
         if self.lora_enabled or self.quantization_mode:
             return original(self, inputs)
         ids = inputs if inputs.dtype in ("int32", "int64") else keras.ops.cast(inputs, "int32")
@@ -43,7 +51,7 @@ def hook_torch_images() -> None:
     """
     nn = _operations()
 
-    def transpose(original: Callable[..., Any], images: Any) -> Any:
+    def transpose(original: Callable[..., object], images: Any) -> object:
         if images.ndim == 4 and running_model_replica() is not None:
             return images.permute(0, 3, 1, 2)
         return original(images)
@@ -52,14 +60,14 @@ def hook_torch_images() -> None:
         wrap(nn, "_transpose_spatial_inputs", transpose)
 
 
-def _operations() -> Any:
+def _operations() -> ModuleType:
     from keras.src import backend
 
     # Keras 3.16 moves the operations of a backend to a separate package.
     return backend.nn if hasattr(backend, "nn") else backend.ops.nn
 
 
-def hook_moments(moments: Callable[..., Any]) -> None:
+def hook_moments(moments: Callable[..., object]) -> None:
     """Replaces Keras's `moments` with a function, which receives the original and its arguments."""
     wrap(_operations(), "moments", moments)
 
@@ -68,15 +76,24 @@ def hook_batch_normalization(native: bool) -> None:
     import keras
 
     def init(
-        original: Callable[..., Any], self: Any, /, *args: Any, synchronized: bool = False, **kwargs: Any
+        original: Callable[..., object],
+        self: keras.layers.BatchNormalization,
+        /,
+        *args: object,
+        synchronized: bool = False,
+        **kwargs: object,
     ) -> None:
         wanted = synchronized and context.has_strategy() and not native
         original(self, *args, synchronized=synchronized and not wanted, **kwargs)
         self.synchronized = synchronized
 
     def moments(
-        original: Callable[..., Any], x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False
-    ) -> Any:
+        original: Callable[..., object],
+        x: TensorLike,
+        axes: Sequence[int],
+        keepdims: bool = False,
+        synchronized: bool = False,
+    ) -> object:
         replica = running_replica()
         if synchronized and replica is not None:
             return replica.moments(x, axes, keepdims)

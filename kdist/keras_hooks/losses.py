@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdist.keras_hooks.scalars import of_all_rows
 from kdist.keras_hooks.variables import stateless_scope
-from kdist.keras_hooks.wrapping import running_model_replica, running_replica, wrap
+from kdist.keras_hooks.wrapping import RunningReplica, running_model_replica, running_replica, wrap
+
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.values import TensorLike
 
 
 def hook_losses() -> None:
     from keras.src.losses import loss as losses
 
     def reduce_values(
-        original: Callable[..., Any],
-        values: Any,
-        sample_weight: Any = None,
+        original: Callable[..., TensorLike],
+        values: TensorLike,
+        sample_weight: TensorLike | None = None,
         reduction: str = "sum_over_batch_size",
-    ) -> Any:
+    ) -> TensorLike:
         replica = running_model_replica()
         if replica is None or len(values.shape) == 0:
             return original(values, sample_weight, reduction)
         return _reduce_rows(replica, original, values, sample_weight, reduction)
 
     def apply_mask(
-        original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: Any
-    ) -> Any:
+        original: Callable[..., TensorLike],
+        sample_weight: TensorLike | None,
+        mask: TensorLike | None,
+        dtype: str,
+        reduction: str | None,
+    ) -> TensorLike:
         replica = running_model_replica()
         if replica is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return original(sample_weight, mask, dtype, reduction)
@@ -36,8 +45,12 @@ def hook_losses() -> None:
         return weights * _total_over_valid(replica, mask, dtype)
 
     def reduce_weighted_values(
-        original: Callable[..., Any], values: Any, sample_weight: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+        original: Callable[..., TensorLike],
+        values: TensorLike,
+        sample_weight: TensorLike | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> TensorLike:
         replica = running_model_replica()
         if replica is None or sample_weight is None or len(values.shape) > 0:
             return original(values, sample_weight, *args, **kwargs)
@@ -47,7 +60,7 @@ def hook_losses() -> None:
         factor = original(keras.ops.ones_like(values), sample_weight, *args, **kwargs)
         return values * replica.mean_over_rows([factor])[0]
 
-    def scaled(original: Callable[..., Any], value: Any, *, up: bool) -> Any:
+    def scaled(original: Callable[..., TensorLike], value: TensorLike, *, up: bool) -> TensorLike:
         replica = running_replica()
         if replica is None or replica.is_model_step:
             # A model's step averages over the replicas, so the loss must not be scaled for a sum.
@@ -64,7 +77,13 @@ def hook_losses() -> None:
     wrap(losses, "unscale_loss_for_distribution", functools.partial(scaled, up=True))
 
 
-def _reduce_rows(replica: Any, original: Any, values: Any, sample_weight: Any, reduction: str) -> Any:
+def _reduce_rows(
+    replica: RunningReplica,
+    original: Callable[..., TensorLike],
+    values: TensorLike,
+    sample_weight: TensorLike | None,
+    reduction: str,
+) -> TensorLike:
     from keras import ops
 
     if reduction in (None, "none"):
@@ -81,7 +100,7 @@ def _reduce_rows(replica: Any, original: Any, values: Any, sample_weight: Any, r
     return original(values, sample_weight, reduction)
 
 
-def _total_over_valid(replica: Any, mask: Any, dtype: Any) -> Any:
+def _total_over_valid(replica: RunningReplica, mask: TensorLike, dtype: str) -> TensorLike:
     from keras import ops
 
     counts = replica.scalar(replica.rows.counts, dtype)
@@ -91,7 +110,7 @@ def _total_over_valid(replica: Any, mask: Any, dtype: Any) -> Any:
     return ops.divide_no_nan(total, valid)
 
 
-def forget_layer_losses(model: Any) -> None:
+def forget_layer_losses(model: keras.Model) -> None:
     """Makes the layers of a model forget the losses that they added in earlier calls of `stateless_call`.
 
     Keras identifies the owner of a loss by its address. After a trace, another layer's loss can reuse the
@@ -105,7 +124,9 @@ def forget_layer_losses(model: Any) -> None:
 def hook_layer_losses() -> None:
     import keras
 
-    def in_scope(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def in_scope(
+        original: Callable[..., object], self: keras.Layer, /, *args: object, **kwargs: object
+    ) -> object:
         known = getattr(stateless_scope(), "loss_ids", None)
         if known is not None:
             # A reference to the layer prevents reuse of its address. `__setattr__` would track the set.

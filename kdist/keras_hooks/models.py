@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kdist import context, handlers
 from kdist.keras_hooks import trainer
 from kdist.keras_hooks.wrapping import strategies, strategy_of, wrap
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+    from keras.src.trainers.trainer import Trainer as BaseTrainer
+
 
 MODEL_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -20,13 +26,17 @@ def hook_models() -> None:
 
     base = trainer.base_trainer()
 
-    def remember(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> None:
+    def remember(
+        original: Callable[..., object], self: BaseTrainer, /, *args: object, **kwargs: object
+    ) -> None:
         original(self, *args, **kwargs)
         strategy = context.current_strategy() if context.in_cross_replica_context() else None
         if strategy is not None:
             strategies[self] = strategy
 
-    def compile(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> None:
+    def compile(
+        original: Callable[..., object], self: BaseTrainer, /, *args: object, **kwargs: object
+    ) -> None:
         if strategy_of(self) is None and context.in_cross_replica_context():
             name = getattr(self, "name", type(self).__name__)
             warnings.warn(
@@ -45,7 +55,9 @@ def hook_models() -> None:
         wrap(owner, name, functools.partial(_dispatch, name))
 
 
-def _dispatch(name: str, original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _dispatch(
+    name: str, original: Callable[..., object], self: BaseTrainer, /, *args: object, **kwargs: object
+) -> object:
     strategy = strategy_of(self)
     if strategy is None:
         handlers.call(
@@ -73,7 +85,7 @@ def without_distribution() -> Iterator[None]:
         keras.distribution.set_distribution(current)
 
 
-def _outside_of_scopes() -> contextlib.AbstractContextManager[Any]:
+def _outside_of_scopes() -> contextlib.AbstractContextManager[object]:
     """Suspends the strategy in scope, which must not affect models that belong to no strategy."""
     strategy = context.current_strategy()
     return contextlib.nullcontext() if strategy is None else strategy.runtime.suspended()
@@ -98,14 +110,16 @@ def hook_torch_distribution() -> None:
     """
     import keras
 
-    def is_local(model: Any) -> bool:
+    def is_local(model: keras.Model) -> bool:
         ours = _owns_process_group and keras.distribution.distribution() is None
         return ours or strategy_of(model) is not None
 
-    def own_metrics(owner: Any, original: Callable[..., Any], self: Any) -> Any:
+    def own_metrics(
+        owner: type[keras.Model], original: Callable[..., Mapping[str, object]], self: keras.Model
+    ) -> Mapping[str, object]:
         return super(owner, self).get_metrics_result() if is_local(self) else original(self)
 
-    def initialize(original: Callable[..., Any], self: Any) -> None:
+    def initialize(original: Callable[..., object], self: keras.Model) -> None:
         if not is_local(self):
             original(self)
 
@@ -117,7 +131,7 @@ def hook_torch_distribution() -> None:
                 wrap(owner, "_initialize_ddp", initialize)
 
 
-def build(model: Any, steps_build: bool, **first: Any) -> None:
+def build(model: keras.Model, steps_build: bool, **first: object) -> None:
     """Creates the variables of the model, metrics, loss and optimizer from the shapes of one global batch.
 
     Args:
@@ -129,7 +143,7 @@ def build(model: Any, steps_build: bool, **first: Any) -> None:
     _unless_steps_build(model, steps_build, lambda: model._symbolic_build(**first))
 
 
-def _unless_steps_build(model: Any, steps_build: bool, function: Callable[[], Any]) -> None:
+def _unless_steps_build(model: keras.Model, steps_build: bool, function: Callable[[], object]) -> None:
     import keras
 
     def is_own(*methods: str) -> bool:
@@ -146,7 +160,7 @@ def _unless_steps_build(model: Any, steps_build: bool, function: Callable[[], An
             raise
 
 
-def build_layers(model: Any, steps_build: bool, data_batch: Any) -> None:
+def build_layers(model: keras.Model, steps_build: bool, data_batch: object) -> None:
     """Creates only the variables of the layers, for a model that is not compiled; see `build`."""
     import keras
     from keras.src import backend
@@ -163,12 +177,12 @@ def build_layers(model: Any, steps_build: bool, data_batch: Any) -> None:
     )
 
 
-def layer_paths(model: Any) -> list[str]:
+def layer_paths(model: keras.Model) -> list[str]:
     """Returns the paths of a model's layers, which identify the layouts of their outputs."""
     return [layer.path for layer in model._flatten_layers() if getattr(layer, "path", None)]
 
 
-def all_variables(model: Any) -> list[Any]:
+def all_variables(model: keras.Model) -> list[keras.Variable]:
     """Returns all Keras variables of a model, including seeds, metrics and optimizer, in a fixed order."""
     optimizer = getattr(model, "optimizer", None)
     parts = [
@@ -180,14 +194,14 @@ def all_variables(model: Any) -> list[Any]:
     return list({id(variable): variable for variable in parts}.values())
 
 
-def joined_ragged(parts: Sequence[Any]) -> Any:
+def joined_ragged(parts: Sequence[object]) -> np.ndarray:
     """Joins outputs of batches that differ in more than the number of rows, as Keras does on TensorFlow."""
     from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
     return tensorflow_trainer.convert_to_np_if_not_ragged(tensorflow_trainer.potentially_ragged_concat(parts))
 
 
-def reads_logs_at_once(callbacks: Any) -> bool:
+def reads_logs_at_once(callbacks: keras.callbacks.CallbackList) -> bool:
     """Returns whether a callback list converts the logs of a step to numbers before it calls the callbacks.
 
     This makes it wait for the step. Lists that convert logs in a thread, and custom lists, return `False`.
@@ -197,7 +211,9 @@ def reads_logs_at_once(callbacks: Any) -> bool:
     return type(callbacks) is keras.callbacks.CallbackList and not getattr(callbacks, "_async_train", False)
 
 
-def callback_list(callbacks: Any, **arguments: Any) -> Any:
+def callback_list(
+    callbacks: keras.callbacks.CallbackList | Sequence[keras.callbacks.Callback] | None, **arguments: object
+) -> keras.callbacks.CallbackList:
     """Wraps callbacks in Keras's `CallbackList`, unless they already are one."""
     import keras
 

@@ -6,12 +6,18 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.context import has_strategy
 from kdist.keras_hooks.own import is_own
 from kdist.keras_hooks.variables import stateless_scope
-from kdist.keras_hooks.wrapping import OWNER, running_replica, wrap
+from kdist.keras_hooks.wrapping import OWNER, RunningReplica, running_replica, wrap
+
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.values import TensorLike
+
 
 # Keras's optimizers that update each element independently, so they can also update a shard of a variable.
 _ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
@@ -19,15 +25,19 @@ _ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adama
 
 class _Taking(threading.local):
     def __init__(self) -> None:
-        self.taker: Callable[[Any, list[Any], list[Any]], None] | None = None
-        self.owner: Any = None
+        self.taker: (
+            Callable[[keras.optimizers.Optimizer, list[TensorLike | None], list[keras.Variable]], None] | None
+        ) = None
+        self.owner: keras.Variable | None = None
 
 
 _taking = _Taking()
 
 
 @contextlib.contextmanager
-def taking_gradients(taker: Callable[[Any, list[Any], list[Any]], None]) -> Iterator[None]:
+def taking_gradients(
+    taker: Callable[[keras.optimizers.Optimizer, list[TensorLike | None], list[keras.Variable]], None],
+) -> Iterator[None]:
     """A context in which optimizers in this thread pass gradients to a function instead of applying them.
 
     Args:
@@ -40,17 +50,17 @@ def taking_gradients(taker: Callable[[Any, list[Any], list[Any]], None]) -> Iter
         _taking.taker = outer
 
 
-def owner_in_creation() -> Any:
+def owner_in_creation() -> keras.Variable | None:
     """Returns the variable for which an optimizer in this thread is creating a variable, or `None`."""
     return _taking.owner
 
 
-def decays(optimizer: Any, variable: Any) -> bool:
+def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
     """Returns whether an optimizer applies weight decay to a variable."""
     return bool(optimizer._use_weight_decay(variable))
 
 
-def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
+def clipped(optimizer: keras.optimizers.Optimizer, gradients: Sequence[TensorLike]) -> list[TensorLike]:
     """Returns gradients after the clipping of an optimizer."""
     return list(optimizer._clip_gradients(list(gradients)))
 
@@ -59,7 +69,12 @@ def hook_optimizers() -> None:
     from keras.src.optimizers.base_optimizer import BaseOptimizer
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-    def apply(original: Callable[..., Any], self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    def apply(
+        original: Callable[..., object],
+        self: keras.optimizers.Optimizer,
+        grads: Sequence[TensorLike | None],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+    ) -> object:
         if _taking.taker is not None:
             variables = trainable_variables or self._trainable_variables
             return _taking.taker(self, list(grads), list(variables))
@@ -71,7 +86,7 @@ def hook_optimizers() -> None:
             variables = trainable_variables or self._trainable_variables
             grads = _sum_gradients(replica, list(grads), list(variables))
 
-            def apply_sums() -> Any:
+            def apply_sums() -> object:
                 if not self.built and replica.divides_variables:
                     build_optimizer(self, list(variables))
                     replica.take_variables(self.variables)
@@ -81,14 +96,20 @@ def hook_optimizers() -> None:
         finally:
             replica.applying = False
 
-    def scale_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:
+    def scale_loss(
+        original: Callable[..., TensorLike], self: keras.optimizers.Optimizer, loss: TensorLike
+    ) -> TensorLike:
         scaled = original(self, loss)
         replica = running_replica()
         return scaled if replica is None or scaled is loss else replica.weight_loss(scaled)
 
     def from_reference(
-        original: Callable[..., Any], self: Any, reference_variable: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+        original: Callable[..., keras.Variable],
+        self: keras.optimizers.Optimizer,
+        reference_variable: keras.Variable,
+        *args: object,
+        **kwargs: object,
+    ) -> keras.Variable:
         outer, _taking.owner = _taking.owner, reference_variable
         try:
             variable = original(self, reference_variable, *args, **kwargs)
@@ -105,17 +126,19 @@ def hook_optimizers() -> None:
     wrap(LossScaleOptimizer, "apply", apply)
 
 
-def is_elementwise(optimizer: Any) -> bool:
+def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether an optimizer updates each element independently; `False` for custom optimizers."""
     return type(optimizer).__name__ in _ELEMENTWISE and not is_own(optimizer)
 
 
-def is_undecayed(optimizer: Any, variable: Any) -> bool:
+def is_undecayed(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
     """Returns whether `exclude_from_weight_decay` excludes a variable, directly or by its name."""
     return not optimizer._use_weight_decay(variable)
 
 
-def learning_rate(optimizer: Any) -> Any:
+def learning_rate(
+    optimizer: keras.optimizers.Optimizer,
+) -> float | keras.optimizers.schedules.LearningRateSchedule:
     """Returns the learning rate as the constructor of the optimizer takes it: a number or a schedule."""
     import keras
 
@@ -123,12 +146,16 @@ def learning_rate(optimizer: Any) -> Any:
     return float(optimizer.learning_rate) if isinstance(rate, keras.Variable) else rate
 
 
-def count_step(optimizer: Any) -> None:
+def count_step(optimizer: keras.optimizers.Optimizer) -> None:
     """Counts a step of an optimizer that has no variables to update."""
     optimizer._iterations.assign_add(1)
 
 
-def build_optimizer(optimizer: Any, variables: list[Any], undecayed: Sequence[Any] = ()) -> None:
+def build_optimizer(
+    optimizer: keras.optimizers.Optimizer,
+    variables: list[keras.Variable],
+    undecayed: Sequence[keras.Variable] = (),
+) -> None:
     """Builds an optimizer in the same way as its `apply`."""
     from keras.src.backend import name_scope
 
@@ -139,7 +166,9 @@ def build_optimizer(optimizer: Any, variables: list[Any], undecayed: Sequence[An
     optimizer.built = True
 
 
-def _sum_gradients(replica: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+def _sum_gradients(
+    replica: RunningReplica, grads: list[Any], variables: list[keras.Variable]
+) -> list[TensorLike | None]:
     present = [i for i, gradient in enumerate(grads) if gradient is not None]
     sums = replica.sum_gradients([grads[i] for i in present], [variables[i] for i in present])
     for i, total in zip(present, sums, strict=True):
@@ -163,7 +192,14 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
     def is_foreign() -> bool:
         return not has_strategy() and in_native_scope()
 
-    def neutral(name: str, original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def neutral(
+        name: str,
+        original: Callable[..., object],
+        self: keras.optimizers.Optimizer,
+        /,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         # A scope may define a method of this name, for variables that are stored elsewhere.
         own = getattr(stateless_scope(), name, None)
         if own is not None:
@@ -182,16 +218,28 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
         if hasattr(TFOptimizer, name):
             wrap(TFOptimizer, name, functools.partial(neutral, name))
 
-    def var_key(original: Callable[..., Any], self: Any, variable: Any) -> Any:
+    def var_key(
+        original: Callable[..., object], self: keras.optimizers.Optimizer, variable: keras.Variable
+    ) -> object:
         # In a scope, `value` can be a replica's copy or a shard, so use the stored variable.
         is_hidden = stateless_scope() is not None and getattr(variable, "_value", None) is not None
         return original(self, variable._value if is_hidden else variable)
 
-    def tf_apply(original: Callable[..., Any], self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    def tf_apply(
+        original: Callable[..., object],
+        self: keras.optimizers.Optimizer,
+        grads: Sequence[TensorLike | None],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+    ) -> object:
         chosen = original if is_foreign() else loss_scale._common_apply
         return chosen(self, grads, trainable_variables)
 
-    def swap(name: str, original: Callable[..., Any], self: Any, optimizer: Any) -> Any:
+    def swap(
+        name: str,
+        original: Callable[..., object],
+        self: keras.callbacks.SwapEMAWeights,
+        optimizer: keras.optimizers.Optimizer,
+    ) -> None:
         (original if is_foreign() else getattr(type(self), name))(self, optimizer)
 
     for name in ("swap_variables", "finalize_ema_values"):

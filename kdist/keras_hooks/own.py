@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdist.keras_hooks.scalars import OwnLoss
 
+if TYPE_CHECKING:
+    import keras
 
-def is_own(value: Any) -> bool:
+
+def is_own(value: object) -> bool:
     """Returns whether a function, or the class of an object, is not part of Keras."""
     # The module of a function created by `exec` may be `None`.
     return value is not None and (value.__module__ or "").partition(".")[0] != "keras"
 
 
-def own_losses(model: Any) -> list[OwnLoss]:
+def own_losses(model: keras.Model) -> list[OwnLoss]:
     """Wraps each loss whose reduction over the rows is unknown in an `OwnLoss`, and returns the wrappers.
 
     They include some of Keras's losses.
@@ -39,7 +42,7 @@ def own_losses(model: Any) -> list[OwnLoss]:
     return list(found.values())
 
 
-def own_layers(model: Any) -> list[Any]:
+def own_layers(model: keras.Model) -> list[keras.Layer]:
     """Returns the layers that may add custom losses, including the model itself."""
     return [
         layer
@@ -60,16 +63,16 @@ def _names_add_loss(kind: type) -> bool:
     return False
 
 
-def own_metrics(model: Any) -> list[Any]:
+def own_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     """Returns the metrics of `compile` that are custom or call a custom function."""
     metrics = getattr(model._compile_metrics, "metrics", ())
     return [metric for metric in metrics if is_own(metric) or is_own(getattr(metric, "_fn", None))]
 
 
-def compute_step(model: Any, x: Any, y: Any, sample_weight: Any, training: bool) -> None:
+def compute_step(model: keras.Model, x: object, y: object, sample_weight: object, training: bool) -> None:
     """Calls the model, its loss and its metrics, as a step of Keras does."""
     y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
-    rest: dict[str, Any] = {"y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+    rest: dict[str, object] = {"y": y, "y_pred": y_pred, "sample_weight": sample_weight}
     with contextlib.suppress(Exception):  # the model may have no loss for this data
         model._compute_loss(x=x, **rest, training=training)
     with contextlib.suppress(Exception):
@@ -77,7 +80,7 @@ def compute_step(model: Any, x: Any, y: Any, sample_weight: Any, training: bool)
 
 
 @contextlib.contextmanager
-def kept_buffers(model: Any) -> Iterator[None]:
+def kept_buffers(model: keras.Model) -> Iterator[None]:
     """Restores PyTorch's buffers, which are not Keras variables, at the end of the context."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if hasattr(model, "buffers") else []
     try:
@@ -87,7 +90,7 @@ def kept_buffers(model: Any) -> Iterator[None]:
             buffer.detach().copy_(value)
 
 
-def has_torch_modules(model: Any) -> bool:
+def has_torch_modules(model: keras.Model) -> bool:
     """Returns whether a model wraps PyTorch modules, whose statistics are not Keras variables."""
     import keras
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 from kdist.errors import StrategyScopeError
 from kdist.keras_hooks.seeds import seeds_from
 from kdist.keras_hooks.threads import ThreadState
-from kdist.keras_hooks.wrapping import running_replica, wrap
+from kdist.keras_hooks.wrapping import RunningReplica, running_replica, wrap
 
 
-def _bound(function: Callable[..., Any], replica: Any) -> Callable[..., Any]:
+def _bound(function: Callable[..., object], replica: RunningReplica) -> Callable[..., object]:
     """Returns a function that any thread can call for the replica of this thread."""
     from keras.src.backend.common import global_state
 
     # On a GPU, autograd calls it in its own threads, without Keras's scopes and kdist's replica.
     state = ThreadState()
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if not replica.is_entered:
             raise StrategyScopeError(
                 "The gradients of `keras.remat` or `custom_gradient` were computed after the step of the replica.",
@@ -38,18 +37,20 @@ def hook_torch_recomputing() -> None:
     """Wraps `keras.remat` and `keras.ops.custom_gradient`; the backend calls this once."""
     from keras.src import backend
 
-    def remat(original: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def remat(
+        original: Callable[..., Callable[..., object]], f: Callable[..., object]
+    ) -> Callable[..., object]:
+        def wrapped(*args: object, **kwargs: object) -> object:
             replica = running_replica()
             if replica is None:
                 return original(f)(*args, **kwargs)
-            seeds: list[Any] = []
+            seeds: list[object] = []
             calls, again = itertools.count(), _bound(f, replica)
 
-            def function(*args: Any, **kwargs: Any) -> Any:
+            def function(*args: object, **kwargs: object) -> object:
                 is_forward, drawn = next(calls) == 0, iter(seeds)
 
-                def seed(draw: Callable[[], Any]) -> Any:
+                def seed(draw: Callable[[], object]) -> object:
                     if not is_forward:
                         return next(drawn)
                     seeds.append(draw())
@@ -62,8 +63,10 @@ def hook_torch_recomputing() -> None:
 
         return wrapped
 
-    def custom_gradient(original: Callable[..., Any], self: Any, forward_fn: Callable[..., Any]) -> None:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+    def custom_gradient(
+        original: Callable[..., object], self: object, forward_fn: Callable[..., object]
+    ) -> None:
+        def forward(*args: object, **kwargs: object) -> object:
             result, replica = forward_fn(*args, **kwargs), running_replica()
             if replica is not None and isinstance(result, tuple) and len(result) == 2 and callable(result[1]):
                 return result[0], _bound(result[1], replica)

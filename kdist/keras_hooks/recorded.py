@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.keras_hooks.served import record_of
+
+if TYPE_CHECKING:
+    import keras
+
 
 # Packages whose layers and functions compute the same operations for each batch of the same shapes. Keras
 # requires this of its own code, because JAX and TensorFlow compile it.
@@ -25,12 +29,12 @@ class StepState:
     effect. The comparison of dictionaries compares equal objects fast, because it starts with their identity.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._attributes = [(vars(part), _copy(vars(part))) for part in _parts(model) if part is not model]
         self._model = _copy(vars(model))
         self._hooks = [(tensor, _hooks_of(tensor)) for tensor in model.parameters()]
 
-    def is_that_of(self, model: Any) -> bool:
+    def is_that_of(self, model: keras.Model) -> bool:
         """Returns whether no attribute has changed, and no hook was added."""
         try:
             return (
@@ -41,7 +45,7 @@ class StepState:
         except Exception:  # arrays cannot be compared as a whole
             return False
 
-    def _has_only_looped(self, model: Any) -> bool:
+    def _has_only_looped(self, model: keras.Model) -> bool:
         now = _copy(vars(model))
         changed = {name for name in {*now, *self._model} if now.get(name) is not self._model.get(name)}
         if any(now.get(name) != self._model.get(name) for name in changed.difference(_OF_LOOPS)):
@@ -50,7 +54,7 @@ class StepState:
         return True
 
 
-def _copy(attributes: dict[str, Any]) -> dict[str, Any]:
+def _copy(attributes: dict[str, object]) -> dict[str, object]:
     """Returns a copy in which lists and dictionaries are also copies, because code may add to them."""
     return {
         name: value.copy() if isinstance(value, (list, dict, set)) else value
@@ -64,18 +68,18 @@ def _hooks_of(tensor: Any) -> tuple[int, int]:
     return (len(hooks[0] or ()), len(hooks[1] or ()))
 
 
-def has_own_values(model: Any) -> bool:
+def has_own_values(model: keras.Model) -> bool:
     """Returns whether all variables of a model are stored in this process."""
     return all(record_of(part) is None for part in _parts(model))
 
 
-def step_tensors(model: Any) -> list[Any]:
+def step_tensors(model: keras.Model) -> list[Any]:
     """Returns the native tensors of a model that its step may write: its variables, and PyTorch's buffers."""
     values = [vars(part).get("_value") for part in _parts(model)]
     return [*(value for value in values if value is not None), *model.parameters(), *model.buffers()]
 
 
-def own_code(model: Any) -> str:
+def own_code(model: keras.Model) -> str:
     """Returns the name of custom code in the step of a model, or an empty string."""
     parts = [*model.modules(), *_parts(model)]
     for part in parts:
@@ -88,19 +92,19 @@ def own_code(model: Any) -> str:
     return "a hook of a parameter" if any(any(_hooks_of(p)) for p in model.parameters()) else ""
 
 
-def _is_pure(code: Any) -> bool:
+def _is_pure(code: object) -> bool:
     module = getattr(code, "__module__", None) or ""
     return code is None or module.partition(".")[0] in _PURE
 
 
-def _code_of(value: Any) -> Any:
+def _code_of(value: object) -> object:
     """Returns the function or the class that a callable runs; `None` for data."""
     if isinstance(value, (types.FunctionType, types.MethodType)):
         return value
     return type(value) if callable(value) and not isinstance(value, type) else None
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: object) -> Iterator[object]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -110,7 +114,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _parts(model: Any) -> list[Any]:
+def _parts(model: keras.Model) -> list[Any]:
     found: dict[int, Any] = {}
     stack = [
         *model._flatten_layers(),

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from kdist import handlers
 from kdist.keras_hooks.wrapping import strategy_of, wrap
+
+if TYPE_CHECKING:
+    import keras
+    from keras.src.saving.serialization_lib import SafeModeScope
 
 
 @contextlib.contextmanager
@@ -32,7 +37,7 @@ def without_tensorflow() -> Iterator[None]:
         module._available = None
 
 
-def safe_mode() -> Any:
+def safe_mode() -> SafeModeScope:
     """Returns a context in which Keras does not deserialize bytecode.
 
     `keras.config.enable_unsafe_deserialization()` overrides the argument `safe_mode=True`, not this scope.
@@ -51,18 +56,18 @@ def hook_saving() -> None:
     from keras.src.utils import file_utils
 
     def save(
-        original: Callable[..., Any],
-        model: Any,
-        filepath: Any,
-        *args: Any,
+        original: Callable[..., object],
+        model: keras.Model,
+        filepath: str | os.PathLike[str],
+        *args: object,
         exports: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         strategy = strategy_of(model)
         if strategy is None:
             return original(model, filepath, *args, **kwargs)
 
-        def write(path: Any) -> Any:
+        def write(path: str) -> object:
             foreign = contextlib.nullcontext() if exports else without_tensorflow()
             with foreign, strategy.new_variables.left_out():
                 return original(model, path, *args, **kwargs)
@@ -70,13 +75,13 @@ def hook_saving() -> None:
         return handlers.call("save", strategy, model, filepath, write)
 
     def ask(
-        original: Callable[..., Any],
-        self: Any,
-        filepath: Any,
+        original: Callable[..., object],
+        self: keras.Model,
+        filepath: str | os.PathLike[str],
         overwrite: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         strategy = strategy_of(self)
         if overwrite or strategy is None or strategy.runtime.worker_index == 0:
             return original(self, filepath, overwrite, *args, **kwargs)
@@ -84,14 +89,16 @@ def hook_saving() -> None:
         with handlers.call("keeping_files"):
             return original(self, filepath, True, *args, **kwargs)
 
-    def load_weights(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def load_weights(
+        original: Callable[..., object], self: keras.Model, /, *args: object, **kwargs: object
+    ) -> object:
         result = original(self, *args, **kwargs)
         strategy = strategy_of(self)
         if strategy is not None:
             handlers.call("note_loaded", strategy, self)
         return result
 
-    def makedirs(original: Callable[..., Any], path: Any) -> Any:
+    def makedirs(original: Callable[..., None], path: str) -> None:
         try:
             return original(path)
         except FileExistsError:
@@ -99,7 +106,7 @@ def hook_saving() -> None:
             if not file_utils.isdir(path):
                 raise
 
-    def state_tree(original: Callable[..., Any], model: Any) -> Any:
+    def state_tree(original: Callable[..., Mapping[str, object]], model: keras.Model) -> Mapping[str, object]:
         strategy = strategy_of(model)
         if strategy is None:
             return original(model)

@@ -5,29 +5,35 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kdist.keras_hooks.wrapping import running_model_replica, wrap
+from kdist.keras_hooks.wrapping import RunningReplica, running_model_replica, wrap
+
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.values import TensorLike
+
 
 # For each loss, layer or metric: which of its scalars, in their order in a step, are sums over the rows. All
 # others are means.
-_sums: weakref.WeakKeyDictionary[Any, tuple[bool, ...]] = weakref.WeakKeyDictionary()
+_sums: weakref.WeakKeyDictionary[object, tuple[bool, ...]] = weakref.WeakKeyDictionary()
 # The scalars that `handed` records.
-_handed: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_handed: weakref.WeakKeyDictionary[object, list[TensorLike | float]] = weakref.WeakKeyDictionary()
 
 
-def add_up(owner: Any, are_sums: tuple[bool, ...]) -> None:
+def add_up(owner: object, are_sums: tuple[bool, ...]) -> None:
     """Sets which scalars of an `OwnLoss`, a layer or a metric are sums over the rows."""
     if isinstance(owner, Hashable):
         _sums[owner] = are_sums
 
 
-def _sums_of(owner: Any) -> tuple[bool, ...]:
+def _sums_of(owner: object) -> tuple[bool, ...]:
     return _sums.get(owner, ()) if isinstance(owner, Hashable) else ()
 
 
 @contextlib.contextmanager
-def handed(owner: Any) -> Iterator[list[Any]]:
+def handed(owner: object) -> Iterator[list[TensorLike | float]]:
     """Yields a list that collects the scalars that a layer adds as losses, or that a metric receives."""
     _handed[owner] = []
     try:
@@ -36,7 +42,7 @@ def handed(owner: Any) -> Iterator[list[Any]]:
         del _handed[owner]
 
 
-def of_all_rows(replica: Any, total: Any) -> Any:
+def of_all_rows(replica: RunningReplica, total: TensorLike) -> TensorLike:
     """Scales a sum over a replica's rows, so that the mean over the replicas is the sum over all rows."""
     import keras
 
@@ -48,7 +54,12 @@ def of_all_rows(replica: Any, total: Any) -> Any:
 def hook_scalars() -> None:
     import keras
 
-    def update_state(original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None) -> Any:
+    def update_state(
+        original: Callable[..., object],
+        self: keras.metrics.Metric,
+        values: TensorLike | float,
+        sample_weight: TensorLike | None = None,
+    ) -> object:
         replica = running_model_replica()
         if sample_weight is None and _handed and self in _handed and _is_scalar(values):
             _handed[self].append(values)
@@ -58,7 +69,7 @@ def hook_scalars() -> None:
                 values = of_all_rows(replica, keras.ops.convert_to_tensor(values, dtype=self.dtype))
         return original(self, values, sample_weight)
 
-    def add_loss(original: Callable[..., Any], self: Any, loss: Any) -> None:
+    def add_loss(original: Callable[..., object], self: keras.Layer, loss: object) -> None:
         replica, known = running_model_replica(), _sums_of(self)
         if _handed and self in _handed:
             _handed[self] += map(keras.ops.sum, keras.tree.flatten(loss))
@@ -75,7 +86,7 @@ def hook_scalars() -> None:
     wrap(keras.Layer, "add_loss", add_loss)
 
 
-def _is_scalar(values: Any) -> bool:
+def _is_scalar(values: TensorLike | float) -> bool:
     # Python lists have no shape, and a traced tensor cannot be converted to an array.
     return len(values.shape) == 0 if hasattr(values, "shape") else not isinstance(values, (list, tuple))
 
@@ -83,15 +94,15 @@ def _is_scalar(values: Any) -> bool:
 class OwnLoss:
     """Wraps a loss that may be a sum over the rows."""
 
-    def __init__(self, loss: Any) -> None:
+    def __init__(self, loss: keras.losses.Loss) -> None:
         self.loss = loss
         self.name = loss.name
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> TensorLike:
         """Returns the loss. In a replica, `of_all_rows` scales it if it is a sum."""
         value, replica = self.call(*args), running_model_replica()
         return of_all_rows(replica, value) if replica is not None and any(_sums.get(self, ())) else value
 
-    def call(self, *args: Any) -> Any:
+    def call(self, *args: object) -> TensorLike:
         """Returns the unscaled loss."""
         return self.loss(*args)

@@ -5,15 +5,23 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kdist.keras_hooks.wrapping import replace, running_replica, wrap
+
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.values import TensorLike
+
 
 # Odd, and much larger than the number of draws in any run, but small enough that the seeds of many replicas
 # fit in int32. PyTorch's generator adds the two words of a seed. The second word counts the draws, so
 # with a small stride, replicas could get equal seeds.
 SEED_STRIDE = 7_368_787
+
+_Seed = TypeVar("_Seed")
 
 
 class _Thread(threading.local):
@@ -23,7 +31,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def drawn(draw: Callable[[], Any]) -> Any:
+def drawn(draw: Callable[[], _Seed]) -> _Seed:
     """Returns the seed from `draw`, or from the function that `seeds_from` has set."""
     return draw() if _thread.source is None else _thread.source(draw)
 
@@ -47,12 +55,14 @@ def seeds_from(source: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
 def hook_seeds() -> None:
     import keras
 
-    def next_seed(original: Callable[..., Any], self: Any, ordered: bool = True) -> Any:
+    def next_seed(
+        original: Callable[..., TensorLike], self: keras.random.SeedGenerator, ordered: bool = True
+    ) -> object:
         replica = running_replica()
         if replica is None:
             return original(self, ordered)
 
-        def draw() -> Any:
+        def draw() -> TensorLike:
             with replica.scope.untracked():  # all replicas draw equally often
                 seed = original(self, ordered)
             first = replica.replica_id_in_sync_group * SEED_STRIDE
@@ -65,7 +75,7 @@ def hook_seeds() -> None:
     wrap(keras.random.SeedGenerator, "next", next_seed)
 
 
-def hook_torch_random(torch_seed_generator: Callable[..., Any]) -> None:
+def hook_torch_random(torch_seed_generator: Callable[..., Callable[..., object]]) -> None:
     """Replaces the function that creates PyTorch's generators from Keras's; the backend calls this once.
 
     Without a seed, Dropout draws from PyTorch's global generator, which yields the same masks on each device.
@@ -74,8 +84,12 @@ def hook_torch_random(torch_seed_generator: Callable[..., Any]) -> None:
     from keras.src import backend
 
     def dropout(
-        original: Callable[..., Any], inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
-    ) -> Any:
+        original: Callable[..., object],
+        inputs: TensorLike,
+        rate: float,
+        noise_shape: Sequence[int] | None = None,
+        seed: object = None,
+    ) -> object:
         replica = running_replica()
         shared = replica is not None and replica.num_replicas_in_sync > 1
         if shared and noise_shape is None and isinstance(seed, keras.random.SeedGenerator):
@@ -90,7 +104,7 @@ def hook_torch_random(torch_seed_generator: Callable[..., Any]) -> None:
     )
 
 
-def global_seed_generator() -> Any:
+def global_seed_generator() -> keras.random.SeedGenerator:
     """Returns Keras's global seed generator, for which there is no public function."""
     from keras.src.random.seed_generator import global_seed_generator as keras_global_seed_generator
 

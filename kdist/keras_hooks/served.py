@@ -6,10 +6,17 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.keras_hooks.seeds import SEED_STRIDE
 from kdist.keras_hooks.wrapping import OWNER, strategies
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+
+    from kdist.context import StrategyLike
+
 
 _RECORD = "_kdist_record"
 # Attributes of models and layers that are not pickled, because each process creates its own.
@@ -30,8 +37,8 @@ _LEFT_BEHIND = frozenset(
 
 
 @functools.cache
-def _served_class(cls: Any) -> Any:
-    def direct_assign(self: Any, value: Any) -> None:
+def _served_class(cls: type[keras.Variable]) -> type:
+    def direct_assign(self: keras.Variable, value: object) -> None:
         self.__dict__[_RECORD].read()  # kdist detects an assignment by comparison with the old value
         cls._direct_assign(self, value)
 
@@ -47,7 +54,7 @@ def _served_class(cls: Any) -> Any:
     return type(cls.__name__, (cls,), names)
 
 
-def serve(variable: Any, record: Any) -> None:
+def serve(variable: keras.Variable, record: object) -> None:
     """Makes a Keras variable access its native value through the record's `read()` and `write(value)`."""
     vars(variable).pop("_value", None)
     vars(variable)[_RECORD] = record
@@ -55,20 +62,20 @@ def serve(variable: Any, record: Any) -> None:
     variable.__class__ = _served_class(kind)
 
 
-def record_of(variable: Any) -> Any:
+def record_of(variable: keras.Variable) -> Any:
     """Returns the record of a variable on servers, or `None` for other variables."""
     return vars(variable).get(_RECORD)
 
 
-def variable_state(variable: Any) -> tuple[type, dict[str, Any]]:
+def variable_state(variable: keras.Variable) -> tuple[type, dict[str, object]]:
     """Returns the class of a Keras variable and its attributes except the value."""
     state = {name: value for name, value in vars(variable).items() if name not in ("_value", _RECORD)}
     return getattr(type(variable), "_kdist_base", type(variable)), state
 
 
-def new_variable(cls: type, state: dict[str, Any], value: Any = None) -> Any:
+def new_variable(cls: type, state: dict[str, object], value: object = None) -> keras.Variable:
     """Creates a variable from the result of `variable_state`, with a new value or without one."""
-    variable: Any = object.__new__(cls)
+    variable: keras.Variable = object.__new__(cls)
     vars(variable).update(state)
     vars(variable)["_value"] = None
     if value is not None:
@@ -76,7 +83,7 @@ def new_variable(cls: type, state: dict[str, Any], value: Any = None) -> Any:
     return variable
 
 
-def stays_local(variable: Any) -> bool:
+def stays_local(variable: keras.Variable) -> bool:
     """Returns whether a new variable stays in its task: random state, or an optimizer's variable.
 
     An optimizer's variable is later placed with the variable that it belongs to.
@@ -84,11 +91,11 @@ def stays_local(variable: Any) -> bool:
     return _is_seed(vars(variable)) or OWNER in vars(variable)
 
 
-def _is_seed(state: dict[str, Any]) -> bool:
+def _is_seed(state: dict[str, object]) -> bool:
     return state["_name"] == "seed_generator_state"
 
 
-def offset_seed(state: dict[str, Any], value: Any, index: int) -> Any:
+def offset_seed(state: dict[str, object], value: np.ndarray, index: int) -> np.ndarray:
     """Returns the value of a local variable in a task; each task gets different random state."""
     if _is_seed(state):
         value = value.copy()
@@ -96,12 +103,12 @@ def offset_seed(state: dict[str, Any], value: Any, index: int) -> Any:
     return value
 
 
-def seed_stride(variable: Any) -> int:
+def seed_stride(variable: keras.Variable) -> int:
     """Returns the difference of the first word of random state between workers; 0 for other variables."""
     return SEED_STRIDE if _is_seed(vars(variable)) else 0
 
 
-def variable_like(array: Any, path: str, trainable: bool) -> Any:
+def variable_like(array: np.ndarray, path: str, trainable: bool) -> keras.Variable:
     """Creates a Keras variable with a given path, by which optimizers identify it."""
     import keras
 
@@ -110,7 +117,7 @@ def variable_like(array: Any, path: str, trainable: bool) -> Any:
     return variable
 
 
-def reduced(value: Any) -> Any:
+def reduced(value: object) -> Any:
     """Returns how to pickle a Keras object by its attributes, rather than as a saved file.
 
     Returns:
@@ -138,32 +145,32 @@ def reduced(value: Any) -> Any:
     return NotImplemented
 
 
-def _new(cls: Any) -> Any:
+def _new(cls: Any) -> object:
     return cls.__new__(cls) if issubclass(cls, (list, dict, set)) else object.__new__(cls)
 
 
 class _Filled(threading.local):
     def __init__(self) -> None:
-        self.objects: list[Any] | None = None
+        self.objects: list[object] | None = None
 
 
 _filled = _Filled()
 
 
-def _fill(value: Any, state: dict[str, Any]) -> None:
+def _fill(value: object, state: dict[str, object]) -> None:
     vars(value).update(state)
     if _filled.objects is not None:
         _filled.objects.append(value)
 
 
-def _fill_container(value: Any, state: tuple[Any, Any]) -> None:
+def _fill_container(value: Any, state: tuple[object, Any]) -> None:
     value.tracker, items = state
     kind: Any = next(kind for kind in (list, dict, set) if isinstance(value, kind))
     (kind.extend if kind is list else kind.update)(value, items)
 
 
 @contextlib.contextmanager
-def arriving(strategy: Any) -> Iterator[None]:
+def arriving(strategy: StrategyLike | None) -> Iterator[None]:
     """A context for unpickling Keras objects. Afterwards, the models belong to the strategy."""
     import keras
     from keras.src.utils import tracking
@@ -183,7 +190,7 @@ def arriving(strategy: Any) -> Iterator[None]:
         _filled.objects = outer
 
 
-def _rename_keys(optimizer: Any) -> None:
+def _rename_keys(optimizer: keras.optimizers.Optimizer) -> None:
     places, variables = optimizer._trainable_variables_indices, optimizer._trainable_variables
     keys = {key: optimizer._var_key(variables[place]) for key, place in places.items()}
     for name in ("_trainable_variables_indices", "_weight_decay_by_var_key"):  # the second is from Keras 3.16

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kdist.keras_hooks.wrapping import wrap
 
+if TYPE_CHECKING:
+    import keras
+    from keras.src.trainers.trainer import Trainer as BaseTrainer
+
+
 # Models that the user compiled with `jit_compile=True`. Keras also turns "auto" into `True`.
-_compiled_by_choice: weakref.WeakSet[Any] = weakref.WeakSet()
+_compiled_by_choice: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
-def base_trainer() -> Any:
+def base_trainer() -> type[BaseTrainer]:
     """Returns the base class of the trainers of all backends, which Keras 3.16 renames."""
     from keras.src.trainers import trainer
 
@@ -22,12 +27,12 @@ def base_trainer() -> Any:
 def hook_compile() -> None:
     """Records models for `asks_for_jit`."""
 
-    def compile(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    def compile(original: Callable[..., object], self: BaseTrainer, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         is_chosen = (kwargs.get("jit_compile") or (*args, *[None] * 8)[7]) is True
         (_compiled_by_choice.add if is_chosen else _compiled_by_choice.discard)(self)
 
-    def from_config(original: Callable[..., Any], self: Any, config: Any) -> None:
+    def from_config(original: Callable[..., object], self: BaseTrainer, config: Mapping[str, object]) -> None:
         original(self, config)
         _compiled_by_choice.discard(self)  # a file may contain Keras's choice for "auto"
 
@@ -35,17 +40,17 @@ def hook_compile() -> None:
     wrap(base_trainer(), "compile_from_config", from_config)
 
 
-def asks_for_jit(model: Any) -> bool:
+def asks_for_jit(model: keras.Model) -> bool:
     """Returns whether a model was compiled with `jit_compile=True`, rather than with "auto"."""
     return model in _compiled_by_choice
 
 
-def require_compiled(model: Any, method: str) -> None:
+def require_compiled(model: keras.Model, method: str) -> None:
     """Raises Keras's own error if the model is not compiled."""
     model._assert_compile_called(method)
 
 
-def compiled_state(model: Any) -> tuple[Any, ...]:
+def compiled_state(model: keras.Model) -> tuple[object, ...]:
     """Returns the parts of a model that a step depends on. If any of them changes, a new step is needed."""
     return (
         getattr(model, "optimizer", None),
@@ -57,12 +62,12 @@ def compiled_state(model: Any) -> tuple[Any, ...]:
     )
 
 
-def layers_are_built(model: Any) -> bool:
+def layers_are_built(model: keras.Model) -> bool:
     """Returns whether the variables of all layers exist."""
     return all(layer.built for layer in model._flatten_layers())
 
 
-def is_built(model: Any) -> bool:
+def is_built(model: keras.Model) -> bool:
     """Returns whether all variables of a compiled model exist. Keras checks this before it reads the data."""
     return (
         layers_are_built(model)
@@ -72,33 +77,35 @@ def is_built(model: Any) -> bool:
     )
 
 
-def initial_epoch(model: Any) -> int | None:
+def initial_epoch(model: keras.Model) -> int | None:
     """Returns the epoch that a callback has set as the first one of `fit`, or `None`."""
     return model._initial_epoch
 
 
-def set_initial_epoch(model: Any, epoch: int | None) -> None:
+def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     """Sets the value that `initial_epoch` returns."""
     model._initial_epoch = epoch
 
 
-def metrics_or_logs(model: Any, logs: Any) -> Any:
+def metrics_or_logs(model: keras.Model, logs: Mapping[str, object]) -> Mapping[str, object]:
     """Returns the results of the model's metrics, or the logs of a step if they have other entries."""
     return model._get_metrics_result_or_logs(logs)
 
 
-def python_logs(model: Any, logs: Any, return_dict: bool) -> Any:
+def python_logs(
+    model: keras.Model, logs: Mapping[str, object], return_dict: bool
+) -> dict[str, float] | list[float] | float:
     """Returns logs as Keras's methods do: a dictionary, or only the values in the order of the metrics."""
     logs = pythonify_logs(logs)
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
-def should_validate(model: Any, epoch: int, freq: Any) -> bool:
+def should_validate(model: keras.Model, epoch: int, freq: int | Sequence[int]) -> bool:
     """Returns whether `fit` validates after an epoch."""
     return bool(model._should_eval(epoch, freq))
 
 
-def pythonify_logs(logs: Any) -> dict[str, Any]:
+def pythonify_logs(logs: Mapping[str, object]) -> dict[str, float]:
     """Converts logs to Python floats, flattened and sorted, as Keras does."""
     from keras.src.utils.python_utils import pythonify_logs as keras_pythonify_logs
 

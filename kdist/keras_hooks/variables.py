@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist import context
 from kdist.keras_hooks.wrapping import OWNER, replace, wrap
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+
+    from kdist.values import TensorLike
 
 
 def hook_variables() -> None:
     """Registers new variables with the strategy in scope, which makes them equal on all workers."""
     import keras
 
-    def note(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> None:
+    def note(
+        original: Callable[..., object], self: keras.Variable, /, *args: object, **kwargs: object
+    ) -> None:
         original(self, *args, **kwargs)
         strategy = context.current_strategy()
         if strategy is not None and context.in_cross_replica_context():
             strategy.new_variables.add(self)
 
-    def addition(original: Callable[..., Any], self: Any, value: Any) -> Any:
+    def addition(original: Callable[..., object], self: keras.Variable, value: object) -> object:
         adding = getattr(stateless_scope(), "adding", contextlib.nullcontext)
         with adding():
             return original(self, value)
@@ -31,7 +39,8 @@ def hook_variables() -> None:
 
 
 def hook_assignments(
-    assigned: Callable[[Any], None], value_of: Callable[[Any, Any], Any] = lambda variable, value: value
+    assigned: Callable[[keras.Variable], None],
+    value_of: Callable[[keras.Variable, TensorLike], TensorLike] = lambda variable, value: value,
 ) -> None:
     """Calls functions when a Keras variable is assigned outside replicas; the backend calls this once.
 
@@ -41,14 +50,17 @@ def hook_assignments(
     """
     import keras
 
-    def direct(original: Callable[..., Any], self: Any, value: Any) -> None:
+    def direct(original: Callable[..., object], self: keras.Variable, value: TensorLike) -> None:
         original(self, value_of(self, value))
         assigned(self)
 
     wrap(keras.Variable, "_direct_assign", direct)
 
 
-def hook_reading(read: Callable[[Any], Any], shown: Callable[[Any, Any], Any]) -> None:
+def hook_reading(
+    read: Callable[[keras.Variable], np.ndarray | None],
+    shown: Callable[[keras.Variable, TensorLike], TensorLike],
+) -> None:
     """Sets a function that reads a Keras variable as a NumPy array; the backend calls this once.
 
     `keras.ops.convert_to_numpy`, `get_weights` and all Keras files use it. An array that is sharded over
@@ -60,7 +72,12 @@ def hook_reading(read: Callable[[Any], Any], shown: Callable[[Any, Any], Any]) -
     """
     import keras
 
-    def array(original: Callable[..., Any], self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+    def array(
+        original: Callable[..., np.ndarray],
+        self: keras.Variable,
+        dtype: str | None = None,
+        copy: bool | None = None,
+    ) -> np.ndarray:
         value = read(self) if stateless_scope() is None else None
         if value is None:
             value = original(self, dtype)
@@ -68,13 +85,13 @@ def hook_reading(read: Callable[[Any], Any], shown: Callable[[Any, Any], Any]) -
             value = value.astype(dtype, copy=False)
         return value.copy() if copy else value  # NumPy leaves the copy to `__array__`
 
-    native: Any = keras.Variable.value.fget
+    native: Callable[[keras.Variable], TensorLike] = keras.Variable.value.fget
 
-    def value(self: Any) -> Any:
+    def value(self: keras.Variable) -> TensorLike:
         found = native(self)
         return found if found.shape == self.shape else shown(self, found)
 
-    def text(original: Callable[..., Any], self: Any) -> str:
+    def text(original: Callable[..., str], self: keras.Variable) -> str:
         if self._value is None or self._value.shape == self.shape:
             return original(self)
         return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}>"
@@ -84,22 +101,22 @@ def hook_reading(read: Callable[[Any], Any], shown: Callable[[Any, Any], Any]) -
     keras.Variable.value = property(value, doc=keras.Variable.value.__doc__)
 
 
-def owner_path(variable: Any) -> str:
+def owner_path(variable: keras.Variable) -> str:
     """Returns the path of a variable; for an optimizer's variable, the path of its model variable."""
     return vars(variable).get(OWNER) or variable.path
 
 
-def native_value(variable: Any) -> Any:
+def native_value(variable: keras.Variable) -> Any:
     """Returns the native variable or tensor of a Keras variable in any scope; `None` before it is built."""
     return variable._value
 
 
-def set_native_value(variable: Any, value: Any) -> None:
+def set_native_value(variable: keras.Variable, value: object) -> None:
     """Replaces the native value of a Keras variable, without a copy and regardless of scopes."""
     variable._value = value
 
 
-def first_value(variable: Any) -> Any:
+def first_value(variable: keras.Variable) -> Any:
     """Returns an initial value for a variable without a value, from its initializer."""
     return variable._initializer(variable.shape, dtype=variable.dtype)
 
@@ -108,7 +125,7 @@ def first_value(variable: Any) -> Any:
 _STATE_SYNC = ("jax_state_sync", "state_sync")
 
 
-def show_state(model: Any, write: Callable[[], None]) -> None:
+def show_state(model: keras.Model, write: Callable[[], None]) -> None:
     """Makes the current weights visible to callbacks that use `self.model` in the middle of an epoch.
 
     On JAX, the state is not in the variables during an epoch. Keras's `Callback.model` calls
@@ -122,13 +139,13 @@ def show_state(model: Any, write: Callable[[], None]) -> None:
         model.__dict__[name] = write
 
 
-def hide_state(model: Any) -> None:
+def hide_state(model: keras.Model) -> None:
     """Undoes `show_state`."""
     for name in _STATE_SYNC:
         model.__dict__.pop(name, None)
 
 
-def sync_state(model: Any) -> None:
+def sync_state(model: keras.Model) -> None:
     """Writes the current state to the variables in the middle of an epoch, as `Callback.model` does."""
     for name in _STATE_SYNC:
         if callable(getattr(model, name, None)):
@@ -156,7 +173,7 @@ def without_scope() -> Iterator[None]:
         global_state.set_global_attribute("stateless_scope", scope)
 
 
-def hook_cond(cond: Callable[..., Any]) -> None:
+def hook_cond(cond: Callable[..., Callable[..., object]]) -> None:
     """Wraps `keras.ops.cond` on JAX; the backend calls this once.
 
     A `LossScaleOptimizer` writes variables in the branches. JAX does not let such values leave a branch.

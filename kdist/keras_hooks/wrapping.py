@@ -5,31 +5,103 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kdist import context
 
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.values import TensorLike
+
+
+class Rows(Protocol):
+    """The `RowShare` of a replica: numbers or scalars of the backend."""
+
+    counts: Any
+    scalar_weight: Any
+
+
+class RunningReplica(Protocol):
+    """The parts of a backend's `Replica` that hooks use."""
+
+    is_model_step: bool
+    rows: Rows
+    loss_is_weighted: bool
+    applying: bool
+    scope: Any
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether a thread currently runs this replica."""
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Its index; a scalar of the backend if one program runs on all devices."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas of all workers."""
+
+    @property
+    def divides_variables(self) -> bool:
+        """Whether `take_variables` shards variables."""
+
+    def __enter__(self) -> object:
+        """Makes a thread run this replica."""
+
+    def __exit__(self, *error: Any) -> None:
+        """Ends it."""
+
+    def scalar(self, number: Any, dtype: Any) -> TensorLike:
+        """Returns a number as a tensor."""
+
+    def moments(self, x: TensorLike, axes: Sequence[int], keepdims: bool) -> tuple[TensorLike, TensorLike]:
+        """Returns the mean and variance over the rows of all replicas."""
+
+    def all_reduce_packed(self, tensors: Sequence[TensorLike]) -> list[TensorLike]:
+        """Sums each tensor over all replicas."""
+
+    def mean_over_rows(self, tensors: Sequence[TensorLike]) -> list[TensorLike]:
+        """Returns means over all rows, given means over the rows of each replica."""
+
+    def weight_loss(self, loss: TensorLike) -> TensorLike:
+        """Weights a loss with this replica's share."""
+
+    def sum_gradients(
+        self, gradients: Sequence[TensorLike], variables: Sequence[keras.Variable]
+    ) -> list[TensorLike]:
+        """Returns the gradients of the global loss."""
+
+    def take_variables(self, variables: Sequence[keras.Variable]) -> None:
+        """Shards new variables."""
+
+    def apply_gradients(self, apply: Callable[[], object]) -> object:
+        """Runs the optimizer on the variables of this replica."""
+
+
 # The strategy of each model, kept outside the models so that saved files do not depend on kdist.
-strategies: weakref.WeakKeyDictionary[Any, context.StrategyLike] = weakref.WeakKeyDictionary()
+strategies: weakref.WeakKeyDictionary[keras.Model, context.StrategyLike | None] = weakref.WeakKeyDictionary()
 
 
 # The attribute of an optimizer's variable that contains the path of its model variable.
 OWNER = "_kdist_owner"
 
 
-def strategy_of(model: Any) -> context.StrategyLike | None:
+def strategy_of(model: keras.Model) -> context.StrategyLike | None:
     """Returns the strategy that a model was created under, or `None`."""
     return strategies.get(model)
 
 
-def running_replica() -> Any:
+def running_replica() -> RunningReplica | None:
     """Returns the replica that runs a step in this thread, or `None`."""
-    replica = context.current_replica()
+    replica: Any = context.current_replica()
     return replica if getattr(replica, "scope", None) is not None else None
 
 
-def running_model_replica() -> Any:
+def running_model_replica() -> RunningReplica | None:
     """Returns the replica that runs a model's step, whose losses must cover all rows, or `None`.
 
     In functions that `strategy.run` runs, losses keep the reduction that the function uses.
@@ -38,11 +110,11 @@ def running_model_replica() -> Any:
     return replica if replica is not None and replica.is_model_step else None
 
 
-def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+def wrap(owner: type | ModuleType, name: str, hook: Callable[..., object]) -> None:
     """Replaces a Keras function with a hook, which receives the original function and its arguments."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def wrapper(*args: object, **kwargs: object) -> object:
             return hook(original, *args, **kwargs)
 
         return wrapper
@@ -50,7 +122,7 @@ def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
     replace(owner, name, make)
 
 
-def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def replace(owner: type | ModuleType, name: str, make: Callable[..., Callable[..., object]]) -> None:
     """Replaces a Keras function with the result of `make`, which receives the original; see `wrap`."""
     original = getattr(owner, name)
     wrapper = functools.wraps(original)(make(original))

@@ -20,7 +20,7 @@ from kdist.data.input_options import InputOptions
 from kdist.errors import StrategyScopeError
 from kdist.strategies.running import RunOptions
 from kdist.strategies.strategy import Strategy
-from kdist.values import ReduceOp
+from kdist.values import ReduceOp, TensorLike
 
 
 def get_strategy() -> Strategy:
@@ -54,7 +54,7 @@ def get_replica_context() -> ReplicaContext | None:
 class _NoScope(Scope[Any]):
     """Changes nothing. As in `tf.distribute`, you can enter the scope of another strategy inside it."""
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Strategy:
         if has_strategy():
             raise StrategyScopeError(
                 "Cannot enter the scope of the default strategy inside the scope of another strategy.",
@@ -90,28 +90,28 @@ class DefaultStrategy(Strategy):
         return _NoScope(self, contextlib.nullcontext)
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+        self, dataset_fn: Callable[[InputContext], object], options: InputOptions | None = None
     ) -> Any:
         """Returns the function's dataset for the only pipeline."""
         return dataset_fn(InputContext())
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
-    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
+    def experimental_distribute_dataset(self, dataset: object, options: InputOptions | None = None) -> Any:
         """Returns the dataset unchanged."""
         return dataset
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
         """Calls the function and returns its result."""
         return fn(*args, **(kwargs or {}))
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: int | None = None) -> Any:
         """Reduces only along the axis, because there is one replica."""
         op = ReduceOp.of(reduce_op)
         if axis is None:
@@ -120,21 +120,21 @@ class DefaultStrategy(Strategy):
 
         along = keras.ops.sum if op is ReduceOp.SUM else keras.ops.mean
 
-        def reduce(leaf: Any) -> Any:
+        def reduce(leaf: object) -> TensorLike:
             tensor = keras.ops.convert_to_tensor(leaf)
             return along(tensor, axis=checked_axis(axis, len(tensor.shape)))
 
         return keras.tree.map_structure(reduce, value)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: object, axis: int) -> Any:
         """Returns the value unchanged, because there is one replica."""
         return value
 
-    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], object]) -> Any:
         """Returns the function's value for the only replica."""
         return value_fn(ValueContext())
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: object) -> tuple[Any, ...]:
         """Returns a tuple with the value of the only replica."""
         return (value,)
 

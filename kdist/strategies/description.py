@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from kdist.backends import get_backend
 from kdist.cluster import logs
 from kdist.cluster.roles import listed, number_of
-from kdist.topology import Central, Sharded
+from kdist.topology import Central, Mirrored, Sharded
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+
 
 # The first announced plan. Later strategies of the same job would only repeat it.
 _announced: list[str] = []
@@ -30,7 +34,17 @@ class Description:
     source: str = ""
 
 
-def describe(strategy: Any) -> str:
+class Described(Protocol):
+    """The parts of a strategy that its description contains."""
+
+    _told: Description
+
+    @property
+    def runtime(self) -> Runtime:
+        """The `Runtime` of the strategy."""
+
+
+def describe(strategy: Described) -> str:
     """Returns the `repr` of a strategy, even if its constructor has not finished."""
     kind = type(strategy)
     name = (
@@ -38,7 +52,7 @@ def describe(strategy: Any) -> str:
         if kind.__module__.startswith("kdist.")
         else kind.__name__
     )
-    runtime: Any = getattr(strategy, "_runtime", None)
+    runtime: Runtime | None = getattr(strategy, "_runtime", None)
     if runtime is None:
         return f"<{name}: not created yet>"
     parts = strategy._told.tasks or [
@@ -51,7 +65,7 @@ def describe(strategy: Any) -> str:
     return f"<{name} on {get_backend().name}: {', '.join(parts)}>"
 
 
-def announce(strategy: Any) -> None:
+def announce(strategy: Described) -> None:
     """Logs the plan of a new strategy. If there are several tasks, the chief shows it once by default."""
     runtime, several = strategy.runtime, bool(strategy._told.tasks) or strategy.runtime.num_workers > 1
     line = plan(strategy)
@@ -64,7 +78,7 @@ def announce(strategy: Any) -> None:
         logs.logger.info("%s", line)
 
 
-def plan(strategy: Any) -> str:
+def plan(strategy: Described) -> str:
     """Returns the strategy, backend, tasks with devices, and source of the cluster.
 
     For example: "MultiWorkerMirrored on torch/gloo, 2 workers × 1 cpu, from TF_CONFIG".
@@ -80,17 +94,17 @@ def plan(strategy: Any) -> str:
     return ", ".join([f"{name} on {engine}", *who, *([f"from {source}"] if source else [])])
 
 
-def _worker(runtime: Any) -> list[str]:
+def _worker(runtime: Runtime) -> list[str]:
     several = runtime.num_workers > 1
     return [f"worker {runtime.worker_index} of {runtime.num_workers}"] if several else []
 
 
-def _devices(runtime: Any) -> str:
+def _devices(runtime: Runtime) -> str:
     number = len(runtime.devices)
     return f"{number} device{'s' * (number > 1)} ({listed(runtime.devices)})"
 
 
-def _storage(storage: Any, num_devices: int) -> list[str]:
+def _storage(storage: Mirrored | Central | Sharded, num_devices: int) -> list[str]:
     if isinstance(storage, Central):
         return [f"variables on {storage.device}"]
     if isinstance(storage, Sharded):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist import gaps
 from kdist.backends import get_backend
@@ -11,8 +11,13 @@ from kdist.errors import StrategyScopeError
 from kdist.strategies.layouts import LayoutRules, read_layouts
 from kdist.topology import Central, Sharded
 
+if TYPE_CHECKING:
+    import keras
 
-def distribution_of(runtime: Runtime) -> Any:
+    from kdist.context import StrategyLike
+
+
+def distribution_of(runtime: Runtime) -> keras.distribution.Distribution:
     """Returns the equivalent distribution of a runtime; see `Strategy.keras_distribution`."""
     import keras
 
@@ -31,7 +36,7 @@ def distribution_of(runtime: Runtime) -> Any:
 
         layout = staticmethod(strategy_layout)
 
-        def get_variable_layout(self, variable: Any) -> Any:
+        def get_variable_layout(self, variable: keras.Variable) -> keras.distribution.TensorLayout:
             if getattr(variable, "_layout", None) is not None:
                 return variable._layout
             axes = strategy_layout(variable.path, tuple(variable.shape), lengths)
@@ -44,7 +49,7 @@ def distribution_of(runtime: Runtime) -> Any:
     return Divided(layout_map=layout_map, batch_dim_name=storage.batch_axis, auto_shard_dataset=False)
 
 
-def check_current(strategy: Any) -> None:
+def check_current(strategy: StrategyLike) -> None:
     """Raises a `StrategyScopeError` if the active `keras.distribution` is not equivalent to the strategy."""
     import keras
 
@@ -53,7 +58,7 @@ def check_current(strategy: Any) -> None:
         return
     runtime = strategy.runtime
     storage = runtime.topology.storage
-    own: Any = (runtime.all_devices, None, None, None)
+    own: tuple[object, ...] = (runtime.all_devices, None, None, None)
     if isinstance(storage, Sharded):
         own = (runtime.all_devices, _lengths(runtime, storage), storage.batch_axis, storage.layout)
     if isinstance(storage, Central) or _comparable(facts_of(current)) != _comparable(own):
@@ -69,7 +74,9 @@ def _lengths(runtime: Runtime, storage: Sharded) -> dict[str, int]:
     return dict(zip(storage.axes, storage.mesh_shape(len(runtime.all_devices)), strict=True))
 
 
-def facts_of(distribution: Any) -> Any:
+def facts_of(
+    distribution: keras.distribution.Distribution,
+) -> tuple[list[str], dict[str, int] | None, Any, Any]:
     """Returns devices, axes, batch axis and layout of a distribution; without sharding, only devices."""
     mesh = distribution.device_mesh
     names = [str(name) for name in mesh.devices.flatten()]
@@ -83,7 +90,7 @@ def facts_of(distribution: Any) -> Any:
     return names, axes, distribution.batch_dim_name, layout
 
 
-def _comparable(facts: Any) -> Any:
+def _comparable(facts: tuple[object, ...]) -> tuple[object, ...]:
     """Replaces a layout with its rules, which are equal if their contents are equal."""
     *others, layout = facts
     return *others, getattr(layout, "rules", layout)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.context import StrategyLike
 from kdist.errors import InvalidArgumentError
 from kdist.values import DistributedValues, PerReplica, ReduceOp
+
+if TYPE_CHECKING:
+    import keras
 
 
 class StrategyExtended:
@@ -49,12 +52,12 @@ class StrategyExtended:
         """Whether this worker is the chief, which writes summaries."""
         return self.should_checkpoint
 
-    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+    def non_slot_devices(self, var_list: object) -> tuple[str, ...]:
         """Returns the devices that hold an optimizer's own variables."""
         return self.parameter_devices
 
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any = None, options: Any = None
+        self, reduce_op: ReduceOp | str, value: object, destinations: object = None, options: object = None
     ) -> Any:
         """Reduces a value over all replicas.
 
@@ -77,8 +80,8 @@ class StrategyExtended:
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | str,
-        value_destination_pairs: Iterable[tuple[Any, Any]],
-        options: Any = None,
+        value_destination_pairs: Iterable[tuple[object, object]],
+        options: object = None,
     ) -> list[Any]:
         """Reduces several values over all replicas; see `reduce_to`.
 
@@ -96,7 +99,7 @@ class StrategyExtended:
             return [self.reduce_to(reduce_op, value, where) for value, where in value_destination_pairs]
         return batch_reduce(self._strategy, reduce_op, value_destination_pairs, options)
 
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast_to(self, tensor: object, destinations: object) -> Any:
         """Broadcasts a tensor to the replicas of this worker.
 
         Args:
@@ -113,10 +116,10 @@ class StrategyExtended:
 
     def update(
         self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        var: keras.Variable,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         group: bool = True,
     ) -> Any:
         """Calls a function that updates a variable, once for all replicas.
@@ -141,7 +144,7 @@ class StrategyExtended:
 
         require_cross_replica("extended.update")
 
-        def first(leaf: Any) -> Any:
+        def first(leaf: object) -> object:
             if isinstance(leaf, PerReplica):
                 raise InvalidArgumentError(
                     "`update` received one value per replica, but it needs one value for all replicas.",
@@ -156,14 +159,14 @@ class StrategyExtended:
             return result
         return keras.tree.map_structure(lambda leaf: [leaf] * len(self.worker_devices), result)
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+    def colocate_vars_with(self, colocate_with_variable: object) -> AbstractContextManager[None]:
         """Returns a context manager that does nothing, because all variables are already colocated."""
         return contextlib.nullcontext()
 
-    def variable_created_in_scope(self, v: Any) -> bool:
+    def variable_created_in_scope(self, v: keras.Variable) -> bool:
         """Returns whether a Keras variable was created in the scope of this strategy."""
         return self._strategy.new_variables.has_seen(v)
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: object) -> Any:
         """Returns the value unchanged, because a Keras variable has no components."""
         return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdist import gaps
 from kdist.backends import get_backend
@@ -12,6 +12,9 @@ from kdist.errors import InvalidArgumentError
 from kdist.strategies.distributions import facts_of
 from kdist.strategies.sharded import ShardedStrategy
 from kdist.topology import Mirrored, Sharded
+
+if TYPE_CHECKING:
+    import keras
 
 
 class KerasDistributionStrategy(ShardedStrategy):
@@ -49,7 +52,7 @@ class KerasDistributionStrategy(ShardedStrategy):
 
     def __init__(
         self,
-        distribution: Any,
+        distribution: keras.distribution.Distribution,
         *,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,

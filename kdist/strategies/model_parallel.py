@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kdist.cluster import ClusterResolver
 from kdist.communication.options import CommunicationOptions
 from kdist.strategies.layouts import check_axis, read_layouts
 from kdist.strategies.sharded import ShardedStrategy
-from kdist.topology import Sharded
+from kdist.topology import Layout, Sharded
+
+if TYPE_CHECKING:
+    import keras
 
 
 class ModelParallelStrategy(ShardedStrategy):
@@ -51,7 +54,10 @@ class ModelParallelStrategy(ShardedStrategy):
 
     def __init__(
         self,
-        layout_map: Any = None,
+        layout_map: keras.distribution.LayoutMap
+        | Mapping[str, Layout]
+        | Callable[[str, tuple[int, ...]], Layout]
+        | None = None,
         batch_dim_name: str | None = None,
         *,
         mesh: Mapping[str, int] | None = None,

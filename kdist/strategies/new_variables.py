@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdist import keras_hooks
 from kdist.backends.contract import Runtime
 from kdist.backends.messages import check_equal
 from kdist.backends.variable_table import VariableTable
+
+if TYPE_CHECKING:
+    import keras
 
 
 class NewVariables:
@@ -23,10 +26,10 @@ class NewVariables:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         # Strong references, because garbage collection may run at different times on the workers.
-        self._found: list[Any] = []
+        self._found: list[keras.Variable] = []
         self._seen: VariableTable[bool] = VariableTable()
 
-    def add(self, variable: Any) -> None:
+    def add(self, variable: keras.Variable) -> None:
         """Records a new variable."""
         self._seen[variable] = True
         if self._runtime.takes_variables:
@@ -45,7 +48,7 @@ class NewVariables:
         finally:
             del self._found[known:]
 
-    def has_seen(self, variable: Any) -> bool:
+    def has_seen(self, variable: keras.Variable) -> bool:
         """Returns whether a variable was created in the scope."""
         return self._seen.get(variable) is not None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -13,25 +13,29 @@ from kdist.backends.contract import Runtime
 from kdist.backends.replica import divide
 from kdist.context import StrategyLike, checked_axis, current_replica
 from kdist.errors import InvalidArgumentError, StrategyScopeError
-from kdist.values import DistributedValues, PerReplica, ReduceOp
+from kdist.values import DistributedValues, PerReplica, ReduceOp, TensorLike
 
-ByOwn = Callable[[ReduceOp, Sequence[Any]], Any]
+if TYPE_CHECKING:
+    from kdist.communication.cross_device_ops import CrossDeviceOps
+
+
+ByOwn = Callable[[ReduceOp, Sequence[TensorLike]], TensorLike]
 
 
 def reduce(
     strategy: StrategyLike,
     reduce_op: ReduceOp | str,
-    value: Any,
+    value: object,
     axis: int | None,
-    destinations: Any = None,
-    options: Any = None,
+    destinations: object = None,
+    options: object = None,
 ) -> Any:
     """Reduces a value over all replicas and along an axis; see `Strategy.reduce`."""
     require_cross_replica("reduce")
     op, runtime, own = ReduceOp.of(reduce_op), strategy.runtime, strategy.own_ops
     where = runtime.devices[0] if destinations is None else destinations
 
-    def by_own(op: ReduceOp, parts: Sequence[Any]) -> Any:
+    def by_own(op: ReduceOp, parts: Sequence[TensorLike]) -> TensorLike:
         assert own is not None
         return _checked(runtime, own, own.reduce(op, PerReplica(parts), where, options), parts)
 
@@ -43,13 +47,13 @@ def reduce(
 
 
 def batch_reduce(
-    strategy: StrategyLike, reduce_op: ReduceOp | str, pairs: Iterable[tuple[Any, Any]], options: Any
+    strategy: StrategyLike, reduce_op: ReduceOp | str, pairs: Iterable[tuple[object, object]], options: object
 ) -> list[Any]:
     """Reduces several values over all replicas. A custom `CrossDeviceOps` gets them in one call."""
     require_cross_replica("extended.batch_reduce_to")
     op, runtime, own = ReduceOp.of(reduce_op), strategy.runtime, strategy.own_ops
     pairs = list(pairs)
-    results: dict[int, Any] = {}
+    results: dict[int, TensorLike] = {}
     if own is not None:
         parts = {
             i: _summands(runtime, op, value)
@@ -72,7 +76,7 @@ def batch_reduce(
     ]
 
 
-def _summands(runtime: Runtime, op: ReduceOp, leaf: Any) -> list[Any]:
+def _summands(runtime: Runtime, op: ReduceOp, leaf: object) -> list[TensorLike]:
     """Returns the components to reduce, on the first device. For a mean, casts integers to floating point."""
     check_components(runtime, leaf)
     parts = runtime.to_holder(_parts(leaf))
@@ -80,7 +84,9 @@ def _summands(runtime: Runtime, op: ReduceOp, leaf: Any) -> list[Any]:
     return [as_float(p) if op is ReduceOp.MEAN and is_integer(p) else p for p in parts]
 
 
-def _checked(runtime: Runtime, own: Any, result: Any, parts: Sequence[Any]) -> Any:
+def _checked(
+    runtime: Runtime, own: CrossDeviceOps, result: object, parts: Sequence[TensorLike]
+) -> TensorLike:
     """Returns the result of a custom `CrossDeviceOps` if it is a tensor with the shape of the components."""
     if isinstance(result, DistributedValues):  # one value per device, all equal
         result = result.values[0]
@@ -100,7 +106,7 @@ def _checked(runtime: Runtime, own: Any, result: Any, parts: Sequence[Any]) -> A
     return tensor
 
 
-def _debug(runtime: Runtime, what: str, value: Any, axis: int | None) -> None:
+def _debug(runtime: Runtime, what: str, value: object, axis: int | None) -> None:
     if runtime.num_workers == 1 or not debugging.is_on() or not runtime.can_exchange:
         return
     tensors = [_parts(leaf)[0] for leaf in keras.tree.flatten(value) if leaf is not None]
@@ -111,7 +117,9 @@ def _debug(runtime: Runtime, what: str, value: Any, axis: int | None) -> None:
     debugging.check(runtime, what, shapes)
 
 
-def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None, by_own: ByOwn | None) -> Any:
+def _reduce_leaf(
+    runtime: Runtime, op: ReduceOp, leaf: object, axis: int | None, by_own: ByOwn | None
+) -> object:
     if leaf is None:
         return None
     check_components(runtime, leaf)
@@ -142,7 +150,7 @@ def _reduce_leaf(runtime: Runtime, op: ReduceOp, leaf: Any, axis: int | None, by
     return divide(total, number)
 
 
-def _check_equal_shapes(parts: Sequence[Any]) -> None:
+def _check_equal_shapes(parts: Sequence[TensorLike]) -> None:
     """Raises an error if shapes differ, because adding would broadcast the single row of a last batch."""
     shapes = [tuple(part.shape) for part in parts]
     if any(not _agree(shape, shapes[0]) for shape in shapes[1:]):
@@ -154,14 +162,14 @@ def _check_equal_shapes(parts: Sequence[Any]) -> None:
         )
 
 
-def _agree(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+def _agree(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
     """Returns whether two shapes may be equal. In a TensorFlow graph, some lengths are unknown."""
     return len(shape) == len(other) and all(
         a == b or a is None or b is None for a, b in zip(shape, other, strict=True)
     )
 
 
-def _reduce_equal(op: ReduceOp, value: Any, axis: int | None) -> Any:
+def _reduce_equal(op: ReduceOp, value: object, axis: int | None) -> object:
     """Reduces a value that is equal on all replicas. As in `tf.distribute`, only 0 can be summed."""
     if op is ReduceOp.SUM and not (isinstance(value, (int, float)) and value == 0):
         raise InvalidArgumentError(
@@ -175,7 +183,7 @@ def _reduce_equal(op: ReduceOp, value: Any, axis: int | None) -> Any:
     return tensor if axis is None else keras.ops.mean(tensor, axis=checked_axis(axis, len(tensor.shape)))
 
 
-def gather(runtime: Runtime, value: Any, axis: int) -> Any:
+def gather(runtime: Runtime, value: object, axis: int) -> Any:
     """Concatenates the components of all replicas along an axis; see `Strategy.gather`."""
     require_cross_replica("gather")
     with runtime.engine_errors():
@@ -183,7 +191,7 @@ def gather(runtime: Runtime, value: Any, axis: int) -> Any:
         return keras.tree.map_structure(lambda leaf: _gather_leaf(runtime, leaf, axis), value)
 
 
-def _gather_leaf(runtime: Runtime, leaf: Any, axis: int) -> Any:
+def _gather_leaf(runtime: Runtime, leaf: object, axis: int) -> object:
     if leaf is None:
         return None
     check_components(runtime, leaf)
@@ -204,13 +212,13 @@ def _gather_leaf(runtime: Runtime, leaf: Any, axis: int) -> Any:
     return ops.moveaxis(runtime.gather_over_workers(local), 0, axis)
 
 
-def _parts(leaf: Any) -> Sequence[Any]:
+def _parts(leaf: object) -> Sequence[TensorLike]:
     if isinstance(leaf, DistributedValues):
         return [keras.ops.convert_to_tensor(part) for part in leaf.values]
     return [keras.ops.convert_to_tensor(leaf)]
 
 
-def check_components(runtime: Runtime, leaf: Any) -> None:
+def check_components(runtime: Runtime, leaf: object) -> None:
     """Raises an error if a distributed value does not have one component per replica of this worker."""
     if isinstance(leaf, DistributedValues) and len(leaf.values) != len(runtime.devices):
         raise InvalidArgumentError(

@@ -34,14 +34,14 @@ class RunOptions:
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
-    experimental_xla_options: Any = None
+    experimental_xla_options: object = None
 
 
 def run(
     strategy: StrategyLike,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
+    fn: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None,
     options: RunOptions | None,
 ) -> Any:
     """Calls a function once per replica; see `Strategy.run`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdist import gaps
 from kdist.backends import get_backend
@@ -12,6 +12,9 @@ from kdist.communication.options import CommunicationOptions
 from kdist.strategies.places import check_options, find_workers
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Mirrored, Sharded, Topology
+
+if TYPE_CHECKING:
+    pass
 
 
 class ShardedStrategy(Strategy):
@@ -31,7 +34,7 @@ class ShardedStrategy(Strategy):
         cluster_resolver: ClusterResolver | None,
         communication_options: CommunicationOptions | None,
     ) -> None:
-        backend: Any = get_backend()
+        backend = get_backend()
         gaps.require(type(self).__name__, backend.name)
         options = check_options(communication_options)
         cluster, names = find_workers(cluster_resolver, devices)

@@ -12,6 +12,8 @@ from kdist.names import without_left_out
 from kdist.strategies.description import Description, announce, describe
 
 if TYPE_CHECKING:
+    import keras
+
     from kdist.backends.contract import Runtime
     from kdist.cluster import ClusterResolver
     from kdist.communication.cross_device_ops import CrossDeviceOps
@@ -86,7 +88,7 @@ class Strategy:
         return None
 
     @property
-    def keras_distribution(self) -> Any:
+    def keras_distribution(self) -> keras.distribution.Distribution:
         """The equivalent `keras.distribution.Distribution`, for code that needs one.
 
         You do not need to set it. If a distribution is set when you create the strategy or enter its scope,
@@ -136,7 +138,7 @@ class Strategy:
             self.new_variables.share()
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+        self, dataset_fn: Callable[[InputContext], object], options: InputOptions | None = None
     ) -> DistributedDataset:
         """Distributes datasets that a function creates, one dataset per worker.
 
@@ -177,7 +179,7 @@ class Strategy:
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None
+        self, dataset: object, options: InputOptions | None = None
     ) -> DistributedDataset:
         """Distributes a dataset of global batches over the replicas.
 
@@ -210,7 +212,7 @@ class Strategy:
 
         return distribute_dataset(self.runtime, dataset, options or InputOptions())
 
-    def make_experimental_numpy_dataset(self, numpy_input: Any) -> Any:
+    def make_experimental_numpy_dataset(self, numpy_input: object) -> Any:
         """Creates a dataset from the rows of arrays, for `experimental_distribute_dataset`.
 
         Args:
@@ -232,7 +234,7 @@ class Strategy:
         native = get_backend().numpy_dataset(numpy_input)
         return NumpyDataset(numpy_input) if native is None else native
 
-    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], object]) -> Any:
         """Creates one value per replica of this worker.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
@@ -257,9 +259,9 @@ class Strategy:
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
         """Calls a function once per replica, with the replica's component of each distributed argument.
@@ -305,7 +307,7 @@ class Strategy:
 
         return run(self, fn, args, kwargs, options)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: int | None) -> Any:
         """Reduces a value over all replicas of all workers.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
@@ -337,7 +339,7 @@ class Strategy:
 
         return reduce(self, reduce_op, value, axis)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: object, axis: int) -> Any:
         """Concatenates the values of all replicas of all workers along an axis.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
@@ -364,7 +366,7 @@ class Strategy:
 
         return gather(self.runtime, value, axis)
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: object) -> tuple[Any, ...]:
         """Returns the components of a value, one per replica of this worker.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
@@ -382,7 +384,7 @@ class Strategy:
 
         from kdist.values import PerReplica, local_results
 
-        def of_variable(leaf: Any) -> Any:
+        def of_variable(leaf: object) -> object:
             if not isinstance(leaf, keras.Variable) or current_replica() is not None:
                 return leaf
             if leaf.synchronization == "on_read":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 from kdist import gaps
 from kdist.backends import get_backend
@@ -13,6 +13,8 @@ from kdist.errors import DeviceError, InvalidArgumentError
 from kdist.strategies.places import find_workers
 from kdist.strategies.strategy import Strategy
 from kdist.topology import Topology
+
+_Tensor = TypeVar("_Tensor")
 
 _ONE_DEVICE = "TPUStrategy cannot split a replica over several devices."
 _DIVIDE = "To shard a model over devices, use kdist.ModelParallelStrategy or kdist.FullyShardedStrategy."
@@ -54,7 +56,7 @@ class TPUStrategy(Strategy):
     def __init__(
         self,
         tpu_cluster_resolver: ClusterResolver | None = None,
-        experimental_device_assignment: Any = None,
+        experimental_device_assignment: object = None,
         experimental_spmd_xla_partitioning: bool = False,
         *,
         devices: Sequence[str] | None = None,
@@ -83,7 +85,7 @@ class TPUStrategy(Strategy):
         """The resolver that was passed to the constructor, or the default resolver."""
         return self._cluster_resolver
 
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+    def experimental_assign_to_logical_device(self, tensor: _Tensor, logical_device_id: int) -> _Tensor:
         """Returns the tensor unchanged, because a replica has one logical device.
 
         Args:
@@ -95,7 +97,9 @@ class TPUStrategy(Strategy):
         """
         return self._on_one_device(tensor, "logical_device_id", logical_device_id, logical_device_id == 0)
 
-    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+    def experimental_split_to_logical_devices(
+        self, tensor: _Tensor, partition_dimensions: Sequence[int]
+    ) -> _Tensor:
         """Returns the tensor unchanged, because a replica has one logical device.
 
         Args:
@@ -108,7 +112,7 @@ class TPUStrategy(Strategy):
         whole = math.prod(partition_dimensions) == 1
         return self._on_one_device(tensor, "partition_dimensions", partition_dimensions, whole)
 
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+    def experimental_replicate_to_logical_devices(self, tensor: _Tensor) -> _Tensor:
         """Returns the tensor unchanged, because a replica has one logical device.
 
         Args:
@@ -116,7 +120,7 @@ class TPUStrategy(Strategy):
         """
         return tensor
 
-    def _on_one_device(self, tensor: Any, argument: str, value: Any, fits: bool) -> Any:
+    def _on_one_device(self, tensor: _Tensor, argument: str, value: object, fits: bool) -> _Tensor:
         if fits:
             return tensor
         raise InvalidArgumentError(_ONE_DEVICE, received={argument: value}, hint=_DIVIDE)
@@ -131,7 +135,7 @@ class ExperimentalTPUStrategy(TPUStrategy):
     """
 
     def __init__(
-        self, tpu_cluster_resolver: ClusterResolver | None = None, device_assignment: Any = None
+        self, tpu_cluster_resolver: ClusterResolver | None = None, device_assignment: object = None
     ) -> None:
         super().__init__(tpu_cluster_resolver, device_assignment)
 

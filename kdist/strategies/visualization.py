@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kdist.errors import InvalidArgumentError
 from kdist.topology import Central, Sharded
@@ -134,7 +134,7 @@ def visualize(strategy: Strategy, model: keras.Model, global_batch_size: int = 8
             f"The model {model.name!r} has no variables yet: it is not built.",
             hint="Call `model.build(input_shape)`, or call the model on a batch.",
         )
-    runtime: Any = strategy.runtime
+    runtime = strategy.runtime
     topology = runtime.topology
     storage, workers = topology.storage, range(runtime.num_workers)
     computing = [_named(worker, device) for worker in workers for device in topology.devices]

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import time
-from typing import Any
+from collections.abc import Mapping
 
 import keras
 
@@ -91,7 +91,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._termination = (termination_config or TerminationConfig()) if save_before_preemption else None
         self._watch: TerminationWatch | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Mapping[str, object] | None = None) -> None:
         """Restores the last backup, if there is one."""
         self._progress = progress_of(self.model)
         self._manager = CheckpointManager(
@@ -107,19 +107,19 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._watch.close()
         self._watch = None if self._termination is None else TerminationWatch(runtime, self._termination)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, object] | None = None) -> None:
         """Saves a backup if it is due. Saves and exits if a worker will be terminated."""
         if self._watch is not None and self._watch.must_leave(self._progress.num_steps):
             self._watch.leave(self._save_now)
         elif self._is_time(self._progress):
             self._save()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, object] | None = None) -> None:
         """Saves a backup if `save_freq` is `"epoch"`."""
         if self.save_freq == "epoch":
             self._save()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Mapping[str, object] | None = None) -> None:
         """Waits for the last backup, and deletes all backups if `delete_checkpoint` is set."""
         if self._watch is not None:
             self._watch.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks, tracing
 from kdist.arrays import rows
@@ -22,6 +22,9 @@ from kdist.data.sources.iterables import IteratorSource
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.training.passes import TAKEN, Passes
 
+if TYPE_CHECKING:
+    import keras
+
 
 class GlobalBatches:
     """The batches of an epoch, from Keras's `EpochIterator`, on which all workers agree.
@@ -37,7 +40,7 @@ class GlobalBatches:
         **arguments: The other arguments of Keras's `EpochIterator`.
     """
 
-    def __init__(self, runtime: Runtime, model: str, x: Any, epochs: int = 1, **arguments: Any) -> None:
+    def __init__(self, runtime: Runtime, model: str, x: object, epochs: int = 1, **arguments: Any) -> None:
         self.runtime = runtime
         self._distributed = x if isinstance(x, DistributedDataset) else None
         self._workers_own = x if isinstance(x, PerWorkerValues) else None
@@ -65,7 +68,7 @@ class GlobalBatches:
         self._limit = steps * epochs if steps else None
         self._passes = Passes(self.iterator, continues=bool(steps))
 
-    def _adapter(self, dataset: DistributedDataset, model: str, arguments: dict[str, Any]) -> Any:
+    def _adapter(self, dataset: DistributedDataset, model: str, arguments: dict[str, object]) -> Any:
         if dataset._runtime is not self.runtime:
             raise StrategyScopeError(
                 "The distributed dataset and the model belong to different strategies.",
@@ -87,11 +90,11 @@ class GlobalBatches:
         """The number of steps per epoch, or `None` if unknown."""
         return self.iterator.num_batches
 
-    def num_rows(self, batches: Sequence[Any]) -> int:
+    def num_rows(self, batches: Sequence[ReplicaBatches]) -> int:
         """Returns the rows of batches over all replicas, or 0 if each worker reads its own dataset."""
         return 0 if self._workers_own is not None else sum(batch.split[-1][1] for batch in batches)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Returns the properties of the data that must be equal on all workers."""
         adapter = self.iterator.data_adapter
         return {
@@ -101,7 +104,7 @@ class GlobalBatches:
             "steps": self.iterator.num_batches,
         }
 
-    def build(self, model: Any) -> None:
+    def build(self, model: keras.Model) -> None:
         """Creates missing variables, from the shapes of the first batch."""
         if keras_hooks.is_built(model):
             return
@@ -115,7 +118,7 @@ class GlobalBatches:
         else:
             keras_hooks.build(model, steps_build, data_batch=self.peek())
 
-    def peek(self) -> Any:
+    def peek(self) -> object:
         """Returns one batch, with any number of rows, without consuming it."""
         if self._workers_own is not None:
             return self._workers_own.peek()
@@ -125,7 +128,7 @@ class GlobalBatches:
             return part
         return read_on_all(self.runtime, "Reading the first batch", self._first)
 
-    def _first(self) -> Any:
+    def _first(self) -> object:
         if (batch := keras_hooks.first_of_py_dataset(self.iterator)) is not None:
             return batch
         self.iterator.prepare = None
@@ -173,7 +176,7 @@ class GlobalBatches:
         if self._distributed is not None:
             self._distributed.set_state(position["dataset"])
 
-    def __iter__(self) -> Iterator[tuple[int, int, Sequence[Any]]]:
+    def __iter__(self) -> Iterator[tuple[int, int, Sequence[ReplicaBatches]]]:
         """Yields the indices of the first and the last step, and the batches of each execution."""
         self.iterator.prepare = self._prepared
         self._passes.before_epoch()
@@ -186,7 +189,7 @@ class GlobalBatches:
             if present := [batch for batch in batches if batch is not TAKEN]:
                 yield begin, end, present
 
-    def _prepared(self, batches: Any) -> Iterator[Any]:
+    def _prepared(self, batches: Iterable[object]) -> Iterator[object]:
         """Converts Keras's iterable to batches for the steps, and counts them."""
         if self._is_array or self._distributed is not None or self._workers_own is not None:
             # Not in a generator, because PyTorch's loader draws random numbers when its iterator is created.
@@ -194,12 +197,12 @@ class GlobalBatches:
             return self._passes.counted(self._split(started) if self._is_array else started)
         return self._passes.counted(self._agreed(batches))
 
-    def _split(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _split(self, batches: Iterator[object]) -> Iterator[ReplicaBatches]:
         """Splits batches of arrays, which are equal on all workers, so that no agreement is necessary."""
         for batch in batches:
             yield split_batch(self.runtime, rows.to_host(batch))
 
-    def _agreed(self, batches: Any) -> Iterator[Any]:
+    def _agreed(self, batches: Iterable[object]) -> Iterator[ReplicaBatches]:
         runtime = self.runtime
         if keras_hooks.is_torch_loader(self.iterator):
             torch_loader.share_random_state(runtime)
@@ -220,7 +223,7 @@ class _OwnDatasets:
     def __init__(self, values: PerWorkerValues) -> None:
         self._iterator = iter(values)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[ReplicaBatches]:
         return itertools.repeat(ReplicaBatches([self._iterator], [(0, 1)]))
 
 
@@ -230,12 +233,12 @@ class _Epochs:
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[ReplicaBatches]:
         # A generator, because Keras creates iterators that it never uses. The first batch starts an epoch.
         yield from iter(self._dataset).batches()
 
 
-def refuse_distributed(model: Any, method: str, *data: Any) -> None:
+def refuse_distributed(model: keras.Model, method: str, *data: object) -> None:
     """Raises an error if a model without a strategy receives a distributed dataset."""
     if any(isinstance(x, DistributedDataset) for x in data):
         raise StrategyScopeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import keras
 
@@ -41,17 +41,17 @@ class DriftWatch(keras.callbacks.Callback):
             )
         self.every = every
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Mapping[str, object] | None = None) -> None:
         """Starts to count the steps."""
         self._progress = progress_of(self.model)
         self._compared = self._progress.num_steps
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, object] | None = None) -> None:
         """Compares the replicas every `every` steps."""
         if self._progress.num_steps - self._compared >= self.every:
             self._compare()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, object] | None = None) -> None:
         """Compares the replicas."""
         self._compare()
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdist.backends.contract import Runtime
 from kdist.checkpoint import ending
 from kdist.training.keras_callbacks import saved_paths
 from kdist.whole_files import is_remote
+
+if TYPE_CHECKING:
+    import keras
 
 
 class Ending:
@@ -20,7 +23,7 @@ class Ending:
         callbacks: The callbacks of `fit`, whose paths show where models are saved.
     """
 
-    def __init__(self, runtime: Runtime, callbacks: Any) -> None:
+    def __init__(self, runtime: Runtime, callbacks: keras.callbacks.CallbackList) -> None:
         self._is_chief = runtime.worker_index == 0
         self._began = time.monotonic()
         self._folders = {_folder_of(path) for path in saved_paths(callbacks) if not is_remote(path)}

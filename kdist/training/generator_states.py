@@ -14,7 +14,7 @@ from kdist.backends import get_backend
 from kdist.data.sources import torch_loader
 
 
-def capture(with_torch: bool = False) -> dict[str, Any]:
+def capture(with_torch: bool = False) -> dict[str, object]:
     """Returns the random states of the backend, Python and NumPy, and optionally of PyTorch's loaders."""
     name, words, *rest = np.random.get_state()
     backend = get_backend()

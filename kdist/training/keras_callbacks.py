@@ -9,12 +9,18 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import keras
 
 from kdist.training import saving
 from kdist.whole_files import normal
+
+if TYPE_CHECKING:
+    UserCallbacks: TypeAlias = (
+        keras.callbacks.CallbackList | keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None
+    )
+    """The argument `callbacks` of `fit`, `evaluate` and `predict`."""
 
 # The attribute with the path or address that each kind writes to.
 _PATHS = {
@@ -28,19 +34,19 @@ _PATHS = {
 _TALKERS = ("EarlyStopping", "LearningRateScheduler", "ModelCheckpoint", "ReduceLROnPlateau")
 
 
-def describe(callbacks: Any) -> list[list[str]]:
+def describe(callbacks: UserCallbacks) -> list[list[str]]:
     """Returns the kind and the path of each callback that writes files, as JSON."""
     return [list(found) for found in map(_described, _members(callbacks)) if found is not None]
 
 
-def speaking(callbacks: Any) -> list[str]:
+def speaking(callbacks: UserCallbacks) -> list[str]:
     """Returns the names of the callbacks that communicate between workers, so that all workers need them."""
     found = _members(callbacks)
     orbax = [f"OrbaxCheckpoint({str(c.directory)!r})" for c in found if _saves_together(c)]
     return [type(c).__name__ for c in found if getattr(c, "on_all_workers", False)] + orbax
 
 
-def saved_paths(callbacks: Any) -> list[str]:
+def saved_paths(callbacks: UserCallbacks) -> list[str]:
     """Returns the paths to which `ModelCheckpoint` callbacks save the model."""
     found = [_described(callback) for callback in _members(callbacks)]
     return [path for kind, path in filter(None, found) if kind == "ModelCheckpoint"]
@@ -48,8 +54,8 @@ def saved_paths(callbacks: Any) -> list[str]:
 
 @contextlib.contextmanager
 def of_this_worker(
-    callbacks: Any, worker_index: int, chief_has: Sequence[Sequence[str]], is_divided: bool
-) -> Iterator[Any]:
+    callbacks: UserCallbacks, worker_index: int, chief_has: Sequence[Sequence[str]], is_divided: bool
+) -> Iterator[UserCallbacks]:
     """Yields the callbacks that this worker runs, and undoes all changes to them at the end.
 
     Args:
@@ -72,7 +78,10 @@ def of_this_worker(
 
 
 def _prepare(
-    callback: Any, shared: set[tuple[str, ...]], stack: contextlib.ExitStack, is_divided: bool
+    callback: keras.callbacks.Callback,
+    shared: set[tuple[str, ...]],
+    stack: contextlib.ExitStack,
+    is_divided: bool,
 ) -> bool:
     """Adapts a callback to a worker that is not the chief. Returns whether the worker runs it."""
     if isinstance(callback, _kinds(_TALKERS)):
@@ -102,7 +111,7 @@ def _prepare(
     return False
 
 
-def _saves_together(callback: Any) -> bool:
+def _saves_together(callback: keras.callbacks.Callback) -> bool:
     """Returns whether Orbax itself saves on all processes together, which it only does on JAX."""
     kinds = _kinds(("OrbaxCheckpoint",))
     return any(isinstance(callback, kind) for kind in kinds) and bool(callback.is_multihost_enabled())
@@ -111,19 +120,19 @@ def _saves_together(callback: Any) -> bool:
 class _NoCheckpointer:
     """Replaces Orbax's checkpointer and its futures, and writes nothing."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., _NoCheckpointer]:
         return lambda *args, **kwargs: self
 
 
-def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
-    def called(*args: Any, **kwargs: Any) -> Any:
+def _alone(method: Callable[..., object]) -> Callable[..., object]:
+    def called(*args: object, **kwargs: object) -> object:
         with saving.alone():
             return method(*args, **kwargs)
 
     return called
 
 
-def _change(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+def _change(stack: contextlib.ExitStack, owner: object, name: str, value: object) -> None:
     before = vars(owner).get(name, owner)  # the instance dictionary does not contain methods
     setattr(owner, name, value)
     if before is owner:
@@ -132,7 +141,7 @@ def _change(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
         stack.callback(setattr, owner, name, before)
 
 
-def _described(callback: Any) -> tuple[str, str] | None:
+def _described(callback: keras.callbacks.Callback) -> tuple[str, str] | None:
     for kind, attribute in _PATHS.items():
         if isinstance(callback, _kinds((kind,))):
             path = str(getattr(callback, attribute))
@@ -144,7 +153,7 @@ def _kinds(names: Sequence[str]) -> tuple[type, ...]:
     return tuple(getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name))
 
 
-def _members(callbacks: Any) -> list[Any]:
+def _members(callbacks: UserCallbacks) -> list[keras.callbacks.Callback]:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return list(callbacks.callbacks)
     return [callback for callback in keras.tree.flatten(callbacks) if callback is not None]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -28,30 +28,34 @@ from kdist.training.progress import Progress
 from kdist.training.session import Session, session_of
 from kdist.training.voting import Ballot, act_on_batches
 
+if TYPE_CHECKING:
+    from kdist.training.keras_callbacks import UserCallbacks
+
+
 # The number of batches whose predictions stay on the device while it computes the next ones.
 _MOST_ON_DEVICE = 4
 
 
 def fit(
     strategy: StrategyLike,
-    model: Any,
-    x: Any = None,
-    y: Any = None,
+    model: keras.Model,
+    x: object = None,
+    y: object = None,
     batch_size: int | None = None,
     epochs: int = 1,
-    verbose: Any = "auto",
-    callbacks: Any = None,
+    verbose: str | int = "auto",
+    callbacks: UserCallbacks = None,
     validation_split: float = 0.0,
-    validation_data: Any = None,
-    shuffle: Any = True,
-    class_weight: Any = None,
-    sample_weight: Any = None,
+    validation_data: object = None,
+    shuffle: bool | str = True,
+    class_weight: Mapping[int, float] | None = None,
+    sample_weight: object = None,
     initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
-    validation_freq: Any = 1,
-) -> Any:
+    validation_freq: int | Sequence[int] = 1,
+) -> keras.callbacks.History:
     """Trains the model for a number of epochs. Arguments and result are the same as for `keras.Model.fit`."""
     session = session_of(strategy, model)
     keras_hooks.require_compiled(model, "fit")
@@ -111,7 +115,7 @@ def _train(
     session: Session,
     batches: GlobalBatches,
     validation: _Validation,
-    callbacks: Any,
+    callbacks: keras.callbacks.CallbackList,
     initial_epoch: int,
     epochs: int,
 ) -> None:
@@ -121,7 +125,7 @@ def _train(
     ending = Ending(session.runtime, callbacks)
     function = session.function("train")
     model.stop_training = False
-    logs: dict[str, Any] = {}
+    logs: dict[str, object] = {}
     session.progress = progress = Progress(batches, callbacks, initial_epoch)
     with function, progress.at_end:
         session.run_callbacks(callbacks.on_train_begin)
@@ -131,7 +135,7 @@ def _train(
         for epoch in range(progress.epoch, epochs):
             with tracing.span("epoch", "loop", epoch=epoch + 1):
                 whereabouts.enter("the beginning", epoch + 1)
-                step_logs: dict[str, Any] = {}
+                step_logs: Mapping[str, object] = {}
                 if progress.is_resumed:
                     step_logs = model.get_metrics_result()
                 else:
@@ -178,7 +182,9 @@ def _train(
 class _Validation:
     """The validation data of `fit`, and the epochs in which it validates."""
 
-    def __init__(self, session: Session, data: Any, freq: Any, **arguments: Any) -> None:
+    def __init__(
+        self, session: Session, data: object, freq: int | Sequence[int], **arguments: object
+    ) -> None:
         self._session = session
         self._freq = freq
         self._batches: GlobalBatches | None = None
@@ -186,7 +192,7 @@ class _Validation:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
             self._batches = session.iterator(x=x, y=y, sample_weight=sample_weight, **arguments)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         if self._batches is None:
             return {"validation data": None}
         return {f"validation {name}": value for name, value in self._batches.facts().items()}
@@ -195,7 +201,7 @@ class _Validation:
         if self._batches is not None:
             self._batches.close()
 
-    def run(self, epoch: int, callbacks: Any) -> dict[str, Any]:
+    def run(self, epoch: int, callbacks: keras.callbacks.CallbackList) -> dict[str, float]:
         if self._batches is None or not keras_hooks.should_validate(self._session.model, epoch, self._freq):
             return {}
         whereabouts.enter("validation")
@@ -206,16 +212,16 @@ class _Validation:
 
 def evaluate(
     strategy: StrategyLike,
-    model: Any,
-    x: Any = None,
-    y: Any = None,
+    model: keras.Model,
+    x: object = None,
+    y: object = None,
     batch_size: int | None = None,
-    verbose: Any = "auto",
-    sample_weight: Any = None,
+    verbose: str | int = "auto",
+    sample_weight: object = None,
     steps: int | None = None,
-    callbacks: Any = None,
+    callbacks: UserCallbacks = None,
     return_dict: bool = False,
-) -> Any:
+) -> dict[str, float] | list[float] | float:
     """Returns the loss and the metrics. Arguments and result are the same as for `keras.Model.evaluate`."""
     keras_hooks.require_compiled(model, "evaluate")
     data = {
@@ -232,8 +238,13 @@ def evaluate(
 
 @contextlib.contextmanager
 def _one_epoch(
-    strategy: StrategyLike, model: Any, method: str, callbacks: Any, verbose: Any, **data: Any
-) -> Iterator[tuple[Session, GlobalBatches, Any]]:
+    strategy: StrategyLike,
+    model: keras.Model,
+    method: str,
+    callbacks: UserCallbacks,
+    verbose: str | int,
+    **data: object,
+) -> Iterator[tuple[Session, GlobalBatches, keras.callbacks.CallbackList]]:
     session = session_of(strategy, model)
     with session.runtime.engine_errors():
         batches = session.open_data(lambda: session.iterator(**data))
@@ -249,12 +260,14 @@ def _one_epoch(
                 batches.close()
 
 
-def _evaluate(session: Session, batches: GlobalBatches, callbacks: Any) -> dict[str, Any]:
+def _evaluate(
+    session: Session, batches: GlobalBatches, callbacks: keras.callbacks.CallbackList
+) -> dict[str, float]:
     model = session.model
     batches.reset()
     function = session.function("test")
     model.stop_evaluating = False
-    logs: dict[str, Any] = {}
+    logs: Mapping[str, object] = {}
     with function, tracing.span("validation", "validation"):
         callbacks.on_test_begin()
         model.reset_metrics()
@@ -272,12 +285,12 @@ def _evaluate(session: Session, batches: GlobalBatches, callbacks: Any) -> dict[
 
 def predict(
     strategy: StrategyLike,
-    model: Any,
-    x: Any,
+    model: keras.Model,
+    x: object,
     batch_size: int | None = None,
-    verbose: Any = "auto",
+    verbose: str | int = "auto",
     steps: int | None = None,
-    callbacks: Any = None,
+    callbacks: UserCallbacks = None,
 ) -> Any:
     """Returns the predictions for all rows, in order, on every worker, as `keras.Model.predict` does."""
     data = {"x": x, "batch_size": batch_size, "steps_per_epoch": steps}
@@ -285,13 +298,13 @@ def predict(
         return _predict(session, batches, callbacks)
 
 
-def _predict(session: Session, batches: GlobalBatches, callbacks: Any) -> Any:
+def _predict(session: Session, batches: GlobalBatches, callbacks: keras.callbacks.CallbackList) -> Any:
     model = session.model
     function = session.function("predict")
     model.stop_predicting = False
     join = get_backend().join_predictions
-    parts: list[Any] = []
-    on_device: collections.deque[Any] = collections.deque()  # a copy would wait until they are computed
+    parts: list[object] = []
+    on_device: collections.deque[object] = collections.deque()  # a copy would wait until they are computed
     with function, tracing.span("prediction", "prediction"):
         callbacks.on_predict_begin()
         for begin, end, data in batches:
@@ -315,13 +328,13 @@ def _predict(session: Session, batches: GlobalBatches, callbacks: Any) -> Any:
 
 def train_on_batch(
     strategy: StrategyLike,
-    model: Any,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    class_weight: Any = None,
+    model: keras.Model,
+    x: object,
+    y: object = None,
+    sample_weight: object = None,
+    class_weight: Mapping[int, float] | None = None,
     return_dict: bool = False,
-) -> Any:
+) -> dict[str, float] | list[float] | float:
     """Trains the model on one global batch, as `keras.Model.train_on_batch` does."""
     keras_hooks.require_compiled(model, "train_on_batch")
     if class_weight is not None:
@@ -338,24 +351,24 @@ def train_on_batch(
 
 def test_on_batch(
     strategy: StrategyLike,
-    model: Any,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    model: keras.Model,
+    x: object,
+    y: object = None,
+    sample_weight: object = None,
     return_dict: bool = False,
-) -> Any:
+) -> dict[str, float] | list[float] | float:
     """Tests the model on one global batch, as `keras.Model.test_on_batch` does."""
     keras_hooks.require_compiled(model, "test_on_batch")
     logs = _on_batch(strategy, model, "test", (x, y, sample_weight))
     return keras_hooks.python_logs(model, logs, return_dict)
 
 
-def predict_on_batch(strategy: StrategyLike, model: Any, x: Any) -> Any:
+def predict_on_batch(strategy: StrategyLike, model: keras.Model, x: object) -> Any:
     """Returns the predictions for one global batch, as `keras.Model.predict_on_batch` does."""
     return get_backend().join_predictions([_on_batch(strategy, model, "predict", (x,))])
 
 
-def _on_batch(strategy: StrategyLike, model: Any, kind: str, data: Any) -> Any:
+def _on_batch(strategy: StrategyLike, model: keras.Model, kind: str, data: object) -> Any:
     session = session_of(strategy, model)
     with session.runtime.engine_errors():
         data = keras.tree.map_structure(

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -15,6 +15,10 @@ from kdist.backends.aggregation import aggregation_of
 from kdist.context import current_replica
 from kdist.training.verdicts import COUPLES, SUM, Call, Sample, Unwritten, Verdict, agreed
 
+if TYPE_CHECKING:
+    from kdist.keras_hooks.scalars import OwnLoss
+
+
 _MAY_RETURN = "return one value per row, or the mean or the sum of these values."
 _OF_A_LOSS = f"Let the loss {_MAY_RETURN}"
 _OF_A_LAYER = "Add a mean or a sum over the rows."
@@ -22,7 +26,7 @@ _OF_A_METRIC = f"Make each variable of the metric a sum over the rows, or let th
 _OF_A_TOTAL = "Return a mean over the rows."
 
 
-def owns_of(model: Any) -> list[Own]:
+def owns_of(model: keras.Model) -> list[Own]:
     """Returns the custom losses, layers and metrics of a compiled model, and at the end `compute_loss`."""
     found = [
         Own(loss, f"The loss `{loss.name}`", "call", _of_loss, _OF_A_LOSS)
@@ -42,7 +46,7 @@ def owns_of(model: Any) -> list[Own]:
     return found
 
 
-def note_calls(model: Any, owns: Sequence[Own], batch: Any, training: bool) -> None:
+def note_calls(model: keras.Model, owns: Sequence[Own], batch: object, training: bool) -> None:
     """Computes a step without gradients, and records the arguments of all calls of `owns`."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     with Unwritten(), contextlib.ExitStack() as stack:
@@ -67,10 +71,10 @@ class Own:
         is_added_up: Whether kdist can add up its sums over the replicas.
     """
 
-    owner: Any
+    owner: object
     label: str
     method: str
-    numbers: Callable[..., Sequence[Any]]
+    numbers: Callable[..., Sequence[object]]
     hint: str
     makes_several: bool = False
     is_added_up: bool = True
@@ -87,7 +91,7 @@ class Own:
         """Returns a context that records the calls."""
         function, before = getattr(self.owner, self.method), dict(vars(self.owner))
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def noted(*args: object, **kwargs: object) -> object:
             self.calls.append(keras.tree.map_structure(_copy, (args, kwargs)))
             return function(*args, **kwargs)
 
@@ -126,24 +130,24 @@ def are_sums(verdicts: Sequence[Verdict]) -> tuple[bool, ...]:
     return tuple(verdict == SUM for verdict in verdicts)
 
 
-def _copy(leaf: Any) -> Any:
+def _copy(leaf: object) -> object:
     # Without gradients, because PyTorch would keep the whole graph in memory.
     return keras.ops.stop_gradient(keras.ops.copy(leaf)) if keras.ops.is_tensor(leaf) else leaf
 
 
-def _of_loss(loss: Any, y: Any, y_pred: Any, *weights: Any) -> list[Any]:
+def _of_loss(loss: OwnLoss, y: object, y_pred: object, *weights: object) -> Sequence[object]:
     # Keras applies the weights, unless a custom loss overrides `__call__`.
     weights = weights if keras_hooks.is_own(type(loss.loss).__call__) else ()
     return [keras.ops.mean(loss.loss(y, y_pred, *weights))]
 
 
-def _of_layer(layer: Any, /, *args: Any, **kwargs: Any) -> list[Any]:
+def _of_layer(layer: keras.Layer, /, *args: object, **kwargs: object) -> Sequence[object]:
     with keras_hooks.handed(layer) as scalars:
         layer(*args, **kwargs)
     return scalars
 
 
-def _of_metric(metric: Any, /, *args: Any, **kwargs: Any) -> list[Any]:
+def _of_metric(metric: keras.metrics.Metric, /, *args: object, **kwargs: object) -> Sequence[object]:
     """Returns the scalars that a Keras metric receives, or otherwise the changes of its variables.
 
     Scales the changes of sum variables to all rows of the batch, because the test expects means.
@@ -152,7 +156,7 @@ def _of_metric(metric: Any, /, *args: Any, **kwargs: Any) -> list[Any]:
     old = [variable.value for variable in metric.variables]
     with keras_hooks.handed(metric) as scalars:
         metric.update_state(*args, **kwargs)
-    replica = current_replica()
+    replica: Any = current_replica()
     return scalars or [
         keras_hooks.of_all_rows(replica, variable.value - before)
         if replica is not None and aggregation_of(variable) == "sum"
@@ -161,5 +165,5 @@ def _of_metric(metric: Any, /, *args: Any, **kwargs: Any) -> list[Any]:
     ]
 
 
-def _of_total(model: Any, /, *args: Any, **kwargs: Any) -> list[Any]:
+def _of_total(model: keras.Model, /, *args: object, **kwargs: object) -> Sequence[object]:
     return [model.compute_loss(*args, **kwargs)]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kdist import keras_hooks
 from kdist.data.sources import is_tf_data
 from kdist.training import generator_states
 
-TAKEN: Any = object()
+TAKEN: object = object()
 """A placeholder for a batch that was consumed before the interruption."""
 
 
@@ -30,8 +30,8 @@ class Passes:
         self._records = False
         self._number = 0
         # The random states before the epoch define the order of a PyDataset; before the pass, of other data.
-        self._before: dict[str, Any] | None = None
-        self._started: dict[str, Any] | None = None
+        self._before: dict[str, object] | None = None
+        self._started: dict[str, object] | None = None
         self._resume: Mapping[str, Any] | None = None
         self._in_middle = False
         self._step = 0
@@ -69,7 +69,7 @@ class Passes:
             keras_hooks.forget_batches(self._iterator)  # they were created with other random states
         self._before = self._capture()
 
-    def start(self, batches: Any) -> Iterator[Any]:
+    def start(self, batches: Iterable[object]) -> Iterator[object]:
         """Starts a pass. After an interruption in the middle of a pass, skips the consumed batches."""
         resume, self._resume = self._resume, None
         if resume is not None:
@@ -95,7 +95,7 @@ class Passes:
             for _ in range(self._number):
                 next(iter(dataset), None)
 
-    def counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def counted(self, batches: Iterator[object]) -> Iterator[object]:
         """Yields `TAKEN` for each completed step of the epoch, and then the remaining batches."""
         step, self._step = self._step, 0
         keras_hooks.skip_steps(self._iterator, self._steps_seen)
@@ -109,7 +109,7 @@ class Passes:
             self.taken += 1
             yield batch
 
-    def _capture(self) -> dict[str, Any] | None:
+    def _capture(self) -> dict[str, object] | None:
         return (
             generator_states.capture(keras_hooks.is_torch_loader(self._iterator)) if self._records else None
         )

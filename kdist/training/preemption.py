@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import TypeVar
 
 from kdist.backends.contract import Runtime
 from kdist.checkpoint.checkpoint import Checkpoint
@@ -26,6 +27,8 @@ EXIT_CODE = 75
 """The exit code of preempted workers: "temporary failure, try again" (EX_TEMPFAIL in sysexits.h)."""
 _MEETING_SECONDS = 0.5
 _LOOK_SECONDS = 1.0
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class TerminationConfig:
     termination_watcher_fn: Callable[[], bool] | None = None
     exit_fn: Callable[[], None] | None = None
     grace_period: float | None = None
-    save_fn: Callable[[], Any] | None = None
+    save_fn: Callable[[], object] | None = None
 
 
 class TerminationWatch:
@@ -63,7 +66,7 @@ class TerminationWatch:
         self._meetings = Meetings(runtime, _MEETING_SECONDS)
         self._noticed: float | None = None
         self._closed = threading.Event()
-        self._earlier: Any = None
+        self._earlier: Callable[[int, FrameType | None], object] | int | None = None
         self._handles = config.termination_watcher_fn is None
         if not self._handles:
             threading.Thread(target=self._look, name="kdist termination", daemon=True).start()
@@ -83,7 +86,7 @@ class TerminationWatch:
         said = [seconds for seconds in self._meetings.meet(num_steps, since) if seconds is not None]
         return bool(said) and max(said) >= (self._config.grace_period or 0.0)
 
-    def leave(self, save: Callable[[], Any]) -> None:
+    def leave(self, save: Callable[[], object]) -> None:
         """Calls `save_fn` or `save`, which must wait until the files are complete, and exits."""
         logs.logger.warning("a worker will be terminated: all workers save a checkpoint and exit.")
         (self._config.save_fn or save)()
@@ -100,7 +103,7 @@ class TerminationWatch:
             signal.signal(signal.SIGTERM, self._earlier)
             self._earlier = None
 
-    def _on_signal(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._noticed is None:
             self._noticed = time.monotonic()
             return
@@ -145,7 +148,7 @@ class PreemptionCheckpointHandler:
 
     def __init__(
         self,
-        cluster_resolver: Any,
+        cluster_resolver: object,
         checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
@@ -179,7 +182,9 @@ class PreemptionCheckpointHandler:
         """The number of calls of `run` and `save_checkpoint_if_preempted` in this process."""
         return self._calls
 
-    def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, distributed_train_function: Callable[..., _Result], *args: object, **kwargs: object
+    ) -> _Result:
         """Calls a function that runs one step. If a worker will be terminated, saves and exits instead.
 
         Args:
@@ -195,7 +200,7 @@ class PreemptionCheckpointHandler:
         self._calls += 1
         return result
 
-    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint_if_preempted(self, *args: object, **kwargs: object) -> None:
         """Saves and exits if a worker will be terminated. Call it after each step instead of `run`.
 
         Args:

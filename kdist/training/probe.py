@@ -16,7 +16,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdist import keras_hooks
 from kdist.backends.contract import ReplicaBatches, StepFunction
@@ -26,11 +26,19 @@ from kdist.training import generator_states
 from kdist.training.own_numbers import are_sums, note_calls, owns_of
 from kdist.training.verdicts import COUPLES, Sample, Verdict, agreed
 
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.context import StrategyLike
+
+
 # The labels for which kdist has already warned, by model.
-_said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_said: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
 
 
-def at_first_batch(function: StepFunction, strategy: Any, model: Any, kind: str) -> StepFunction:
+def at_first_batch(
+    function: StepFunction, strategy: StrategyLike, model: keras.Model, kind: str
+) -> StepFunction:
     """Returns a step function that first probes the model, if its replicas see only their own rows."""
     runtime = strategy.runtime
     if kind == "predict" or runtime.sees_all_rows or runtime.num_replicas == 1:
@@ -39,14 +47,16 @@ def at_first_batch(function: StepFunction, strategy: Any, model: Any, kind: str)
 
 
 class _Probing(StepFunction):
-    def __init__(self, function: StepFunction, strategy: Any, model: Any, training: bool) -> None:
+    def __init__(
+        self, function: StepFunction, strategy: StrategyLike, model: keras.Model, training: bool
+    ) -> None:
         self._function = function
         self._strategy = strategy
         self._model = weakref.ref(model)  # weak, because the model owns this function
         self._training = training
         self._is_due = True
         # Per step function, because a layer may add different losses in training and in validation.
-        self._sums: weakref.WeakKeyDictionary[Any, tuple[bool, ...]] = weakref.WeakKeyDictionary()
+        self._sums: weakref.WeakKeyDictionary[object, tuple[bool, ...]] = weakref.WeakKeyDictionary()
 
     def __enter__(self) -> StepFunction:
         self._function.__enter__()
@@ -55,7 +65,7 @@ class _Probing(StepFunction):
     def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
         self._function.__exit__(kind, *exc)
 
-    def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
+    def __call__(self, batches: Sequence[ReplicaBatches]) -> object:
         """Runs the steps."""
         if self._is_due:
             self._is_due = False
@@ -70,8 +80,8 @@ class _Probing(StepFunction):
 
 
 def _probe(
-    strategy: Any, model: Any, batch: ReplicaBatches, training: bool
-) -> Iterator[tuple[Any, tuple[bool, ...]]]:
+    strategy: StrategyLike, model: keras.Model, batch: ReplicaBatches, training: bool
+) -> Iterator[tuple[object, tuple[bool, ...]]]:
     """Yields owners of numbers, and which of their numbers are sums. Warns about numbers that couple rows."""
     runtime = strategy.runtime
     # All workers have the same list, in the same order.

@@ -23,7 +23,7 @@ _REMEMBERED = {
 class Progress:
     """Tracks the position of a `fit`. Checkpoints store its state (JSON), so that a new `fit` can resume."""
 
-    def __init__(self, batches: GlobalBatches, callbacks: Any, epoch: int) -> None:
+    def __init__(self, batches: GlobalBatches, callbacks: keras.callbacks.CallbackList, epoch: int) -> None:
         self._batches = batches
         self._callbacks = list(callbacks.callbacks)
         self._restored: Mapping[str, Any] | None = None
@@ -54,21 +54,21 @@ class Progress:
         self.step = end + 1
         self.is_resumed = False
 
-    def after_epoch(self, logs: Mapping[str, Any]) -> None:
+    def after_epoch(self, logs: Mapping[str, object]) -> None:
         """Updates the position and the history after an epoch and its validation."""
         # A separate history, because Keras only updates its own after all other callbacks.
         self._history.append([self.epoch, dict(logs)])
         self.epoch, self.step = self.epoch + 1, 0
         self.is_resumed = False
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """Returns the state that a new `fit` needs to resume here, as JSON. All workers must call it.
 
         All workers return the chief's state, so that `fit` can resume with any number of workers.
         """
         return dict(gather(self._batches.runtime, self._state())[0])
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -103,16 +103,16 @@ class Progress:
                 _set_state_of(callback, found[1])
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     # A metric may be an array, for example with one value per class.
     return keras.ops.convert_to_numpy(value).tolist()
 
 
-def _name(callback: Any) -> str:
+def _name(callback: keras.callbacks.Callback) -> str:
     return type(callback).__name__
 
 
-def _state_of(callback: Any) -> Any:
+def _state_of(callback: keras.callbacks.Callback) -> object:
     if hasattr(callback, "get_state"):
         return callback.get_state()
     names = _REMEMBERED.get(type(callback).__name__, ())
@@ -120,7 +120,7 @@ def _state_of(callback: Any) -> Any:
     return {name: None if v is None else float(v) for name, v in values.items()}
 
 
-def _set_state_of(callback: Any, state: Any) -> None:
+def _set_state_of(callback: keras.callbacks.Callback, state: Any) -> None:
     if hasattr(callback, "set_state"):
         callback.set_state(state)
         return

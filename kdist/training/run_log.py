@@ -62,7 +62,7 @@ class RunLog(keras.callbacks.Callback):
         self.every = every
         self._file: IO[str] | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Mapping[str, object] | None = None) -> None:
         """Opens the file of this worker, and writes a description of the worker."""
         self._progress = progress_of(self.model)
         runtime = self._progress.runtime
@@ -91,18 +91,18 @@ class RunLog(keras.callbacks.Callback):
         self._noted = self._progress.num_steps
         self._meter = self._progress.at_end.enter_context(Meter())
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, object] | None = None) -> None:
         """Excludes the time between epochs from the measurement."""
         self._step = self._progress.step  # a resumed epoch may have no steps left
         self._meter.take()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, object] | None = None) -> None:
         """Writes a record every `every` steps."""
         self._step = batch + 1
         if self._progress.num_steps - self._noted >= self.every:
             self._record(self._progress.epoch, logs)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, object] | None = None) -> None:
         """Writes a record with the remaining steps and the logs of the epoch."""
         self._record(epoch, logs, epoch_end=True)
 
@@ -111,13 +111,13 @@ class RunLog(keras.callbacks.Callback):
             self._file.close()
             self._file = None
 
-    def _record(self, epoch: int, logs: Mapping[str, Any] | None, epoch_end: bool = False) -> None:
+    def _record(self, epoch: int, logs: Mapping[str, object] | None, epoch_end: bool = False) -> None:
         self._noted = self._progress.num_steps
         numbers = {name: _as_json(value) for name, value in (logs or {}).items()}
         where = {"epoch": epoch + 1, "step": self._step, "epoch_end": epoch_end}
         self._write(where | self._meter.take().as_json() | {"logs": numbers})
 
-    def _write(self, record: Mapping[str, Any]) -> None:
+    def _write(self, record: Mapping[str, object]) -> None:
         if self._file is None:
             return
         try:
@@ -141,7 +141,7 @@ def _open(path: str) -> IO[str]:
     return open(path, "a", encoding="utf-8")
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: Any) -> object:
     """Converts a log value to JSON: `None` if it is not finite, text if it is not a number."""
     try:
         value = keras.ops.convert_to_numpy(value).tolist()

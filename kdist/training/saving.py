@@ -48,7 +48,9 @@ _is_alone: ContextVar[bool] = ContextVar("kdist_saves_alone", default=False)
 _keeps_files: ContextVar[bool] = ContextVar("kdist_keeps_files", default=False)
 
 
-def save(strategy: StrategyLike, model: Any, target: Any, write: Callable[[Any], Any]) -> Any:
+def save(
+    strategy: StrategyLike, model: keras.Model, target: object, write: Callable[[object], object]
+) -> object:
     """Saves a file of a model once for all workers that call this. The hooks in Keras's `save` call it.
 
     Args:
@@ -62,7 +64,7 @@ def save(strategy: StrategyLike, model: Any, target: Any, write: Callable[[Any],
     """
     runtime = strategy.runtime
 
-    def write_intact(path: Any) -> Any:
+    def write_intact(path: object) -> object:
         result = write(path)
         runtime.group.check_intact()  # an error here keeps an incomplete file from getting its final name
         return result
@@ -71,13 +73,13 @@ def save(strategy: StrategyLike, model: Any, target: Any, write: Callable[[Any],
         return _save(runtime, model, target, write_intact)
 
 
-def whole(strategy: StrategyLike, model: Any) -> contextlib.AbstractContextManager[None]:
+def whole(strategy: StrategyLike, model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which any worker can read the whole current state. All workers must enter it."""
     keras_hooks.sync_state(model)
     return strategy.runtime.kept_whole(keras_hooks.all_variables(model))
 
 
-def _save(runtime: Runtime, model: Any, target: Any, write: Callable[[Any], Any]) -> Any:
+def _save(runtime: Runtime, model: keras.Model, target: object, write: Callable[[object], object]) -> object:
     if not isinstance(target, (str, os.PathLike)):
         return write(target)
     path = normal(target)
@@ -112,7 +114,7 @@ def _within(flag: ContextVar[bool]) -> Iterator[None]:
         flag.reset(token)
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: keras.Model) -> str:
     """Returns a hash of the weights and the optimizer, which is equal on all workers with the same state."""
     variables = list(model.weights)
     if getattr(model, "optimizer", None) is not None:
@@ -150,11 +152,13 @@ class _Log:
         self._stays_until: float | None = None
         self._last_seen = -1
 
-    def announce(self, runtime: Runtime, wanted: tuple[str, str], write: Callable[[Any], Any]) -> Any:
+    def announce(
+        self, runtime: Runtime, wanted: tuple[str, str], write: Callable[[object], object]
+    ) -> object:
         """Runs on the chief: writes the file, and informs the other workers before and after."""
         with self._lock:
             number, self._num_posted = self._num_posted, self._num_posted + 1
-        end: dict[str, Any] = {"failed": True}
+        end: dict[str, object] = {"failed": True}
         _post(runtime, _begin_key(number), list(wanted))
         try:
             result, written = write_whole(wanted[0], write, runtime.worker_index)
@@ -268,7 +272,7 @@ def _seen_key(number: int, worker_index: int) -> str:
     return f"kdist/seen/{number}/{worker_index}"
 
 
-def _post(runtime: Runtime, key: str, value: Any) -> None:
+def _post(runtime: Runtime, key: str, value: object) -> None:
     try:
         runtime.group.post(key, json.dumps(value))
     except Exception as error:  # the save itself does not need the other workers

@@ -6,7 +6,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kdist import keras_hooks, tracing
 from kdist.backends import get_backend
@@ -19,18 +19,26 @@ from kdist.training import keras_callbacks, probe
 from kdist.training.batches import GlobalBatches
 from kdist.training.progress import Progress
 
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.training.keras_callbacks import UserCallbacks
+
+
+_Opened = TypeVar("_Opened")
+
 _SAME_CALL = "Pass the same arguments on every worker. kdist shards the data."
 
 
 class Session:
     """A model and its strategy, with its step functions. The session lives as long as the model."""
 
-    def __init__(self, strategy: StrategyLike, model: Any) -> None:
+    def __init__(self, strategy: StrategyLike, model: keras.Model) -> None:
         # `_sessions` refers to this session, so a strong reference would keep the model alive.
         self._model = weakref.ref(model)
         self.strategy = strategy
         self.runtime = strategy.runtime
-        self._functions: dict[str, tuple[Any, StepFunction]] = {}
+        self._functions: dict[str, tuple[tuple[object, ...], StepFunction]] = {}
         self._num_shared = -1
         # The step functions that have not run yet, because their first step compiles.
         self._unused: set[str] = set()
@@ -40,13 +48,18 @@ class Session:
         self.has_loaded = False
 
     @property
-    def model(self) -> Any:
+    def model(self) -> keras.Model:
         """The model."""
         return self._model()
 
     def callback_list(
-        self, callbacks: Any, verbose: Any, batches: GlobalBatches, epochs: int = 1, **arguments: Any
-    ) -> Any:
+        self,
+        callbacks: UserCallbacks,
+        verbose: str | int,
+        batches: GlobalBatches,
+        epochs: int = 1,
+        **arguments: object,
+    ) -> keras.callbacks.CallbackList:
         """Returns Keras's `CallbackList` for this worker. Only the chief shows a progress bar."""
         verbose = verbose if self.runtime.worker_index == 0 else 0
         return keras_hooks.callback_list(
@@ -72,12 +85,12 @@ class Session:
 
     def step_span(
         self, kind: str, begin: int, end: int, rows: int | None = None
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Returns a span for one execution of the steps from `begin` to `end`, which are indices.
 
         Training steps pass their number of `rows` over all replicas.
         """
-        about: dict[str, Any] = {"step": begin + 1}
+        about: dict[str, object] = {"step": begin + 1}
         if rows is not None:
             about |= {"steps": end + 1 - begin, "rows": rows}
         name = "step" if kind == "train" else f"{kind} step"
@@ -104,11 +117,13 @@ class Session:
         defaults = {"shuffle": False, "steps_per_execution": self.model.steps_per_execution}
         return GlobalBatches(self.runtime, self.model.name, **defaults | arguments)
 
-    def open_data(self, function: Callable[[], Any]) -> Any:
+    def open_data(self, function: Callable[[], _Opened]) -> _Opened:
         """Calls a function that creates iterators. Keras reads ahead here, which may fail on one worker."""
         return read_on_all(self.runtime, "Reading the data", function)
 
-    def agree(self, what: str, facts: Mapping[str, Any], callbacks: Any = None) -> Any:
+    def agree(
+        self, what: str, facts: Mapping[str, object], callbacks: UserCallbacks = None
+    ) -> AbstractContextManager[UserCallbacks]:
         """Raises an error unless all workers have the same facts. The error contains `what`.
 
         Returns a context manager that yields the callbacks that this worker runs.
@@ -151,7 +166,7 @@ class Session:
             self._share(keras_hooks.all_variables(model))
 
     def prepare(
-        self, batches: GlobalBatches | None = None, data_batch: Any = None, layers_only: bool = False
+        self, batches: GlobalBatches | None = None, data_batch: object = None, layers_only: bool = False
     ) -> None:
         """Creates missing variables, and makes all variables equal on all workers."""
         with self.strategy.scope():
@@ -166,7 +181,7 @@ class Session:
             self._share(variables)
             self._check_layouts(variables)
 
-    def _check_layouts(self, variables: list[Any]) -> None:
+    def _check_layouts(self, variables: list[keras.Variable]) -> None:
         storage = self.runtime.topology.storage
         unused = storage.unused_rules() if isinstance(storage, Sharded) else []
         outputs = [f"{path}/output" for path in keras_hooks.layer_paths(self.model)] if unused else []
@@ -178,7 +193,7 @@ class Session:
                 hint='Write patterns that match whole paths, such as ".*dense/kernel".',
             )
 
-    def _share(self, variables: list[Any]) -> None:
+    def _share(self, variables: list[keras.Variable]) -> None:
         # Without names, because their counters ("dense_1") depend on earlier models of the worker.
         check_equal(
             self.runtime,
@@ -195,22 +210,22 @@ class Session:
         self.has_loaded = False
 
 
-_sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+_sessions: weakref.WeakKeyDictionary[keras.Model, Session] = weakref.WeakKeyDictionary()
 
 
-def note_loaded(strategy: StrategyLike, model: Any) -> None:
+def note_loaded(strategy: StrategyLike, model: keras.Model) -> None:
     """Records that this worker has loaded weights. The hook of Keras's `load_weights` calls it."""
     session_of(strategy, model).has_loaded = True
 
 
-def session_of(strategy: StrategyLike, model: Any) -> Session:
+def session_of(strategy: StrategyLike, model: keras.Model) -> Session:
     """Returns the session of a model. The first call creates it."""
     if model not in _sessions:
         _sessions[model] = Session(strategy, model)
     return _sessions[model]
 
 
-def progress_of(model: Any) -> Progress:
+def progress_of(model: keras.Model) -> Progress:
     """Returns the position of the `fit` of a model, for callbacks, and enables saving it.
 
     Raises:

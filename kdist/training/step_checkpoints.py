@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import keras
 
@@ -21,19 +20,19 @@ class StepCheckpoints(keras.callbacks.Callback):
     """
 
     def __init__(
-        self, manager: CheckpointManager, done: int, every: int, after: Callable[[], Any] | None
+        self, manager: CheckpointManager, done: int, every: int, after: Callable[[], object] | None
     ) -> None:
         super().__init__()
         self._manager, self._every, self._after = manager, every, after
         self._begin, self._step, self._saved = done, done, done
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, object] | None = None) -> None:
         """Saves a checkpoint if it is due."""
         self._step = self._begin + batch + 1
         if self._step // self._every > self._saved // self._every:
             self._save()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Mapping[str, object] | None = None) -> None:
         """Saves the last step, unless its checkpoint exists."""
         if self._saved < self._step:
             self._save()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import keras
 
@@ -38,17 +38,17 @@ class Throughput(keras.callbacks.Callback):
 
     on_all_workers = True
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Mapping[str, object] | None = None) -> None:
         """Starts to measure."""
         progress = progress_of(self.model)
         self._runtime = progress.runtime
         self._meter = progress.at_end.enter_context(Meter())
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, object] | None = None) -> None:
         """Excludes the time between epochs from the measurement."""
         self._meter.take()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, object] | None = None) -> None:
         """Compares the workers, and adds the results to the logs."""
         runtime = self._runtime
         mine = self._meter.take()

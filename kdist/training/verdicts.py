@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import numpy as np
@@ -15,6 +15,10 @@ from kdist.backends.aggregation import NotesAdditions
 from kdist.backends.contract import ReplicaBatches
 from kdist.backends.replica import Replica, RowShare
 
+if TYPE_CHECKING:
+    from kdist.context import StrategyLike
+
+
 # Relative tolerances. GPUs may multiply with 10 bits. Numbers that are not means or sums differ by far more.
 _TOLERANCE = 2e-3
 _TOLERANCE_OF_HALVES = 3e-2
@@ -23,7 +27,7 @@ MEAN, SUM, COUPLES = "mean", "sum", "couples"
 # `None`: the number is 0 or random, or the function requests the rows of other replicas. It counts as a mean.
 Verdict = str | None
 # The positional and the keyword arguments.
-Call = tuple[Any, Any]
+Call = tuple[tuple[object, ...], dict[str, object]]
 
 
 def agreed(verdicts: Iterable[Verdict]) -> Verdict:
@@ -35,7 +39,7 @@ def agreed(verdicts: Iterable[Verdict]) -> Verdict:
 class Sample:
     """The rows to test with, as a whole and in two parts: of one replica, or of all if these are too few."""
 
-    def __init__(self, strategy: Any, model: Any, batch: ReplicaBatches) -> None:
+    def __init__(self, strategy: StrategyLike, model: keras.Model, batch: ReplicaBatches) -> None:
         runtime = strategy.runtime
         part = batch.parts[0]
         # One row has no parts. If the batch has only one, all replicas have a copy, which gives enough rows.
@@ -52,7 +56,7 @@ class Sample:
         is_half = model.compute_dtype in ("float16", "bfloat16")
         self._tolerance = _TOLERANCE_OF_HALVES if is_half else _TOLERANCE
 
-    def judge(self, numbers: Callable[..., Sequence[Any]], call: Call) -> list[Verdict]:
+    def judge(self, numbers: Callable[..., Sequence[object]], call: Call) -> list[Verdict]:
         """Returns a verdict on each number that a function computes from the arguments of a call."""
 
         def of(rows: slice) -> list[np.ndarray]:
@@ -100,11 +104,11 @@ class Unwritten(NotesAdditions, keras.StatelessScope):
 class _Part(Replica):
     """A simulated replica with a part of the rows."""
 
-    def __init__(self, strategy: Any, share: float, scope: Any) -> None:
+    def __init__(self, strategy: StrategyLike, share: float, scope: Unwritten) -> None:
         super().__init__(strategy, 0, 2, RowShare(share, 1.0, share))
         self.scope = scope
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError("The function, or Keras, requests the rows of other replicas itself.")
 
     all_reduce_sum = all_reduce_with_gradient = gather_tensor = merge_call = _refuse

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 
+if TYPE_CHECKING:
+    import keras
 
-def act_on_batches(callbacks: Any) -> bool:
+
+def act_on_batches(callbacks: keras.callbacks.CallbackList) -> bool:
     """Returns whether any callback in a `CallbackList` needs calls for each batch.
 
     If not, kdist skips the calls, because Keras's list would still convert the logs of each step to numbers.
@@ -28,7 +31,7 @@ class Ballot:
     each epoch.
     """
 
-    def __init__(self, runtime: Runtime, callbacks: Any) -> None:
+    def __init__(self, runtime: Runtime, callbacks: keras.callbacks.CallbackList) -> None:
         self._runtime = runtime
         wanted = any(_acts_on_batches(c) and not _decides_alike(c) for c in callbacks.callbacks)
         # Only some workers may have such a callback, but then all must vote.
@@ -39,7 +42,7 @@ class Ballot:
         return agree_to_stop(self._runtime, stop) if self._votes_after_batch else stop
 
 
-def _decides_alike(callback: Any) -> bool:
+def _decides_alike(callback: keras.callbacks.Callback) -> bool:
     kind = type(callback)
     return kind.__module__.startswith(("keras.", "kdist.")) and kind.__name__ != "LambdaCallback"
 
@@ -47,7 +50,7 @@ def _decides_alike(callback: Any) -> bool:
 _BATCH_METHODS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
-def _acts_on_batches(callback: Any) -> bool:
+def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
     import keras
 
     if isinstance(callback, keras.callbacks.LambdaCallback):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -51,12 +51,12 @@ class TensorFlowBackend(Backend):
         keras_hooks.hook_assignments(components.assigned)
         keras_hooks.hook_embedding(effects.look_up)
 
-    def native_batches(self, adapter: Any) -> Any:
+    def native_batches(self, adapter: Any) -> Iterable[object]:
         """Returns the batches of a `tf.data.Dataset`, or the batches of kdist's own adapter unchanged."""
         batches = adapter.get_tf_dataset()
         return Iterated(batches) if isinstance(batches, tf.data.Dataset) else batches
 
-    def join_predictions(self, batches: Sequence[Any]) -> Any:
+    def join_predictions(self, batches: Sequence[object]) -> Any:
         """Returns arrays, or ragged tensors if the outputs are ragged or their inner shapes differ."""
         return keras.tree.map_structure(_joined, *batches)
 
@@ -98,7 +98,7 @@ class TensorFlowBackend(Backend):
         if state and _global_seed() != int(state):
             tf.random.set_seed(int(state))
 
-    def numpy_dataset(self, arrays: Any) -> Any:
+    def numpy_dataset(self, arrays: object) -> tf.data.Dataset:
         """Returns a `tf.data.Dataset`."""
         return tf.data.Dataset.from_tensor_slices(arrays)
 
@@ -119,7 +119,7 @@ def _convert_mirrored_variables() -> None:
         setattr(DistributedVariable, f"__{kind.__name__}__", lambda self, kind=kind: kind(self.numpy()))
 
 
-def _joined(*parts: Any) -> Any:
+def _joined(*parts: tf.Tensor | tf.RaggedTensor) -> np.ndarray | tf.RaggedTensor:
     ragged = any(isinstance(part, tf.RaggedTensor) for part in parts)
     if ragged or len({tuple(part.shape[1:]) for part in parts}) > 1:
         return keras_hooks.joined_ragged(list(map(keras.ops.convert_to_tensor, parts)))
@@ -140,7 +140,7 @@ def _mirrored(names: Sequence[str], ops: CrossDeviceOps | None) -> tf.distribute
     return tf.distribute.MirroredStrategy([name.upper() for name in names], _native(ops))
 
 
-def _native(ops: CrossDeviceOps | None) -> Any:
+def _native(ops: CrossDeviceOps | None) -> tf.distribute.CrossDeviceOps | None:
     """Returns an instance of TensorFlow's class with the same name and arguments."""
     return None if ops is None else getattr(tf.distribute, type(ops).__name__)(**vars(ops))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -19,6 +19,10 @@ from kdist.backends.contract import Runtime
 from kdist.backends.variable_table import VariableTable
 from kdist.errors import StrategyScopeError
 
+if TYPE_CHECKING:
+    import keras
+
+
 _all: weakref.WeakSet[Components] = weakref.WeakSet()
 
 
@@ -26,20 +30,20 @@ _all: weakref.WeakSet[Components] = weakref.WeakSet()
 class Part:
     """One local replica's copy of a variable, and the value outside replicas that it was derived from."""
 
-    value: Any
-    shown: Any
+    value: tf.Variable
+    shown: tf.Variable
 
 
 @dataclass
 class _Known:
-    native: Any
+    native: tf.Variable | tf.distribute.DistributedValues
     parts: list[Part]
 
-    def is_valid(self, variable: Any) -> bool:
+    def is_valid(self, variable: keras.Variable) -> bool:
         return self.native is keras_hooks.native_value(variable)
 
 
-def native_of(variable: Any, index: int, num_local: int) -> Any:
+def native_of(variable: keras.Variable, index: int, num_local: int) -> tf.Variable:
     """Returns the `tf.Variable` of a local replica, or the only `tf.Variable` if replicas share it.
 
     Raises:
@@ -57,7 +61,7 @@ def native_of(variable: Any, index: int, num_local: int) -> Any:
     return value.values[index]
 
 
-def is_shared(variable: Any, num_local: int) -> bool:
+def is_shared(variable: keras.Variable, num_local: int) -> bool:
     """Returns whether the local replicas share one `tf.Variable`."""
     return num_local > 1 and not isinstance(
         keras_hooks.native_value(variable), tf.distribute.DistributedValues
@@ -76,14 +80,14 @@ class Components:
         self._known: dict[bool, VariableTable[_Known]] = {True: VariableTable(), False: VariableTable()}
         _all.add(self)
 
-    def get(self, variable: Any, index: int, is_on_read: bool) -> Part:
+    def get(self, variable: keras.Variable, index: int, is_on_read: bool) -> Part:
         """Returns a local replica's copy; see `enter`."""
         known = self._known[is_on_read].get(variable)
         if known is None or not known.is_valid(variable):
             known = self._known[is_on_read][variable] = self._make(variable, is_on_read)
         return known.parts[index]
 
-    def enter(self, variable: Any, index: int, is_on_read: bool) -> None:
+    def enter(self, variable: keras.Variable, index: int, is_on_read: bool) -> None:
         """Updates the copy if the variable was assigned outside replicas. Repeated calls have no effect."""
         part = self.get(variable, index, is_on_read)
         outside = native_of(variable, index, len(self._runtime.devices)).read_value()
@@ -91,12 +95,12 @@ class Components:
         part.value.assign(tf.where(same, part.value, self._share(variable, index, outside, is_on_read)))
         part.shown.assign(outside)
 
-    def show(self, variable: Any, index: int, total: Any) -> None:
+    def show(self, variable: keras.Variable, index: int, total: tf.Tensor) -> None:
         """Stores the aggregated value of an on-read variable in the mirrored variable."""
         native_of(variable, index, len(self._runtime.devices)).assign(total)
         self.get(variable, index, True).shown.assign(total)
 
-    def reset(self, variable: Any) -> None:
+    def reset(self, variable: keras.Variable) -> None:
         """Resets the existing copies of all local replicas to their shares of the current value."""
         for is_on_read, table in self._known.items():
             known = table.get(variable)
@@ -107,13 +111,13 @@ class Components:
                 part.value.assign(self._share(variable, index, outside, is_on_read))
                 part.shown.assign(outside)
 
-    def _share(self, variable: Any, index: int, value: Any, is_on_read: bool) -> Any:
+    def _share(self, variable: keras.Variable, index: int, value: tf.Tensor, is_on_read: bool) -> tf.Tensor:
         if not is_on_read:
             return value
         runtime = self._runtime
         return share_of(variable, value, runtime.replica_ids[index], runtime.num_replicas)
 
-    def _make(self, variable: Any, is_on_read: bool) -> _Known:
+    def _make(self, variable: keras.Variable, is_on_read: bool) -> _Known:
         parts = []
         devices = self._runtime.devices
         # Outside replicas and graphs, as if the copies were created before the function.
@@ -129,7 +133,7 @@ class Components:
         return _Known(keras_hooks.native_value(variable), parts)
 
 
-def assigned(variable: Any) -> None:
+def assigned(variable: keras.Variable) -> None:
     """Called after a Keras variable was assigned outside replicas."""
     for components in _all:
         components.reset(variable)

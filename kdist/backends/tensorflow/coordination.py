@@ -50,7 +50,7 @@ class NativeCoordination(Coordination):
         strategy: StrategyLike,
         closures: Any,
         cluster: ServerCluster,
-        partitioner: Callable[..., Any] | None,
+        partitioner: Callable[..., Sequence[int]] | None,
         synchronous: bool,
         timeout: float,
     ) -> None:
@@ -88,8 +88,12 @@ class NativeCoordination(Coordination):
         return isinstance(keras_hooks.stateless_scope(), ClosureScope)
 
     def run(
-        self, strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self,
+        strategy: StrategyLike,
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         """Calls the function in the only replica of a scheduled function."""
         if hasattr(fn, "python_function"):
             fn = fn.python_function
@@ -98,14 +102,14 @@ class NativeCoordination(Coordination):
 
     def schedule(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         done: Callable[[Any], None] | None = None,
     ) -> RemoteValue:
         """Traces the function if necessary, and adds the call to the queue."""
         call = scheduled.Call(fn, tuple(args), dict(kwargs))
-        program: Any
+        program: scheduled.Compiled | Exception
         try:
             program = scheduled.compiled(self, fn, call.signature)
         except Exception as error:  # an error of the function, handled like an error on a worker
@@ -118,14 +122,19 @@ class NativeCoordination(Coordination):
         with ClosureScope(self._initialize) as scope, keras_hooks.taking_gradients(self._take):
             yield scope
 
-    def _take(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
+    def _take(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[tf.Tensor | tf.IndexedSlices | None],
+        variables: list[keras.Variable],
+    ) -> None:
         if not optimizer.built:
             with self._outside():
                 keras_hooks.build_optimizer(optimizer, variables)
         scope: Any = keras_hooks.stateless_scope()
         scope.take_gradients(optimizer, grads, variables)
 
-    def _initialize(self, variable: Any) -> None:
+    def _initialize(self, variable: keras.Variable) -> None:
         """Initializes a variable that a scheduled function created, because Keras defers it."""
         with self._outside(), keras.StatelessScope():
             pass
@@ -140,7 +149,7 @@ class NativeCoordination(Coordination):
         ):
             yield
 
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
+    def create_per_worker_dataset(self, dataset_fn: object) -> PerWorkerValues:
         """Creates the dataset in this process, and copies it to the workers."""
         return per_worker(dataset_fn, self.num_workers)
 
@@ -167,7 +176,9 @@ class NativeCoordination(Coordination):
             else:
                 self.closures.end(closure, value)
 
-    def _execute(self, index: int, compiled: Any, tensors: Sequence[Any]) -> Any:
+    def _execute(
+        self, index: int, compiled: scheduled.Compiled | Exception, tensors: Sequence[tf.Tensor | Values]
+    ) -> object:
         """Runs a function on a worker, and commits its changes after all of them have left the worker."""
         if isinstance(compiled, Exception):
             raise compiled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -13,6 +13,10 @@ from kdist.backends.contract import Runtime
 from kdist.backends.tensorflow.components import Components
 from kdist.backends.tensorflow.workers import Workers
 from kdist.topology import Central, Topology
+
+if TYPE_CHECKING:
+    import keras
+
 
 _cores: weakref.WeakSet[TensorFlowCore] = weakref.WeakSet()
 
@@ -64,7 +68,7 @@ class TensorFlowCore(Runtime):
         with tf.variable_creator_scope(self._mirrored):
             yield
 
-    def _mirrored(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    def _mirrored(self, next_creator: Callable[..., tf.Variable], **kwargs: object) -> tf.Variable:
         from tensorflow.python.framework import ops
 
         if tf.distribute.has_strategy():  # the running replica's, or the user's native strategy
@@ -103,27 +107,27 @@ class TensorFlowCore(Runtime):
         """Whether workers can exchange messages now. `False` in a graph, because it runs later."""
         return bool(tf.executing_eagerly())
 
-    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+    def broadcast_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Sends the chief's values to all workers, with one collective per dtype."""
         self.group.broadcast(variables)
 
-    def to_holder(self, parts: Sequence[Any]) -> list[Any]:
+    def to_holder(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Copies tensors to the first device that holds variables."""
         with tf.device(self.topology.parameter_devices[0]):
             return [tf.identity(part) for part in parts]
 
-    def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
+    def sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors over the workers."""
         return [self.group.sum(tensor) for tensor in tensors]
 
-    def gather_over_workers(self, tensor: Any) -> Any:
+    def gather_over_workers(self, tensor: tf.Tensor) -> tf.Tensor:
         """Concatenates the rows of the workers' tensors. Row counts can differ."""
         if self.num_workers == 1:
             return tensor
         mine = tf.one_hot(self.worker_index, self.num_workers, dtype=tf.int32) * tf.shape(tensor)[0]
         return self.group.all_gather_rows(tensor, self.group.sum(mine))
 
-    def local_values(self, variable: Any) -> Sequence[Any]:
+    def local_values(self, variable: keras.Variable) -> Sequence[tf.Tensor]:
         """Returns the components of a mirrored variable."""
         value = variable.value
         return value.values if isinstance(value, tf.distribute.DistributedValues) else [value]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -30,7 +29,7 @@ _LARGE = 16_384
 class Write:
     """A variable that a function has written, and whether the value is added to the server's."""
 
-    variable: Any
+    variable: keras.Variable
     is_addition: bool
 
 
@@ -38,8 +37,8 @@ class Write:
 class Update:
     """A call of an optimizer's `apply`."""
 
-    optimizer: Any
-    variables: list[Any]
+    optimizer: keras.optimizers.Optimizer
+    variables: list[keras.Variable]
 
 
 class ClosureScope(NotesAdditions, keras.StatelessScope):
@@ -51,15 +50,15 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
         initialize: Initializes a variable that has no value yet.
     """
 
-    def __init__(self, initialize: Callable[[Any], None]) -> None:
+    def __init__(self, initialize: Callable[[keras.Variable], None]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self._initialize = initialize
         self._graph = tf.compat.v1.get_default_graph()
-        self._read: dict[int, Any] = {}
-        self._written: dict[int, tuple[Write, Any]] = {}
-        self._updates: list[tuple[Update, list[Any]]] = []
+        self._read: dict[int, tf.Tensor] = {}
+        self._written: dict[int, tuple[Write, tf.Tensor]] = {}
+        self._updates: list[tuple[Update, list[tf.Tensor | tf.IndexedSlices | None]]] = []
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> tf.Variable | tf.Tensor:
         """Overrides the lookup of `keras.StatelessScope`."""
         if id(variable) in self._written:
             return self._written[id(variable)][1]
@@ -74,7 +73,7 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
         tape.variable_accessed(value)
         return value
 
-    def _value(self, variable: Any) -> Any:
+    def _value(self, variable: keras.Variable) -> tf.Tensor:
         """Reads a variable once, outside of every loop and branch."""
         if id(variable) not in self._read:
             with self._graph.as_default():
@@ -89,7 +88,7 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
                 self._read[id(variable)] = value
         return self._read[id(variable)]
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Overrides the recording of `keras.StatelessScope`."""
         variable, value = update
         is_number = not variable.trainable and keras.backend.standardize_dtype(variable.dtype) != "bool"
@@ -99,11 +98,16 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
             self._value(variable)
         self._written[id(variable)] = Write(variable, is_addition), tf.cast(value, variable.dtype)
 
-    def take_gradients(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    def take_gradients(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        variables: Sequence[keras.Variable],
+    ) -> None:
         """Replaces an optimizer's `apply`, because the servers apply the gradients."""
         self._updates.append((Update(optimizer, list(variables)), list(grads)))
 
-    def take(self, variable: Any, indices: Any) -> Any:
+    def take(self, variable: keras.Variable, indices: tf.Tensor) -> tf.Tensor | None:
         """Returns rows of a variable, so that only these are sent; `None` if the whole variable is needed."""
         native = keras_hooks.native_value(variable)
         if native is None or id(variable) in self._written or not isinstance(indices, tf.Tensor):
@@ -114,7 +118,9 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
         rows = self._rows(variable, native, tf.reshape(indices, [-1]))
         return tf.reshape(rows, tf.concat([tf.shape(indices), native.shape[1:]], axis=0))
 
-    def _rows(self, variable: Any, native: Any, indices: Any) -> Any:
+    def _rows(
+        self, variable: keras.Variable, native: tf.Variable | ShardedVariable, indices: tf.Tensor
+    ) -> tf.Tensor:
         """Looks up each row once. The gradient keeps occurrences separate, because optimizers square them."""
         whole = not isinstance(native, ShardedVariable)
         with record.stop_recording():
@@ -127,7 +133,7 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
             if whole:
                 tape.variable_accessed(value)
 
-            def backward(upstream: Any) -> list[Any]:
+            def backward(upstream: tf.Tensor) -> list[tf.IndexedSlices]:
                 return [
                     tf.IndexedSlices(
                         tf.convert_to_tensor(upstream), indices, tf.constant(native.shape.as_list())
@@ -137,7 +143,7 @@ class ClosureScope(NotesAdditions, keras.StatelessScope):
             record.record_operation("ServedRows", [rows], [value.handle], backward)
         return rows
 
-    def effects(self) -> tuple[Plan, list[Any]]:
+    def effects(self) -> tuple[Plan, list[tf.Tensor]]:
         """Returns the function's changes: the plan, which all calls share, and the tensors of this call."""
         plan = Plan()
         for update, grads in self._updates:
@@ -155,7 +161,7 @@ class _Slot:
     def __init__(self, message: int, start: int = 0, shape: Sequence[int] | None = None) -> None:
         self.message, self.start, self.shape = message, start, shape
 
-    def of(self, messages: Sequence[Any]) -> Any:
+    def of(self, messages: Sequence[tf.Tensor]) -> tf.Tensor:
         message = messages[self.message]
         if self.shape is None:
             return message
@@ -174,19 +180,19 @@ class Plan:
     def __init__(self) -> None:
         self.devices: list[str] = []
         """The device of each message."""
-        self._writes: list[tuple[Write, list[Any]]] = []
-        self._updates: list[tuple[Update, list[Any]]] = []
-        self._tensors: list[Any] = []
-        self._flat: dict[tuple[str, Any], list[Any]] = {}
-        self._commit: Any = None
+        self._writes: list[tuple[Write, list[_Slot]]] = []
+        self._updates: list[tuple[Update, list[Sequence[_Slot | tuple[_Slot, _Slot]] | None]]] = []
+        self._tensors: list[tf.Tensor] = []
+        self._flat: dict[tuple[str, tf.DType], list[tuple[_Slot, tf.Tensor]]] = {}
+        self._commit: Callable[[list[tf.Tensor]], None] | None = None
         self._lock = threading.Lock()
 
-    def add_write(self, write: Write, value: Any) -> None:
+    def add_write(self, write: Write, value: tf.Tensor) -> None:
         native = keras_hooks.native_value(write.variable)
         self._writes.append((write, self._dense(native, value)))
 
-    def add_update(self, update: Update, grads: Sequence[Any]) -> None:
-        entries: list[Any] = []
+    def add_update(self, update: Update, grads: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> None:
+        entries: list[Sequence[_Slot | tuple[_Slot, _Slot]] | None] = []
         for variable, grad in zip(update.variables, grads, strict=True):
             native = keras_hooks.native_value(variable)
             if grad is None:
@@ -197,7 +203,7 @@ class Plan:
                 entries.append(self._dense(native, tf.reshape(tf.convert_to_tensor(grad), variable.shape)))
         self._updates.append((update, entries))
 
-    def _dense(self, native: Any, value: Any) -> list[_Slot]:
+    def _dense(self, native: tf.Variable | ShardedVariable, value: tf.Tensor) -> list[_Slot]:
         shards = shards_of(native)
         parts = tf.split(value, [int(s.shape[0]) for s in shards]) if len(shards) > 1 else [value]
         slots = []
@@ -210,18 +216,20 @@ class Plan:
             slots.append(slot)
         return slots
 
-    def _sparse(self, native: Any, grad: Any) -> list[tuple[_Slot, _Slot]]:
+    def _sparse(
+        self, native: tf.Variable | ShardedVariable, grad: tf.IndexedSlices
+    ) -> list[tuple[_Slot, _Slot]]:
         return [
             (self._message(shard.device, part.values), self._message(shard.device, part.indices))
             for shard, part in zip(shards_of(native), _split(grad, native), strict=True)
         ]
 
-    def _message(self, device: str, tensor: Any) -> _Slot:
+    def _message(self, device: str, tensor: tf.Tensor) -> _Slot:
         self.devices.append(device)
         self._tensors.append(tensor)
         return _Slot(len(self._tensors) - 1)
 
-    def pack(self) -> list[Any]:
+    def pack(self) -> list[tf.Tensor]:
         """Returns the tensors to send."""
         for (device, _), members in self._flat.items():
             message = self._message(
@@ -234,14 +242,14 @@ class Plan:
         tensors, self._tensors, self._flat = self._tensors, [], {}  # they would keep the trace alive
         return tensors
 
-    def commit(self, messages: Sequence[Any]) -> None:
+    def commit(self, messages: Sequence[tf.Tensor]) -> None:
         """Applies all changes once. The messages are already on their servers, so no worker is needed."""
         with self._lock:
             if self._commit is None:
                 self._commit = tf.function(self._apply, autograph=False, reduce_retracing=True)
             self._commit(list(messages))
 
-    def _apply(self, messages: Sequence[Any]) -> None:
+    def _apply(self, messages: Sequence[tf.Tensor]) -> None:
         scope = CommitScope()
         with scope:
             for update, entries in self._updates:
@@ -264,10 +272,15 @@ class CommitScope(keras.StatelessScope):
     def __init__(self) -> None:
         super().__init__(initialize_variables=False)
         self._shard: int | None = None
-        self._parts: dict[int, list[Any]] = {}
-        self._kept: list[Any] = []
+        self._parts: dict[int, list[tf.Tensor | tf.IndexedSlices]] = {}
+        self._kept: list[tf.Tensor | tf.IndexedSlices] = []
 
-    def gradient(self, variable: Any, entry: Any, messages: Sequence[Any]) -> Any:
+    def gradient(
+        self,
+        variable: keras.Variable,
+        entry: Sequence[_Slot | tuple[_Slot, _Slot]] | None,
+        messages: Sequence[tf.Tensor],
+    ) -> tf.Tensor | tf.IndexedSlices | None:
         """Returns the gradient of a whole variable, and stores its parts."""
         if entry is None:
             return None
@@ -285,14 +298,14 @@ class CommitScope(keras.StatelessScope):
         self._kept.append(whole)
         return whole
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> tf.Variable:
         """Overrides the lookup of `keras.StatelessScope`."""
         native = keras_hooks.native_value(variable)
         if self._shard is not None and isinstance(native, ShardedVariable):
             return native.variables[self._shard]
         return native
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Overrides the recording of `keras.StatelessScope`."""
         variable, value = update
         native = self.get_current_value(variable)
@@ -300,7 +313,11 @@ class CommitScope(keras.StatelessScope):
             native.assign(tf.cast(value, native.dtype))
 
     def _backend_update_step(
-        self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        variables: Sequence[keras.Variable],
+        learning_rate: tf.Tensor,
     ) -> None:
         """Replaces the optimizer's method, and updates each variable on its server."""
         elementwise = keras_hooks.is_elementwise(optimizer)
@@ -319,7 +336,9 @@ class CommitScope(keras.StatelessScope):
                 finally:
                     self._shard = None
 
-    def _apply_weight_decay(self, optimizer: Any, variables: Sequence[Any]) -> None:
+    def _apply_weight_decay(
+        self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+    ) -> None:
         """Replaces the optimizer's method."""
         for variable in variables if optimizer.weight_decay is not None else ():
             if keras_hooks.decays(optimizer, variable):
@@ -329,7 +348,9 @@ class CommitScope(keras.StatelessScope):
                         shard.assign(shard - shard * tf.cast(optimizer.weight_decay, shard.dtype) * rate)
 
 
-def _joined(parts: Sequence[Any], native: Any) -> Any:
+def _joined(
+    parts: Sequence[tf.Tensor | tf.IndexedSlices], native: tf.Variable | ShardedVariable
+) -> tf.Tensor | tf.IndexedSlices:
     if not isinstance(parts[0], tf.IndexedSlices):
         return tf.concat(parts, axis=0)
     indices = [
@@ -343,7 +364,9 @@ def _joined(parts: Sequence[Any], native: Any) -> Any:
     )
 
 
-def _split(grad: Any, native: Any) -> list[Any]:
+def _split(
+    grad: tf.Tensor | tf.IndexedSlices, native: tf.Variable | ShardedVariable
+) -> list[tf.Tensor | tf.IndexedSlices]:
     """Splits a gradient into parts for the shards of a variable."""
     shards, offsets = shards_of(native), offsets_of(native)
     if not isinstance(grad, tf.IndexedSlices):
@@ -358,7 +381,7 @@ def _split(grad: Any, native: Any) -> list[Any]:
     return parts
 
 
-def look_up(variable: Any, indices: Any) -> Any:
+def look_up(variable: keras.Variable, indices: tf.Tensor) -> tf.Tensor | None:
     """Returns an embedding's rows if a function is being traced for a worker, otherwise `None`."""
     scope = keras_hooks.stateless_scope()
     return scope.take(variable, indices) if isinstance(scope, ClosureScope) else None

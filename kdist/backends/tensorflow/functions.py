@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -17,18 +17,20 @@ from kdist.backends.replica import RowShare, equal_shares
 from kdist.backends.tensorflow import iteration
 from kdist.backends.tensorflow.core import TensorFlowCore, aligned
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
-from kdist.context import current_replica, joined_strategy
+from kdist.context import StrategyLike, current_replica, joined_strategy
 from kdist.values import component
+
+_Result = TypeVar("_Result")
 
 
 def in_replicas(
     runtime: TensorFlowCore,
-    strategy: Any,
-    body: Callable[[TensorFlowReplica, int], Any],
+    strategy: StrategyLike,
+    body: Callable[[TensorFlowReplica, int], _Result],
     thread_state: keras_hooks.ThreadState,
-    shares: Sequence[Any] | None = None,
-    variables: Sequence[Any] = (),
-) -> list[Any]:
+    shares: Sequence[tf.Tensor] | None = None,
+    variables: Sequence[keras.Variable] = (),
+) -> list[_Result]:
     """Calls `body(replica, local_index)` in each local replica, in its context and scope.
 
     In a model's step, `shares` has the weights of each local replica's rows, and the step may write
@@ -61,8 +63,12 @@ def in_replicas(
 
 
 def run(
-    runtime: TensorFlowCore, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any
-) -> Sequence[Any]:
+    runtime: TensorFlowCore,
+    strategy: StrategyLike,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Sequence[object]:
     """Calls the user's function in every local replica, eagerly or while a `tf.function` is traced."""
     if isinstance(fn, tf.types.experimental.PolymorphicFunction) or hasattr(fn, _LIFTED):
         if tf.executing_eagerly():
@@ -73,7 +79,7 @@ def run(
         thread_state = keras_hooks.ThreadState()
     logs: list[Any] = [()] * len(runtime.devices)
 
-    def body(replica: TensorFlowReplica, index: int) -> Any:
+    def body(replica: TensorFlowReplica, index: int) -> object:
         logs[index] = replica.log
         try:
             own_args, own_kwargs = component((args, kwargs), index, keras.tree.map_structure)
@@ -96,7 +102,9 @@ def run(
 _LIFTED = "_kdist_lifted"
 
 
-def lifted(strategy: Any, fn: Any) -> Callable[..., Any]:
+def lifted(
+    strategy: StrategyLike, fn: tf.types.experimental.PolymorphicFunction
+) -> Callable[..., Sequence[object]]:
     """Compiles the call of all replicas instead of the function that each replica calls.
 
     `tf.distribute` does the same. TensorFlow cannot reduce in a `tf.function` that a replica calls.
@@ -108,7 +116,7 @@ def lifted(strategy: Any, fn: Any) -> Callable[..., Any]:
         # The cached value must not refer to its weak key or to the function that owns the cache.
         owner, plain = weakref.ref(strategy), fn.python_function
 
-        def call(args: Any, kwargs: Any) -> Any:
+        def call(args: tuple[object, ...], kwargs: dict[str, object]) -> Sequence[object]:
             alive = owner()
             assert alive is not None
             return run(alive.runtime, alive, plain, args, kwargs)
@@ -118,7 +126,7 @@ def lifted(strategy: Any, fn: Any) -> Callable[..., Any]:
     return known[strategy]
 
 
-def converted(fn: Callable[..., Any]) -> Callable[..., Any]:
+def converted(fn: Callable[..., _Result]) -> Callable[..., _Result]:
     """Converts the user's function with AutoGraph if AutoGraph converts the caller of `strategy.run`."""
     context = tf.__internal__.autograph.control_status_ctx()
     return tf.__internal__.autograph.tf_convert(fn, context, convert_by_default=False)
@@ -132,21 +140,21 @@ def local_index(runtime: TensorFlowCore) -> int:
     return int(replica_id) - runtime.replica_ids[0]
 
 
-def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def function(fn: Callable[..., _Result], **options: object) -> Callable[..., _Result]:
     """Returns a `tf.function` that is traced for few shapes.
 
     It uses AutoGraph only if the user asks for it or the function loops over a distributed dataset. Other
     `if` and `for` statements run in Python, as on other backends. Inside a replica, it calls `fn` directly.
     """
 
-    def compile(autograph: bool) -> Any:
+    def compile(autograph: bool) -> tf.types.experimental.PolymorphicFunction:
         return tf.function(fn, **{"reduce_retracing": True, "autograph": autograph, **options})
 
     compiled = compile(autograph=False)
 
     @functools.wraps(fn)
     @tf.autograph.experimental.do_not_convert
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> _Result:
         if current_replica() is not None:
             return fn(*args, **kwargs)
         nonlocal compiled
@@ -167,11 +175,13 @@ def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return wrapper
 
 
-def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool) -> Callable[..., Any]:
+def value_and_grad(
+    fn: Callable[..., object], variables: Sequence[keras.Variable], has_aux: bool
+) -> Callable[..., object]:
     """Returns a function that computes a loss and its gradients with `tf.GradientTape`."""
 
     @tf.autograph.experimental.do_not_convert
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> tuple[object, list[tf.Tensor | None]]:
         values = [variable.value for variable in variables]
         with tf.GradientTape() as tape:
             tape.watch(values)  # also watches variables that are not trainable

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import numpy as np
@@ -17,6 +17,10 @@ from kdist.arrays import rows
 from kdist.data.distributed_dataset import DistributedDataset, DistributedIterator, Optional, numbered
 from kdist.errors import DatasetError, KdistError, OutOfRangeError, StrategyScopeError
 from kdist.values import component, regroup
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
+
 
 # Loops -------------------------------------------------------------------------------------------------------------
 
@@ -40,7 +44,12 @@ def register_loops() -> None:
         for_loop_registry.register(kind, _for_loop)
 
 
-def _for_loop(iterable: Any, extra_test: Any, body: Any, *rest: Any) -> None:
+def _for_loop(
+    iterable: DistributedDataset | DistributedIterator | GraphIterator,
+    extra_test: Callable[[], object] | None,
+    body: Callable[..., object],
+    *rest: Any,
+) -> None:
     """Converts a `for` loop over a distributed dataset or iterator to a graph loop. Called by AutoGraph."""
     from tensorflow.python.autograph.operators import control_flow
 
@@ -117,7 +126,9 @@ class _Passes:
 _MOST_OPEN = 8
 
 
-def _in_turn(function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+def _in_turn(
+    function: Callable[..., object], inputs: Sequence[tf.Tensor], outputs: Sequence[tf.DType | tf.TypeSpec]
+) -> list[tf.Tensor] | tf.Operation:
     """Calls a Python function when the graph runs, in program order.
 
     They all use one resource, because TensorFlow keeps the order of operations on a resource, also in loops.
@@ -126,12 +137,12 @@ def _in_turn(function: Callable[..., Any], inputs: Sequence[Any], outputs: Seque
 
 
 @functools.cache
-def _turn() -> Any:
+def _turn() -> tf.Tensor:
     with tf.init_scope(), tf.device("cpu:0"):
         return tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=(), shared_name="kdist_reading")
 
 
-def _kept_by_graph(value: Any) -> Callable[[], Any]:
+def _kept_by_graph(value: object) -> Callable[[], Any]:
     """Keeps a value alive as long as the traced function, and returns a weak reference to it.
 
     The reference is weak because TensorFlow keeps Python functions in a graph until the process ends.
@@ -157,7 +168,9 @@ class Element:
         shapes: The inner shape of each array, or `None` to use the inner shapes of `part`.
     """
 
-    def __init__(self, runtime: Any, part: Any, shapes: list[Any] | None) -> None:
+    def __init__(
+        self, runtime: Runtime, part: object, shapes: Sequence[Sequence[int | None] | None] | None
+    ) -> None:
         self.runtime = runtime
         is_single = rows.is_single(part)
         self.no_rows = rows.leaves_of(part if is_single else rows.empty_like(part))
@@ -193,11 +206,11 @@ class Element:
             _elements[dataset] = cls(runtime, part, dataset.inner_shapes)
         return _elements[dataset]
 
-    def iterator(self, number: Any) -> DistributedIterator | GraphIterator:
+    def iterator(self, number: np.ndarray | tf.Tensor) -> DistributedIterator | GraphIterator:
         """Returns the iterator with a number, which is an array now or a tensor of the graph."""
         return numbered(int(number)) if isinstance(number, np.ndarray) else GraphIterator(self, number)
 
-    def checked(self, part: Any) -> list[Any]:
+    def checked(self, part: object) -> list[tf.Tensor]:
         """Returns the arrays of another batch. Raises a `DatasetError` if its structure differs."""
         leaves = rows.leaves_of(part)
         if _marks(part) != self._marks or not all(map(tf.TypeSpec.is_compatible_with, self.specs, leaves)):
@@ -210,7 +223,7 @@ class Element:
             )
         return leaves
 
-    def packed(self, leaves: list[Any]) -> Any:
+    def packed(self, leaves: Sequence[object]) -> Any:
         """Returns a batch with this structure and the given arrays."""
         left = iter(leaves)
         return keras.tree.map_structure(lambda mark: None if mark is None else next(left), self._marks)
@@ -221,19 +234,21 @@ class Element:
     def __hash__(self) -> int:
         return id(self.runtime)
 
-    def _key(self) -> Any:
+    def _key(self) -> tuple[object, ...]:
         return id(self.runtime), self._marks, self.specs
 
 
 _elements: weakref.WeakKeyDictionary[DistributedDataset, Element] = weakref.WeakKeyDictionary()
 
 
-def _marks(part: Any) -> Any:
+def _marks(part: object) -> object:
     """Returns only the structure of a batch."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else True, part)
 
 
-def spec_of_any_rows(leaf: Any, inner: Any = None, is_single: bool = False) -> Any:
+def spec_of_any_rows(
+    leaf: tf.Tensor, inner: Sequence[int | None] | None = None, is_single: bool = False
+) -> tf.TypeSpec:
     """Returns the `tf.TypeSpec` of an array, for any number of rows and optionally another inner shape."""
     spec = tf.type_spec_from_value(leaf)
     dims = [] if is_single else [None]
@@ -254,20 +269,24 @@ def traced(iterator: DistributedIterator) -> GraphIterator:
 class GraphIterator:
     """A distributed iterator in a graph: a tensor with its number and, if known, the iterator itself."""
 
-    def __init__(self, element: Element, number: Any, iterator: DistributedIterator | None = None) -> None:
+    def __init__(
+        self, element: Element, number: tf.Tensor, iterator: DistributedIterator | None = None
+    ) -> None:
         self._element = element
         self.number = number
         self._iterator = iterator
 
     # Same as in `DistributedIterator`, because a `tf.function` may pass its argument to another function.
-    def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
+    def __tf_flatten__(self) -> tuple[tuple[Element], tuple[tf.Tensor]]:
         return (self._element,), (self.number,)
 
     @classmethod
-    def __tf_unflatten__(cls, metadata: Any, components: Sequence[Any]) -> Any:
+    def __tf_unflatten__(
+        cls, metadata: tuple[Element], components: Sequence[tf.Tensor]
+    ) -> DistributedIterator | GraphIterator:
         return metadata[0].iterator(components[0])
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> NoReturn:
         raise LoopInGraphError
 
     def __next__(self) -> Any:
@@ -282,7 +301,7 @@ class GraphIterator:
         """Returns an optional with the next element, which may be missing when the graph runs."""
         return GraphOptional(*self._read(ends=False))
 
-    def _read(self, ends: bool) -> tuple[Any, list[Any]]:
+    def _read(self, ends: bool) -> tuple[tf.Tensor, list[object]]:
         element, this = self._element, _kept_by_graph(self)
         number_local = len(element.runtime.devices)
         specs = element.specs * number_local
@@ -296,7 +315,7 @@ class GraphIterator:
         size = len(element.specs)
         return has_value, [element.packed(leaves[i * size : (i + 1) * size]) for i in range(number_local)]
 
-    def _next(self, number: int, ends: bool) -> list[Any]:
+    def _next(self, number: int, ends: bool) -> list[object]:
         """Reads when the graph runs: whether there is a batch, and the arrays of all local replicas."""
         iterator = self._iterator or numbered(number)
         local = range(len(self._element.runtime.devices))
@@ -317,11 +336,11 @@ class GraphIterator:
 class GraphOptional(Optional):
     """An element that may be missing when the graph runs. A missing element has parts without rows."""
 
-    def __init__(self, is_there: Any, parts: list[Any]) -> None:
+    def __init__(self, is_there: tf.Tensor, parts: list[object]) -> None:
         super().__init__(parts)
         self._is_there = is_there
 
-    def has_value(self) -> Any:
+    def has_value(self) -> tf.Tensor:
         """Returns a Boolean tensor: whether there is an element."""
         return self._is_there
 

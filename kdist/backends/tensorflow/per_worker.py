@@ -23,37 +23,37 @@ class Values(PerWorkerValues):
         iterates: Whether the values are iterators.
     """
 
-    def __init__(self, graph: Callable[[int], bytes], element_spec: Any, iterates: bool = False) -> None:
+    def __init__(self, graph: Callable[[int], bytes], element_spec: object, iterates: bool = False) -> None:
         self._graph, self._element_spec, self._iterates = graph, element_spec, iterates
         self.spec = tf.data.IteratorSpec(element_spec) if iterates else tf.data.DatasetSpec(element_spec)
-        self._made: dict[int, tuple[int, Any]] = {}
+        self._made: dict[int, tuple[int, object]] = {}
 
     def __iter__(self) -> Values:
         return Values(self._graph, self._element_spec, iterates=True)
 
-    def peek(self) -> Any:
+    def peek(self) -> object:
         """Reads the first element of worker 0's dataset in this process."""
         variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.constant(self._graph(0)))
-        dataset: Any = tf.data.experimental.from_variant(variant, self._element_spec)
+        dataset: tf.data.Dataset = tf.data.experimental.from_variant(variant, self._element_spec)
         return next(dataset.as_numpy_iterator())
 
-    def on(self, coordination: Any, index: int) -> Any:
+    def on(self, coordination: Any, index: int) -> object:
         """Returns the value of a worker. Only the worker's thread calls it, in the worker's device scope."""
         incarnation = coordination.incarnations[index]
         if self._made.get(index, (None,))[0] != incarnation:
             variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.constant(self._graph(index)))
-            value: Any = tf.data.experimental.from_variant(variant, self._element_spec)
+            value: tf.data.Dataset = tf.data.experimental.from_variant(variant, self._element_spec)
             self._made[index] = incarnation, iter(value) if self._iterates else value
         return self._made[index][1]
 
 
-def per_worker(dataset_fn: Any, num_workers: int) -> Values:
+def per_worker(dataset_fn: object, num_workers: int) -> Values:
     """Creates the workers' datasets from a function or from one dataset."""
     dataset_fn = getattr(
         dataset_fn, "python_function", dataset_fn
     )  # eagerly, because kdist cannot get a dataset's graph inside a graph
 
-    def graph(index: int) -> tuple[bytes, Any]:
+    def graph(index: int) -> tuple[bytes, object]:
         with on_worker(index):
             dataset = dataset_fn() if callable(dataset_fn) else dataset_fn
         if isinstance(dataset, DistributedDataset):  # for the coordinator's only replica

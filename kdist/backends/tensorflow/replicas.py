@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -15,8 +15,11 @@ from kdist.backends import debugging
 from kdist.backends.aggregation import ReplicaScope, check_branch
 from kdist.backends.replica import Replica
 from kdist.backends.tensorflow.components import is_shared, native_of
-from kdist.context import cross_replica
+from kdist.context import StrategyLike, cross_replica
 from kdist.values import component
+
+if TYPE_CHECKING:
+    from kdist.backends.tensorflow.core import TensorFlowCore
 
 
 class CollectiveInXla(BaseException):
@@ -26,7 +29,7 @@ class CollectiveInXla(BaseException):
 class TensorFlowReplica(Replica):
     """A replica that runs inside `tf.distribute.Strategy.run`."""
 
-    def note(self, collective: str, tensors: Sequence[Any]) -> None:
+    def note(self, collective: str, tensors: Sequence[tf.Tensor]) -> None:
         """Compares collectives with other workers if `KDIST_DEBUG=1`, in a graph after tracing."""
         runtime = self.strategy.runtime
         if not debugging.is_on() or not runtime.can_exchange:
@@ -35,7 +38,7 @@ class TensorFlowReplica(Replica):
             with keras_hooks.without_scope(), runtime.suspended():
                 debugging.check(runtime, collective, debugging.signature(tensors))
 
-    def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
+    def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums with the all-reduce of `tf.distribute`."""
         if self.num_replicas_in_sync == 1:
             return list(tensors)
@@ -53,12 +56,12 @@ class TensorFlowReplica(Replica):
         if getattr(self.scope, "in_xla", False):
             raise CollectiveInXla
 
-    def all_reduce_with_gradient(self, tensor: Any) -> Any:
+    def all_reduce_with_gradient(self, tensor: tf.Tensor) -> tf.Tensor:
         """Sums over all replicas. The gradient is weighted by the replica's `gradient_weight`."""
 
         @tf.custom_gradient
-        def total(x: Any) -> Any:
-            def gradient(upstream: Any) -> Any:
+        def total(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 share = tf.cast(self.gradient_weight, tensor.dtype)
                 return self.all_reduce_sum([upstream * share])[0] / share
 
@@ -66,7 +69,9 @@ class TensorFlowReplica(Replica):
 
         return total(tensor)
 
-    def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def sum_gradients(
+        self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], variables: Sequence[keras.Variable]
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums dense gradients, and gathers gradients of looked-up rows (`tf.IndexedSlices`).
 
         Optimizers square each occurrence of a row separately, so a sum would not match the results of one
@@ -83,7 +88,7 @@ class TensorFlowReplica(Replica):
             for gradient, variable, is_sparse in zip(gradients, variables, sparse, strict=True)
         ]
 
-    def _gathered(self, slices: Any, variable: Any) -> Any:
+    def _gathered(self, slices: tf.IndexedSlices, variable: keras.Variable) -> tf.IndexedSlices:
         if self.num_replicas_in_sync == 1:
             return slices
         weight = self.gradient_weight
@@ -101,26 +106,29 @@ class TensorFlowReplica(Replica):
         total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
         return tf.IndexedSlices(total.values, total.indices, mine.dense_shape)
 
-    def gather_tensor(self, tensor: Any, axis: int) -> Any:
+    def gather_tensor(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
         """Gathers with `tf.distribute`, which supports gradients."""
         self._require_no_xla()
         self.note(f"all_gather(axis={axis})", [])
         sent = tf.identity(tensor) if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
         return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis), tensor.dtype)
 
-    def apply_gradients(self, apply: Callable[[], Any]) -> Any:
+    def apply_gradients(self, apply: Callable[[], object]) -> object:
         """Runs Keras's `optimizer.apply` in each replica, or once if one device holds all variables."""
         if not self.strategy.runtime.is_central or self.num_replicas_in_sync == 1:
             return super().apply_gradients(apply)
 
-        def apply_once(strategy: Any) -> Any:
+        def apply_once(strategy: StrategyLike) -> object:
             with HolderScope(self):
                 return apply()
 
         return self.merge_call(apply_once)
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        merge_fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         """Calls the function with the `merge_call` of `tf.distribute`."""
         self.require_running("merge_call")
@@ -128,10 +136,10 @@ class TensorFlowReplica(Replica):
         assert self.scope is not None
         self.scope.aggregate(only_on_read=True)
         # Boxes hide the structure and its tensors from TensorFlow, which would flatten it.
-        caught: list[Any] = []
+        caught: list[object] = []
 
         @tf.autograph.experimental.do_not_convert
-        def merge(native: Any, values: Any) -> None:
+        def merge(native: tf.distribute.Strategy, values: _Boxed | tf.distribute.DistributedValues) -> None:
             boxes = values.values if isinstance(values, tf.distribute.DistributedValues) else [values]
             merged_args, merged_kwargs = joined([box.value for box in boxes])
             with cross_replica(self.strategy):
@@ -150,7 +158,7 @@ class _Boxed:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.result: Any = None
+        self.result: object = None
 
 
 class TensorFlowScope(ReplicaScope):
@@ -160,22 +168,22 @@ class TensorFlowScope(ReplicaScope):
     and tensors of a branch cannot be used outside it.
     """
 
-    def __init__(self, replica: TensorFlowReplica, variables: Iterable[Any]) -> None:
+    def __init__(self, replica: TensorFlowReplica, variables: Iterable[keras.Variable]) -> None:
         super().__init__(replica)
         self._strategy = replica.strategy
-        runtime: Any = replica.strategy.runtime
+        runtime: TensorFlowCore = replica.strategy.runtime
         self._runtime = runtime
         self._index = replica.local_index
         self._components = runtime.components
         self._num_local = len(self._runtime.devices)
         self._graph = tf.compat.v1.get_default_graph()
-        self._entered: dict[tuple[int, int], Any] = {}
-        self.touched: dict[int, Any] = {}
+        self._entered: dict[tuple[int, int], tf.Graph] = {}
+        self.touched: dict[int, keras.Variable] = {}
         self.in_xla = False
         """Whether the graph that is being traced will be compiled by XLA."""
         self._at_start = {id(v): self.snapshot(v) for v in variables}
 
-    def local(self, variable: Any) -> Any:
+    def local(self, variable: keras.Variable) -> tf.Variable:
         """Returns the `tf.Variable` on this replica's device."""
         if keras_hooks.native_value(variable) is None:
             self._initialize(variable)
@@ -198,36 +206,36 @@ class TensorFlowScope(ReplicaScope):
         """Whether the current graph is the replica's graph, not the graph of a branch or inner function."""
         return tf.compat.v1.get_default_graph() is self._graph
 
-    def _outside(self) -> contextlib.AbstractContextManager[Any]:
+    def _outside(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if tf.executing_eagerly() else self._graph.as_default()
 
     def enter_again(self) -> None:
         """Called after a cross-replica function, which may have changed shared variables."""
         self._entered.clear()
 
-    def write(self, variable: Any, value: Any) -> None:
+    def write(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Assigns to the component without the aggregation of `tf.distribute`."""
         component = self.local(variable)
         self.touched[id(variable)] = variable
         component.assign(tf.cast(value, component.dtype))
 
-    def show(self, variable: Any, total: Any) -> None:
+    def show(self, variable: keras.Variable, total: tf.Tensor) -> None:
         """Stores the aggregated value in the mirrored variable."""
         self.local(variable)
         self._components.show(variable, self._index, total)
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Records a write. Raises an error in a branch if the write cannot be aggregated."""
         super().add_update(update)
         write = self._written.get(id(update[0]))
         if write and write.is_set and tf.compat.v1.get_default_graph() is not self._graph:
             check_branch(update[0])
 
-    def snapshot(self, variable: Any) -> Any:
+    def snapshot(self, variable: keras.Variable) -> tf.Tensor:
         """Reads the component, which can be sharded over parameter servers."""
         return tf.identity(tf.convert_to_tensor(self.local(variable)))
 
-    def old_value(self, variable: Any) -> Any:
+    def old_value(self, variable: keras.Variable) -> tf.Tensor:
         """Returns the value at the start of the step, or the current value if it was not read then."""
         known = self._at_start.get(id(variable))
         if known is not None:
@@ -235,7 +243,7 @@ class TensorFlowScope(ReplicaScope):
         with self._outside():
             return self.snapshot(variable)  # tensors of a branch cannot be used outside it
 
-    def aggregated(self, variable: Any, value: Any) -> None:
+    def aggregated(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Stores the aggregated value, from which later writes in the same step are counted."""
         super().aggregated(variable, value)
         self._at_start[id(variable)] = tf.identity(value)
@@ -255,7 +263,7 @@ class TensorFlowScope(ReplicaScope):
                     other.assign(first)
             self._components.reset(variable)
 
-    def _initialize(self, variable: Any) -> None:
+    def _initialize(self, variable: keras.Variable) -> None:
         initialize(variable, self._strategy)
 
 
@@ -266,19 +274,19 @@ class HolderScope(keras.StatelessScope):
         super().__init__(initialize_variables=False)
         self._strategy = replica.strategy
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> tf.Variable:
         """Overrides the lookup of `keras.StatelessScope`."""
         if keras_hooks.native_value(variable) is None:
             initialize(variable, self._strategy)
         return keras_hooks.native_value(variable)
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Overrides the recording of `keras.StatelessScope`."""
         variable, value = update
         self.get_current_value(variable).assign(tf.cast(value, variable.dtype))
 
 
-def initialize(variable: Any, strategy: Any) -> None:
+def initialize(variable: keras.Variable, strategy: StrategyLike) -> None:
     """Initializes a variable that was created in a stateless scope, where Keras defers initialization.
 
     This runs outside replicas and graphs, as if before the step.

@@ -12,6 +12,7 @@ from tensorflow.python.distribute import values as native_values
 from kdist.backends.contract import StepFunction
 from kdist.backends.tensorflow import functions, iteration, steps
 from kdist.backends.tensorflow.core import TensorFlowCore
+from kdist.data.distributed_dataset import DistributedIterator
 from kdist.values import PerReplica
 
 
@@ -20,10 +21,10 @@ class PerReplicaSpec(native_values.PerReplicaSpec):
 
     value_type = property(lambda self: PerReplica)
 
-    def _to_components(self, value: Any) -> Any:
+    def _to_components(self, value: PerReplica) -> tuple[object, ...]:
         return value.values
 
-    def _from_components(self, components: Any) -> Any:
+    def _from_components(self, components: Sequence[object]) -> PerReplica:
         return PerReplica(components)
 
 
@@ -32,15 +33,15 @@ class TensorFlowRuntime(TensorFlowCore):
 
     run = functions.run
 
-    def traced(self, iterator: Any) -> Any:
+    def traced(self, iterator: DistributedIterator) -> iteration.GraphIterator | None:
         """Returns an iterator that reads when the graph runs; `None` in eager mode."""
         return None if tf.executing_eagerly() else iteration.traced(iterator)
 
-    def element_of(self, iterator: Any) -> iteration.Element:
+    def element_of(self, iterator: DistributedIterator) -> iteration.Element:
         """Returns the description that all iterators of one trace of a `tf.function` share."""
         return iteration.Element.of(iterator)
 
-    def element_spec(self, part: Any, inner_shapes: list[Any] | None) -> Any:
+    def element_spec(self, part: object, inner_shapes: list[Sequence[int | None] | None] | None) -> Any:
         """Returns `tf.TypeSpec`s, which can be the signature of a `tf.function`."""
         number = len(self.devices)
         element = iteration.Element(self, self.place([part] * number)[0], inner_shapes)
@@ -53,7 +54,7 @@ class TensorFlowRuntime(TensorFlowCore):
         if not tf.executing_eagerly():
             raise iteration.LoopInGraphError
 
-    def place(self, parts: Sequence[Any]) -> list[Any]:
+    def place(self, parts: Sequence[object]) -> list[object]:
         """Copies one batch per local replica to the replica's device."""
         placed = []
         for part, name in zip(parts, self.devices, strict=True):
@@ -61,6 +62,6 @@ class TensorFlowRuntime(TensorFlowCore):
                 placed.append(None if part is None else keras.tree.map_structure(steps.on_device, part))
         return placed
 
-    def step_function(self, model: Any, kind: str) -> StepFunction:
+    def step_function(self, model: keras.Model, kind: str) -> StepFunction:
         """Returns a function that runs the steps of the model in every replica."""
         return steps.TensorFlowSteps(self, model, kind)

@@ -21,15 +21,17 @@ from kdist.backends.tensorflow.steps import as_tensor
 class Call:
     """A call of a function. Its tensors are inputs of the program, and other arguments are constants."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.tensors: list[Any] = []
+    def __init__(
+        self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        self.tensors: list[tf.Tensor | Values] = []
         leaves = [self._leaf(leaf) for leaf in keras.tree.flatten((args, kwargs))]
         structure = keras.tree.map_structure(lambda leaf: 0, (args, kwargs))
         any_rows = getattr(fn, "any_rows", False)
         specs = [_spec(tensor, any_rows) for tensor in self.tensors]
         self.signature = Signature(structure, leaves, specs)
 
-    def _leaf(self, leaf: Any) -> Any:
+    def _leaf(self, leaf: object) -> object:
         leaf = leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
         if isinstance(leaf, (np.ndarray, np.generic)):
             leaf = as_tensor(np.asarray(leaf))
@@ -49,23 +51,23 @@ class Signature:
         specs: The specs of the tensors.
     """
 
-    structure: Any
-    leaves: Sequence[Any]
-    specs: Sequence[Any]
+    structure: object
+    leaves: Sequence[object]
+    specs: Sequence[tf.TypeSpec]
 
     @property
     def key(self) -> tuple[str, ...]:
         """The key of the program among the programs of one function."""
         return repr(self.structure), repr(self.leaves), repr(self.specs)
 
-    def arguments(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
+    def arguments(self, tensors: Sequence[tf.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
         """Returns the arguments of a call."""
         present = iter(tensors)
         leaves = [next(present) if leaf is _TENSOR else leaf for leaf in self.leaves]
         return keras.tree.pack_sequence_as(self.structure, leaves)
 
 
-def _spec(tensor: Any, any_rows: bool) -> Any:
+def _spec(tensor: tf.Tensor | Values, any_rows: bool) -> tf.TypeSpec:
     if isinstance(tensor, Values):
         return tensor.spec
     return spec_of_any_rows(tensor) if any_rows else tf.type_spec_from_value(tensor)
@@ -77,7 +79,7 @@ _TENSOR = object()
 _PROGRAMS = "_kdist_programs"
 
 
-def compiled(coordination: Any, fn: Callable[..., Any], signature: Signature) -> Compiled:
+def compiled(coordination: Any, fn: Callable[..., object], signature: Signature) -> Compiled:
     """Returns a function's program for a signature. The program is cached on the function."""
     known = vars(fn).setdefault(_PROGRAMS, weakref.WeakKeyDictionary()) if hasattr(fn, "__dict__") else {}
     programs = known.setdefault(coordination, {})
@@ -97,13 +99,13 @@ class Compiled:
 
     plan: Plan
 
-    def __init__(self, coordination: Any, fn: Callable[..., Any], signature: Signature) -> None:
+    def __init__(self, coordination: Any, fn: Callable[..., object], signature: Signature) -> None:
         self._shapes: list[Any] = []
-        self._structure: Any = None
+        self._structure: object = None
         python_function, trace = _python_function(fn), coordination.trace
 
         @tf.autograph.experimental.do_not_convert
-        def flat(worker: Any, *tensors: Any) -> Any:
+        def flat(worker: tf.Tensor, *tensors: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
             args, kwargs = signature.arguments(tensors)
             with trace() as scope, on_worker(worker):
                 result = python_function(*args, **kwargs)
@@ -114,16 +116,16 @@ class Compiled:
             tf.TensorSpec([], tf.int32), *signature.specs
         )
 
-    def run(self, worker: int, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def run(self, worker: int, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Runs the program, and returns its outputs and the messages to servers."""
         return self._program(tf.constant(worker), *tensors)
 
-    def _outputs(self, result: Any) -> list[Any]:
+    def _outputs(self, result: object) -> list[tf.Tensor]:
         """Packs all scalars into one tensor per dtype, because every tensor is sent separately."""
         self._structure = keras.tree.map_structure(lambda leaf: 0, result)
         self._shapes = []  # TensorFlow traces a second time if the first trace created variables
-        tensors: list[Any] = []
-        flat: dict[Any, tuple[int, list[Any]]] = {}
+        tensors: list[tf.Tensor] = []
+        flat: dict[tf.DType, tuple[int, list[tf.Tensor]]] = {}
         for leaf in keras.tree.flatten(result):
             if isinstance(leaf, keras.Variable):
                 leaf = tf.convert_to_tensor(leaf)
@@ -143,7 +145,7 @@ class Compiled:
             tensors[position] = tf.stack(members)
         return tensors
 
-    def packed(self, arrays: Sequence[np.ndarray]) -> Any:
+    def packed(self, arrays: Sequence[np.ndarray]) -> object:
         """Converts the outputs of the program to the function's result."""
         leaves = []
         for position, place in self._shapes:
@@ -154,7 +156,7 @@ class Compiled:
         return keras.tree.pack_sequence_as(self._structure, leaves)
 
 
-def _python_function(fn: Any) -> Callable[..., Any]:
+def _python_function(fn: Callable[..., object]) -> Callable[..., object]:
     """Returns the function to trace. Applies AutoGraph to a `tf.function` without `autograph=False`."""
     if isinstance(fn, tf.types.experimental.PolymorphicFunction):
         return (

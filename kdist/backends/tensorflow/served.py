@@ -7,7 +7,7 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.sharded_variable import ShardedVariable
@@ -15,24 +15,27 @@ from tensorflow.python.distribute.sharded_variable import ShardedVariable
 from kdist import keras_hooks
 from kdist.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    import numpy as np
+
 
 class Shards(ShardedVariable):
     """A sharded variable that NumPy can convert to an array, like any other variable."""
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: str | np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return self.numpy().astype(dtype) if dtype is not None else self.numpy()
 
     # Without it, `model.export` fails, because Keras passes the shards to TensorFlow instead of a tensor.
-    def _serialize_to_tensors(self) -> dict[str, Any]:
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {"VARIABLE_VALUE": tf.convert_to_tensor(self)}
 
 
-def shards_of(native: Any) -> list[Any]:
+def shards_of(native: tf.Variable | ShardedVariable) -> list[tf.Variable]:
     """Returns the shards of a native variable, or the variable itself if it is not sharded."""
     return list(native.variables) if isinstance(native, ShardedVariable) else [native]
 
 
-def offsets_of(native: Any) -> list[int]:
+def offsets_of(native: tf.Variable | ShardedVariable) -> list[int]:
     """Returns the first row of each shard, and the total number of rows."""
     return [0, *itertools.accumulate(int(shard.shape[0]) for shard in shards_of(native))]
 
@@ -48,7 +51,7 @@ class Placement:
             not shard.
     """
 
-    def __init__(self, devices: Sequence[str], partitioner: Callable[..., Any] | None) -> None:
+    def __init__(self, devices: Sequence[str], partitioner: Callable[..., Sequence[int]] | None) -> None:
         self._next = itertools.cycle(devices)
         self._partitioner = partitioner
         self._placing = threading.local()
@@ -59,7 +62,7 @@ class Placement:
         with tf.variable_creator_scope(self._create):
             yield
 
-    def _create(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    def _create(self, next_creator: Callable[..., tf.Variable], **kwargs: object) -> tf.Variable | Shards:
         if getattr(self._placing, "on", False):  # the scope was entered twice
             return next_creator(**kwargs)
         self._placing.on = True
@@ -68,10 +71,10 @@ class Placement:
         finally:
             self._placing.on = False
 
-    def _place(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    def _place(self, next_creator: Callable[..., tf.Variable], **kwargs: object) -> tf.Variable | Shards:
         for name in ("aggregation", "synchronization"):  # there is only one copy to aggregate
             kwargs.pop(name, None)
-        owner = keras_hooks.owner_in_creation()
+        owner: Any = keras_hooks.owner_in_creation()
         beside = [] if owner is None else shards_of(keras_hooks.native_value(owner))
         initial, dtype = kwargs.pop("initial_value"), kwargs.pop("dtype", None)
         kwargs.pop("shape", None)  # Keras 3.16 passes the whole shape, which does not fit a shard
@@ -88,7 +91,7 @@ class Placement:
                 shards.append(next_creator(initial_value=part, **kwargs))
         return Shards(shards) if len(shards) > 1 else shards[0]
 
-    def _number_of_shards(self, value: Any) -> int:
+    def _number_of_shards(self, value: tf.Tensor) -> int:
         if self._partitioner is None or not value.shape.rank:
             return 1
         answer = self._partitioner(shape=value.shape, dtype=value.dtype)

@@ -30,15 +30,15 @@ class TensorFlowSteps(ReplicatedSteps):
 
     runtime: TensorFlowCore
 
-    def __init__(self, runtime: TensorFlowCore, model: Any, kind: str) -> None:
+    def __init__(self, runtime: TensorFlowCore, model: keras.Model, kind: str) -> None:
         super().__init__(runtime, model, kind)
         self._eager = bool(model.run_eagerly)
-        self._compiled: dict[Any, Any] = {}
+        self._compiled: dict[tuple[object, ...], Any] = {}
         # After its first call, the traced function takes a list of tensors: `tf.function` would check each argument
         # again, which takes 0.3 ms or more per step.
-        self._traced: dict[Any, Any] = {}
+        self._traced: dict[tuple[object, ...], tf.types.experimental.ConcreteFunction] = {}
 
-    def run(self, batch: ReplicaBatches) -> tuple[Any, ...]:
+    def run(self, batch: ReplicaBatches) -> tuple[object, ...]:
         """Runs a step and returns the result of each local replica."""
         shares = shares_of(batch.split)
         leaves = [leaves_of(part) for part in batch.parts]
@@ -52,12 +52,12 @@ class TensorFlowSteps(ReplicatedSteps):
         if traced is not None and not tf.config.functions_run_eagerly():
             return tuple(traced._call_flat(tensors, traced.captured_inputs))
         function = self._function(key, structure, leaves[0])
-        results: tuple[Any, ...] = function(*tensors)
+        results: tuple[object, ...] = function(*tensors)
         if not self._eager and all(isinstance(tensor, tf.Tensor) for tensor in tensors):
             self._traced[key] = function.get_concrete_function()
         return results
 
-    def _function(self, key: Any, structure: Any, leaves: list[Any]) -> Any:
+    def _function(self, key: tuple[object, ...], structure: object, leaves: list[tf.Tensor]) -> Any:
         """Returns the function for batches of this structure, with one trace for any number of rows.
 
         The number of rows is unknown in the trace, because some results of Keras depend on this.
@@ -75,7 +75,7 @@ class TensorFlowSteps(ReplicatedSteps):
             self._compiled[key] = run
         return self._compiled[key]
 
-    def _run_flat(self, structure: Any, *tensors: Any) -> tuple[Any, ...]:
+    def _run_flat(self, structure: object, *tensors: tf.Tensor) -> tuple[object, ...]:
         replicas = len(self.runtime.devices)
         size = len(tensors) // replicas - 1
         parts = []
@@ -84,7 +84,7 @@ class TensorFlowSteps(ReplicatedSteps):
             leaves = [None if leaf is None else next(present) for leaf in keras.tree.flatten(structure)]
             parts.append(keras.tree.pack_sequence_as(structure, leaves))
 
-        def body(replica: TensorFlowReplica, index: int) -> Any:
+        def body(replica: TensorFlowReplica, index: int) -> object:
             return self.in_replica(replica, parts[index])
 
         strategy: Any = keras_hooks.strategy_of(self.model)
@@ -92,20 +92,22 @@ class TensorFlowSteps(ReplicatedSteps):
         with self.around_replicas(), compiled_call(self.model, self.runtime):
             return tuple(in_replicas(self.runtime, strategy, body, self._thread_state, shares, variables))
 
-    def concatenate(self, parts: Sequence[Any]) -> Any:
+    def concatenate(self, parts: Sequence[tf.Tensor | tf.RaggedTensor]) -> tf.Tensor | tf.RaggedTensor:
         """Concatenates the rows of dense or ragged tensors."""
         return tf.concat(parts, axis=0)
 
-    def of_chief(self, outputs: Any) -> Any:
+    def of_chief(self, outputs: object) -> Any:
         """Sends the chief's outputs to all workers."""
         of_chief = self.runtime.group.of_chief
         return keras.tree.map_structure(lambda leaf: in_components(of_chief, leaf), outputs)
 
-    def gather(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
+    def gather(self, results: Sequence[object], sizes: Sequence[int]) -> Any:
         """Gathers the outputs one after another."""
         return keras.tree.map_structure(lambda *parts: self._gather(parts, sizes), *results)
 
-    def _gather(self, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    def _gather(
+        self, parts: Sequence[tf.Tensor | tf.RaggedTensor], sizes: Sequence[int]
+    ) -> tf.Tensor | tf.RaggedTensor:
         local = tf.concat(parts, axis=0)
         if isinstance(local, tf.RaggedTensor):
             return in_components(self.runtime.gather_over_workers, local)
@@ -119,7 +121,9 @@ def _constant(*numbers: float) -> tf.Tensor:
     return tf.constant(numbers, tf.float64)
 
 
-def in_components(function: Callable[[Any], Any], tensor: Any) -> Any:
+def in_components(
+    function: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor | tf.RaggedTensor
+) -> tf.Tensor | tf.RaggedTensor:
     """Applies a function to a tensor. For a ragged tensor, applies it to the values and the row lengths."""
     if not isinstance(tensor, tf.RaggedTensor):
         return function(tensor)
@@ -127,7 +131,7 @@ def in_components(function: Callable[[Any], Any], tensor: Any) -> Any:
     return tf.RaggedTensor.from_nested_row_lengths(function(tensor.flat_values), lengths)
 
 
-def as_tensor(leaf: Any) -> Any:
+def as_tensor(leaf: Any) -> tf.Tensor | tf.SparseTensor | None:
     """Converts an array of any framework to a TensorFlow tensor. Returns `None` and tensors unchanged."""
     if leaf is None or tf.is_tensor(leaf):
         return leaf
@@ -142,14 +146,14 @@ def as_tensor(leaf: Any) -> Any:
     return tf.convert_to_tensor(leaf)
 
 
-def on_device(leaf: Any) -> Any:
+def on_device(leaf: object) -> tf.Tensor | tf.SparseTensor | None:
     """Converts an array of any framework to a tensor on the device in scope."""
     tensor = as_tensor(leaf)
     is_number = isinstance(tensor, tf.Tensor) and tensor.dtype != tf.string
     return tf.identity(tensor) if is_number else tensor  # does not copy if it is already on the device
 
 
-def _copied(array: np.ndarray) -> Any:
+def _copied(array: np.ndarray) -> tf.Tensor:
     """Copies an array to a tensor on the device in scope.
 
     Copies once, into aligned memory that the tensor then owns. `tf.convert_to_tensor` copies most arrays

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -50,7 +49,7 @@ class SynchronousRuntime(TensorFlowRuntime):
 class _Remote(workers.Workers):
     """Represents one process, although other tasks run the programs of its replicas."""
 
-    def __init__(self, found: Any, servers: Any) -> None:
+    def __init__(self, found: Sequence[tasks.Task], servers: Sequence[tasks.Task]) -> None:
         super().__init__()
         self._tasks = [*found, *servers]
 

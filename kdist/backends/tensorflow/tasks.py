@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -26,7 +25,7 @@ _THREADS = 16
 
 
 def start_server(
-    cluster_spec: ClusterSpec, job_name: str, task_index: int, config: Any = None
+    cluster_spec: ClusterSpec, job_name: str, task_index: int, config: tf.compat.v1.ConfigProto | None = None
 ) -> tf.distribute.Server:
     """Starts TensorFlow's server of a task of type "worker" or "ps"; its `join` waits until it ends.
 

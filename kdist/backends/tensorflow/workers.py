@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -25,6 +25,10 @@ from kdist.backends.tensorflow.store import ServiceStore
 from kdist.cluster import Cluster, choose_nccl_interface, liveness
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions
 from kdist.errors import DeviceError
+
+if TYPE_CHECKING:
+    import keras
+
 
 _HUNG = "kdist/hung"
 _ENGINE = workers.folders_of_engine(tf.__file__, __file__)
@@ -51,19 +55,19 @@ _WHY = re.compile(r"aborted by: (.*)")
 class Workers(workers.Workers):
     """A single worker: this process."""
 
-    def all_gather_rows(self, local: Any, sizes: Any) -> Any:
+    def all_gather_rows(self, local: tf.Tensor, sizes: Sequence[int] | tf.Tensor) -> tf.Tensor:
         """Concatenates the rows of every worker; see `JoinedWorkers.all_gather_rows`."""
         return local
 
-    def sum(self, value: Any) -> Any:
+    def sum(self, value: tf.Tensor) -> tf.Tensor:
         """Sums a tensor over the workers."""
         return value
 
-    def of_chief(self, tensor: Any) -> Any:
+    def of_chief(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the chief's value of an eager tensor. Its shape can differ from this worker's."""
         return tensor
 
-    def broadcast(self, variables: Sequence[Any]) -> None:
+    def broadcast(self, variables: Sequence[keras.Variable]) -> None:
         """Sends the chief's values of Keras variables to all workers."""
 
 
@@ -81,7 +85,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         self._others = set(range(self.num_workers)) - {self.worker_index}
         self.native = native
         self._per_worker = len(native.extended.worker_devices)
-        self._sums: dict[Any, Any] = {}
+        self._sums: dict[tuple[tf.DType, int], Callable[[tf.Tensor], tf.Tensor]] = {}
         self._sick: dict[int, tuple[float, int]] = {}  # time of the first failure, number of failures
         self._patience = liveness.heartbeat_timeout()
         self.mail = Mail(
@@ -94,7 +98,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         )
         self._stalls.start()
 
-    def all_gather_rows(self, local: Any, sizes: Any) -> Any:
+    def all_gather_rows(self, local: tf.Tensor, sizes: Sequence[int] | tf.Tensor) -> tf.Tensor:
         """Concatenates the rows of all workers, also in a graph. `sizes` has each worker's row count."""
         padding = tf.reduce_max(sizes) - sizes[self.worker_index]
         everyone = self._gather(tf.pad(local, [[0, padding]] + [[0, 0]] * (len(local.shape) - 1)))
@@ -159,7 +163,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         words = np.frombuffer(data.ljust(-(-size // 4) * 4, b"\0"), np.int32)
         return [row.tobytes() for row in self._gather(tf.constant(words)).numpy()]
 
-    def _gather(self, value: Any) -> Any:
+    def _gather(self, value: tf.Tensor) -> tf.Tensor:
         """Stacks tensors of the same shape, one per worker.
 
         Every worker fills its own row, and a sum combines the rows. Unlike `tf.distribute`'s all-gather,
@@ -168,7 +172,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         rows = [value if i == self.worker_index else tf.zeros_like(value) for i in range(self.num_workers)]
         return self.sum(tf.stack(rows))
 
-    def sum(self, value: Any) -> Any:
+    def sum(self, value: tf.Tensor) -> tf.Tensor:
         """Sums a tensor over the workers."""
         sent = value if value.dtype in _SUMMABLE else tf.cast(value, tf.int64)
         if not tf.executing_eagerly():
@@ -180,9 +184,9 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             self._sums[key] = tf.function(self._sum_over_workers, input_signature=signature)
         return tf.cast(self._sums[key](sent), value.dtype)
 
-    def _sum_over_workers(self, value: Any) -> Any:
+    def _sum_over_workers(self, value: tf.Tensor) -> tf.Tensor:
         @tf.autograph.experimental.do_not_convert
-        def replica() -> Any:
+        def replica() -> tf.Tensor:
             context = tf.distribute.get_replica_context()
             speaks = tf.get_static_value(context.replica_id_in_sync_group) % self._per_worker == 0
             # A new tensor is on the replica's device, and TensorFlow reduces on the device of its input.
@@ -191,14 +195,14 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
 
         return self.native.experimental_local_results(self.native.run(replica))[0]
 
-    def of_chief(self, tensor: Any) -> Any:
+    def of_chief(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the chief's value of an eager tensor. Its shape can differ from this worker's."""
         mine = tf.io.serialize_tensor(tensor).numpy() if self.worker_index == 0 else b""
         return tf.io.parse_tensor(self.all_gather_bytes(mine)[0], tensor.dtype)
 
-    def broadcast(self, variables: Sequence[Any]) -> None:
+    def broadcast(self, variables: Sequence[keras.Variable]) -> None:
         """Sends the chief's values of Keras variables to all workers, with one collective per dtype."""
-        groups: dict[Any, list[Any]] = {}
+        groups: dict[tf.DType, list[keras.Variable]] = {}
         for variable in variables:
             groups.setdefault(tf.as_dtype(variable.dtype), []).append(variable)
         for members in groups.values():

@@ -20,14 +20,14 @@ from kdist.communication.options import hint_ignored
 
 
 @contextlib.contextmanager
-def compiled_call(model: Any, runtime: Runtime) -> Iterator[None]:
+def compiled_call(model: keras.Model, runtime: Runtime) -> Iterator[None]:
     """A context manager that compiles `model.call` with XLA if the user or, on GPUs, Keras requests it.
 
     It temporarily replaces an attribute of the instance while replicas trace a step.
     """
     original, before = model.call, vars(model).get("call")
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         scope = keras_hooks.stateless_scope()
         if (
             not isinstance(scope, TensorFlowScope) or scope.in_xla
@@ -56,18 +56,23 @@ def compiled_call(model: Any, runtime: Runtime) -> Iterator[None]:
             vars(model)["call"] = before
 
 
-def _can_compile(leaf: Any) -> bool:
+def _can_compile(leaf: object) -> bool:
     if not tf.is_tensor(leaf):
         return True  # a constant of the program
     return isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string and not hasattr(leaf, "_keras_mask")
 
 
-def _compiled(scope: TensorFlowScope, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _compiled(
+    scope: TensorFlowScope,
+    original: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> object:
     leaves = keras.tree.flatten((args, kwargs))
     losses, ids = list(scope.losses), {key: set(known) for key, (_, known) in scope.loss_ids.items()}
     made: list[Any] = []
 
-    def forward(*tensors: Any) -> Any:
+    def forward(*tensors: tf.Tensor) -> tuple[list[object], list[object], list[object]]:
         left = iter(tensors)
         given = [next(left) if tf.is_tensor(leaf) else leaf for leaf in leaves]
         own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), given)
