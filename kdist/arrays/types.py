@@ -23,7 +23,7 @@ class Tensor(Protocol):
         """The lengths of the axes: a tuple, `torch.Size` or `tf.TensorShape`."""
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> object:
         """The dtype, an object of the framework; see `rows.dtype_name`."""
 
     def __getitem__(self, key: Any, /) -> Self: ...

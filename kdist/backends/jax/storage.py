@@ -159,7 +159,7 @@ def is_padded(variable: keras.Variable) -> bool:
     return place is not None and place.shape != tuple(variable.shape)
 
 
-def stored(variable: keras.Variable, value: jax.Array) -> jax.Array:
+def stored(variable: keras.Variable, value: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Returns a value in the form that a variable stores, with padding if needed."""
     if not is_padded(variable):
         return value

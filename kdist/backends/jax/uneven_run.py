@@ -120,8 +120,8 @@ class HostCollectives:
         self._runtime = runtime
         self._device = device
         self._baton = baton
-        self.local_index: int | jax.Array = local_index
-        self.replica_id: int | jax.Array = runtime.replica_ids[local_index]
+        self.local_index: int = local_index
+        self.replica_id: int = runtime.replica_ids[local_index]
 
     def sum(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Sums each tensor over all replicas."""

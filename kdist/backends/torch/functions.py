@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
@@ -99,7 +99,7 @@ def run(
         raise
 
 
-def function(fn: Callable[P, R], **options: object) -> Callable[P, R]:
+def function(fn: Callable[P, R], **options: Any) -> Callable[P, R]:
     """Returns the function, compiled with `torch.compile` if `jit_compile` is set."""
     if not options.pop("jit_compile", False):
         return fn

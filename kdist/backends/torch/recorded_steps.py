@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +37,7 @@ class _Seen:
     """The recorded step for batches with the same shapes, and how many replays its recordings have cost."""
 
     cost: int = 0
-    program: Callable[[list[torch.Tensor | None]], Structure] | None = None
+    program: Callable[[Sequence[torch.Tensor | None]], Structure] | None = None
     state: keras_hooks.StepState | None = None
 
 

@@ -20,7 +20,7 @@ _SMALL = 4096
 
 def compiled(
     recording: Recording, outputs: Structure, parameters: Sequence[torch.Tensor]
-) -> Callable[[Sequence[torch.Tensor]], Structure] | None:
+) -> Callable[[Sequence[torch.Tensor | None]], Structure] | None:
     """Returns a function that runs the operations on the tensors of a batch, and returns the outputs.
 
     Args:
@@ -35,7 +35,7 @@ def compiled(
         return None
     run = _Program(recording, names_in(names)).function(names)
 
-    def replay(inputs: Sequence[torch.Tensor]) -> Structure:
+    def replay(inputs: Sequence[torch.Tensor | None]) -> Structure:
         results, gradients = run(inputs)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -110,7 +110,7 @@ class _Program:
                 needed.update(operation.reads())
         return kept[::-1]
 
-    def function(self, results: object) -> Callable[[Sequence[torch.Tensor]], Any]:
+    def function(self, results: object) -> Callable[[Sequence[torch.Tensor | None]], Any]:
         """Returns the program as a Python function, which frees each tensor after its last use."""
         names = [*(n for o in self._operations for n in o.reads()), *self._outputs]
         lines = [

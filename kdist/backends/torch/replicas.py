@@ -79,7 +79,7 @@ class TorchReplica(Replica):
         with torch.no_grad():
             return self._sum_in_place([tensor.detach().clone() for tensor in tensors])
 
-    def all_reduce_packed(self, tensors: Sequence[torch.Tensor], weight: object = None) -> list[torch.Tensor]:
+    def all_reduce_packed(self, tensors: Sequence[torch.Tensor], weight: Any = None) -> list[torch.Tensor]:
         """Sums tensors as `packed` does, but in place and with few calls, because each call costs time."""
         if self.num_replicas_in_sync == 1:
             return list(tensors)

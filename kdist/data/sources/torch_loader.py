@@ -192,7 +192,7 @@ class TorchLoaderSource(Source):
         finally:
             self._kept_is_free.release()
 
-    def _new_loader(self, dataset: Any, **own: object) -> Any:
+    def _new_loader(self, dataset: Any, **own: Any) -> Any:
         """Returns a loader with the user's options, apart from the given ones."""
         from torch.utils.data import DataLoader
 
