@@ -9,13 +9,16 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
 from kdist.arrays import rows
 from kdist.errors import DatasetError, malformed_as
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure, T
 
 _FAILED = b"!"  # JSON never starts with it
 
@@ -26,7 +29,7 @@ class Messenger(Protocol):
     def all_gather_bytes(self, data: bytes) -> list[bytes]: ...
 
 
-def gather_rows(messenger: Messenger, parts: Sequence[Any]) -> Any:
+def gather_rows(messenger: Messenger, parts: Sequence[T | None]) -> T:
     """Returns the rows of all replicas, from a batch or `None` per replica. All workers must call it."""
     local = [rows.to_host(part) for part in parts if part is not None]
     received = _gather(messenger, lambda: encode(rows.join(local)) if local else b"")
@@ -61,11 +64,11 @@ def _gather(messenger: Messenger, encoded: Callable[[], bytes]) -> list[bytes]:
     return received
 
 
-def encode(batch: Any) -> bytes:
+def encode(batch: Structure) -> bytes:
     """Encodes a batch of NumPy arrays: a line of JSON with its structure, then the bytes of the arrays."""
     arrays: list[np.ndarray] = []
 
-    def describe(value: Any) -> Any:
+    def describe(value: Structure) -> dict[str, object] | None:
         if value is None:
             return None
         if isinstance(value, dict):
@@ -138,7 +141,7 @@ def _decode(data: bytes) -> Any:
     return build(json.loads(header))
 
 
-def _text(item: Any) -> list[str]:
+def _text(item: object) -> list[str]:
     if isinstance(item, bytes):
         return ["bytes", base64.b64encode(item).decode()]
     if isinstance(item, str):
@@ -155,7 +158,7 @@ def _from_text(item: list[str]) -> bytes | str:
     return base64.b64decode(text) if kind == "bytes" else text
 
 
-def empty_parts(messenger: Messenger, parts: Sequence[Any]) -> list[Any]:
+def empty_parts(messenger: Messenger, parts: Sequence[Structure]) -> list[Structure]:
     """Replaces `None` with batches without rows. All workers must call it, at least one with a batch."""
     like = next((rows.empty_like(rows.to_host(part)) for part in parts if part is not None), None)
     messages = _gather(messenger, lambda: b"" if like is None else encode(like))

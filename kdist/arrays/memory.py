@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _ALIGNMENT = 64  # bytes; TensorFlow and JAX copy arrays with another alignment
 
 
-def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+def aligned_empty(shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
     """Returns an uninitialized array that TensorFlow and JAX can use without a copy."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

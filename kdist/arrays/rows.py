@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import keras
 import numpy as np
 
 from kdist.errors import DatasetError
 
+if TYPE_CHECKING:
+    from types import ModuleType
 
-def flatten(batch: Any) -> list[Any]:
+    from kdist.arrays.types import Structure, T, Tensor
+
+
+def flatten(batch: Structure) -> list[Tensor | None]:
     """Returns the leaves of a batch, like `keras.tree.flatten`."""
     return list(batch) if _is_flat(batch) else keras.tree.flatten(batch)
 
 
-def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+def map_leaves(function: Callable[[Any], object], batch: Structure) -> Any:
     """Calls a function for each leaf of a batch, like `keras.tree.map_structure`."""
     return type(batch)(map(function, batch)) if _is_flat(batch) else keras.tree.map_structure(function, batch)
 
 
-def _is_flat(batch: Any) -> bool:
+def _is_flat(batch: Any) -> TypeGuard[tuple[Any, ...] | list[Any]]:
     """Returns whether a batch is a tuple or a list of arrays. On PyTorch, `keras.tree` would take 50 times as long."""
     if type(batch) not in (tuple, list):
         return False
@@ -36,12 +41,12 @@ def _is_flat(batch: Any) -> bool:
     return True
 
 
-def leaves_of(batch: Any) -> list[Any]:
+def leaves_of(batch: Structure) -> list[Tensor]:
     """Returns the arrays of a batch, without `None`."""
     return [leaf for leaf in flatten(batch) if leaf is not None]
 
 
-def num_rows(batch: Any) -> int:
+def num_rows(batch: Structure) -> int:
     """Returns the number of rows of a batch.
 
     Raises:
@@ -71,16 +76,16 @@ def num_rows(batch: Any) -> int:
     return counts[0]
 
 
-def is_single(batch: Any) -> bool:
+def is_single(batch: Structure) -> bool:
     """Returns whether a batch is an element of an unbatched dataset, because it contains a scalar."""
     return any(getattr(leaf, "shape", None) is not None and len(leaf.shape) == 0 for leaf in leaves_of(batch))
 
 
-def _shape(leaf: Any) -> tuple[Any, ...]:
+def _shape(leaf: Tensor) -> tuple[int | None, ...]:
     return tuple(getattr(leaf, "shape", ()))
 
 
-def _rows_of(leaf: Any) -> int | None:
+def _rows_of(leaf: Tensor) -> int | None:
     shape = getattr(leaf, "shape", None)
     if shape is None or len(shape) == 0:
         return None
@@ -89,20 +94,20 @@ def _rows_of(leaf: Any) -> int | None:
     return int(shape[0])
 
 
-def cut(batch: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:
+def cut(batch: Structure, bounds: Sequence[tuple[int, int]]) -> list[Structure]:
     """Returns the parts of a batch for adjacent pairs (start, stop) of rows; `stop` is not included."""
     leaves = [_cut_leaf(leaf, bounds) for leaf in flatten(batch)]
     parts = [list(part) for part in zip(*leaves, strict=True)]
     return [type(batch)(p) if _is_flat(batch) else keras.tree.pack_sequence_as(batch, p) for p in parts]
 
 
-def _cut_leaf(leaf: Any, bounds: Sequence[tuple[int, int]]) -> Sequence[Any]:
+def _cut_leaf(leaf: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Sequence[Tensor | None]:
     if is_eager(leaf):
         return _cut_tensor(leaf, bounds)
     return [None if leaf is None else _take(leaf, start, stop) for start, stop in bounds]
 
 
-def _cut_tensor(tensor: Any, bounds: Sequence[tuple[int, int]]) -> Sequence[Any]:
+def _cut_tensor(tensor: Any, bounds: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
     """Cuts a TensorFlow tensor on its device. By default, the operations would run on a GPU."""
     tf = _tensorflow()
     first, last = bounds[0][0], bounds[-1][1]
@@ -115,14 +120,14 @@ def _cut_tensor(tensor: Any, bounds: Sequence[tuple[int, int]]) -> Sequence[Any]
         return [tensor] if len(bounds) == 1 else tf.split(tensor, [stop - start for start, stop in bounds])
 
 
-def _take(leaf: Any, start: int, stop: int) -> Any:
+def _take(leaf: Tensor, start: int, stop: int) -> Tensor:
     if is_tf_sparse(leaf):
         inner = [int(size) for size in leaf.dense_shape[1:]]
         return _tensorflow().sparse.slice(leaf, [start, *[0] * len(inner)], [stop - start, *inner])
     return (leaf.tocsr() if is_scipy(leaf) else leaf)[start:stop]
 
 
-def to_host(batch: Any) -> Any:
+def to_host(batch: Structure) -> Any:
     """Returns a batch with NumPy arrays in host memory. Sparse and ragged tensors stay so, except PyTorch's.
 
     Arrays are copied only if necessary, so they may be the user's arrays; see `owned`. On the TensorFlow
@@ -131,7 +136,7 @@ def to_host(batch: Any) -> Any:
     return map_leaves(_leaf_to_host, batch)
 
 
-def _leaf_to_host(leaf: Any) -> Any:
+def _leaf_to_host(leaf: Tensor | None) -> Tensor | None:
     if leaf is None or isinstance(leaf, np.ndarray) or is_tf_sparse(leaf) or is_ragged(leaf):
         return leaf
     if hasattr(leaf, "detach"):
@@ -145,7 +150,7 @@ def _leaf_to_host(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-def owned(batch: Any) -> Any:
+def owned(batch: T) -> T:
     """Returns a batch on the host whose arrays no other code writes to.
 
     Use it for batches that wait for their step on the host, because a generator may reuse the same array.
@@ -155,12 +160,12 @@ def owned(batch: Any) -> Any:
     )
 
 
-def is_scipy(leaf: Any) -> bool:
+def is_scipy(leaf: object) -> TypeGuard[Any]:
     """Returns whether an array is a sparse matrix of SciPy."""
     return hasattr(leaf, "tocsr")
 
 
-def torch_to_numpy(tensor: Any) -> Any:
+def torch_to_numpy(tensor: Any) -> np.ndarray:
     """Returns a PyTorch tensor, of any device and dtype, as a NumPy array."""
     tensor = tensor.detach().cpu()
     tensor = tensor.to_dense() if tensor.is_sparse else tensor
@@ -172,38 +177,38 @@ def torch_to_numpy(tensor: Any) -> Any:
     return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
 
 
-def is_tf_sparse(leaf: Any) -> bool:
+def is_tf_sparse(leaf: object) -> TypeGuard[Any]:
     """Returns whether an array is a `tf.SparseTensor`."""
     return type(leaf).__name__ == "SparseTensor" and type(leaf).__module__.startswith("tensorflow.")
 
 
-def is_eager(leaf: Any) -> bool:
+def is_eager(leaf: object) -> TypeGuard[Any]:
     """Returns whether an array is a dense TensorFlow tensor with known values."""
     return type(leaf).__name__ == "EagerTensor"
 
 
-def dtype_name(leaf: Any) -> str:
+def dtype_name(leaf: Tensor) -> str:
     """Returns the dtype of an array as a name that is the same for all frameworks."""
     name = getattr(leaf.dtype, "name", str(leaf.dtype)).removeprefix("torch.")
     return "string" if name in ("object", "string") or name.startswith(("str", "bytes")) else name
 
 
-def has_sparse(batch: Any) -> bool:
+def has_sparse(batch: Structure) -> bool:
     """Returns whether a batch contains a sparse array."""
     return any(is_tf_sparse(leaf) or not hasattr(leaf, "__array__") for leaf in leaves_of(batch))
 
 
-def is_ragged(leaf: Any) -> bool:
+def is_ragged(leaf: object) -> TypeGuard[Any]:
     """Returns whether an array is a `tf.RaggedTensor`."""
     return type(leaf).__name__ == "RaggedTensor" and type(leaf).__module__.startswith("tensorflow.")
 
 
-def _tensorflow() -> Any:
+def _tensorflow() -> ModuleType:
     # TensorFlow is already imported, because the array is one of its tensors.
     return sys.modules["tensorflow"]
 
 
-def to_dense(leaf: Any) -> Any:
+def to_dense(leaf: Tensor) -> np.ndarray:
     """Returns an array of any type as a dense NumPy array.
 
     Raises:
@@ -220,12 +225,12 @@ def to_dense(leaf: Any) -> Any:
     return np.asarray(leaf.toarray() if hasattr(leaf, "toarray") else leaf)
 
 
-def empty_like(batch: Any) -> Any:
+def empty_like(batch: Structure) -> Structure:
     """Returns a batch without rows, with the structure, dtypes and inner shapes of another batch."""
     return cut(batch, [(0, 0)])[0]
 
 
-def join(batches: Sequence[Any]) -> Any:
+def join(batches: Sequence[T]) -> T:
     """Joins the rows of batches of NumPy arrays."""
     if len(batches) == 1:
         return batches[0]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 
 from kdist.errors import InvalidArgumentError
 from kdist.values import DistributedValues, PerReplica, is_same
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure, T, Tensor
 
-def map_tensors(method: str, function: Callable[[Any], Any], value: Any) -> Any:
+
+def map_tensors(method: str, function: Callable[[Tensor], Tensor], value: Structure) -> Structure:
     """Calls a function for each leaf of a structure, as a tensor. The error message contains `method`."""
 
-    def apply(leaf: Any) -> Any:
+    def apply(leaf: object) -> Structure:
         if isinstance(leaf, DistributedValues):
             raise InvalidArgumentError(
                 f"`{method}` received a distributed value instead of the value of one replica.",
@@ -26,7 +29,7 @@ def map_tensors(method: str, function: Callable[[Any], Any], value: Any) -> Any:
     return keras.tree.map_structure(apply, value)
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def joined(parts: Sequence[T]) -> T:
     """Joins the arguments of the local replicas in a `merge_call`, with one structure per replica.
 
     Tensors become `PerReplica` values. Objects and constants that are the same in all replicas (a variable, a
@@ -36,7 +39,7 @@ def joined(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
 
-    def join(*leaves: Any) -> Any:
+    def join(*leaves: object) -> object:
         # On TensorFlow, `is_tensor` also returns `True` for a Keras variable.
         is_tensor = keras.ops.is_tensor(leaves[0]) and not isinstance(leaves[0], keras.Variable)
         return leaves[0] if is_same(leaves) and not is_tensor else PerReplica(leaves)
@@ -44,13 +47,13 @@ def joined(parts: Sequence[Any]) -> Any:
     return keras.tree.map_structure(join, *parts)
 
 
-def is_integer(tensor: Any) -> bool:
+def is_integer(tensor: Tensor) -> bool:
     """Returns whether a tensor contains integers or Booleans, whose mean has another dtype."""
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     return "int" in dtype or dtype == "bool"
 
 
-def as_float(tensor: Any) -> Any:
+def as_float(tensor: Tensor) -> Tensor:
     """Casts an integer tensor to the dtype of TensorFlow's division, which `tf.distribute` uses for means.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/math/truediv

@@ -10,15 +10,18 @@ import functools
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from kdist.backends.replica import Replica
 from kdist.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Tensor, TensorT
 
-def aggregation_of(variable: Any) -> str:
+
+def aggregation_of(variable: keras.Variable) -> str:
     """Returns how replicas aggregate writes to a Keras variable: "sum", "mean" or "only_first_replica".
 
     kdist treats `none` as the mean for floating-point variables (moving statistics), and as the first replica
@@ -36,12 +39,14 @@ def aggregation_of(variable: Any) -> str:
     return "mean" if keras.backend.is_float_dtype(variable.dtype) else "only_first_replica"
 
 
-def is_on_read(variable: Any) -> bool:
+def is_on_read(variable: keras.Variable) -> bool:
     """Returns whether each replica keeps its own component of a Keras variable between calls of `run`."""
     return variable.synchronization == "on_read"
 
 
-def share_of(variable: Any, value: Any, replica_id: Any, num_replicas: int) -> Any:
+def share_of(
+    variable: keras.Variable, value: TensorT, replica_id: int | Tensor, num_replicas: int
+) -> TensorT:
     """Returns a replica's component of an on-read variable after an assignment outside of replicas.
 
     The components aggregate to the value. For a sum, each replica gets an equal part, and the first replicas
@@ -60,7 +65,7 @@ def share_of(variable: Any, value: Any, replica_id: Any, num_replicas: int) -> A
     return ops.floor_divide(value, number) + ops.cast(has_one_more, dtype)
 
 
-def check_branch(variable: Any) -> None:
+def check_branch(variable: keras.Variable) -> None:
     """Raises an error if a branch sets a sum, because kdist cannot predict whether the branch is taken."""
     if aggregation_of(variable) == "sum" and not is_on_read(variable):
         raise InvalidArgumentError(
@@ -76,7 +81,7 @@ class NotesAdditions:
     _additions = 0
 
     @functools.cached_property
-    def loss_ids(self) -> dict[int, Any]:
+    def loss_ids(self) -> dict[int, tuple[keras.Layer, set[int]]]:
         """The layers that this scope has used, and the keys of their losses; see `keras_hooks.losses`."""
         return {}
 
@@ -99,7 +104,7 @@ class NotesAdditions:
 class _Write:
     """A variable that a replica has written, its old value, and whether it was set or only added to."""
 
-    variable: Any
+    variable: keras.Variable
     old: Any
     is_set: bool = False
 
@@ -123,42 +128,42 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
         replica.scope = self
 
     @abstractmethod
-    def local(self, variable: Any) -> Any:
+    def local(self, variable: keras.Variable) -> Tensor:
         """Returns the replica's native variable or tensor for a Keras variable."""
 
     @abstractmethod
-    def write(self, variable: Any, value: Any) -> None:
+    def write(self, variable: keras.Variable, value: Tensor) -> None:
         """Assigns to the replica's native variable, in place."""
 
     @abstractmethod
-    def snapshot(self, variable: Any) -> Any:
+    def snapshot(self, variable: keras.Variable) -> Tensor:
         """Returns the present value as a tensor that later writes do not change."""
 
     @abstractmethod
-    def show(self, variable: Any, total: Any) -> None:
+    def show(self, variable: keras.Variable, total: Tensor) -> None:
         """Stores the aggregated value of an on-read variable. The components do not change."""
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> Tensor | None:
         """Overrides the lookup of `keras.StatelessScope`."""
         return self.local(variable)
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[keras.Variable, Tensor]) -> None:
         """Overrides the recording of `keras.StatelessScope`: writes the variable and keeps its old value."""
         variable, value = update
         if not self._untracked:
             self._note(variable)
         self.write(variable, value)
 
-    def has_component(self, variable: Any) -> bool:
+    def has_component(self, variable: keras.Variable) -> bool:
         """Returns whether this replica has its own component of a variable, aggregated when it is read."""
         return self._has_components and is_on_read(variable)
 
-    def share_of(self, variable: Any, value: Any) -> Any:
+    def share_of(self, variable: keras.Variable, value: TensorT) -> TensorT:
         """Returns this replica's component of an on-read variable after an assignment outside of replicas."""
         replica = self._replica
         return share_of(variable, value, replica.replica_id_in_sync_group, replica.num_replicas_in_sync)
 
-    def old_value(self, variable: Any) -> Any:
+    def old_value(self, variable: keras.Variable) -> Tensor:
         """Returns the value before the first write of a step. Called just before that write."""
         return self.snapshot(variable)
 
@@ -190,11 +195,11 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
             else:
                 self.aggregated(write.variable, write.old + total if self._is_difference(write) else total)
 
-    def aggregated(self, variable: Any, value: Any) -> None:
+    def aggregated(self, variable: keras.Variable, value: Tensor) -> None:
         """Stores the aggregated value, which is equal on all replicas."""
         self.write(variable, value)
 
-    def _note(self, variable: Any) -> None:
+    def _note(self, variable: keras.Variable) -> None:
         key = id(variable)
         if key not in self._written:
             old = None if self.has_component(variable) else self.old_value(variable)
@@ -208,7 +213,7 @@ class ReplicaScope(NotesAdditions, keras.StatelessScope):
         is_sum = aggregation_of(write.variable) == "sum"
         return is_sum and not write.is_set and not self.has_component(write.variable)
 
-    def _contribution(self, write: _Write) -> Any:
+    def _contribution(self, write: _Write) -> Tensor:
         replica = self._replica
         value = self.snapshot(write.variable)
         if self._is_difference(write):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kdist import tracing
 from kdist.arrays.splitting import split_rows
@@ -24,6 +24,12 @@ from kdist.context import StrategyLike
 from kdist.errors import KdistError, UnsupportedError
 from kdist.topology import Sharded, Topology
 
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.arrays.types import P, R, Shape, Structure, Tensor
+    from kdist.backends.coordination import Coordination, Engine
+
 
 @dataclass(frozen=True)
 class ReplicaBatches:
@@ -35,8 +41,16 @@ class ReplicaBatches:
         split: The rows of the global batch for each replica of all workers: `Runtime.split`, or all rows.
     """
 
-    parts: Sequence[Any]
+    parts: Sequence[Structure]
     split: Sequence[tuple[int, int]]
+
+
+class DataAdapter(Protocol):
+    """Keras's adapter of the data of `fit`, with one method per backend."""
+
+    def get_tf_dataset(self) -> Any: ...
+    def get_jax_iterator(self) -> Iterable[Structure]: ...
+    def get_torch_dataloader(self) -> Iterable[Structure]: ...
 
 
 class Backend(ABC):
@@ -49,20 +63,20 @@ class Backend(ABC):
     """Whether a model's step can create variables. If not, Keras builds every model before its first step."""
     keeps_batches: bool = False
     """Whether one result of `native_batches` serves all epochs of a `fit`."""
-    coordination_engine: Callable[[], Any] | None = None
+    coordination_engine: Callable[[], Engine] | None = None
     """Creates the `Engine` of kdist's own parameter servers; `None` if the backend has parameter servers."""
-    native_coordination: Callable[..., Any] | None = None
+    native_coordination: Callable[..., Coordination] | None = None
     """Creates the `Coordination` of a backend that has parameter servers, instead of `OwnCoordination`."""
-    synchronous_runtime: Callable[..., Any] | None = None
+    synchronous_runtime: Callable[..., Runtime] | None = None
     """Creates the `Runtime` for synchronous training with these servers, with one replica per worker."""
-    start_server: Callable[..., Any] | None = None
+    start_server: Callable[..., object] | None = None
     """Starts a task of such a backend, given the cluster specification, job, index and configuration."""
 
     @abstractmethod
-    def native_batches(self, adapter: Any) -> Any:
+    def native_batches(self, adapter: DataAdapter) -> Iterable[Structure]:
         """Returns the batches that Keras's training loop reads from a data adapter on this backend."""
 
-    def join_predictions(self, batches: Sequence[Any]) -> Any:
+    def join_predictions(self, batches: Sequence[Structure]) -> Structure:
         """Concatenates the outputs of all batches into the arrays that `predict` returns."""
         import keras
         import numpy as np
@@ -131,16 +145,16 @@ class Backend(ABC):
         """Sets the state that `random_state` returned on another worker."""
 
     @abstractmethod
-    def function(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def function(self, fn: Callable[P, R], **options: object) -> Callable[P, R]:
         """Compiles a function for the cross-replica context; see `kdist.function`."""
 
     @abstractmethod
     def value_and_grad(
-        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
-    ) -> Callable[..., Any]:
+        self, fn: Callable[P, object], variables: Sequence[keras.Variable], has_aux: bool
+    ) -> Callable[P, tuple[Structure, list[Tensor | None]]]:
         """Returns a function that computes a loss and its gradients; see `kdist.value_and_grad`."""
 
-    def numpy_dataset(self, arrays: Any) -> Any:
+    def numpy_dataset(self, arrays: Structure) -> object:
         """Returns a dataset of the rows of NumPy arrays; `None` if the backend has no dataset format."""
         return None
 
@@ -185,15 +199,15 @@ class Runtime(ABC):
         """Returns the range of rows of each replica in a global batch; see `split_rows`."""
         return split_rows(num_rows, self.num_replicas, self.needs_equal_shapes)
 
-    def note_even(self, batch: Any) -> None:
+    def note_even(self, batch: Structure) -> None:
         """Receives a batch of a distributed dataset if its parts have the same shapes on all workers."""
         return
 
     @abstractmethod
-    def scope(self) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[object]:
         """A context manager for the strategy's scope: variables created inside belong to the replicas."""
 
-    def suspended(self) -> AbstractContextManager[Any]:
+    def suspended(self) -> AbstractContextManager[object]:
         """A context manager that disables `scope`, for models that do not belong to the strategy."""
         return contextlib.nullcontext()
 
@@ -202,14 +216,14 @@ class Runtime(ABC):
         """Whether workers can exchange messages now; false while a function is traced."""
         return True
 
-    def traced(self, iterator: Any) -> Any:
+    def traced(self, iterator: object) -> Any:
         """Returns a substitute for a distributed iterator while a function is traced, with the same methods.
 
         Returns `None` if no substitute is needed.
         """
         return None
 
-    def element_of(self, iterator: Any) -> Any:
+    def element_of(self, iterator: object) -> Any:
         """Returns a substitute for a distributed iterator as an argument of a `tf.function`.
 
         Raises:
@@ -229,7 +243,7 @@ class Runtime(ABC):
         """
         return
 
-    def element_spec(self, part: Any, inner_shapes: list[Any] | None) -> Any:
+    def element_spec(self, part: Structure, inner_shapes: list[Shape] | None) -> Structure:
         """Returns the specs of the elements of a distributed dataset.
 
         Args:
@@ -242,7 +256,7 @@ class Runtime(ABC):
 
         is_single = rows.is_single(part)
 
-        def spec(leaf: Any) -> Any:
+        def spec(leaf: Tensor | None) -> object:
             if leaf is None or not hasattr(leaf, "dtype"):
                 return leaf
             try:
@@ -254,21 +268,25 @@ class Runtime(ABC):
         return keras.tree.map_structure(spec, part)
 
     @abstractmethod
-    def place(self, parts: Sequence[Any]) -> list[Any]:
+    def place(self, parts: Sequence[Structure]) -> list[Structure]:
         """Copies one batch per local replica to its device, often before the step and in another thread.
 
         A batch can contain NumPy arrays, arrays of any framework, and `None`. They must be copied, because
         the user can write to them after this call. Unsupported types, such as strings, are not changed.
         """
 
-    def place_for_step(self, parts: Sequence[Any]) -> list[Any]:
+    def place_for_step(self, parts: Sequence[Structure]) -> list[Structure]:
         """Does the same right before a step: the parts are for this step only, and no other code reads them."""
         return self.place(parts)
 
     @abstractmethod
     def run(
-        self, strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Sequence[Any]:
+        self,
+        strategy: StrategyLike,
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> Sequence[Structure]:
         """Calls a user's function in every local replica, and returns one result per replica.
 
         Each replica gets its component of a `DistributedValues` in the arguments. When the function returns,
@@ -276,19 +294,19 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def to_holder(self, parts: Sequence[Any]) -> list[Any]:
+    def to_holder(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Copies tensors of the local replicas to the first device that holds variables."""
 
     @abstractmethod
-    def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
+    def sum_over_workers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Sums tensors of equal shapes over the workers. All must call it."""
 
     @abstractmethod
-    def gather_over_workers(self, tensor: Any) -> Any:
+    def gather_over_workers(self, tensor: Tensor) -> Tensor:
         """Concatenates the rows of the workers' tensors in worker order. Row counts can differ."""
 
     @abstractmethod
-    def step_function(self, model: Any, kind: str) -> StepFunction:
+    def step_function(self, model: keras.Model, kind: str) -> StepFunction:
         """Returns the function that runs the training, test or prediction steps of a model.
 
         `"train"` and `"test"` return logs, `"predict"` all rows, on every worker.
@@ -312,18 +330,18 @@ class Runtime(ABC):
         """Whether variables are sharded over workers. All workers must then read and save them together."""
         return self.num_workers > 1 and isinstance(self.topology.storage, Sharded)
 
-    def kept_whole(self, variables: Sequence[Any]) -> AbstractContextManager[Any]:
+    def kept_whole(self, variables: Sequence[keras.Variable]) -> AbstractContextManager[object]:
         """A context manager in which one worker can read whole variables. All workers must enter it."""
         return contextlib.nullcontext()
 
     @abstractmethod
-    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+    def broadcast_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Sends the chief's values to all workers. All must pass their Keras variables in the same order.
 
         Also shards new variables if the topology requires it. Variables that are already sharded stay.
         """
 
-    def local_values(self, variable: Any) -> Sequence[Any]:
+    def local_values(self, variable: keras.Variable) -> Sequence[Tensor]:
         """Returns this worker's values of a Keras variable: one value, or one per replica."""
         return [variable.value]
 

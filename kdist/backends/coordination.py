@@ -8,14 +8,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from kdist.backends import whereabouts
 from kdist.context import StrategyLike
 from kdist.errors import StrategyScopeError
 
 if TYPE_CHECKING:
+    import keras
     import numpy as np
+
+    from kdist.arrays.types import Structure, Tensor
 
 
 class RemoteValue(ABC):
@@ -51,7 +54,7 @@ class PerWorkerValues(ABC):
     def peek(self) -> Any:
         """Returns the first element of one worker's dataset, as NumPy arrays."""
 
-    def __next__(self) -> Any:
+    def __next__(self) -> NoReturn:
         """Raises an error, because only workers can iterate."""
         raise StrategyScopeError(
             "The coordinator cannot iterate over a PerWorkerValues: only workers can.",
@@ -65,14 +68,14 @@ PerWorkerValue = PerWorkerValues
 
 class _Current(threading.local):
     def __init__(self) -> None:
-        self.worker: Any = None
+        self.worker: int | Tensor | None = None
 
 
 _current = _Current()
 
 
 @contextlib.contextmanager
-def on_worker(index: Any) -> Iterator[None]:
+def on_worker(index: int | Tensor) -> Iterator[None]:
     """A context manager in which this thread runs or traces functions for the worker `index`."""
     outer, _current.worker = _current.worker, index
     try:
@@ -119,10 +122,10 @@ class Coordination(ABC):
     """Whether the servers hold the variables from their creation in `scope`."""
 
     @abstractmethod
-    def scope(self) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[object]:
         """A context manager for the strategy's scope: the servers hold variables created inside."""
 
-    def give(self, variables: Sequence[Any]) -> None:
+    def give(self, variables: Sequence[keras.Variable]) -> None:
         """Receives new variables at the end of the scope. Does nothing if the servers already hold them."""
         return
 
@@ -132,17 +135,21 @@ class Coordination(ABC):
 
     @abstractmethod
     def run(
-        self, strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self,
+        strategy: StrategyLike,
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> Structure:
         """Runs a function in the worker's replica. Only scheduled functions call this."""
 
     @abstractmethod
     def schedule(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        done: Callable[[Any], None] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        done: Callable[[Structure], None] | None = None,
     ) -> RemoteValue:
         """Schedules one call of a function on any worker. Raises the error of an earlier function.
 
@@ -150,7 +157,7 @@ class Coordination(ABC):
         """
 
     @abstractmethod
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
+    def create_per_worker_dataset(self, dataset_fn: object) -> PerWorkerValues:
         """Creates a dataset on each worker with a function without arguments, or copies a dataset to it."""
 
     @abstractmethod
@@ -181,23 +188,34 @@ def after_lost_server() -> str:
     )
 
 
+class Record(Protocol):
+    """The record of a variable on servers: its values of one step; see `kdist/coordinator/served.py`."""
+
+    served: Any
+
+    def variable(self) -> keras.Variable: ...
+    def is_here(self) -> bool: ...
+    def whole(self) -> Any: ...
+    def rows(self, numbers: np.ndarray, /) -> np.ndarray: ...
+
+
 class Engine(ABC):
     """The functions of a backend that kdist's own parameter servers need; see `kdist/coordinator/`."""
 
     @abstractmethod
-    def load(self, variable: Any, held: Any, array: np.ndarray) -> Any:
+    def load(self, variable: keras.Variable, held: Tensor | None, array: np.ndarray) -> Tensor:
         """Writes an array into a variable's native value (`None` creates a new value), and returns it."""
 
     @abstractmethod
-    def mark(self, held: Any) -> Any:
+    def mark(self, held: Tensor) -> object:
         """Returns a mark of a native value, so that `is_changed` can detect changes."""
 
     @abstractmethod
-    def is_changed(self, held: Any, mark: Any) -> bool:
+    def is_changed(self, held: Tensor, mark: object) -> bool:
         """Returns whether a native value may have changed since it was marked."""
 
     @abstractmethod
-    def table(self, record: Any) -> Any:
+    def table(self, record: Record) -> Tensor | None:
         """Returns a substitute for a large variable in a replica. A lookup requests rows from the servers.
 
         Args:
@@ -208,16 +226,21 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
+    def by_rows(self, variable: keras.Variable, gradient: Tensor) -> tuple[Tensor, Tensor] | None:
         """Returns the row numbers and rows of a sparse gradient, as tensors; `None` for a dense gradient.
 
         Ignore rows with a negative number.
         """
 
     @abstractmethod
-    def train_step(self, model: Any, data: Any) -> Any:
+    def train_step(self, model: keras.Model, data: Structure) -> Structure:
         """Runs a model's `train_step` in a replica of one worker, and returns its logs."""
 
     @abstractmethod
-    def apply(self, optimizer: Any, gradients: Sequence[np.ndarray], variables: Sequence[Any]) -> None:
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[np.ndarray],
+        variables: Sequence[keras.Variable],
+    ) -> None:
         """Updates some variables of a Keras optimizer."""

@@ -11,12 +11,15 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 from kdist.cluster import environment, logs
 from kdist.errors import WorkerMismatchError, WorkerTimeoutError
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Tensor
 
 END = "the end of the function"
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -28,7 +31,7 @@ def is_on() -> bool:
     return environment.get("KDIST_DEBUG") not in (None, "", "0")
 
 
-def check(runtime: Runtime, what: str, details: Any = None, site: str | None = None) -> None:
+def check(runtime: Runtime, what: str, details: object = None, site: str | None = None) -> None:
     """Raises an error on all workers if they are about to call different collectives. Needs `KDIST_DEBUG`.
 
     `what` is the collective, for example "Strategy.reduce". `details` are JSON values that must also be
@@ -48,14 +51,14 @@ def check(runtime: Runtime, what: str, details: Any = None, site: str | None = N
             )
 
 
-def check_all(runtime: Runtime, collectives: Sequence[tuple[str, Any, str]]) -> None:
+def check_all(runtime: Runtime, collectives: Sequence[tuple[str, object, str]]) -> None:
     """Compares the collectives of a function after it was traced; see `check`."""
     for what, details, site in collectives:
         check(runtime, what, details, site)
     check(runtime, END)
 
 
-def signature(tensors: Sequence[Any]) -> list[list[Any]]:
+def signature(tensors: Sequence[Tensor]) -> list[list[Any]]:
     """Returns the dtypes and shapes of tensors, for `details`."""
     import keras
 
@@ -73,12 +76,12 @@ def call_site() -> str:
     return "a line outside of your code"
 
 
-def _describe(said: dict[str, Any]) -> str:
+def _describe(said: dict[str, object]) -> str:
     details = "" if said["details"] is None else f" {said['details']}"
     return f"{said['what']}{details} at {said['site']}"
 
 
-def _gather_in_time(runtime: Runtime, mine: dict[str, Any]) -> list[Any]:
+def _gather_in_time(runtime: Runtime, mine: dict[str, object]) -> list[dict[str, object]]:
     seconds = float(environment.get("KDIST_DEBUG_TIMEOUT") or 60)
     # Messages of TensorFlow and PyTorch cannot be canceled, so a warning reports where this worker waits.
     late = threading.Timer(seconds, _report, (mine, seconds))
@@ -96,7 +99,7 @@ def _gather_in_time(runtime: Runtime, mine: dict[str, Any]) -> list[Any]:
         late.cancel()
 
 
-def _report(mine: dict[str, Any], seconds: float) -> None:
+def _report(mine: dict[str, object], seconds: float) -> None:
     logs.logger.warning(
         "this worker has waited %g s for the others at %s. Check in their logs if they run other code or have ended.",
         seconds,

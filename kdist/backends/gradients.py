@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from kdist.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure, Tensor
 
-def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+
+def split_aux(result: Any, has_aux: bool) -> tuple[Any, Structure]:
     """Returns the loss and the auxiliary result of a function."""
     if not has_aux:
         return result, None
@@ -22,7 +25,7 @@ def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     )
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: Tensor) -> None:
     """Raises an error unless the loss is a floating-point scalar."""
     shape = getattr(loss, "shape", None)
     if (

@@ -11,13 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdist.backends import stalls, whereabouts
 from kdist.backends.store import Store
 from kdist.backends.threads import Errands
 from kdist.cluster import liveness
 from kdist.errors import WorkerTimeoutError
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import T
 
 # The interval in seconds at which a waiting worker checks whether the sender is still alive.
 _GLANCE = 1.0
@@ -105,7 +108,7 @@ class Mail:
             self._ask(self._store.delete, _key(turn - 1, self._worker_index))
         return everyone
 
-    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _ask(self, function: Callable[..., T], *args: object) -> T:
         self._asked = time.monotonic()
         try:
             return function(*args)

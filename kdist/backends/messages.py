@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.backends.contract import Runtime
 from kdist.errors import DatasetError, KdistError, WorkerLostError, WorkerMismatchError, WorkerTimeoutError
 
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.arrays.types import T
+
 _NOBODY_ANSWERS = (WorkerLostError, WorkerTimeoutError)
 
 
-def gather(runtime: Runtime, value: Any) -> list[Any]:
+def gather(runtime: Runtime, value: T) -> list[T]:
     """Gathers a JSON value from every worker, in the order of their indices. All must call it."""
     if runtime.num_workers == 1:
         return [value]
@@ -20,7 +25,7 @@ def gather(runtime: Runtime, value: Any) -> list[Any]:
 
 
 def check_equal(
-    runtime: Runtime, what: str, facts: Mapping[str, Any], hint: str, note: Any = None
+    runtime: Runtime, what: str, facts: Mapping[str, object], hint: str, note: Any = None
 ) -> list[Any]:
     """Raises the same error on all workers unless all have the same facts. All workers must call it.
 
@@ -57,7 +62,7 @@ def check_equal(
     return [message["note"] for message in messages]
 
 
-def meet_to_read(runtime: Runtime, variables: Sequence[Any]) -> None:
+def meet_to_read(runtime: Runtime, variables: Sequence[keras.Variable]) -> None:
     """Waits until all workers read the same sharded variables, because their collectives must match.
 
     Args:
@@ -70,7 +75,7 @@ def meet_to_read(runtime: Runtime, variables: Sequence[Any]) -> None:
     reads = [[list(v.shape), str(v.dtype)] for v in variables]
     what = f"reads sharded variables, starting with {variables[0].path!r}"
     # A worker that waits for another message (`call_on_all`) handles this one as a failure.
-    everyone = gather(
+    everyone: list[Any] = gather(
         runtime, {"error": f"it {what}, and the others do not.", "facts": {"reading": reads}, "note": None}
     )
     for index, theirs in enumerate(everyone):
@@ -82,7 +87,7 @@ def meet_to_read(runtime: Runtime, variables: Sequence[Any]) -> None:
             )
 
 
-def _first_difference(a: Any, b: Any) -> tuple[Any, Any]:
+def _first_difference(a: object, b: object) -> tuple[object, object]:
     if isinstance(a, list) and isinstance(b, list):
         for x, y in zip(a, b, strict=False):
             if x != y:
@@ -94,10 +99,10 @@ def _first_difference(a: Any, b: Any) -> tuple[Any, Any]:
 
 def call_on_all(
     runtime: Runtime | None,
-    function: Callable[[], Any],
+    function: Callable[[], T],
     failed: Callable[[int, str], Exception],
     note: Callable[[], Any] = lambda: None,
-) -> tuple[Any, list[Any]]:
+) -> tuple[T, list[Any]]:
     """Calls a function on every worker, waits for all, and raises on all workers if it fails on one.
 
     The worker where the function failed raises the original error. The others raise the result of `failed`,
@@ -107,7 +112,7 @@ def call_on_all(
         The result of the function on this worker, and each worker's JSON value from `note`, called last.
     """
     error: Exception | None = None
-    result = None
+    result: Any = None
     try:
         result = function()
     except Exception as raised:
@@ -134,7 +139,7 @@ def call_on_all(
     return result, [theirs["note"] for theirs in everyone]
 
 
-def read_on_all(runtime: Runtime, what: str, function: Callable[[], Any]) -> Any:
+def read_on_all(runtime: Runtime, what: str, function: Callable[[], T]) -> T:
     """Reads the user's data on every worker, and raises on all if it fails on one; see `call_on_all`.
 
     `what` is the subject of the error message, for example "The dataset_fn".

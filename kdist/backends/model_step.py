@@ -7,7 +7,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 
@@ -17,6 +17,9 @@ from kdist.backends.replica import Replica
 from kdist.context import current_replica
 from kdist.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure, Tensor
+
 
 class ReplicatedSteps(StepFunction):
     """Runs a step of Keras or of the user in each local replica, on its rows of a global batch.
@@ -24,17 +27,17 @@ class ReplicatedSteps(StepFunction):
     The base class for backends that run replicas one by one.
     """
 
-    def __init__(self, runtime: Runtime, model: Any, kind: str) -> None:
+    def __init__(self, runtime: Runtime, model: keras.Model, kind: str) -> None:
         self.runtime = runtime
         self._model = weakref.ref(model)  # a weak reference, because the model owns this object
         self.kind = kind
 
     @property
-    def model(self) -> Any:
+    def model(self) -> keras.Model:
         """The model."""
         return self._model()
 
-    def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
+    def __call__(self, batches: Sequence[ReplicaBatches]) -> Structure:
         """Runs a step per batch. Returns the last logs (train, test) or the rows of all batches (predict)."""
         if self.kind == "predict":
             outputs = [self._predict(batch) for batch in batches]
@@ -44,14 +47,14 @@ class ReplicatedSteps(StepFunction):
         return logs
 
     @abstractmethod
-    def run(self, batch: ReplicaBatches) -> Sequence[Any]:
+    def run(self, batch: ReplicaBatches) -> Sequence[Structure]:
         """Calls `in_replica` in each local replica, within `around_replicas`, and returns the results."""
 
     def around_replicas(self) -> AbstractContextManager[None]:
         """A context manager, entered outside the replicas, in which metric results cover all replicas."""
         return contextlib.nullcontext() if self.kind == "predict" else global_metric_results(self.model)
 
-    def in_replica(self, replica: Replica, part: Any) -> Any:
+    def in_replica(self, replica: Replica, part: Structure) -> Structure:
         """Runs the step in the context and scope of one replica, on its rows."""
         if self.kind != "predict":
             return run_step(replica, self.model, f"{self.kind}_step", part)
@@ -59,7 +62,7 @@ class ReplicatedSteps(StepFunction):
         replica.scope.aggregate()
         return outputs
 
-    def _predict(self, batch: ReplicaBatches) -> Any:
+    def _predict(self, batch: ReplicaBatches) -> Structure:
         results = self.run(batch)
         rows = [stop - start for start, stop in batch.split]
         for replica_id, result in zip(self.runtime.replica_ids, results, strict=True):
@@ -70,19 +73,19 @@ class ReplicatedSteps(StepFunction):
         return self.gather(results, [sum(rows[i : i + per_worker]) for i in range(0, len(rows), per_worker)])
 
     @abstractmethod
-    def concatenate(self, parts: Sequence[Any]) -> Any:
+    def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
         """Concatenates the rows of tensors."""
 
     @abstractmethod
-    def of_chief(self, outputs: Any) -> Any:
+    def of_chief(self, outputs: Structure) -> Structure:
         """Returns the chief's outputs. If all replicas have all rows, outputs of random layers can differ."""
 
     @abstractmethod
-    def gather(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
+    def gather(self, results: Sequence[Structure], sizes: Sequence[int]) -> Structure:
         """Gathers the predictions of all replicas, given the local ones and each worker's number of rows."""
 
 
-def run_step(replica: Replica, model: Any, method: str, data: Any) -> Any:
+def run_step(replica: Replica, model: keras.Model, method: str, data: Structure) -> Structure:
     """Runs `model.train_step` or `model.test_step` in a replica. Returns logs that are equal on all replicas.
 
     Call it in the context and scope of the replica, within `global_metric_results(model)`. Results of metrics
@@ -102,7 +105,7 @@ def run_step(replica: Replica, model: Any, method: str, data: Any) -> Any:
 
 
 @contextlib.contextmanager
-def global_metric_results(model: Any) -> Iterator[None]:
+def global_metric_results(model: keras.Model) -> Iterator[None]:
     """Makes `metric.result()` in a replica cover all replicas. Enter this context outside the replicas.
 
     It sets a temporary attribute of each instance, because each Keras metric overrides `result` and a patch
@@ -118,7 +121,7 @@ def global_metric_results(model: Any) -> Iterator[None]:
             metric.__dict__.pop("result", None)
 
 
-def check_rows(outputs: Any, num_rows: int) -> None:
+def check_rows(outputs: Structure, num_rows: int) -> None:
     """Raises an error unless the outputs of `predict_step` match the rows of a replica."""
     for leaf in keras.tree.flatten(outputs):
         shape = tuple(getattr(leaf, "shape", ()))
@@ -130,8 +133,8 @@ def check_rows(outputs: Any, num_rows: int) -> None:
             )
 
 
-def _global_result(result: Callable[[], Any]) -> Callable[[], Any]:
-    def wrapper() -> Any:
+def _global_result(result: Callable[[], Structure]) -> Callable[[], Structure]:
+    def wrapper() -> Structure:
         replica = current_replica()
         if not isinstance(replica, Replica) or replica.scope is None:
             return result()
@@ -144,8 +147,8 @@ def _global_result(result: Callable[[], Any]) -> Callable[[], Any]:
     return wrapper
 
 
-def _metrics_of(model: Any) -> list[Any]:
-    found: dict[int, Any] = {}
+def _metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
+    found: dict[int, keras.metrics.Metric] = {}
     stack = list(model.metrics)
     while stack:
         metric = stack.pop()

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -25,6 +25,9 @@ from kdist.arrays.splitting import have_all_rows
 from kdist.backends import debugging
 from kdist.context import ReplicaContext, StrategyLike
 from kdist.values import ReduceOp
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Scalar, Tensor, TensorT
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,9 @@ class Replica(ReplicaContext):
         self.rows = rows
         self.local_index = local_index
         self.scope: Any = None  # the replica's `ReplicaScope`
-        self.global_values: dict[int, Any] = {}
+        self.global_values: dict[int, object] = {}
         self.loss_is_weighted = False
-        self.log: list[tuple[str, Any, str]] = []
+        self.log: list[tuple[str, object, str]] = []
         self._num_replicas = num_replicas
 
     @property
@@ -91,7 +94,7 @@ class Replica(ReplicaContext):
         """The device of this replica, as a tuple of one name."""
         return (self.strategy.runtime.devices[self.local_index],)
 
-    def note(self, collective: str, tensors: Sequence[Any]) -> None:
+    def note(self, collective: str, tensors: Sequence[Tensor]) -> None:
         """With `KDIST_DEBUG=1`, records a collective of the function and the line that calls it.
 
         The workers compare the collectives after the function was traced, or immediately if it is not traced.
@@ -99,7 +102,7 @@ class Replica(ReplicaContext):
         if debugging.is_on():
             self.log.append((collective, debugging.signature(tensors), debugging.call_site()))
 
-    def reduce_tensor(self, op: ReduceOp, tensor: Any) -> Any:
+    def reduce_tensor(self, op: ReduceOp, tensor: TensorT) -> TensorT:
         """Reduces one tensor over all replicas, differentiably if it is floating-point."""
         self.note("all_reduce", [tensor])
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)):
@@ -115,27 +118,30 @@ class Replica(ReplicaContext):
         return self._num_replicas
 
     @abstractmethod
-    def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
+    def all_reduce_sum(self, tensors: Sequence[TensorT]) -> list[TensorT]:
         """Sums each tensor over all replicas. Not differentiable. All replicas must call it."""
 
     @abstractmethod
-    def gather_tensor(self, tensor: Any, axis: int) -> Any:
+    def gather_tensor(self, tensor: TensorT, axis: int) -> TensorT:
         """Concatenates the tensors of all replicas along an axis, differentiably. Gradients are summed."""
 
     @abstractmethod
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         """Calls a function once for all replicas of this worker; see `kdist.ReplicaContext.merge_call`."""
 
-    def all_reduce_packed(self, tensors: Sequence[Any], weight: Any = None) -> list[Any]:
+    def all_reduce_packed(self, tensors: Sequence[TensorT], weight: Scalar | None = None) -> list[TensorT]:
         """Sums each tensor, times `weight` if given, over all replicas, with one collective per dtype."""
         if weight is not None:
             tensors = [tensor * self.scalar(weight, tensor.dtype) for tensor in tensors]
         return packed(self.all_reduce_sum, tensors)
 
     @abstractmethod
-    def all_reduce_with_gradient(self, tensor: Any) -> Any:
+    def all_reduce_with_gradient(self, tensor: TensorT) -> TensorT:
         """Sums a tensor over all replicas, differentiably.
 
         The global loss is the mean of the replicas' losses weighted by `share`. Gradients are weighted again
@@ -143,7 +149,7 @@ class Replica(ReplicaContext):
         share_i` times the gradient at j. These shares are the `gradient_weight` of each replica.
         """
 
-    def moments(self, x: Any, axes: Sequence[int], keepdims: bool = False) -> tuple[Any, Any]:
+    def moments(self, x: TensorT, axes: Sequence[int], keepdims: bool = False) -> tuple[TensorT, TensorT]:
         """Returns the mean and variance over the rows of all replicas, for synchronized BatchNormalization.
 
         Uses two passes, because the difference E[x²] - E[x]² loses precision if the mean is large.
@@ -161,15 +167,15 @@ class Replica(ReplicaContext):
         return mean, variance
 
     @property
-    def gradient_weight(self) -> Any:
+    def gradient_weight(self) -> Scalar:
         """The factor for gradients before they are summed over the replicas."""
         return self.rows.share if self.is_model_step and not self.loss_is_weighted else 1.0
 
-    def scalar(self, number: Any, dtype: Any) -> Any:
+    def scalar(self, number: Scalar, dtype: object) -> Tensor:
         """Returns a number, for example from a `RowShare`, as a tensor."""
         return keras.ops.cast(number, dtype)
 
-    def weight_loss(self, loss: Any) -> Any:
+    def weight_loss(self, loss: TensorT) -> TensorT:
         """Weights a loss with this replica's share before, instead of after, its gradients are computed.
 
         Needed for loss scaling, so that float16 gradients overflow exactly when they would on one device.
@@ -179,7 +185,9 @@ class Replica(ReplicaContext):
         self.loss_is_weighted = True
         return loss * self.scalar(self.rows.share, loss.dtype)
 
-    def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def sum_gradients(
+        self, gradients: Sequence[TensorT], variables: Sequence[keras.Variable]
+    ) -> list[TensorT]:
         """Returns the gradients of the global loss for some variables."""
         # During tracing, TensorFlow may not know the shape of a gradient, which equals the variable's shape.
         gradients = [
@@ -193,12 +201,12 @@ class Replica(ReplicaContext):
             return self.all_reduce_packed(gradients)
         return self.mean_over_rows(gradients)
 
-    def _sum_by_own(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def _sum_by_own(self, gradients: Sequence[TensorT], variables: Sequence[keras.Variable]) -> list[TensorT]:
         """Sums with the user's `CrossDeviceOps`, as Keras's optimizers do with `tf.distribute`."""
         weight = self.gradient_weight
         weighted = [g * self.scalar(weight, g.dtype) for g in gradients]
 
-        def merge(strategy: Any, values: Sequence[Any]) -> list[Any]:
+        def merge(strategy: Any, values: Sequence[object]) -> list[TensorT]:
             return strategy.extended.batch_reduce_to(ReduceOp.SUM, zip(values, variables, strict=True))
 
         return self.merge_call(merge, args=(weighted,))
@@ -208,29 +216,29 @@ class Replica(ReplicaContext):
         """Whether `take_variables` shards variables that an optimizer creates in a replica."""
         return False
 
-    def take_variables(self, variables: Sequence[Any]) -> None:
+    def take_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Shards new variables that have equal values on all replicas."""
         return
 
-    def apply_gradients(self, apply: Callable[[], Any]) -> Any:
+    def apply_gradients(self, apply: Callable[[], object]) -> object:
         """Runs Keras's `optimizer.apply` on this replica's variables. All replicas compute equal updates."""
         assert self.scope is not None
         with self.scope.untracked():
             return apply()
 
-    def mean_over_rows(self, tensors: Sequence[Any]) -> list[Any]:
+    def mean_over_rows(self, tensors: Sequence[TensorT]) -> list[TensorT]:
         """Returns means over all rows, given tensors that are means over the rows of each replica."""
         return self.all_reduce_packed(tensors, self.rows.share)
 
 
-def divide(total: Any, number: Any) -> Any:
+def divide(total: TensorT, number: int | Tensor) -> TensorT:
     """Divides a sum by the number of summands. Integers are rounded down, because their dtype stays."""
     if keras.backend.is_float_dtype(keras.backend.standardize_dtype(total.dtype)):
         return total / keras.ops.cast(number, total.dtype)
     return keras.ops.floor_divide(total, keras.ops.cast(number, total.dtype))
 
 
-def packed(reduce: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any]) -> list[Any]:
+def packed(reduce: Callable[[Sequence[TensorT]], list[TensorT]], tensors: Sequence[TensorT]) -> list[TensorT]:
     """Applies an elementwise reduction to many tensors, concatenated to one flat tensor per dtype.
 
     Because each collective adds latency, small models only scale with one collective for all gradients.

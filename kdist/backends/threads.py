@@ -14,17 +14,26 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.errors import WorkerMismatchError
 
+if TYPE_CHECKING:
+    from contextvars import Context
+
+    from kdist.arrays.types import R, T
+
+    # What a thread shall call: in a context, and with a future for the result.
+    _Task = tuple[Context, Callable[..., None], tuple[object, ...]]
+    _Errand = tuple[Future[Any], Callable[..., object], tuple[object, ...]]
+
 _END = ("the end of the step", None)
 
-captures: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+captures: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 """Captures the backend's state of this thread, such as the current GPU, to enter it in another thread."""
 
 
-def helper(name: str, function: Callable[..., None], *args: Any, daemon: bool = True) -> threading.Thread:
+def helper(name: str, function: Callable[..., None], *args: object, daemon: bool = True) -> threading.Thread:
     """Returns a thread, not started yet, that runs with the backend's state of the calling thread."""
     state = captures()
 
@@ -58,7 +67,7 @@ class Baton:
         if index > 0:
             self._wait(index)
 
-    def meet(self, index: int, what: tuple[Any, ...], value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+    def meet(self, index: int, what: tuple[str, object], value: T, combine: Callable[[list[T]], R]) -> R:
         """Waits until all replicas have passed a value, combines the values once, and returns the result.
 
         Raises:
@@ -120,7 +129,7 @@ class Baton:
                 )
 
 
-def _describe(what: tuple[Any, ...]) -> str:
+def _describe(what: tuple[str, object]) -> str:
     kind, details = what
     return kind if details is None else f"the {kind} of {details}"
 
@@ -134,10 +143,10 @@ class ReplicaThreads:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
-        self._tasks: list[queue.SimpleQueue[Any]] = []
+        self._tasks: list[queue.SimpleQueue[_Task | None]] = []
         weakref.finalize(self, _close, self._tasks)
 
-    def run(self, function: Callable[[int, Baton], Any]) -> list[Any]:
+    def run(self, function: Callable[[int, Baton], T]) -> list[T]:
         """Calls `function(index, baton)` for each replica, one at a time, and returns the results.
 
         If calls fail, raises the first error after all calls have ended.
@@ -159,7 +168,7 @@ class ReplicaThreads:
 
     def _start(self) -> None:
         while len(self._tasks) < len(self._names) - 1:
-            tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
             name = f"kdist {self._names[len(self._tasks) + 1]}"
             threading.Thread(target=_work, args=(tasks,), name=name, daemon=True).start()
             self._tasks.append(tasks)
@@ -169,14 +178,14 @@ class Errands:
     """Makes calls in a background thread, one after the other. The program can exit while it runs."""
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run_errands, args=(self._calls,), name=name, daemon=True)
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def submit(self, function: Callable[..., R], *args: object) -> Future[R]:
         """Schedules a call and returns its future."""
         if not self._thread.ident:
             self._thread.start()
-        future: Future[Any] = Future()
+        future: Future[R] = Future()
         self._calls.put((future, function, args))
         return future
 
@@ -185,7 +194,7 @@ class Errands:
         return self._thread is threading.current_thread()
 
 
-def _run_errands(calls: queue.SimpleQueue[Any]) -> None:
+def _run_errands(calls: queue.SimpleQueue[_Errand]) -> None:
     while True:
         future, function, args = calls.get()
         try:
@@ -195,7 +204,13 @@ def _run_errands(calls: queue.SimpleQueue[Any]) -> None:
         del future, function, args
 
 
-def _run_one(function: Any, index: int, baton: Baton, results: list[Any], finished: Any) -> None:
+def _run_one(
+    function: Callable[[int, Baton], object],
+    index: int,
+    baton: Baton,
+    results: list[object],
+    finished: queue.SimpleQueue[None],
+) -> None:
     error: BaseException | None = None
     try:
         baton.begin(index)
@@ -206,7 +221,7 @@ def _run_one(function: Any, index: int, baton: Baton, results: list[Any], finish
     finished.put(None)
 
 
-def _work(tasks: queue.SimpleQueue[Any]) -> None:
+def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
     while True:
         task = tasks.get()
         if task is None:
@@ -216,6 +231,6 @@ def _work(tasks: queue.SimpleQueue[Any]) -> None:
         del task, context, function, arguments  # otherwise, an idle thread would keep the last model alive
 
 
-def _close(tasks: list[queue.SimpleQueue[Any]]) -> None:
+def _close(tasks: list[queue.SimpleQueue[_Task | None]]) -> None:
     for task in tasks:
         task.put(None)

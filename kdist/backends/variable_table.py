@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    import keras
 
 Value = TypeVar("Value")
 
@@ -18,9 +21,9 @@ class VariableTable(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Any], Value]] = {}
+        self._entries: dict[int, tuple[weakref.ref[keras.Variable], Value]] = {}
 
-    def __setitem__(self, variable: Any, value: Value) -> None:
+    def __setitem__(self, variable: keras.Variable, value: Value) -> None:
         key = id(variable)
         known = self._entries.get(key)
         if known is not None and known[0]() is variable:
@@ -29,16 +32,16 @@ class VariableTable(Generic[Value]):
             ref = weakref.ref(variable, functools.partial(_forget, self._entries, key))
         self._entries[key] = ref, value
 
-    def get(self, variable: Any) -> Value | None:
+    def get(self, variable: keras.Variable) -> Value | None:
         """Returns the value of a variable, or `None`."""
         ref, value = self._entries.get(id(variable), (None, None))
         return value if ref is not None and ref() is variable else None
 
-    def pop(self, variable: Any) -> None:
+    def pop(self, variable: keras.Variable) -> None:
         """Removes a variable, if it is in the table."""
         self._entries.pop(id(variable), None)
 
-    def items(self) -> Iterator[tuple[Any, Value]]:
+    def items(self) -> Iterator[tuple[keras.Variable, Value]]:
         """Yields the live variables and their values. The table can change during the iteration."""
         for ref, value in list(self._entries.values()):
             if (variable := ref()) is not None:
@@ -48,6 +51,8 @@ class VariableTable(Generic[Value]):
         return len(self._entries)
 
 
-def _forget(entries: dict[int, Any], key: int, ref: Any) -> None:
+def _forget(
+    entries: dict[int, tuple[weakref.ref[keras.Variable], Value]], key: int, ref: weakref.ref[keras.Variable]
+) -> None:
     if key in entries and entries[key][0] is ref:
         del entries[key]

@@ -7,7 +7,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from kdist import communication
 from kdist.backends import mail
@@ -59,7 +58,7 @@ class Workers:
         """Returns the workers that the backend has reported as lost. Does not wait, and is thread-safe."""
         return frozenset()
 
-    def working(self) -> AbstractContextManager[Any]:
+    def working(self) -> AbstractContextManager[object]:
         """A context manager for code in which this worker cannot continue without the others."""
         return contextlib.nullcontext()
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdist.errors import InvalidArgumentError
 from kdist.values import DistributedValues, ReduceOp
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Tensor
+    from kdist.communication.options import CommunicationOptions
 
 
 class CrossDeviceOps:
@@ -44,9 +48,9 @@ class CrossDeviceOps:
         self,
         reduce_op: ReduceOp | str,
         per_replica_value: DistributedValues,
-        destinations: Any,
-        options: Any = None,
-    ) -> Any:
+        destinations: object,
+        options: CommunicationOptions | None = None,
+    ) -> Tensor:
         """Reduces one value over the replicas.
 
         Args:
@@ -63,9 +67,9 @@ class CrossDeviceOps:
     def batch_reduce(
         self,
         reduce_op: ReduceOp | str,
-        value_destination_pairs: Sequence[tuple[DistributedValues, Any]],
-        options: Any = None,
-    ) -> Sequence[Any]:
+        value_destination_pairs: Sequence[tuple[DistributedValues, object]],
+        options: CommunicationOptions | None = None,
+    ) -> Sequence[Tensor]:
         """Reduces several values over the replicas, such as all gradients of a step.
 
         Args:
@@ -78,13 +82,17 @@ class CrossDeviceOps:
         """
         return self.batch_reduce_implementation(ReduceOp.of(reduce_op), value_destination_pairs, options)
 
-    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast(self, tensor: Tensor, destinations: object) -> Tensor:
         """Copies a tensor to its destinations; see `kdist.StrategyExtended.broadcast_to`."""
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: DistributedValues, destinations: Any, options: Any
-    ) -> Any:
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: object,
+        options: CommunicationOptions | None,
+    ) -> Tensor:
         """Implements `reduce` in a subclass.
 
         Raises:
@@ -99,13 +107,13 @@ class CrossDeviceOps:
     def batch_reduce_implementation(
         self,
         reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[DistributedValues, Any]],
-        options: Any,
-    ) -> Sequence[Any]:
+        value_destination_pairs: Sequence[tuple[DistributedValues, object]],
+        options: CommunicationOptions | None,
+    ) -> Sequence[Tensor]:
         """Implements `batch_reduce` in a subclass. By default, calls `reduce` for each pair."""
         return [self.reduce(reduce_op, value, where, options) for value, where in value_destination_pairs]
 
-    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast_implementation(self, tensor: Tensor, destinations: object) -> Tensor:
         """Implements `broadcast` in a subclass. By default, returns the tensor, which all replicas share."""
         return tensor
 
@@ -117,8 +125,12 @@ class _AddsUp(CrossDeviceOps):
     """Adds one component after another. Only custom subclasses call it."""
 
     def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: DistributedValues, destinations: Any, options: Any
-    ) -> Any:
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: object,
+        options: CommunicationOptions | None,
+    ) -> Tensor:
         first, *others = per_replica_value.values
         total = sum(others, first)
         return total / len(per_replica_value.values) if reduce_op is ReduceOp.MEAN else total

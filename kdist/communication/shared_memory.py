@@ -17,13 +17,16 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 
 from kdist.communication import interrupts
 from kdist.errors import KdistError, WorkerMismatchError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 # Workers that may share memory: each one is connected with all others.
 _MOST_WORKERS = 16
@@ -60,7 +63,7 @@ class Offer:
 
     def __init__(self, index: int, count: int, is_wanted: bool) -> None:
         self._index, self._count = index, count
-        self.description: dict[str, Any] | None = None
+        self.description: dict[str, object] | None = None
         self._listener: socket.socket | None = None
         if not is_wanted or not 1 < count <= _MOST_WORKERS or not hasattr(os, "memfd_create"):
             return
@@ -76,7 +79,7 @@ class Offer:
         self.description = {"machine": machine, "name": name}
 
     def connect(
-        self, offers: Sequence[dict[str, Any] | None], gather: Callable[[bool], list[bool]], seconds: float
+        self, offers: Sequence[dict[str, object] | None], gather: Callable[[bool], list[bool]], seconds: float
     ) -> SharedMemory | None:
         """Connects the workers if all of them are on this machine.
 
@@ -171,7 +174,7 @@ class SharedMemory:
         self.unfinished: collections.deque[Sum] = collections.deque()
         self.check_others: Callable[[], None] = lambda: None  # raises an error if a worker is lost
         # On JAX, each program that sums takes this array from the previous program, so that sums have one order.
-        self.turn: Any = None
+        self.turn: object = None
         self.num_added = 0  # sums of which each worker added a part
         self._num_started = 0
         self._peers = peers
@@ -185,7 +188,7 @@ class SharedMemory:
         # Of each worker, the sizes and dtypes of the sums that it started first.
         self._forms = {worker: collections.deque[tuple[int, int]]() for worker in peers}
 
-    def can_sum(self, dtype: Any, num_bytes: int = 0) -> bool:
+    def can_sum(self, dtype: npt.DTypeLike, num_bytes: int = 0) -> bool:
         """Returns whether `start` can sum arrays of this dtype and size."""
         return num_bytes <= _SLOT and dtype in _DTYPES
 

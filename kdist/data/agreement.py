@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.arrays import rows
 from kdist.arrays.gathering import empty_parts, gather_rows
@@ -17,6 +17,9 @@ from kdist.data.input_options import InputOptions
 from kdist.data.prefetch import End, Prefetch, primed
 from kdist.data.reading import SINGLE, WorkerBatch, is_cut_short
 from kdist.errors import DatasetError, KdistError, WorkerMismatchError
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
 
 # The maximum number of steps per message. A fast worker holds as many batches while it waits for a slow one.
 _MOST = 3
@@ -53,7 +56,7 @@ class Step:
             return split_batch(runtime, gather_rows(runtime.group, parts))
         return ReplicaBatches(parts if batch is not None and batch.is_placed else runtime.place(parts), split)
 
-    def as_parts(self, runtime: Runtime) -> list[Any]:
+    def as_parts(self, runtime: Runtime) -> list[Structure]:
         """Returns one batch per local replica, with zero rows for a replica without data."""
         if self.batch is not None and self.batch.whole is not None:
             split = even_split(sum(self.counts), runtime.num_replicas)
@@ -61,7 +64,7 @@ class Step:
         parts = self._parts(runtime)
         return empty_parts(runtime.group, parts) if 0 in self.counts else list(parts)
 
-    def _parts(self, runtime: Runtime) -> Sequence[Any]:
+    def _parts(self, runtime: Runtime) -> Sequence[Structure]:
         if self.batch is None or self.batch.parts is None:
             return [None] * len(runtime.devices)
         return self.batch.parts
@@ -275,7 +278,7 @@ def _ready(
         yield batch
 
 
-def split_batch(runtime: Runtime, batch: Any) -> ReplicaBatches:
+def split_batch(runtime: Runtime, batch: Structure) -> ReplicaBatches:
     """Returns the batches for a step function from a global batch that every worker has."""
     count = rows.num_rows(batch)
     split = runtime.split(count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 
@@ -21,8 +21,11 @@ from kdist.data.sources.source import Source
 from kdist.errors import InvalidArgumentError
 from kdist.values import regroup
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
 
-def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) -> DistributedDataset:
+
+def distribute_dataset(runtime: Runtime, dataset: object, options: InputOptions) -> DistributedDataset:
     """Distributes a dataset of global batches according to its policy. All workers must call it."""
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise InvalidArgumentError(
@@ -56,7 +59,7 @@ def distribute_dataset(runtime: Runtime, dataset: Any, options: InputOptions) ->
 
 
 def distribute_from_function(
-    runtime: Runtime, dataset_fn: Callable[[InputContext], Any], options: InputOptions
+    runtime: Runtime, dataset_fn: Callable[[InputContext], object], options: InputOptions
 ) -> DistributedDataset:
     """Distributes pipelines of per-replica batches, which a function creates. All workers must call it."""
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
@@ -101,7 +104,7 @@ def _dataset(
     )
 
 
-def distribute_values(runtime: Runtime, value_fn: Callable[[ValueContext], Any]) -> Any:
+def distribute_values(runtime: Runtime, value_fn: Callable[[ValueContext], Structure]) -> Structure:
     """Calls the user's function once per local replica, and returns the values."""
     values = [value_fn(ValueContext(i, runtime.num_replicas)) for i in runtime.replica_ids]
     return regroup(values, keras.tree.map_structure)

@@ -15,7 +15,10 @@ from kdist.values import regroup
 
 # Modules that need Keras are imported when a dataset is read, so importing this module stays cheap.
 if TYPE_CHECKING:
+    from kdist.arrays.types import Shape, Structure, T
+    from kdist.backends.contract import ReplicaBatches
     from kdist.data.agreement import Step, Steps
+    from kdist.data.sources.source import Source
 
 
 class DistributedDataset:
@@ -36,12 +39,12 @@ class DistributedDataset:
         kind: str,
         num_steps: int | None,
         is_infinite: bool,
-        inner_shapes: list[Any] | None = None,
-        sources: Sequence[Any] = (),
+        inner_shapes: list[Shape] | None = None,
+        sources: Sequence[Source] = (),
     ) -> None:
         self._runtime = runtime
         self._open_at = open_at  # takes an epoch and a step
-        self._element_spec: Any = None
+        self._element_spec: Structure = None
         self._next = {"epoch": 0, "step": 0}  # where the next iterator starts
         self._newest: dict[str, int] | None = None  # the position of the newest iterator
         self._peeked: DistributedIterator | None = None
@@ -72,7 +75,7 @@ class DistributedDataset:
         self._next = {"epoch": self._next["epoch"] + 1, "step": 0}
         return iterator
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, initial_state: T, reduce_func: Callable[[T, Any], T]) -> T:
         """Combines the elements of one epoch with a function, like `functools.reduce`.
 
         All workers must call it. In a `tf.function`, write a `for` loop instead.
@@ -112,13 +115,13 @@ class DistributedDataset:
             self._peeked = DistributedIterator(self, self._next)
         return self._peeked.peek()
 
-    def peek_part(self) -> Any:
+    def peek_part(self) -> Structure:
         """Returns one replica's batch from the first step of the next iterator. All workers must call it."""
         self.peek()
         assert self._peeked is not None
         return self._peeked.peek_part()
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, int]:
         """Returns the position of the newest iterator: its epoch, and the steps consumed in this epoch.
 
         It is JSON-compatible and equal on all workers. A new dataset, created in the same way, resumes there
@@ -126,7 +129,7 @@ class DistributedDataset:
         """
         return self._in_epoch(self._next if self._newest is None else self._newest)
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, int]) -> None:
         """Makes the next iterator resume at a position from `get_state`. Does not affect existing iterators.
 
         Args:
@@ -152,7 +155,7 @@ class DistributedDataset:
         ended = self.num_steps is not None and 0 < self.num_steps <= step
         return {"epoch": epoch + 1, "step": 0} if ended else {"epoch": epoch, "step": step}
 
-    def _note_spec(self, part: Any) -> None:
+    def _note_spec(self, part: Structure) -> None:
         if self._element_spec is None:
             self._element_spec = self._runtime.element_spec(part, self.inner_shapes)
 
@@ -206,7 +209,7 @@ class DistributedIterator:
             self._ahead.append(self._source.next())
         return self._ahead[0]
 
-    def peek_part(self) -> Any:
+    def peek_part(self) -> Structure:
         """Returns one replica's batch from the next step, preferably a batch with rows."""
         from kdist.arrays import rows
 
@@ -223,7 +226,7 @@ class DistributedIterator:
             return parts[0]
         return next((part for part in parts if rows.num_rows(part)), parts[0])
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Iterator[ReplicaBatches]:
         """Returns batches for step functions. The pipeline closes when the iterator ends or is deleted."""
         return (step.as_batch(self._dataset._runtime) for step in self.steps)
 
@@ -250,7 +253,7 @@ class DistributedIterator:
             )
         return self._dataset._runtime.traced(self)
 
-    def _next(self) -> Any:
+    def _next(self) -> Structure:
         import keras
 
         runtime = self._dataset._runtime
@@ -293,13 +296,13 @@ class DistributedIterator:
 
     # TensorFlow's protocol for arguments of a `tf.function`. Iterators over the same kind of elements share a
     # compiled function.
-    def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
+    def __tf_flatten__(self) -> tuple[object, tuple[object, ...]]:
         import numpy as np
 
         return (self._dataset._runtime.element_of(self),), (np.asarray(self.number),)
 
     @classmethod
-    def __tf_unflatten__(cls, metadata: Any, components: Sequence[Any]) -> Any:
+    def __tf_unflatten__(cls, metadata: Any, components: Sequence[object]) -> Any:
         return metadata[0].iterator(components[0])
 
     @property
@@ -307,7 +310,7 @@ class DistributedIterator:
         """See `DistributedDataset.element_spec`."""
         return self._dataset.element_spec
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, int]:
         """Returns the position of this iterator. See `DistributedDataset.get_state`."""
         return self._dataset._in_epoch(self._position)
 
@@ -334,7 +337,7 @@ def _counted(source: Steps, ahead: list[Step | None], position: dict[str, int]) 
 class Optional:
     """An element that may be missing, like `tf.experimental.Optional`."""
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Sequence[object]) -> None:
         self._values = values
 
     def has_value(self) -> bool:

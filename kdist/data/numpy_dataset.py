@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
 
 from kdist.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
 
 
 class NumpyDataset:
@@ -29,7 +32,7 @@ class NumpyDataset:
     [[0, 1], [2, 3], [4]]
     """
 
-    def __init__(self, arrays: Any) -> None:
+    def __init__(self, arrays: Structure) -> None:
         self._arrays = keras.tree.map_structure(np.asarray, arrays)
         lengths = {len(array) if array.ndim else None for array in keras.tree.flatten(self._arrays)}
         if len(lengths) != 1 or None in lengths:
@@ -39,10 +42,12 @@ class NumpyDataset:
                 hint="Pass arrays whose first axes have the same length.",
             )
         (self._num_items,) = lengths
-        self._items: Callable[[int], Iterator[Any]] = lambda epoch: iter(range(len(self)))
+        self._items: Callable[[int], Iterator[int | np.ndarray]] = lambda epoch: iter(range(len(self)))
         self._iterated = 0
 
-    def _derived(self, items: Callable[[int], Iterator[Any]], num_items: int | None) -> NumpyDataset:
+    def _derived(
+        self, items: Callable[[int], Iterator[int | np.ndarray]], num_items: int | None
+    ) -> NumpyDataset:
         derived = copy.copy(self)
         derived._items, derived._num_items, derived._iterated = items, num_items, 0
         return derived
@@ -60,7 +65,7 @@ class NumpyDataset:
         outer = self._items
         base = int(np.random.randint(2**31)) if seed is None else seed
 
-        def items(epoch: int) -> Iterator[Any]:
+        def items(epoch: int) -> Iterator[int | np.ndarray]:
             random = np.random.default_rng([base, epoch if reshuffle_each_iteration else 0])
             source = outer(epoch)
             buffer = list(itertools.islice(source, buffer_size))
@@ -77,7 +82,7 @@ class NumpyDataset:
         outer = self._items
         times = -1 if count is None else count
 
-        def items(epoch: int) -> Iterator[Any]:
+        def items(epoch: int) -> Iterator[int | np.ndarray]:
             rounds = itertools.count() if times < 0 else range(times)
             # The number of a round is unique over all epochs, so each round is shuffled differently.
             return itertools.chain.from_iterable(outer(epoch * max(times, 1_000_003) + i) for i in rounds)
@@ -112,7 +117,7 @@ class NumpyDataset:
             )
         outer = self._items
 
-        def items(epoch: int) -> Iterator[Any]:
+        def items(epoch: int) -> Iterator[np.ndarray]:
             source = outer(epoch)
             while indices := list(itertools.islice(source, batch_size)):
                 if len(indices) == batch_size or not drop_remainder:
@@ -136,12 +141,12 @@ class NumpyDataset:
         """Returns the number of elements, or -1 if the dataset repeats forever."""
         return -1 if self._num_items is None else self._num_items
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Structure]:
         """Starts the next epoch."""
         epoch, self._iterated = self._iterated, self._iterated + 1
         return self.epoch(epoch)
 
-    def epoch(self, epoch: int) -> Iterator[Any]:
+    def epoch(self, epoch: int) -> Iterator[Structure]:
         """Yields the elements in the order of an epoch, counted from 0."""
         for item in self._items(epoch):
             yield keras.tree.map_structure(lambda array, i=item: array[i], self._arrays)

@@ -8,10 +8,13 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.backends import threads
 from kdist.tracing import span
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import T
 
 # Seconds that the thread waits on a full queue before it checks whether the pipeline was closed.
 _GLANCE = 0.1
@@ -24,7 +27,7 @@ class End:
     error: BaseException | None = None
 
 
-def primed(items: Iterator[Any]) -> Iterator[Any]:
+def primed(items: Iterator[T]) -> Iterator[T]:
     """Reads the first item immediately, in the calling thread.
 
     A pipeline that shuffles then draws its seed from the global generators now, not later in another thread.
@@ -49,13 +52,13 @@ class Prefetch:
         depth: The maximum number of waiting items. With 0, `take` reads the items itself, without a thread.
     """
 
-    def __init__(self, items: Iterator[Any], depth: int) -> None:
+    def __init__(self, items: Iterator[object], depth: int) -> None:
         self._depth = depth
         self._end: End | None = None
         if depth == 0:
             self._items = items
             return
-        self._queue: queue.Queue[Any] = queue.Queue(depth)
+        self._queue: queue.Queue[object] = queue.Queue(depth)
         self._closed = threading.Event()
         # The thread has no reference to this object, so the object is deleted even if it is never closed.
         self._thread = threads.helper("kdist prefetch", _fill, items, self._queue, self._closed)
@@ -82,7 +85,7 @@ class Prefetch:
             self._end = taken[-1]
         return taken
 
-    def _take_one(self, wait: float | None) -> Any:
+    def _take_one(self, wait: float | None) -> object:
         if not self._depth:
             return _read_one(self._items)
         return self._queue.get(block=wait != 0.0, timeout=wait or None)
@@ -105,7 +108,7 @@ class Prefetch:
             self._closed.set()
 
 
-def _read_one(items: Iterator[Any]) -> Any:
+def _read_one(items: Iterator[T]) -> T | End:
     try:
         with span("reading", "input"):
             return next(items)
@@ -115,8 +118,8 @@ def _read_one(items: Iterator[Any]) -> Any:
         return End(error)
 
 
-def _fill(items: Iterator[Any], filled: queue.Queue[Any], closed: threading.Event) -> None:
-    item: Any = None
+def _fill(items: Iterator[object], filled: queue.Queue[object], closed: threading.Event) -> None:
+    item: object = None
     while not closed.is_set() and not isinstance(item, End):
         item = _read_one(items)
         while not closed.is_set():
@@ -128,6 +131,6 @@ def _fill(items: Iterator[Any], filled: queue.Queue[Any], closed: threading.Even
     _close(items)
 
 
-def _close(items: Any) -> None:
+def _close(items: object) -> None:
     if hasattr(items, "close"):
         items.close()

@@ -7,7 +7,7 @@ import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 
@@ -16,6 +16,9 @@ from kdist.arrays.splitting import even_split, have_all_rows
 from kdist.backends.contract import Runtime
 from kdist.data.sources.source import Source
 from kdist.errors import DatasetError
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
 
 # Replaces the number of rows for a single element, which has no row axis.
 SINGLE = -1
@@ -35,8 +38,8 @@ class WorkerBatch:
     """
 
     counts: list[int]
-    parts: Sequence[Any] | None = None
-    whole: Any = None
+    parts: Sequence[Structure] | None = None
+    whole: Structure = None
     is_placed: bool = False
 
     @functools.cached_property
@@ -84,7 +87,7 @@ def read_global(source: Source, runtime: Runtime, epoch: int, start: int) -> Ite
         yield WorkerBatch([count], parts=rows.cut(part, [(a - first, b - first) for a, b in split]))
 
 
-def _check_chosen(part: Any, expected: int) -> None:
+def _check_chosen(part: Structure, expected: int) -> None:
     if (found := rows.num_rows(part)) != expected:
         raise DatasetError(
             "The collate_fn of the DataLoader did not return one row per sample.",
@@ -154,7 +157,7 @@ def is_cut_short(counts: Sequence[int]) -> bool:
     return SINGLE in counts and 0 in counts
 
 
-def _of_parts(parts: Sequence[Any]) -> WorkerBatch:
+def _of_parts(parts: Sequence[Structure]) -> WorkerBatch:
     counts = [
         0 if part is None else SINGLE if rows.is_single(part) else rows.num_rows(part) for part in parts
     ]

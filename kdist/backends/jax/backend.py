@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,10 @@ from kdist.cluster import visible_gpus
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions, hint_ignored
 from kdist.topology import Sharded, Topology
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
+    from kdist.backends.contract import DataAdapter
 
 # NumPy's Mersenne Twister: position, whether a Gaussian is cached, and its value. The words follow.
 _GENERATOR = struct.Struct("<qqd")
@@ -41,7 +46,7 @@ class JaxBackend(Backend):
         keras_hooks.hook_moments(moments.moments)
         keras_hooks.hook_reading(storage.read, storage.shown)
 
-    def native_batches(self, adapter: Any) -> Any:
+    def native_batches(self, adapter: DataAdapter) -> Iterable[Structure]:
         """Returns an iterator of NumPy arrays."""
         return adapter.get_jax_iterator()
 

@@ -7,7 +7,7 @@ they keep as equal on all devices. For components, this is not true.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -15,19 +15,22 @@ from kdist import keras_hooks
 from kdist.backends.aggregation import is_on_read, share_of
 from kdist.backends.jax.core import JaxCore
 
+if TYPE_CHECKING:
+    import keras
 
-def has_components(runtime: JaxCore, variable: Any) -> bool:
+
+def has_components(runtime: JaxCore, variable: keras.Variable) -> bool:
     """Returns whether the replicas have components of a variable."""
     return runtime.num_replicas > 1 and is_on_read(variable)
 
 
-def place_shares(runtime: JaxCore, variable: Any) -> Any:
+def place_shares(runtime: JaxCore, variable: keras.Variable) -> jax.Array:
     """Returns the components of the local replicas for a variable's current value."""
     value, number = keras_hooks.native_value(variable), runtime.num_replicas
     return place_components(runtime, [share_of(variable, value, i, number) for i in runtime.replica_ids])
 
 
-def place_components(runtime: JaxCore, parts: Sequence[Any]) -> Any:
+def place_components(runtime: JaxCore, parts: Sequence[jax.Array]) -> jax.Array:
     """Returns the components of the local replicas as one array over the mesh."""
     placed = [
         jax.device_put(part, device, may_alias=False)

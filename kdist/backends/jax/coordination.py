@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import keras
@@ -13,6 +13,10 @@ import numpy as np
 from kdist.backends.coordination import Engine
 from kdist.backends.jax import tables
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
+    from kdist.backends.coordination import Record
+
 
 class JaxEngine(Engine):
     """Implements `Engine` with immutable arrays: a new value is always a new array."""
@@ -20,31 +24,31 @@ class JaxEngine(Engine):
     def __init__(self) -> None:
         tables.hook_lookups()
         # The compiled steps of each optimizer. The keys are the ids of the variables.
-        self._programs: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._programs: weakref.WeakKeyDictionary[
+            keras.optimizers.Optimizer, dict[tuple[int, ...], Callable[[Sequence[np.ndarray]], None]]
+        ] = weakref.WeakKeyDictionary()
 
-    def load(self, variable: Any, held: Any, array: np.ndarray) -> jax.Array:
+    def load(self, variable: keras.Variable, held: jax.Array | None, array: np.ndarray) -> jax.Array:
         """Copies a value to the device."""
         with jax.ensure_compile_time_eval():  # the first read may happen in a trace
             return keras.ops.convert_to_tensor(array, dtype=variable.dtype)
 
-    def mark(self, held: Any) -> Any:
+    def mark(self, held: jax.Array) -> jax.Array:
         """Returns the array itself."""
         return held
 
-    def is_changed(self, held: Any, mark: Any) -> bool:
+    def is_changed(self, held: jax.Array, mark: object) -> bool:
         """Returns whether the value is another array."""
         return held is not mark
 
-    def table(self, record: Any) -> None:
+    def table(self, record: Record) -> None:
         """Does nothing, because programs look up rows before they run."""
 
-    def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
+    def by_rows(self, variable: keras.Variable, gradient: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         """Returns the indices and values of the rows of a gradient, if the program has the table."""
         return tables.by_rows(variable, gradient)
 
-    def train_step(self, model: Any, data: Any) -> Any:
+    def train_step(self, model: keras.Model, data: Structure) -> Structure:
         """Runs Keras's stateless step with the values that variables have in the surrounding scope."""
         # The optimizer's step runs elsewhere, so the values of its per-variable state do not matter here.
         own = [
@@ -61,7 +65,12 @@ class JaxEngine(Engine):
                 variable.assign(value)
         return logs
 
-    def apply(self, optimizer: Any, gradients: Sequence[np.ndarray], variables: Sequence[Any]) -> None:
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[np.ndarray],
+        variables: Sequence[keras.Variable],
+    ) -> None:
         """Runs the optimizer's step, which is compiled once per set of variables."""
         programs = self._programs.setdefault(optimizer, {})
         key = tuple(map(id, variables))
@@ -70,11 +79,13 @@ class JaxEngine(Engine):
         programs[key](gradients)
 
 
-def _compiled(optimizer: Any, variables: list[Any]) -> Callable[[Sequence[np.ndarray]], None]:
+def _compiled(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> Callable[[Sequence[np.ndarray]], None]:
     state = [*variables, *optimizer.variables]
 
     @jax.jit
-    def step(values: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    def step(values: Sequence[jax.Array], gradients: Sequence[jax.Array]) -> list[jax.Array]:
         with keras.StatelessScope(list(zip(state, values, strict=True))) as scope:
             optimizer.apply(gradients, variables)
         found = [scope.get_current_value(variable) for variable in state]

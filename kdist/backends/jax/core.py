@@ -10,9 +10,9 @@ import collections
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import keras
@@ -37,6 +37,11 @@ from kdist.communication.shared_memory import SharedMemory
 from kdist.errors import DatasetError
 from kdist.topology import Central, Sharded, Topology
 
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    from kdist.arrays.types import Structure, T
+
 _MOST_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
 _MOST_EVEN = 64  # arrays of the last batches
@@ -58,7 +63,9 @@ class JaxCore(Runtime):
         (self.holder,) = find_devices(topology.parameter_devices[:1])
         self.is_central = isinstance(topology.storage, Central)
         self._even: collections.deque[weakref.ref[jax.Array]] = collections.deque(maxlen=_MOST_EVEN)
-        self._copies: dict[Any, Any] = {}  # a program per device
+        self._copies: dict[
+            jax.Device, Callable[[list[jax.Array]], list[jax.Array]]
+        ] = {}  # a program per device
         everyone = np.array(all_devices(group, self.local_devices))
         sharded = topology.storage if isinstance(topology.storage, Sharded) else None
         if sharded is None:
@@ -77,7 +84,7 @@ class JaxCore(Runtime):
         is_one = len(self.local_devices) == 1  # each device would add to the sum of its worker
         self.memory: SharedMemory | None = getattr(group, "memory", None) if is_one else None
         """The shared memory in which `over_rows` sums. Another strategy may have connected it."""
-        self.replicated: Any = NamedSharding(self.mesh, PartitionSpec())
+        self.replicated: NamedSharding | SingleDeviceSharding = NamedSharding(self.mesh, PartitionSpec())
         if self._is_single:
             self.replicated = SingleDeviceSharding(self.holder)
         self.by_rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
@@ -96,11 +103,11 @@ class JaxCore(Runtime):
                         raise explained from error
                     raise closed_error(f"worker {self.worker_index}", error) from error
 
-    def note_even(self, batch: Any) -> None:
+    def note_even(self, batch: Structure) -> None:
         """Records the arrays of a batch, whose shapes are equal on all workers, by weak references."""
         self._even.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.Array))
 
-    def is_even(self, array: Any) -> bool:
+    def is_even(self, array: jax.Array | np.ndarray) -> bool:
         """Returns whether an array is known to have the same shape on all workers, without communication."""
         return not array.shape or any(known() is array for known in self._even)
 
@@ -115,7 +122,7 @@ class JaxCore(Runtime):
         """The devices of the mesh, in mesh order."""
         return [f"{device.platform}:{device.id}" for device in self.mesh.devices.flat]
 
-    def scope(self) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[object]:
         """Creates variables on the device that holds them, or on the host if they may be sharded."""
         hosts = [] if self.storage is None else local_devices("cpu")
         device = self.holder if self.holder.platform == "cpu" else (*hosts, self.holder)[0]
@@ -128,13 +135,13 @@ class JaxCore(Runtime):
         """Whether workers can communicate now. This is impossible while a program is traced."""
         return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
-    def to_holder(self, parts: Sequence[Any]) -> list[Any]:
+    def to_holder(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
         """Copies tensors to the device that holds variables."""
         return [
             part if isinstance(part, jax.core.Tracer) else jax.device_put(part, self.holder) for part in parts
         ]
 
-    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+    def broadcast_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Copies the chief's values to all workers, and shards new variables."""
         if self.num_workers > 1:
             # Sharded variables have had the chief's values since they were sharded.
@@ -145,7 +152,7 @@ class JaxCore(Runtime):
         if self.storage is not None:
             self.storage.take(variables)
 
-    def place_state(self, values: Any) -> Any:
+    def place_state(self, values: T) -> T:
         """Copies process-local arrays to all devices.
 
         All workers must pass equal values, because nothing is sent between workers. The result shares no
@@ -154,10 +161,10 @@ class JaxCore(Runtime):
         # A replicated device_put would share the first device's buffer even with may_alias=False.
         return self._replicate(jax.device_put(values, self.holder, may_alias=False))
 
-    def place(self, parts: Sequence[Any]) -> list[Any]:
+    def place(self, parts: Sequence[Structure]) -> list[Structure]:
         """Copies the batch of each local replica to its device."""
 
-        def ready(leaf: Any) -> Any:
+        def ready(leaf: object) -> jax.Array | np.ndarray | sparse.BCOO | None:
             array = _as_array(leaf)
             # JAX shares aligned memory even with may_alias=False, but a pipeline may overwrite it.
             return np.array(array) if isinstance(array, np.ndarray) else array
@@ -168,13 +175,13 @@ class JaxCore(Runtime):
             moved = iter(self._put([leaf for leaf in leaves if _is_number(leaf)], device))
             done = iter([next(moved) if _is_number(leaf) else leaf for leaf in leaves])
 
-            def replace(_: Any, done: Iterator[Any] = done) -> Any:
+            def replace(_: object, done: Iterator[object] = done) -> object:
                 return next(done)
 
             placed.append(None if part is None else map_leaves(replace, part))
         return placed
 
-    def _put(self, arrays: list[Any], device: Any) -> list[Any]:
+    def _put(self, arrays: list[jax.Array | np.ndarray], device: jax.Device) -> list[jax.Array]:
         """Copies arrays to a device."""
         is_small = sum(array.nbytes for array in arrays) <= _SMALL_BYTES
         if device.platform != "cpu" or not is_small or any(isinstance(array, jax.Array) for array in arrays):
@@ -184,30 +191,30 @@ class JaxCore(Runtime):
             self._copies[device] = jax.jit(lambda arrays: arrays, out_shardings=SingleDeviceSharding(device))
         return self._copies[device](arrays)
 
-    def place_for_step(self, parts: Sequence[Any]) -> list[Any]:
+    def place_for_step(self, parts: Sequence[Structure]) -> list[Structure]:
         """Places the parts of a batch. With a single CPU device, NumPy arrays stay: the program takes them."""
         if not self._takes_host_arrays:
             return self.place(parts)
 
-        def placed(leaf: Any) -> Any:
+        def placed(leaf: object) -> object:
             is_array = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV"
             return leaf if is_array else self.place([leaf])[0]
 
         return [keras.tree.map_structure(placed, part) for part in parts]
 
-    def place_eagerly(self, data: Any) -> Any:
+    def place_eagerly(self, data: Structure) -> Structure:
         """Returns data for an eager step, on the first device, or as NumPy arrays for sharded variables."""
         if self.storage is None:
             return jax.device_put(data, self.holder)
         return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, data)
 
-    def show_eager(self, outputs: Any) -> Any:
+    def show_eager(self, outputs: Structure) -> Structure:
         """Returns the results of an eager step as arrays of this worker."""
         if self.storage is None:
             return outputs
         return jax.tree.map(lambda leaf: arranged(leaf, self.replicated), outputs)
 
-    def join_parts(self, batch: ReplicaBatches) -> Any:
+    def join_parts(self, batch: ReplicaBatches) -> Structure:
         """Returns the global batch as arrays over the mesh; nothing is sent between devices.
 
         Each device has its rows or all rows. If it has all rows, `divide` splits them inside the program.
@@ -217,7 +224,7 @@ class JaxCore(Runtime):
         is_whole = have_all_rows(batch.split)
         sharding = self.replicated if is_whole else self.by_rows
 
-        def join(*leaves: Any) -> Any:
+        def join(*leaves: jax.Array | None) -> jax.Array | None:
             if leaves[0] is None:
                 return None
             if isinstance(leaves[0], sparse.BCOO):  # its index arrays have no rows to split
@@ -233,7 +240,7 @@ class JaxCore(Runtime):
 
         return keras.tree.map_structure(join, *batch.parts)
 
-    def join_values(self, values: Sequence[Sequence[Any]]) -> list[Any]:
+    def join_values(self, values: Sequence[Sequence[jax.Array | np.ndarray]]) -> list[jax.Array]:
         """Concatenates the values of all replicas by rows into arrays over the mesh; scalars become rows.
 
         Each value consists of one array per local replica, with equal shapes.
@@ -250,7 +257,7 @@ class JaxCore(Runtime):
             placed.append(jax.make_array_from_single_device_arrays(whole, self.by_rows, local))
         return placed
 
-    def divide(self, batch: Any) -> Any:
+    def divide(self, batch: Structure) -> Structure:
         """Makes XLA split rows over the replicas inside a program, even if the number is not divisible.
 
         XLA pads the last part and masks the padding in every reduction, so the results do not change.
@@ -259,7 +266,7 @@ class JaxCore(Runtime):
         if self._is_single:
             return batch
 
-        def constrain(leaf: Any) -> Any:
+        def constrain(leaf: object) -> object:
             if not isinstance(leaf, jax.Array) or leaf.ndim == 0 or not self._divides(leaf.shape[0]):
                 return leaf
             return jax.lax.with_sharding_constraint(leaf, self.by_batch)
@@ -275,7 +282,7 @@ class JaxCore(Runtime):
         length = self.mesh.shape[self.by_batch.spec[0]]
         return num_rows >= length and (num_rows % length == 0 or length == self.num_replicas)
 
-    def place_variables(self, variables: Sequence[Any]) -> list[Any]:
+    def place_variables(self, variables: Sequence[keras.Variable]) -> list[jax.Array]:
         """Returns the values of variables on all devices. Sharded variables provide their own arrays."""
         values = [keras_hooks.native_value(variable) for variable in variables]
         whole_ones = [i for i, variable in enumerate(variables) if not is_divided(variable)]
@@ -284,11 +291,13 @@ class JaxCore(Runtime):
             values[i] = value
         return values
 
-    def shardings(self, variables: Sequence[Any]) -> Any:
+    def shardings(self, variables: Sequence[keras.Variable]) -> list[NamedSharding] | None:
         """Returns the output shardings of variables for a program, or `None` if XLA may choose."""
         return None if self.storage is None else [self.storage.sharding(variable) for variable in variables]
 
-    def show_variables(self, variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    def show_variables(
+        self, variables: Sequence[keras.Variable], values: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         """Returns the values to store in variables after a program; copies only to a central device."""
         if self.storage is None:
             return list(self.show(list(values)))
@@ -297,22 +306,22 @@ class JaxCore(Runtime):
             for variable, value in zip(variables, values, strict=True)
         ]
 
-    def kept_whole(self, variables: Sequence[Any]) -> AbstractContextManager[Any]:
+    def kept_whole(self, variables: Sequence[keras.Variable]) -> AbstractContextManager[object]:
         """Returns a context that keeps the gathered variables in host memory."""
         return storage.kept_whole(self, variables)
 
-    def local_values(self, variable: Any) -> Sequence[Any]:
+    def local_values(self, variable: keras.Variable) -> Sequence[jax.Array | np.ndarray]:
         """Returns a list that contains the whole value of a variable."""
         return [np.asarray(variable)] if is_divided(variable) else [variable.value]
 
-    def show(self, values: Any) -> Any:
+    def show(self, values: T) -> T:
         """Returns replicated arrays as arrays of one local device, copied only to a central device."""
         if self._is_single:
             return values
         local = jax.tree.map(lambda value: value.addressable_data(0), values)
         return jax.device_put(local, self.holder) if self.is_central else local
 
-    def broadcast(self, values: Sequence[Any]) -> list[Any]:
+    def broadcast(self, values: Sequence[jax.Array | np.ndarray]) -> list[jax.Array]:
         """Returns worker 0's arrays on this worker's first device. All workers must call this method."""
         hosts = [np.asarray(value) for value in values]
         words = _words(b"".join(host.tobytes() for host in hosts))
@@ -327,17 +336,17 @@ class JaxCore(Runtime):
             start += host.nbytes
         return chief
 
-    def throttle(self, values: Any) -> None:
+    def throttle(self, values: Structure) -> None:
         """Waits for the results of a step if the next step could interfere with it."""
         note_dispatched(values)
         if self._one_at_a_time:
             with tracing.span("until ready", "step"):
                 jax.block_until_ready(values)
 
-    def _replicate(self, values: Any) -> Any:
+    def _replicate(self, values: T) -> T:
         """Copies a tree of process-local arrays, equal on all workers, to all devices."""
 
-        def over_workers(local: Any) -> Any:
+        def over_workers(local: jax.Array) -> jax.Array:
             shards = [shard.data for shard in local.addressable_shards]
             return jax.make_array_from_single_device_arrays(local.shape, self.replicated, shards)
 
@@ -345,9 +354,9 @@ class JaxCore(Runtime):
         return jax.tree.map(over_workers, copies) if self.num_workers > 1 else copies
 
 
-def _in_parts(variables: Sequence[Any]) -> Iterator[Sequence[Any]]:
+def _in_parts(variables: Sequence[keras.Variable]) -> Iterator[Sequence[keras.Variable]]:
     """Yields groups of variables, so that a device has enough memory for a second copy of each group."""
-    some: list[Any] = []
+    some: list[keras.Variable] = []
     size = 0
     for variable in variables:
         some.append(variable)
@@ -359,16 +368,16 @@ def _in_parts(variables: Sequence[Any]) -> Iterator[Sequence[Any]]:
         yield some
 
 
-def _words(data: bytes) -> Any:
+def _words(data: bytes) -> np.ndarray:
     return np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
 
 
-def _is_number(array: Any) -> bool:
+def _is_number(array: object) -> TypeGuard[jax.Array | np.ndarray]:
     """Returns whether an array can be on a device: for example, an array of texts cannot."""
     return isinstance(array, jax.Array) or (isinstance(array, np.ndarray) and array.dtype.kind in "biufcV")
 
 
-def _as_array(leaf: Any) -> Any:
+def _as_array(leaf: object) -> jax.Array | np.ndarray | sparse.BCOO | None:
     if leaf is None or isinstance(leaf, (np.ndarray, jax.Array, sparse.BCOO)):
         return leaf
     if is_tf_sparse(leaf):

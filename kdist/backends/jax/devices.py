@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.experimental import mesh_utils
@@ -21,7 +20,7 @@ _POOL_THREADS = 16
 _THREADS_PER_DEVICE = 4
 
 
-def local_devices(kind: str) -> list[Any]:
+def local_devices(kind: str) -> list[jax.Device]:
     """Starts JAX, and returns this process's device objects of a kind: `"cpu"`, `"gpu"` or `"tpu"`."""
     try:
         return list(jax.local_devices(backend=kind))
@@ -86,7 +85,7 @@ def own_devices(names: Sequence[str], num_workers: int) -> tuple[str, ...]:
     return tuple(ids[name] for name in names if name in ids)
 
 
-def find_devices(names: Sequence[str]) -> list[Any]:
+def find_devices(names: Sequence[str]) -> list[jax.Device]:
     """Returns JAX's device objects for short names, or raises a `DeviceError`."""
     found = []
     for name in names:

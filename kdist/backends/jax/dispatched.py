@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import collections
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from kdist.backends import whereabouts
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
+
 # One array of each program, and the position in training at its dispatch.
-_dispatched: collections.deque[tuple[Any, tuple[str, int, int]]] = collections.deque(maxlen=64)
+_dispatched: collections.deque[tuple[jax.Array, tuple[str, int, int]]] = collections.deque(maxlen=64)
 
 
-def note_dispatched(values: Any) -> None:
+def note_dispatched(values: Structure) -> None:
     """Remembers one array of a program. Code that reads it before it is ready waits for other workers."""
     while isinstance(values, (dict, list, tuple)) and values:
         values = next(iter(values.values() if isinstance(values, dict) else values))
@@ -31,7 +34,7 @@ def first_unfinished() -> str | None:
     return None
 
 
-def _has_ended(array: Any) -> bool:
+def _has_ended(array: jax.Array) -> bool:
     try:
         if array.is_ready():
             array.block_until_ready()

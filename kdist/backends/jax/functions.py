@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
@@ -40,6 +40,11 @@ from kdist.context import current_replica
 from kdist.errors import InvalidArgumentError, KdistError
 from kdist.values import DistributedValues
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import P, R, Structure, Tensor
+    from kdist.backends.jax.scopes import Held
+    from kdist.context import StrategyLike
+
 _MOST_PROGRAMS = 128
 _MANY_PROGRAMS = 16
 
@@ -50,10 +55,16 @@ class Functions:
     def __init__(self, runtime: JaxCore) -> None:
         self._runtime = runtime
         self.placed = Placed(runtime)
-        self._programs: collections.OrderedDict[Any, _Program] = collections.OrderedDict()
-        self._counts: collections.Counter[Any] = collections.Counter()
+        self._programs: collections.OrderedDict[Hashable, _Program] = collections.OrderedDict()
+        self._counts: collections.Counter[object] = collections.Counter()
 
-    def run(self, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Sequence[Any]:
+    def run(
+        self,
+        strategy: StrategyLike,
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> Sequence[Structure]:
         """Calls the user's function in every replica."""
         leave_function()
         runtime = self._runtime
@@ -69,7 +80,7 @@ class Functions:
         with runtime.group.working():
             return program(self.placed, call)
 
-    def _limit(self, key: Any) -> None:
+    def _limit(self, key: tuple[Any, ...]) -> None:
         if len(self._programs) > _MOST_PROGRAMS:
             self._programs.popitem(last=False)
         code = key[0][1]
@@ -108,17 +119,17 @@ def leave_function() -> None:
 class _Call(Template):
     """The arguments of one call: constants, and arrays with one value per local replica."""
 
-    def __init__(self, args: Any, kwargs: Any, num_local: int) -> None:
+    def __init__(self, args: tuple[object, ...], kwargs: dict[str, object], num_local: int) -> None:
         super().__init__((args, kwargs), lambda leaf: _parts(leaf, num_local))
         self.constants = list(map(_same_constant, self.constants))
 
-    def key(self) -> Any:
+    def key(self) -> Hashable:
         """Returns a key that is equal for all calls that can run the same program."""
         shapes = tuple((tuple(parts[0].shape), str(parts[0].dtype)) for parts in self.data)
         return repr(self._structure), constant_key(tuple(self.constants)), shapes
 
 
-def _parts(leaf: Any, num_local: int) -> list[Any] | None:
+def _parts(leaf: object, num_local: int) -> list[jax.Array | np.ndarray] | None:
     """Returns one array per local replica, or `None` for a constant."""
     if isinstance(leaf, DistributedValues):
         parts = [part if is_array(part) else np.asarray(part) for part in leaf.values]
@@ -130,7 +141,7 @@ def _parts(leaf: Any, num_local: int) -> list[Any] | None:
     return [leaf] * num_local if is_array(leaf) else None
 
 
-def _same_constant(leaf: Any) -> Any:
+def _same_constant(leaf: object) -> object:
     if not isinstance(leaf, DistributedValues):
         return leaf
     first = leaf.values[0]
@@ -147,7 +158,9 @@ def _same_constant(leaf: Any) -> Any:
 class _Program:
     """A user function, compiled for arguments with the same key as its first call."""
 
-    def __init__(self, runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: _Call) -> None:
+    def __init__(
+        self, runtime: JaxCore, strategy: StrategyLike, fn: Callable[..., object], call: _Call
+    ) -> None:
         self._runtime = runtime
         self._strategy = strategy
         self._fn = fn
@@ -162,7 +175,7 @@ class _Program:
         results = {} if shardings is None else {"out_shardings": (shardings, None)}
         self._compiled = jax.jit(self._whole, donate_argnums=0, **results)
 
-    def __call__(self, placed: Placed, call: _Call) -> Sequence[Any]:
+    def __call__(self, placed: Placed, call: _Call) -> Sequence[Structure]:
         debugging.check_all(self._runtime, self._collectives)
         inputs = self._runtime.join_values(call.data)
         written = placed.read(self._written, donated=True)
@@ -177,7 +190,7 @@ class _Program:
         pairs = [*zip(shards, self._outputs.same, strict=True)]
         return [self._outputs.fill([p[0 if same else i].data for p, same in pairs]) for i in range(number)]
 
-    def _discover(self, call: _Call) -> list[Any]:
+    def _discover(self, call: _Call) -> list[keras.Variable]:
         """Traces the function without compiling it, until all its variables are known."""
         inputs = self._runtime.join_values(call.data)
         large = getattr(self._strategy, "tables", ())  # only with parameter servers
@@ -188,11 +201,22 @@ class _Program:
         self._only_read = [v for v in values.variables if id(v) not in values.written]
         return [*self._written, *self._only_read]
 
-    def _over(self, values: Values) -> Callable[[Any], Any]:
+    def _over(self, values: Values) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
         return self._over_mesh(lambda data: self._replica(values, data)[1])
 
-    def _whole(self, written: Any, read: Any, looked: Any, inputs: Any) -> Any:
-        def body(written: Any, read: Any, looked: Any, inputs: Any) -> Any:
+    def _whole(
+        self,
+        written: Sequence[Held],
+        read: Sequence[Held],
+        looked: Sequence[Sequence[jax.Array]],
+        inputs: Sequence[jax.Array],
+    ) -> tuple[list[Held], list[jax.Array]]:
+        def body(
+            written: Sequence[Held],
+            read: Sequence[Held],
+            looked: Sequence[Sequence[jax.Array]],
+            inputs: Sequence[jax.Array],
+        ) -> tuple[list[Held], list[jax.Array]]:
             with self._tables.look(looked):
                 return self._replica(self._values(written, read), inputs)
 
@@ -200,26 +224,28 @@ class _Program:
         state, outputs = self._over_mesh(body)(written, read, looked, inputs)
         return list(map(stored, self._written, state)), outputs
 
-    def _find_ids(self, written: Any, read: Any, inputs: Any) -> list[Any]:
+    def _find_ids(
+        self, written: Sequence[Held], read: Sequence[Held], inputs: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         """Returns the indices of the rows to look up; JAX omits computation that they do not need."""
         with self._tables.find() as finding:
             self._replica(self._values(written, read), inputs)
         return finding.ids
 
-    def _values(self, written: Any, read: Any) -> Values:
+    def _values(self, written: Sequence[Held], read: Sequence[Held]) -> Values:
         variables = [*self._variables, *self._tables.variables]
         return Values(variables, [*written, *read, *self._tables.values()], self._initial_value)
 
-    def _initial_value(self, variable: Any) -> Any:
+    def _initial_value(self, variable: keras.Variable) -> Held:
         value = initial_value(variable)
         return (value, value) if has_components(self._runtime, variable) else value
 
-    def _over_mesh(self, body: Callable[..., Any]) -> Callable[..., Any]:
+    def _over_mesh(self, body: Callable[..., R]) -> Callable[..., R]:
         if self._num_replicas == 1:
             return body
         split, whole = self._runtime.by_rows.spec, PartitionSpec()
 
-        def mapped(*args: Any) -> Any:
+        def mapped(*args: object) -> R:
             specs = (*[whole] * (len(args) - 1), split)
             # Without the check, each device can keep its own result in its shard.
             return jax.shard_map(
@@ -228,7 +254,7 @@ class _Program:
 
         return mapped
 
-    def _replica(self, values: Values, inputs: Sequence[Any]) -> Any:
+    def _replica(self, values: Values, inputs: Sequence[jax.Array]) -> tuple[list[Held], list[jax.Array]]:
         """Runs the function on one device; returns the values of written variables and the arrays."""
         if self._num_replicas > 1:
             inputs = [part[0] if scalar else part for part, scalar in zip(inputs, self._scalar, strict=True)]
@@ -250,14 +276,14 @@ class _Program:
         return values.results(written), self._outputs.take()
 
 
-def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def function(fn: Callable[P, R], **options: object) -> Callable[P, R]:
     """Returns a compiled function, unless it acts for all replicas; `strategy.run` compiles by itself."""
     if options:
         hint_ignored(f"options={sorted(options)} of kdist.function", "JAX compiles all functions.")
     compiled = _Function(fn)
 
     @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         if current_replica() is not None or keras_hooks.stateless_scope() is not None:
             return fn(*args, **kwargs)
         return compiled(*args, **kwargs)
@@ -276,9 +302,9 @@ class _Function:
         self._fn = fn
         self._was_called = False
         self.speaks_for_all = False
-        self._programs: dict[Any, _PlainProgram] = {}
+        self._programs: dict[Hashable, _PlainProgram] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         leaves = keras.tree.flatten((args, kwargs))
         if self.speaks_for_all or any(isinstance(leaf, DistributedValues) for leaf in leaves):
             return self._fn(*args, **kwargs)
@@ -294,7 +320,7 @@ class _Function:
             return self._fn(*args, **kwargs)
         return self._programs[key](call)
 
-    def _call_first(self, args: Any, kwargs: Any) -> Any:
+    def _call_first(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Structure:
         _running.first_calls.append(self)
         try:
             result = self._fn(*args, **kwargs)
@@ -307,7 +333,7 @@ class _Function:
 class _PlainProgram:
     """A function that runs outside replicas, compiled for arguments with the same key."""
 
-    def __init__(self, fn: Callable[..., Any], call: _Call) -> None:
+    def __init__(self, fn: Callable[..., object], call: _Call) -> None:
         self._fn = fn
         self._call = call
         values = discover(
@@ -319,14 +345,14 @@ class _PlainProgram:
             lambda values, data: self._trace(Values(self._variables, values, initial_value), data)
         )
 
-    def __call__(self, call: _Call) -> Any:
+    def __call__(self, call: _Call) -> Structure:
         values = [variable.value for variable in self._variables]
         state, arrays = self._compiled(values, [parts[0] for parts in call.data])
         for variable, value in zip(self._written, state, strict=True):
             variable.assign(value)
         return self._outputs.fill(arrays)
 
-    def _trace(self, values: Values, data: Sequence[Any]) -> Any:
+    def _trace(self, values: Values, data: Sequence[jax.Array]) -> tuple[list[Held], list[jax.Array]]:
         _running.traces += 1
         try:
             with PlainScope(values):
@@ -338,14 +364,16 @@ class _PlainProgram:
         return values.results(list(values.written.values())), self._outputs.take()
 
 
-def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool) -> Callable[..., Any]:
+def value_and_grad(
+    fn: Callable[P, object], variables: Sequence[keras.Variable], has_aux: bool
+) -> Callable[P, tuple[Structure, list[Tensor | None]]]:
     """Returns a function that computes a loss and its gradients with `jax.value_and_grad`."""
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[Structure, list[Tensor | None]]:
         outer = keras_hooks.stateless_scope()
         caught: list[Any] = []
 
-        def pure(values: Sequence[Any]) -> Any:
+        def pure(values: Sequence[jax.Array]) -> tuple[jax.Array, tuple[list[jax.Array], list[jax.Array]]]:
             with tables.using(variables, values) as shown, GradientScope(outer, variables, shown) as scope:
                 loss, aux = split_aux(fn(*args, **kwargs), has_aux)
                 check_loss(loss)

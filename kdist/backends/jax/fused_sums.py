@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-from jax.experimental.buffer_callback import ExecutionContext, buffer_callback
-from jax.extend.core import ClosedJaxpr, Literal
-from jax.sharding import PartitionSpec
+from jax.experimental.buffer_callback import Buffer, ExecutionContext, buffer_callback
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.sharding import Mesh, PartitionSpec
 
 from kdist.backends.jax import row_rules
 from kdist.backends.jax.row_rules import SUM, WHOLE, NoRule, Value
 from kdist.communication.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
 
 _INLINED = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 _INLINED |= {"custom_vjp_call": "call_jaxpr"}
@@ -34,13 +37,13 @@ _MOST_GATHERED = 1 << 16  # bytes of an array that all devices get whole althoug
 
 
 def over_rows(
-    step: Callable[..., tuple[Any, Any]],
-    mesh: Any,
+    step: Callable[..., tuple[Structure, Structure]],
+    mesh: Mesh,
     memory: SharedMemory | None,
-    turn: Any,
-    state: Any,
-    batches: Sequence[Any],
-) -> tuple[Any, tuple[Any, Any]]:
+    turn: jax.Array,
+    state: Structure,
+    batches: Sequence[Structure],
+) -> tuple[Structure, tuple[jax.Array, Structure]]:
     """Runs a step for each batch on the devices of a mesh with one axis.
 
     Args:
@@ -61,8 +64,8 @@ def over_rows(
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, batches[0])
     structure = jax.tree.structure(shapes)
 
-    def on_rows(turn: Any, state: Any, *batches: Any) -> tuple[Any, Any]:
-        def one(turn_and_state: Any, batch: Any) -> tuple[Any, Any]:
+    def on_rows(turn: jax.Array, state: Structure, *batches: Structure) -> tuple[Structure, Structure]:
+        def one(turn_and_state: tuple[jax.Array, Structure], batch: Structure) -> tuple[Structure, Structure]:
             turn, state = turn_and_state
             sums = _SumsOfXla(axis) if memory is None else _SumsInMemory(memory, turn)
             values = [Value(leaf, WHOLE) for leaf in jax.tree.leaves(state)]
@@ -90,7 +93,7 @@ class _SumsOfXla:
     def __init__(self, axis: str) -> None:
         self._axis = axis
 
-    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+    def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         flat = jnp.concatenate([jnp.ravel(array) for array in arrays])
         ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
         parts = jnp.split(lax.psum(flat, self._axis), ends)
@@ -105,18 +108,18 @@ class _SumsInMemory:
     Source: https://docs.jax.dev/en/latest/jax.experimental.buffer_callback.html
     """
 
-    def __init__(self, memory: SharedMemory, turn: Any) -> None:
+    def __init__(self, memory: SharedMemory, turn: jax.Array) -> None:
         self._memory = memory
         self.turn = turn
 
-    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+    def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         if not self._memory.can_sum(arrays[0].dtype):
             raise NoRule(f"a sum of dtype {arrays[0].dtype}")
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (self.turn, *arrays)]
         self.turn, *summed = buffer_callback(self._sum, shapes)(self.turn, *arrays)
         return summed
 
-    def _sum(self, context: ExecutionContext, results: Sequence[Any], turn: Any, *arrays: Any) -> None:
+    def _sum(self, context: ExecutionContext, results: list[Buffer], turn: Buffer, *arrays: Buffer) -> None:
         flat = [[np.asarray(buffer).reshape(-1) for buffer in buffers] for buffers in (arrays, results[1:])]
         self._memory.sum_all(*flat)
         np.asarray(results[0])[...] = 0
@@ -125,7 +128,7 @@ class _SumsInMemory:
 class _Operation(NamedTuple):
     """An equation of the step without calls of other functions; inputs and outputs are indices of values."""
 
-    equation: Any
+    equation: JaxprEqn
     inputs: list[int]
     outputs: list[int]
 
@@ -150,13 +153,15 @@ class _Program:
         sums: Sums arrays of one dtype over all devices; `None` inside a loop, where operations cannot wait.
     """
 
-    def __init__(self, axis: str, number: int, sums: Callable[[Sequence[Any]], list[Any]] | None) -> None:
+    def __init__(
+        self, axis: str, number: int, sums: Callable[[Sequence[jax.Array]], list[jax.Array]] | None
+    ) -> None:
         self._axis = axis
         self._number = number
         self._sums = sums
         self._values: dict[int, Value] = {}
         self._makers: dict[int, _Operation] = {}
-        self._cuts: dict[tuple[int, int], Any] = {}
+        self._cuts: dict[tuple[int, int], jax.Array] = {}
         self._count = 0
 
     def run(self, closed: ClosedJaxpr, values: Sequence[Value], is_whole: bool = False) -> list[Value]:
@@ -193,10 +198,10 @@ class _Program:
     def _inline(self, closed: ClosedJaxpr, inputs: list[int], operations: list[_Operation]) -> list[int]:
         """Adds the operations of a function and of the functions that it calls; returns its outputs."""
         jaxpr = closed.jaxpr
-        names: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+        names: dict[Var, int] = dict(zip(jaxpr.invars, inputs, strict=True))
         names |= {v: self._new(Value(c, WHOLE)) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
 
-        def index(atom: Any) -> int:
+        def index(atom: Var | Literal) -> int:
             return self._new(Value(atom.val, WHOLE)) if isinstance(atom, Literal) else names[atom]
 
         for equation in jaxpr.eqns:
@@ -267,11 +272,11 @@ class _Program:
             arrays[0] = self._first_only(arrays[0])
         return [Value(a, plan.output) for a in bind(operation.equation, arrays, **plan.params)]
 
-    def _first_only(self, array: Any) -> Any:
+    def _first_only(self, array: jax.Array) -> jax.Array:
         """Returns an array on the first device and zeros on the others, so that a sum has it once."""
         return jnp.where(lax.axis_index(self._axis) == 0, array, jnp.zeros_like(array))
 
-    def _cut(self, index: int, axis: int) -> Any:
+    def _cut(self, index: int, axis: int) -> jax.Array:
         """Returns this device's rows of an array that is equal on all devices, and computes only these rows."""
         key = index, axis
         if key not in self._cuts:
@@ -281,7 +286,7 @@ class _Program:
             self._cuts[key] = self._cut_maker(index, axis)
         return self._cuts[key]
 
-    def _cut_maker(self, index: int, axis: int) -> Any:
+    def _cut_maker(self, index: int, axis: int) -> jax.Array:
         array = self._values[index].array
         size = np.shape(array)[axis] // self._number
         maker = self._makers.get(index)
@@ -310,7 +315,7 @@ class _Program:
 
     def _complete(self, wanted: Sequence[int]) -> None:
         """Makes values equal on all devices, with one all-reduce per dtype."""
-        parts: dict[Any, dict[int, Any]] = {}
+        parts: dict[np.dtype, dict[int, jax.Array]] = {}
         for index in wanted:
             value = self._values[index]
             if value.division is WHOLE:
@@ -325,7 +330,7 @@ class _Program:
                 dtype = self._values[index].array.dtype  # a bool is summed as an integer
                 self._values[index] = Value(total.astype(dtype), WHOLE)
 
-    def _embed(self, value: Value) -> Any:
+    def _embed(self, value: Value) -> jax.Array:
         """Returns rows inside an array of zeros: the sum over the devices is the whole array."""
         array, axis = value.array, value.division
         shape = list(array.shape)
@@ -337,7 +342,7 @@ class _Program:
         start = lax.axis_index(self._axis) * array.shape[axis]
         return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, array.dtype), array, start, axis)
 
-    def _scan(self, equation: Any, values: list[Value]) -> list[Value]:
+    def _scan(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
         """Runs a loop whose body needs no sums, such as the time steps of a recurrent layer."""
         params = equation.params
         first, last = row_rules.carry_of_scan(params)
@@ -348,7 +353,7 @@ class _Program:
         inner_xs = [x.division if x.division in (WHOLE, SUM) else x.division - 1 for x in xs]
         found: list[Any] = []
 
-        def body(carry: Any, rows: Any) -> tuple[Any, Any]:
+        def body(carry: list[jax.Array], rows: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             program = _Program(self._axis, self._number, None)
             inputs = [*constants, *map(Value, carry, divisions), *map(Value, rows, inner_xs)]
             results = program.run(params["jaxpr"], inputs)
@@ -373,7 +378,7 @@ class _Program:
             return [*map(Value, carry, divisions), *map(Value, ys, outer)]
         raise NoRule("a loop")
 
-    def _divide(self, value: Value, division: Any) -> Any:
+    def _divide(self, value: Value, division: Any) -> jax.Array:
         """Returns the array of a value, divided over the devices."""
         if value.division == division:
             return value.array
@@ -385,7 +390,7 @@ class _Program:
         return lax.dynamic_slice_in_dim(value.array, lax.axis_index(self._axis) * size, size, division)
 
 
-def bind(equation: Any, arrays: Sequence[Any], **changed: Any) -> list[Any]:
+def bind(equation: JaxprEqn, arrays: Sequence[jax.Array], **changed: object) -> list[jax.Array]:
     """Runs the primitive of an equation, with some other parameters."""
     # The step was traced outside `shard_map`, where another mesh applies.
     changed |= {name: None for name in ("sharding", "out_sharding") if name in equation.params}

@@ -11,9 +11,8 @@ Source: Chan et al., http://infolab.stanford.edu/pub/cstr/reports/cs/tr/79/773/C
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 from jax import numpy as jnp
@@ -33,8 +32,12 @@ def over(rows: NamedSharding) -> Iterator[None]:
 
 
 def moments(
-    original: Callable[..., Any], x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False
-) -> Any:
+    original: Callable[..., tuple[jax.Array, jax.Array]],
+    x: jax.Array,
+    axes: int | Sequence[int] | None,
+    keepdims: bool = False,
+    synchronized: bool = False,
+) -> tuple[jax.Array, jax.Array]:
     """Replaces Keras's `moments`."""
     rows = _rows.get()
     number = 1 if rows is None else rows.mesh.shape[rows.spec[0]]
@@ -50,10 +53,12 @@ def moments(
     return tuple((moment if keepdims else jnp.squeeze(moment, reduced)).astype(x.dtype) for moment in found)
 
 
-def _combined(x: Any, axes: tuple[int, ...], number: int, rows: Any) -> tuple[Any, Any]:
+def _combined(
+    x: jax.Array, axes: tuple[int, ...], number: int, rows: NamedSharding
+) -> tuple[jax.Array, jax.Array]:
     """Returns the mean and variance of all rows, from parts with equal numbers of rows."""
 
-    def divided(array: Any, axis: str | None) -> Any:
+    def divided(array: jax.Array, axis: str | None) -> jax.Array:
         # Other axes may be sharded over other axes of a mesh.
         spec = PartitionSpec(axis, *[PartitionSpec.UNCONSTRAINED] * (array.ndim - 1))
         return jax.lax.with_sharding_constraint(array, NamedSharding(rows.mesh, spec))

@@ -12,8 +12,8 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
@@ -27,12 +27,18 @@ from kdist.backends.jax.scopes import Values, initial_value
 from kdist.backends.jax.storage import is_divided
 from kdist.backends.variable_table import VariableTable
 
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    from kdist.arrays.types import Structure, T
+    from kdist.backends.jax.scopes import Held
+
 _NOTHING: tuple[Any, Any] = (None, None)
 _FEW = 100  # the most items of a container that is compared by value
 _all_placed: weakref.WeakSet[Placed] = weakref.WeakSet()
 
 
-def assigned(variable: Any) -> None:
+def assigned(variable: keras.Variable) -> None:
     """Discards stored components after an assignment outside replicas, even if the array is the same."""
     if is_on_read(variable):
         for placed in _all_placed:
@@ -49,11 +55,11 @@ class Placed:
     def __init__(self, runtime: JaxCore) -> None:
         self._runtime = runtime
         # The last native value of each variable, and its value on all devices.
-        self._known: VariableTable[tuple[Any, Any]] = VariableTable()
+        self._known: VariableTable[tuple[jax.Array, Held]] = VariableTable()
         self._holders = 0
         _all_placed.add(self)
 
-    def read(self, variables: Sequence[Any], donated: bool = False) -> list[Any]:
+    def read(self, variables: Sequence[keras.Variable], donated: bool = False) -> list[Held]:
         """Returns values on all devices; for on-read variables, pairs of the components and the aggregate.
 
         If buffers are donated, the program reuses their memory. Values with other references are then copied
@@ -81,26 +87,28 @@ class Placed:
                 found[i] = self._show(variables[i], (components[i], placed) if i in components else placed)
         return found
 
-    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def write(self, variables: Sequence[keras.Variable], values: Sequence[Held]) -> None:
         """Sets the variables to new values."""
         for variable, placed in zip(variables, values, strict=True):
             self._show(variable, placed)
 
-    def forget(self, variable: Any) -> None:
+    def forget(self, variable: keras.Variable) -> None:
         """Makes the next program use the variable's own value."""
         self._known.pop(variable)
 
-    def component(self, variable: Any, index: int) -> Any:
+    def component(self, variable: keras.Variable, index: int) -> jax.Array:
         """Returns a local replica's component of an on-read variable."""
         ((parts, _),) = self.read([variable])
         return parts.addressable_shards[index].data
 
-    def write_components(self, variable: Any, parts: Sequence[Any], total: Any) -> None:
+    def write_components(
+        self, variable: keras.Variable, parts: Sequence[jax.Array], total: jax.Array
+    ) -> None:
         """Stores the local replicas' components of an on-read variable, and sets it to their aggregate."""
         (whole,) = self._runtime.place_state([total])
         self._show(variable, (place_components(self._runtime, parts), whole))
 
-    def _show(self, variable: Any, placed: Any) -> Any:
+    def _show(self, variable: keras.Variable, placed: Held) -> Held:
         is_pair = isinstance(placed, tuple)
         (shown,) = self._runtime.show_variables([variable], [placed[1] if is_pair else placed])
         keras_hooks.set_native_value(variable, shown)
@@ -113,13 +121,13 @@ class Placed:
         return placed
 
 
-def _strong(value: Any) -> Any:
+def _strong(value: jax.Array) -> jax.Array:
     """Removes JAX's weak type, for example from `keras.Variable(1.0)`, to avoid a second compilation."""
     is_weak = isinstance(value, jax.Array) and value.weak_type
     return jax.numpy.asarray(value, value.dtype) if is_weak else value
 
 
-def _own_array(variable: Any, donated: bool) -> Any:
+def _own_array(variable: keras.Variable, donated: bool) -> jax.Array:
     """Returns the array of a sharded variable, or a copy if it is donated and has other references."""
     value = keras_hooks.native_value(variable)
     is_held = donated and sys.getrefcount(value) > _own_holders()
@@ -134,7 +142,7 @@ def _own_holders() -> int:
     return sys.getrefcount(value)
 
 
-def initialize(variables: Sequence[Any]) -> bool:
+def initialize(variables: Sequence[keras.Variable]) -> bool:
     """Initializes variables that a traced function has created; returns whether there are any."""
     if all(keras_hooks.native_value(variable) is not None for variable in variables):
         return False
@@ -144,10 +152,10 @@ def initialize(variables: Sequence[Any]) -> bool:
 
 
 def discover(
-    function: Callable[[Values], Callable[[Any], Any]],
-    arguments: Any,
-    created: Callable[[Sequence[Any]], None] = lambda variables: None,
-    value: Callable[[Any], Any] = initial_value,
+    function: Callable[[Values], Callable[[T], object]],
+    arguments: T,
+    created: Callable[[Sequence[keras.Variable]], None] = lambda variables: None,
+    value: Callable[[keras.Variable], Held] = initial_value,
 ) -> Values:
     """Traces a function without compiling it, and returns the `Values` of the variables that it uses.
 
@@ -165,7 +173,7 @@ def discover(
         created(values.variables)  # trace again: built layers may use other variables
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray]:
     """Returns whether a leaf of a result is data; all other leaves are constants of the program."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
@@ -178,14 +186,14 @@ class Template:
         data: Returns the data of a leaf, or `None` for a constant.
     """
 
-    def __init__(self, structure: Any, data: Callable[[Any], Any]) -> None:
+    def __init__(self, structure: Structure, data: Callable[[object], Any]) -> None:
         leaves = [(leaf, data(leaf)) for leaf in keras.tree.flatten(structure)]
         self.data = [found for _, found in leaves if found is not None]
         self.constants = [leaf if found is None else None for leaf, found in leaves]
         self._is_data = [found is not None for _, found in leaves]
         self._structure = keras.tree.map_structure(lambda leaf: None if leaf is None else 0, structure)
 
-    def fill(self, data: Sequence[Any]) -> Any:
+    def fill(self, data: Sequence[object]) -> Any:
         """Returns the structure with other data."""
         left = iter(data)
         pairs = zip(self._is_data, self.constants, strict=True)
@@ -200,18 +208,18 @@ class Outputs(Template):
         same: The arrays in `result` that are the same in all local replicas.
     """
 
-    def __init__(self, result: Any, same: Sequence[Any] = ()) -> None:
+    def __init__(self, result: Structure, same: Sequence[jax.Array] = ()) -> None:
         super().__init__(result, lambda leaf: leaf if is_array(leaf) else None)
         self.same = [any(leaf is other for other in same) for leaf in self.data]
         """Whether each array is the same in all local replicas."""
 
-    def take(self) -> list[Any]:
+    def take(self) -> list[jax.Array]:
         """Returns the arrays of the trace and drops them, because they must not outlive it."""
         arrays, self.data = self.data, []
         return arrays
 
 
-def function_key(fn: Any) -> Any:
+def function_key(fn: object) -> Hashable:
     """Returns a key that is equal for functions that compile to the same program.
 
     Training code often defines a step function again for each call, with the same code and objects. Or global
@@ -221,7 +229,7 @@ def function_key(fn: Any) -> Any:
     return _function_key(fn, {})
 
 
-def _function_key(fn: Any, known: dict[int, Any]) -> Any:
+def _function_key(fn: object, known: dict[int, Hashable]) -> Hashable:
     if isinstance(fn, functools.partial):
         return "partial", _function_key(fn.func, known), constant_key(fn.args), constant_key(fn.keywords)
     if isinstance(fn, types.MethodType):
@@ -237,7 +245,7 @@ def _function_key(fn: Any, known: dict[int, Any]) -> Any:
         return known[id(fn)]
     known[id(fn)] = "function", fn.__code__  # for recursive functions
 
-    def key(value: Any) -> Any:
+    def key(value: object) -> Hashable:
         is_function = isinstance(value, (types.FunctionType, types.MethodType))
         return _function_key(value, known) if is_function else constant_key(value)
 
@@ -254,7 +262,7 @@ def _is_of_library(fn: types.FunctionType) -> bool:
     return "-packages" in fn.__code__.co_filename or (fn.__module__ or "").startswith("kdist.")
 
 
-def _contents(cells: Sequence[Any]) -> Iterator[Any]:
+def _contents(cells: Sequence[types.CellType]) -> Iterator[object]:
     for cell in cells:
         try:
             yield cell.cell_contents
@@ -278,7 +286,7 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(name for name in read if name not in written)
 
 
-def constant_key(value: Any, depth: int = 4) -> Any:
+def constant_key(value: object, depth: int = 4) -> Hashable:
     """Returns a key for comparing constants: small constants by value, other objects by identity."""
     if isinstance(value, (float, complex)):
         return type(value), repr(value)  # 0.0 is not -0.0, but NaN is NaN
@@ -294,7 +302,7 @@ def constant_key(value: Any, depth: int = 4) -> Any:
 class _Same:
     """Compares an object by identity, and keeps a reference to it."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
     def __hash__(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
@@ -13,11 +13,15 @@ from kdist.backends.replica import Replica, equal_shares
 from kdist.context import cross_replica
 from kdist.values import DistributedValues
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
+    from kdist.context import StrategyLike
+
 
 class JaxReplica(Replica):
     """A replica that runs a user function."""
 
-    def __init__(self, strategy: Any, collectives: Collectives) -> None:
+    def __init__(self, strategy: StrategyLike, collectives: Collectives) -> None:
         number = strategy.num_replicas_in_sync
         super().__init__(
             strategy,
@@ -28,7 +32,7 @@ class JaxReplica(Replica):
             is_model_step=False,
         )
         self._collectives = collectives
-        self.same: list[Any] = []
+        self.same: list[jax.Array] = []
         """The arrays that `merge_call` returned to all local replicas."""
 
     @property
@@ -37,31 +41,31 @@ class JaxReplica(Replica):
         names = self.strategy.runtime.devices
         return (names[self.local_index],) if isinstance(self.local_index, int) else tuple(names)
 
-    def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
+    def all_reduce_sum(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Sums each tensor over all replicas."""
         return self._collectives.sum(tensors)
 
-    def all_reduce_with_gradient(self, tensor: Any) -> Any:
+    def all_reduce_with_gradient(self, tensor: jax.Array) -> jax.Array:
         """Sums a tensor over all replicas; its gradient is the sum of the replicas' gradients."""
 
         @jax.custom_vjp
-        def total(x: Any) -> Any:
+        def total(x: jax.Array) -> jax.Array:
             return self._collectives.sum([x])[0]
 
         total.defvjp(lambda x: (total(x), None), lambda _, gradient: (total(gradient),))
         return total(tensor)
 
-    def gather_tensor(self, tensor: Any, axis: int) -> Any:
+    def gather_tensor(self, tensor: jax.Array, axis: int) -> jax.Array:
         """Concatenates the tensors of all replicas; the gradient includes the uses in all replicas."""
         self.note(f"all_gather(axis={axis})", [])
         numpy = jax.numpy
         number = tensor.shape[axis]
 
         @jax.custom_vjp
-        def gather(x: Any) -> Any:
+        def gather(x: jax.Array) -> jax.Array:
             return self._collectives.gather(x)[0]
 
-        def backward(first: Any, gradient: Any) -> Any:
+        def backward(first: int | jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
             total = self._collectives.sum([gradient])[0]
             return (jax.lax.dynamic_slice_in_dim(total, first, number),)
 
@@ -69,7 +73,10 @@ class JaxReplica(Replica):
         return numpy.moveaxis(gather(numpy.moveaxis(tensor, axis, 0)), 0, axis)
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         """Calls the function for all replicas of this worker."""
         self.require_running("merge_call")
@@ -77,7 +84,9 @@ class JaxReplica(Replica):
         scope: Any = self.scope
         scope.aggregate(only_on_read=True)
 
-        def call(values: Any) -> Any:
+        def call(
+            values: tuple[tuple[object, ...], dict[str, object]],
+        ) -> tuple[Structure, list[tuple[keras.Variable, jax.Array]], list[bool]]:
             merged_args, merged_kwargs = values
             with scope.crossing() as written, cross_replica(self.strategy):
                 result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
@@ -94,7 +103,7 @@ class JaxReplica(Replica):
                 variable.assign(value)
         return result
 
-    def for_all(self, value: Any) -> Any:
+    def for_all(self, value: jax.Array) -> jax.Array:
         """Moves a value to the first device for cross-replica computation, unless it is traced."""
         runtime: Any = self.strategy.runtime
         first = runtime.holder

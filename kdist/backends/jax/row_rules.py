@@ -8,13 +8,18 @@ Source: https://docs.jax.dev/en/latest/jax.lax.html
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax import numpy as jnp
 from jax.extend.random import threefry_2x32
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
+
+    Shapes: TypeAlias = Sequence[tuple[int, ...]]
 
 WHOLE = "whole"
 """The array is equal on all devices."""
@@ -34,7 +39,7 @@ class Value(NamedTuple):
         division: `WHOLE`, `SUM`, or the axis whose rows the devices divide evenly.
     """
 
-    array: Any
+    array: jax.Array
     division: Any
 
 
@@ -50,7 +55,7 @@ class Plan(NamedTuple):
 
     output: Any
     inputs: Sequence[int | None]
-    params: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    params: dict[str, object] = {}  # noqa: RUF012 - never changed
     is_first_only: bool = False
 
 
@@ -87,7 +92,7 @@ _WINDOWS = _names(
 )
 
 
-def is_linear(equation: Any, divisions: Sequence[Any]) -> bool:
+def is_linear(equation: JaxprEqn, divisions: Sequence[Any]) -> bool:
     """Returns whether an operation on parts of sums returns parts of sums."""
     name = equation.primitive.name
     others = [division for division in divisions if division is not SUM]
@@ -113,7 +118,7 @@ def is_linear(equation: Any, divisions: Sequence[Any]) -> bool:
     return False
 
 
-def plan(equation: Any, divisions: Sequence[Any], number: int) -> Plan | None:
+def plan(equation: JaxprEqn, divisions: Sequence[Any], number: int) -> Plan | None:
     """Returns how an operation runs on rows, or `None` if it needs whole arrays.
 
     Args:
@@ -137,7 +142,7 @@ def plan(equation: Any, divisions: Sequence[Any], number: int) -> Plan | None:
     return None if rule is None else rule(equation.params, shapes, divisions, number)
 
 
-def _same_axis(shapes: Sequence[Any], divisions: Sequence[Any]) -> Plan | None:
+def _same_axis(shapes: Shapes, divisions: Sequence[Any]) -> Plan | None:
     """Rows of all inputs along the same axis; dimensions of size 1 are repeated."""
     axes = {division for division in divisions if division is not WHOLE}
     if len(axes) > 1:
@@ -146,16 +151,18 @@ def _same_axis(shapes: Sequence[Any], divisions: Sequence[Any]) -> Plan | None:
     return Plan(axis, [axis if len(shape) > axis and shape[axis] > 1 else None for shape in shapes])
 
 
-def _reduction(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _reduction(
+    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
+) -> Plan | None:
     axes, axis = params["axes"], divisions[0]
     return None if axis in axes else Plan(axis - sum(other < axis for other in axes), [None])
 
 
-def _sum(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _sum(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
     return _reduction(params, shapes, divisions, number) or Plan(SUM, [None])
 
 
-def _window(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _window(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
     found = _same_axis(shapes, divisions)
     if found is None:
         return None
@@ -165,12 +172,14 @@ def _window(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | Non
     return found if is_single else None
 
 
-def _broadcast(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _broadcast(
+    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
+) -> Plan | None:
     axis = params["broadcast_dimensions"][divisions[0]]
     return Plan(axis, [None], {"shape": _local(params["shape"], axis, number)})
 
 
-def _reshape(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _reshape(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
     """Rows stay together if as many elements are before their axis in both shapes."""
     old, new, axis = shapes[0], params["new_sizes"], divisions[0]
     before = math.prod(old[:axis])
@@ -180,30 +189,36 @@ def _reshape(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | No
     return None
 
 
-def _transpose(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _transpose(
+    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
+) -> Plan | None:
     return Plan(params["permutation"].index(divisions[0]), [None])
 
 
-def _squeeze(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _squeeze(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
     axis = divisions[0]
     return Plan(axis - sum(other < axis for other in params["dimensions"]), [None])
 
 
-def _slice(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _slice(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
     axis, limits, strides = divisions[0], params["limit_indices"], params["strides"]
     if params["start_indices"][axis] or limits[axis] < shapes[0][axis] or (strides and strides[axis] > 1):
         return None
     return Plan(axis, [None], {"limit_indices": _local(limits, axis, number)})
 
 
-def _dynamic_slice(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _dynamic_slice(
+    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
+) -> Plan | None:
     axis, sizes = divisions[0], params["slice_sizes"]
     if axis is WHOLE or sizes[axis] < shapes[0][axis] or set(divisions[1:]) - {WHOLE}:
         return None
     return Plan(axis, [None] * len(shapes), {"slice_sizes": _local(sizes, axis, number)})
 
 
-def _dynamic_update(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _dynamic_update(
+    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
+) -> Plan | None:
     found = _same_axis(shapes[:2], divisions[:2]) if set(divisions[:2]) - {WHOLE} else None
     if found is None or set(divisions[2:]) - {WHOLE}:
         return None
@@ -212,12 +227,12 @@ def _dynamic_update(params: Any, shapes: Any, divisions: Any, number: int) -> Pl
     return Plan(axis, [axis, axis] + [None] * (len(shapes) - 2)) if is_full else None
 
 
-def _pad(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _pad(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
     axis = divisions[0]
     return Plan(axis, [None, None]) if params["padding_config"][axis] == (0, 0, 0) else None
 
 
-def _dot(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _dot(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
     (contracted, batched) = params["dimension_numbers"]
     for side in (0, 1):
         axis = divisions[side]
@@ -239,7 +254,9 @@ def _dot(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
     return None
 
 
-def _convolution(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _convolution(
+    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
+) -> Plan | None:
     numbers = params["dimension_numbers"]
     is_plain = params["feature_group_count"] == params["batch_group_count"] == 1
     if divisions == [numbers.lhs_spec[0], WHOLE] and params["batch_group_count"] == 1:
@@ -250,7 +267,7 @@ def _convolution(params: Any, shapes: Any, divisions: Any, number: int) -> Plan 
     return Plan(SUM, channels) if is_plain and matches else None
 
 
-def _gather(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _gather(params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int) -> Plan | None:
     numbers, (operand, indices) = params["dimension_numbers"], divisions
     rank = len(numbers.offset_dims) + len(shapes[1]) - 1
     batch = [i for i in range(rank) if i not in numbers.offset_dims]
@@ -271,7 +288,9 @@ def _gather(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | Non
     return Plan(output, [None, None], {"slice_sizes": _local(sizes, operand, number)})
 
 
-def _scatter_add(params: Any, shapes: Any, divisions: Any, number: int) -> Plan | None:
+def _scatter_add(
+    params: Mapping[str, Any], shapes: Shapes, divisions: Sequence[Any], number: int
+) -> Plan | None:
     numbers, (operand, indices, updates) = params["dimension_numbers"], divisions
     scattered = [i for i in range(len(shapes[2])) if i not in numbers.update_window_dims]
     pairs = {place: scattered[place] for place in range(len(shapes[1]) - 1)}
@@ -289,7 +308,7 @@ def _local(shape: Sequence[int], axis: int, number: int) -> tuple[int, ...]:
     return tuple(size // number if i == axis else size for i, size in enumerate(shape))
 
 
-_RULES: dict[str, Callable[[Any, Any, Any, int], Plan | None]] = {
+_RULES: dict[str, Callable[[Mapping[str, Any], Shapes, Sequence[Any], int], Plan | None]] = {
     "broadcast_in_dim": _broadcast,
     "conv_general_dilated": _convolution,
     "dot_general": _dot,
@@ -306,7 +325,7 @@ _RULES: dict[str, Callable[[Any, Any, Any, int], Plan | None]] = {
 }
 
 
-def carry_of_scan(params: Any) -> tuple[int, int]:
+def carry_of_scan(params: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the indices of the first input of a loop's carry, and of the first input after it."""
     if "num_consts" in params:
         return params["num_consts"], params["num_consts"] + params["num_carry"]
@@ -314,7 +333,7 @@ def carry_of_scan(params: Any) -> tuple[int, int]:
     return len(constants), len(constants) + len(carry)
 
 
-def can_draw_rows(equation: Any) -> bool:
+def can_draw_rows(equation: JaxprEqn) -> bool:
     """Returns whether `draw_rows` can draw a part of an operation's random bits."""
     if equation.primitive.name != "random_bits" or equation.params["bit_width"] != 32:
         return False
@@ -324,7 +343,7 @@ def can_draw_rows(equation: Any) -> bool:
     )
 
 
-def draw_rows(equation: Any, key: Any, start: Any, number: int) -> Any:
+def draw_rows(equation: JaxprEqn, key: jax.Array, start: jax.Array, number: int) -> jax.Array:
     """Returns some rows of an operation's random bits. The bits of an element depend only on its index.
 
     Args:

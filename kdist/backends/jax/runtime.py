@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -19,6 +19,12 @@ from kdist.backends.workers import Workers
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.topology import Topology
 
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.arrays.types import Structure
+    from kdist.context import StrategyLike
+
 
 class JaxRuntime(JaxCore):
     """Runs functions and steps over the mesh."""
@@ -28,7 +34,7 @@ class JaxRuntime(JaxCore):
         self._functions = Functions(self)
         self._sum = jax.jit(lambda rows: rows.sum(0), out_shardings=self.replicated)
 
-    def traced(self, iterator: Any) -> None:
+    def traced(self, iterator: object) -> None:
         """Prevents compilation of a function that reads a dataset, because it acts for all replicas."""
         leave_function()
         if not self.can_exchange:
@@ -42,12 +48,16 @@ class JaxRuntime(JaxCore):
         leave_function()
 
     def run(
-        self, strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Sequence[Any]:
+        self,
+        strategy: StrategyLike,
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> Sequence[Structure]:
         """Calls a function in every replica, as one compiled program."""
         return self._functions.run(strategy, fn, args, kwargs)
 
-    def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
+    def sum_over_workers(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Sums tensors over the workers."""
         if self.num_workers == 1:
             return list(tensors)
@@ -59,7 +69,7 @@ class JaxRuntime(JaxCore):
             parts = [[tensor[None], *[jax.numpy.zeros_like(tensor)[None]] * others] for tensor in tensors]
             return [self._sum(rows).addressable_data(0) for rows in self.join_values(parts)]
 
-    def gather_over_workers(self, tensor: Any) -> Any:
+    def gather_over_workers(self, tensor: jax.Array) -> jax.Array:
         """Concatenates the rows of the workers' tensors."""
         if self.num_workers == 1:
             return tensor
@@ -69,7 +79,7 @@ class JaxRuntime(JaxCore):
         rows = gather_rows(self.group, [np.asarray(tensor)])
         return jax.device_put(rows, self.holder)
 
-    def step_function(self, model: Any, kind: str) -> StepFunction:
+    def step_function(self, model: keras.Model, kind: str) -> StepFunction:
         """Returns the object that runs a model's steps."""
         strategy: Any = keras_hooks.strategy_of(model)
         if kind == "train" and strategy.own_ops is not None:
@@ -82,14 +92,14 @@ class JaxRuntime(JaxCore):
         return JaxSteps(self, model, kind)
 
 
-def _sum_in_program(tensor: Any, runtime: JaxCore) -> Any:
+def _sum_in_program(tensor: jax.Array, runtime: JaxCore) -> jax.Array:
     """Sums over the workers in a `merge_call`, where all devices of a worker have its tensor."""
     tensor = jax.numpy.asarray(tensor)
     total = jax.lax.psum(tensor, runtime.mesh.axis_names)
     return divide(total, len(runtime.devices)).astype(tensor.dtype)
 
 
-def _gather_in_program(rows: Any, runtime: JaxCore) -> Any:
+def _gather_in_program(rows: jax.Array, runtime: JaxCore) -> jax.Array:
     """Gathers rows over the workers in a `merge_call`; all workers have the same number of rows."""
     rows = jax.numpy.asarray(rows)
     everyone = jax.lax.all_gather(rows, runtime.mesh.axis_names)[:: len(runtime.devices)]

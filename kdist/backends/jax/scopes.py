@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import keras
@@ -14,37 +14,48 @@ from kdist.backends.aggregation import NotesAdditions, ReplicaScope, check_branc
 from kdist.backends.jax.storage import in_own_shape
 from kdist.context import current_replica
 
+if TYPE_CHECKING:
+    Held: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
+    """What a program holds of a variable: its value; for an on-read variable, its component and the aggregate."""
+    from contextlib import AbstractContextManager
+
+    from kdist.arrays.types import T
+    from kdist.backends.jax.replicas import JaxReplica
+
 
 class Values:
     """The values of variables in a traced or running function; `unknown` returns missing values."""
 
     def __init__(
-        self, variables: Sequence[Any], values: Sequence[Any], unknown: Callable[[Any], Any]
+        self,
+        variables: Sequence[keras.Variable],
+        values: Sequence[Held],
+        unknown: Callable[[keras.Variable], Held],
     ) -> None:
         self.variables = list(variables)
         self._values = {id(v): value for v, value in zip(variables, values, strict=True)}
         self._unknown = unknown
-        self.written: dict[int, Any] = {}
+        self.written: dict[int, keras.Variable] = {}
 
-    def get(self, variable: Any) -> Any:
+    def get(self, variable: keras.Variable) -> Held:
         """Returns the current value of a variable."""
         if id(variable) not in self._values:
             self._values[id(variable)] = self._unknown(variable)
             self.variables.append(variable)
         return self._values[id(variable)]
 
-    def set(self, variable: Any, value: Any) -> None:
+    def set(self, variable: keras.Variable, value: Held) -> None:
         """Sets the value of a variable."""
         self.get(variable)
         self._values[id(variable)] = value
         self.written[id(variable)] = variable
 
-    def results(self, variables: Sequence[Any]) -> list[Any]:
+    def results(self, variables: Sequence[keras.Variable]) -> list[Held]:
         """Returns the final values of some variables."""
         return [self._values[id(variable)] for variable in variables]
 
 
-def initial_value(variable: Any) -> Any:
+def initial_value(variable: keras.Variable) -> jax.Array:
     """Returns a variable's value for the first trace; new variables use their initializers."""
     value = keras_hooks.native_value(variable)
     return keras_hooks.first_value(variable) if value is None else in_own_shape(variable, value)
@@ -53,14 +64,14 @@ def initial_value(variable: Any) -> Any:
 class JaxScope(ReplicaScope):
     """Provides `Values` to a replica; for on-read variables, pairs of component and aggregate."""
 
-    _crossing: dict[int, Any] | None = None
+    _crossing: dict[int, keras.Variable] | None = None
 
-    def __init__(self, replica: Any, values: Values) -> None:
+    def __init__(self, replica: JaxReplica, values: Values) -> None:
         super().__init__(replica)
-        self._replica: Any = replica
+        self._replica: JaxReplica = replica
         self._values = values
 
-    def local(self, variable: Any) -> Any:
+    def local(self, variable: keras.Variable) -> jax.Array:
         """Returns the current value."""
         value = self._values.get(variable)
         crossing = self._crossing is not None
@@ -68,7 +79,7 @@ class JaxScope(ReplicaScope):
             value = value[crossing]
         return self._replica.for_all(value) if crossing else value
 
-    def write(self, variable: Any, value: Any) -> None:
+    def write(self, variable: keras.Variable, value: jax.Array) -> None:
         """Stores a new value."""
         if self._crossing is not None:
             self._crossing[id(variable)] = variable
@@ -79,23 +90,23 @@ class JaxScope(ReplicaScope):
                 value = (value, self._values.get(variable)[1])
         self._values.set(variable, value)
 
-    def show(self, variable: Any, total: Any) -> None:
+    def show(self, variable: keras.Variable, total: jax.Array) -> None:
         """Stores the aggregate of the components."""
         self._values.set(variable, (self._values.get(variable)[0], total))
 
-    def snapshot(self, variable: Any) -> Any:
+    def snapshot(self, variable: keras.Variable) -> jax.Array:
         """Returns the current value without a copy, because arrays are immutable."""
         return self.local(variable)
 
     @contextlib.contextmanager
-    def crossing(self) -> Iterator[list[tuple[Any, Any]]]:
+    def crossing(self) -> Iterator[list[tuple[keras.Variable, jax.Array]]]:
         """A context in which the function acts for all replicas, which all write the same values.
 
         Yields:
             A list. At the end, it contains a pair of variable and value for each written variable.
         """
         outer, self._crossing = self._crossing, {}
-        written: list[tuple[Any, Any]] = []
+        written: list[tuple[keras.Variable, jax.Array]] = []
         try:
             with self.untracked():
                 yield written
@@ -111,11 +122,11 @@ class PlainScope(NotesAdditions, keras.StatelessScope):
         super().__init__(collect_losses=True, initialize_variables=False)
         self._values = values
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> Held:
         """Overrides the lookup of `keras.StatelessScope`."""
         return self._values.get(variable)
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[keras.Variable, jax.Array]) -> None:
         """Overrides the recording of `keras.StatelessScope`."""
         self._values.set(*update)
 
@@ -126,15 +137,15 @@ class GradientScope(NotesAdditions, keras.StatelessScope):
     The values of other variables come from the outer scope, or from the variables if there is no outer scope.
     """
 
-    def __init__(self, outer: Any, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def __init__(self, outer: Any, variables: Sequence[keras.Variable], values: Sequence[jax.Array]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self._outer = outer
         self._values = {id(v): value for v, value in zip(variables, values, strict=True)}
-        self.written: dict[int, Any] = {}
+        self.written: dict[int, keras.Variable] = {}
         self._quiet: set[int] = set()
         self.set_anew: set[int] = set()
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> jax.Array | None:
         """Overrides the lookup of `keras.StatelessScope`."""
         if id(variable) in self._values:
             return self._values[id(variable)]
@@ -142,7 +153,7 @@ class GradientScope(NotesAdditions, keras.StatelessScope):
             return None if keras_hooks.native_value(variable) is not None else initial_value(variable)
         return self._outer.get_current_value(variable)
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[keras.Variable, jax.Array]) -> None:
         """Overrides the recording of `keras.StatelessScope`."""
         variable, value = update
         self._values[id(variable)] = value
@@ -157,7 +168,7 @@ class GradientScope(NotesAdditions, keras.StatelessScope):
         """Whether current writes need no aggregation."""
         return bool(getattr(self._outer, "is_untracked", False))
 
-    def write_outside(self, values: Sequence[Any]) -> None:
+    def write_outside(self, values: Sequence[jax.Array]) -> None:
         """Writes `results` to the outer scope, in the same way as they were written here."""
         for (key, variable), value in zip(self.written.items(), values, strict=True):
             with contextlib.ExitStack() as stack:
@@ -167,11 +178,11 @@ class GradientScope(NotesAdditions, keras.StatelessScope):
                     stack.enter_context(self._outer.adding())
                 variable.assign(value)
 
-    def untracked(self) -> Any:
+    def untracked(self) -> AbstractContextManager[None]:
         """Returns a context in which all replicas are known to write equal values."""
         return self._outer.untracked()
 
-    def results(self) -> list[Any]:
+    def results(self) -> list[jax.Array]:
         """Returns the values of the written variables, in the order of their first writes."""
         return [self._values[key] for key in self.written]
 
@@ -179,14 +190,14 @@ class GradientScope(NotesAdditions, keras.StatelessScope):
 def cond(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps Keras's `cond`, so that its branches can write variables, as in a `LossScaleOptimizer`."""
 
-    def wrapper(pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+    def wrapper(pred: jax.Array, true_fn: Callable[[], T], false_fn: Callable[[], T]) -> T:
         outer = keras_hooks.stateless_scope()
         if not isinstance(outer, (JaxScope, PlainScope, GradientScope)):
             return original(pred, true_fn, false_fn)
-        written: dict[int, Any] = {}
+        written: dict[int, keras.Variable] = {}
         set_anew: set[int] = set()
 
-        def trace(branch: Callable[[], Any]) -> Any:
+        def trace(branch: Callable[[], T]) -> tuple[T, list[jax.Array]]:
             with GradientScope(outer, (), ()) as scope:
                 result = branch()
                 written.update(scope.written)

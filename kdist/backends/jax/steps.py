@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import keras
@@ -26,6 +26,11 @@ from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.fused_sums import over_rows
 from kdist.backends.jax.storage import divided, is_divided, stored
 from kdist.cluster import logs
+
+if TYPE_CHECKING:
+    _State: TypeAlias = tuple[Sequence[jax.Array], ...]
+    """The values of groups of variables."""
+    from kdist.arrays.types import Structure
 
 # The parts of each step's state, in the order of Keras's JAX trainer.
 _STATE = {
@@ -50,8 +55,8 @@ class JaxSteps(StepFunction):
     The model is held by a weak reference, because a table of models contains the step functions.
     """
 
-    def __init__(self, runtime: JaxCore, model: Any, kind: str) -> None:
-        self._model: Callable[[], Any] = weakref.ref(model)
+    def __init__(self, runtime: JaxCore, model: keras.Model, kind: str) -> None:
+        self._model: Callable[[], keras.Model] = weakref.ref(model)
         self._runtime = runtime
         self._kind = kind
         self._state: Any = None
@@ -80,7 +85,7 @@ class JaxSteps(StepFunction):
         self._working.__exit__(None, None, None)
         self.sync()
 
-    def __call__(self, batches: Sequence[ReplicaBatches]) -> Any:
+    def __call__(self, batches: Sequence[ReplicaBatches]) -> Structure:
         """Runs one step per batch; returns the last logs, or for `predict` the rows of all batches."""
         if self._can_loop(batches):
             return self._run(*batches)
@@ -119,7 +124,7 @@ class JaxSteps(StepFunction):
             self._is_slow_loop = "conv_general_dilated" in str(program)
         return bool(self._is_slow_loop)
 
-    def _run(self, *batches: ReplicaBatches) -> Any:
+    def _run(self, *batches: ReplicaBatches) -> Structure:
         """Runs one step, or several steps as one program."""
         if self._state is None:
             # Read the variables again, because a callback may have changed them since the last sync.
@@ -147,7 +152,7 @@ class JaxSteps(StepFunction):
         self._show_divided()
         return self._runtime.show(outputs)
 
-    def _run_fused(self, *data: Any) -> Any:
+    def _run_fused(self, *data: Structure) -> Structure:
         memory = self._runtime.memory
         if memory is None:
             outputs, (_, self._state) = self._compiled(True)((np.int32(0), self._state), *data)
@@ -174,24 +179,24 @@ class JaxSteps(StepFunction):
                 else:
                     variable.assign(value)
 
-    def _read(self) -> Any:
+    def _read(self) -> tuple[list[jax.Array], ...]:
         groups = _state_variables(self._model(), self._kind)
         if self._eager:
             return tuple([variable.value for variable in variables] for variables in groups)
         return tuple(self._runtime.place_variables(variables) for variables in groups)
 
-    def _compile(self) -> Callable[[bool], Callable[..., Any]]:
+    def _compile(self) -> Callable[[bool], Callable[..., tuple[Structure, Any]]]:
         """Returns a function that returns the compiled step, with fused sums or as XLA divides it.
 
         The step leaves each variable in its layout. With several batches, it is a loop of steps.
         """
         runtime, traced = self._runtime, self._traced
 
-        def looped(state: Any, *batches: Any) -> tuple[Any, Any]:
+        def looped(state: _State, *batches: Structure) -> tuple[Structure, _State]:
             if len(batches) == 1:
                 return traced(state, batches[0])
 
-            def body(state: Any, data: Any) -> tuple[Any, Any]:
+            def body(state: _State, data: Structure) -> tuple[_State, Structure]:
                 outputs, state = traced(state, data)
                 return state, outputs
 
@@ -199,7 +204,9 @@ class JaxSteps(StepFunction):
             state, outputs = jax.lax.scan(body, state, stacked)
             return jax.tree.map(lambda leaf: leaf[-1], outputs), state
 
-        def fused(turn_and_state: Any, *batches: Any) -> tuple[Any, Any]:
+        def fused(
+            turn_and_state: tuple[jax.Array, _State], *batches: Structure
+        ) -> tuple[Structure, tuple[jax.Array, Structure]]:
             turn, state = turn_and_state
             try:
                 return over_rows(traced, runtime.mesh, runtime.memory, turn, state, batches)
@@ -210,7 +217,7 @@ class JaxSteps(StepFunction):
                 return outputs, (turn, state)
 
         @functools.cache
-        def compiled(is_fused: bool) -> Callable[..., tuple[Any, Any]]:
+        def compiled(is_fused: bool) -> Callable[..., tuple[Structure, Any]]:
             # The first call is a step, so that the model has all its variables.
             groups = _state_variables(self._model(), self._kind)
             state = tuple(runtime.shardings(variables) or runtime.replicated for variables in groups)
@@ -221,7 +228,7 @@ class JaxSteps(StepFunction):
 
         return compiled
 
-    def _traced(self, state: Any, data: Any) -> tuple[Any, Any]:
+    def _traced(self, state: _State, data: Structure) -> tuple[Structure, _State]:
         """Runs the step on a global batch while JAX traces it."""
         runtime, groups = self._runtime, _state_variables(self._model(), self._kind)
         layouts = contextlib.nullcontext() if runtime.storage is None else runtime.storage.outputs()
@@ -257,7 +264,7 @@ class JaxSteps(StepFunction):
                 self._runtime.memory.turn = None
 
 
-def _state_variables(model: Any, kind: str) -> list[Sequence[Any]]:
+def _state_variables(model: keras.Model, kind: str) -> list[Sequence[keras.Variable]]:
     groups = [getattr(model, name) for name in _STATE[kind]]
     return [
         group.variables if name == "optimizer" else group
@@ -265,8 +272,10 @@ def _state_variables(model: Any, kind: str) -> list[Sequence[Any]]:
     ]
 
 
-def _stateless_step(model_ref: Callable[[], Any], kind: str) -> Callable[[Any, Any], tuple[Any, Any]]:
-    def step(state: Any, data: Any) -> tuple[Any, Any]:
+def _stateless_step(
+    model_ref: Callable[[], keras.Model], kind: str
+) -> Callable[[_State, Structure], tuple[Structure, _State]]:
+    def step(state: _State, data: Structure) -> tuple[Structure, _State]:
         model = model_ref()
         if kind == "predict":
             outputs, non_trainable_variables = model.predict_step(state, data)

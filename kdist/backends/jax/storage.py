@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import keras
@@ -25,6 +25,9 @@ from kdist.backends.aggregation import is_on_read
 from kdist.backends.messages import meet_to_read
 from kdist.backends.variable_table import VariableTable
 from kdist.topology import Sharded
+
+if TYPE_CHECKING:
+    from kdist.backends.contract import Runtime
 
 _EACH_DIVIDES = ("int8", "uint8")  # quantized weights; other integers are counters and seeds
 
@@ -54,7 +57,7 @@ class Storage:
         self._layout = sharded.layout
         self._lengths: dict[str, int] = dict(runtime.mesh.shape)
 
-    def take(self, variables: Sequence[Any]) -> None:
+    def take(self, variables: Sequence[keras.Variable]) -> None:
         """Shards new variables, which are whole on every worker and have equal values.
 
         Raises:
@@ -67,7 +70,7 @@ class Storage:
             value = assigned_value(variable, keras_hooks.native_value(variable))
             keras_hooks.set_native_value(variable, value)
 
-    def sharding(self, variable: Any) -> NamedSharding:
+    def sharding(self, variable: keras.Variable) -> NamedSharding:
         """Returns the sharding of a variable in a program."""
         place = _places.get(variable)
         return self._runtime.replicated if place is None else place.sharding
@@ -89,7 +92,7 @@ class Storage:
         axes = self._layout.of_output(path)  # type: ignore[attr-defined]
         return None if axes is None else NamedSharding(self._runtime.mesh, PartitionSpec(*axes))
 
-    def _sharding(self, variable: Any) -> NamedSharding:
+    def _sharding(self, variable: keras.Variable) -> NamedSharding:
         axes: Sequence[str | None] = ()
         if _may_be_divided(variable):
             path = keras_hooks.owner_path(variable)
@@ -97,7 +100,7 @@ class Storage:
         return NamedSharding(self._runtime.mesh, PartitionSpec(*axes))
 
 
-def _may_be_divided(variable: Any) -> bool:
+def _may_be_divided(variable: keras.Variable) -> bool:
     """Returns `False` for metrics, counters and seeds: they are small, and single workers read them."""
     if is_on_read(variable) or variable.aggregation == "sum" or not variable.shape:
         return False
@@ -105,13 +108,13 @@ def _may_be_divided(variable: Any) -> bool:
     return keras.backend.is_float_dtype(dtype) or dtype in _EACH_DIVIDES
 
 
-def is_divided(variable: Any) -> bool:
+def is_divided(variable: keras.Variable) -> bool:
     """Returns whether a variable's value is an array over several devices."""
     place = _places.get(variable)
     return place is not None and not place.sharding.is_fully_replicated
 
 
-def arranged(value: Any, sharding: NamedSharding) -> Any:
+def arranged(value: Any, sharding: NamedSharding) -> jax.Array:
     """Returns a value in the form that a variable with this sharding holds; all workers pass equal values."""
     if isinstance(value, jax.core.Tracer):
         return value
@@ -128,7 +131,7 @@ def arranged(value: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
-def _uncommitted(value: Any) -> Any:
+def _uncommitted(value: jax.Array) -> jax.Array:
     """Returns an array that JAX may move to the devices of a computation; there is no public function."""
     from jax._src.array import ArrayImpl
 
@@ -144,19 +147,19 @@ def _padded_shape(shape: Sequence[int], sharding: NamedSharding) -> tuple[int, .
     return tuple(-(-length // number) * number for length, number in zip(shape, parts, strict=True))
 
 
-def _place(variable: Any) -> Place:
+def _place(variable: keras.Variable) -> Place:
     place = _places.get(variable)
     assert place is not None
     return place
 
 
-def is_padded(variable: Any) -> bool:
+def is_padded(variable: keras.Variable) -> bool:
     """Returns whether a variable's native value is padded."""
     place = _places.get(variable)
     return place is not None and place.shape != tuple(variable.shape)
 
 
-def stored(variable: Any, value: Any) -> Any:
+def stored(variable: keras.Variable, value: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Returns a value in the form that a variable stores, with padding if needed."""
     if not is_padded(variable):
         return value
@@ -164,18 +167,18 @@ def stored(variable: Any, value: Any) -> Any:
     return (jax.numpy if isinstance(value, jax.Array) else np).pad(value, widths)
 
 
-def in_own_shape(variable: Any, value: Any) -> Any:
+def in_own_shape(variable: keras.Variable, value: jax.Array) -> jax.Array:
     """Returns a stored value without padding, in a trace."""
     return jax.lax.slice(value, [0] * value.ndim, variable.shape) if is_padded(variable) else value
 
 
-def divided(variable: Any, value: Any) -> Any:
+def divided(variable: keras.Variable, value: jax.Array) -> jax.Array:
     """Returns a stored value without padding, in a step; prevents XLA from gathering the value first."""
     own = in_own_shape(variable, value)
     return own if own is value else jax.lax.with_sharding_constraint(own, _place(variable).sharding)
 
 
-def assigned_value(variable: Any, value: Any) -> Any:
+def assigned_value(variable: keras.Variable, value: jax.Array) -> jax.Array:
     """Returns the value to store if a variable is assigned outside replicas; its sharding stays the same."""
     place = _places.get(variable)
     if place is None:
@@ -185,14 +188,14 @@ def assigned_value(variable: Any, value: Any) -> Any:
     return arranged(value, place.sharding)
 
 
-def whole(value: Any, mesh: Mesh) -> np.ndarray:
+def whole(value: jax.Array, mesh: Mesh) -> np.ndarray:
     """Returns a whole array. If it is sharded over workers, all workers must call this function."""
     if not value.is_fully_addressable and not value.is_fully_replicated:
         value = jax.device_put(value, NamedSharding(mesh, PartitionSpec()))
     return np.asarray(value)
 
 
-def read(variable: Any) -> np.ndarray | None:
+def read(variable: keras.Variable) -> np.ndarray | None:
     """Returns the whole value if it is padded, or sharded over workers (all must call this); else `None`."""
     kept = _kept.get(variable)
     if kept is not None or not (is_over_workers(variable) or is_padded(variable)):
@@ -204,26 +207,26 @@ def read(variable: Any) -> np.ndarray | None:
         return whole_of(runtime, variable)
 
 
-def shown(variable: Any, value: Any) -> Any:
+def shown(variable: keras.Variable, value: jax.Array) -> jax.Array:
     """Returns a value without padding, in a trace or as an array of this process."""
     if not is_padded(variable) or isinstance(jax.numpy.zeros(()), jax.core.Tracer):
         return in_own_shape(variable, value)
     return jax.numpy.asarray(read(variable), value.dtype)
 
 
-def whole_of(runtime: Any, variable: Any) -> np.ndarray:
+def whole_of(runtime: Any, variable: keras.Variable) -> np.ndarray:
     """Returns a whole sharded variable. If it is sharded over workers, all of them must call this."""
     found = whole(keras_hooks.native_value(variable), runtime.mesh)
     return found[tuple(slice(length) for length in variable.shape)]
 
 
-def is_over_workers(variable: Any) -> bool:
+def is_over_workers(variable: keras.Variable) -> bool:
     """Returns whether other workers hold shards of a variable that this worker lacks."""
     return is_divided(variable) and not keras_hooks.native_value(variable).is_fully_addressable
 
 
 @contextlib.contextmanager
-def kept_whole(runtime: Any, variables: Sequence[Any]) -> Iterator[None]:
+def kept_whole(runtime: Runtime, variables: Sequence[keras.Variable]) -> Iterator[None]:
     """Lets single workers read variables that are sharded over workers. All workers must enter it."""
     divided = [variable for variable in variables if is_over_workers(variable)]
     if not divided:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
@@ -22,22 +22,31 @@ from kdist import keras_hooks
 from kdist.backends.jax.programs import initialize
 from kdist.backends.jax.scopes import Values
 
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import keras
+    from jax.extend.core import Jaxpr
+
+    from kdist.arrays.types import T
+    from kdist.backends.jax.scopes import Held
+
 
 class _Trace:
     """Records the use of tables while a function is traced."""
 
-    def __init__(self, tables: Sequence[Any]) -> None:
+    def __init__(self, tables: Sequence[keras.Variable]) -> None:
         self.tables = {id(variable): variable for variable in tables}
-        self.gradients: list[tuple[Any, Any]] = []
+        self.gradients: list[tuple[keras.Variable, jax.Array]] = []
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         self._outer, _current.trace = _current.trace, self
         return self
 
     def __exit__(self, *exc: object) -> None:
         _current.trace = self._outer
 
-    def is_noted(self, variable: Any, gradient: Any) -> bool:
+    def is_noted(self, variable: keras.Variable, gradient: jax.Array) -> bool:
         """Returns whether a gradient is unchanged since it was computed."""
         return any(of is variable and noted is gradient for of, noted in self.gradients)
 
@@ -50,31 +59,31 @@ class Finding(_Trace):
         rows: For each table, an array like one of its rows, which lookups return.
     """
 
-    def __init__(self, tables: Sequence[Any], rows: Sequence[Any]) -> None:
+    def __init__(self, tables: Sequence[keras.Variable], rows: Sequence[jax.Array]) -> None:
         super().__init__(tables)
         self._rows = dict(zip(self.tables, rows, strict=True))
-        self.lookups: list[Any] = []
-        self.ids: list[Any] = []
+        self.lookups: list[keras.Variable] = []
+        self.ids: list[jax.Array] = []
         self.refused: set[int] = set()
         self.asked: set[int] = set()
 
-    def lookup(self, variable: Any, ids: Any) -> Any:
+    def lookup(self, variable: keras.Variable, ids: jax.Array) -> jax.Array:
         """Records the row indices, and returns placeholder rows."""
         self.asked.add(id(variable))
         self.lookups.append(variable)
         self.ids.append(ids)
         return jnp.take(self._rows[id(variable)], jnp.zeros_like(ids), axis=0)
 
-    def given(self, variable: Any) -> Any:
+    def given(self, variable: keras.Variable) -> jax.Array:
         """Returns the value for which a gradient is computed."""
         self.asked.add(id(variable))
         return variable.value
 
-    def shown(self, variable: Any, value: Any) -> Any:
+    def shown(self, variable: keras.Variable, value: jax.Array) -> jax.Array:
         """Returns the value that the variable has in the differentiated function."""
         return value
 
-    def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
+    def by_rows(self, variable: keras.Variable, gradient: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         """Returns placeholder rows for an unchanged gradient; otherwise records that all rows are needed."""
         if self.is_noted(variable, gradient):
             return jnp.zeros(1, "int32"), jnp.zeros_like(self._rows[id(variable)])
@@ -93,27 +102,31 @@ class Looking(_Trace):
     """
 
     def __init__(
-        self, tables: Sequence[Any], rows: Sequence[Any], ids: Sequence[Any], positions: Sequence[Any]
+        self,
+        tables: Sequence[keras.Variable],
+        rows: Sequence[jax.Array],
+        ids: Sequence[jax.Array],
+        positions: Sequence[jax.Array],
     ) -> None:
         super().__init__(tables)
         self._rows = dict(zip(self.tables, rows, strict=True))
         self._ids = dict(zip(self.tables, ids, strict=True))
         self._positions = iter(positions)
 
-    def lookup(self, variable: Any, ids: Any) -> Any:
+    def lookup(self, variable: keras.Variable, ids: jax.Array) -> jax.Array:
         """Returns the rows, with NaN for indices out of range as in Keras."""
         return jnp.take(self._rows[id(variable)], next(self._positions), axis=0)
 
-    def given(self, variable: Any) -> Any:
+    def given(self, variable: keras.Variable) -> jax.Array:
         """Returns the requested rows."""
         return self._rows[id(variable)]
 
-    def shown(self, variable: Any, value: Any) -> Any:
+    def shown(self, variable: keras.Variable, value: jax.Array) -> jax.Array:
         """Uses `value` as the rows from now on, and returns a placeholder for the variable's value."""
         self._rows[id(variable)] = value
         return _nothing(variable)
 
-    def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any]:
+    def by_rows(self, variable: keras.Variable, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the row indices and their gradients."""
         assert self.is_noted(variable, gradient)
         return self._ids[id(variable)], gradient
@@ -127,24 +140,24 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def _trace_of(variable: Any) -> Any:
+def _trace_of(variable: keras.Variable) -> Finding | Looking | None:
     trace = _current.trace
     return trace if trace is not None and id(variable) in trace.tables else None
 
 
-def lookup(variable: Any, ids: Any) -> Any:
+def lookup(variable: keras.Variable, ids: jax.Array) -> jax.Array | None:
     """Returns the rows that an embedding looks up in a table, or `None` for other variables."""
     trace = _trace_of(variable)
     return None if trace is None else trace.lookup(variable, ids)
 
 
-def given(variables: Sequence[Any]) -> list[Any]:
+def given(variables: Sequence[keras.Variable]) -> list[jax.Array]:
     """Returns the values for which gradients are computed: the values of variables, or rows of tables."""
     return [v.value if (trace := _trace_of(v)) is None else trace.given(v) for v in variables]
 
 
 @contextlib.contextmanager
-def using(variables: Sequence[Any], values: Sequence[Any]) -> Iterator[list[Any]]:
+def using(variables: Sequence[keras.Variable], values: Sequence[jax.Array]) -> Iterator[list[jax.Array]]:
     """A context in which a function computes with `given` values; yields the values of the variables."""
     trace = _current.trace
     rows = dict(trace._rows) if trace is not None else {}
@@ -156,20 +169,20 @@ def using(variables: Sequence[Any], values: Sequence[Any]) -> Iterator[list[Any]
             trace._rows = rows
 
 
-def note(variables: Sequence[Any], gradients: Sequence[Any]) -> None:
+def note(variables: Sequence[keras.Variable], gradients: Sequence[jax.Array]) -> None:
     """Records gradients when they are computed."""
     if _current.trace is not None:
         _current.trace.gradients += zip(variables, gradients, strict=True)
 
 
-def by_rows(variable: Any, gradient: Any) -> tuple[Any, Any] | None:
+def by_rows(variable: keras.Variable, gradient: jax.Array) -> tuple[jax.Array, jax.Array] | None:
     """Returns the row indices and values of an applied gradient, or `None` if it has all rows."""
     trace = _trace_of(variable)
     return None if trace is None else trace.by_rows(variable, gradient)
 
 
 @contextlib.contextmanager
-def in_step_of(model: Any) -> Iterator[None]:
+def in_step_of(model: keras.Model) -> Iterator[None]:
     """A context in which Keras's `train_step` uses single rows of tables, and a custom one uses all rows."""
     trace, optimizer = _current.trace, model.optimizer
     if trace is None or keras_hooks.is_own(type(model).train_step):
@@ -179,11 +192,13 @@ def in_step_of(model: Any) -> Iterator[None]:
         return
     compute = model.compute_loss_and_updates
 
-    def compute_loss_and_updates(values: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss_and_updates(values: Sequence[jax.Array], *args: object, **kwargs: object) -> Any:
         with using(model.trainable_variables, values) as shown:
             return compute(shown, *args, **kwargs)
 
-    def stateless_apply(own: Any, gradients: Sequence[Any], values: Any) -> Any:
+    def stateless_apply(
+        own: Sequence[jax.Array], gradients: Sequence[jax.Array], values: Sequence[jax.Array]
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
         note(model.trainable_variables, gradients)
         optimizer.apply(gradients, model.trainable_variables)
         return values, own
@@ -208,9 +223,9 @@ class Tables:
 
     def __init__(
         self,
-        variables: Sequence[Any] = (),
-        asked: Sequence[Any] = (),
-        lookups: Sequence[tuple[Any, int]] = (),
+        variables: Sequence[keras.Variable] = (),
+        asked: Sequence[keras.Variable] = (),
+        lookups: Sequence[tuple[keras.Variable, int]] = (),
     ) -> None:
         self.variables = list(variables)
         self._asked = list(asked)
@@ -218,7 +233,7 @@ class Tables:
         # A table without lookups may have a gradient without rows.
         self._capacity = [max(1, sum(size for of, size in lookups if of is v)) for v in asked]
 
-    def values(self) -> list[Any]:
+    def values(self) -> list[jax.Array]:
         """Returns placeholders for the values of the tables in a trace."""
         return [_nothing(variable) for variable in self.variables]
 
@@ -226,11 +241,11 @@ class Tables:
         """Returns a context in which a trace records row indices."""
         return Finding(self.variables, [jnp.zeros((1, *v.shape[1:]), v.dtype) for v in self.variables])
 
-    def look(self, looked: Any) -> Any:
+    def look(self, looked: Sequence[Sequence[jax.Array]]) -> AbstractContextManager[object]:
         """Returns a context in which a trace looks up the rows that `pull` returned."""
         return Looking(self._asked, *looked) if looked else contextlib.nullcontext()
 
-    def pull(self, find: Callable[[], Sequence[Any]]) -> Any:
+    def pull(self, find: Callable[[], Sequence[jax.Array]]) -> Sequence[Sequence[np.ndarray]]:
         """Requests the rows with the indices from `find` from the servers; returns the argument of `look`."""
         found = [np.asarray(one) for one in find()] if self._lookups else []
         if not self._asked:
@@ -254,11 +269,11 @@ class Tables:
 
 
 def discover(
-    tables: Sequence[Any],
-    function: Callable[[Values], Callable[[Any], Any]],
-    arguments: Any,
-    created: Callable[[Sequence[Any]], None],
-    value: Callable[[Any], Any],
+    tables: Sequence[keras.Variable],
+    function: Callable[[Values], Callable[[T], object]],
+    arguments: T,
+    created: Callable[[Sequence[keras.Variable]], None],
+    value: Callable[[keras.Variable], Held],
 ) -> tuple[Tables, Values] | None:
     """Traces a function, and finds the tables from which it needs only some rows, and its other variables.
 
@@ -273,7 +288,9 @@ def discover(
     rows = [jax.ShapeDtypeStruct((1, *v.shape[1:]), v.dtype) for v in tables]
     caught: list[Any] = []
 
-    def traced(whole: Any, rows: Any, arguments: Any) -> Any:
+    def traced(
+        whole: Sequence[jax.Array], rows: Sequence[jax.Array], arguments: T
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         values = Values(tables, whole, value)
         with Finding(tables, rows) as finding:
             function(values)(arguments)
@@ -306,12 +323,12 @@ def discover(
     ), values
 
 
-def _needed(program: Any, finding: Finding) -> set[int]:
+def _needed(program: Jaxpr, finding: Finding) -> set[int]:
     """Returns tables that are needed whole: values or gradients are used, or indices depend on rows."""
     number = len(finding.tables)
     whole, rows = program.invars[:number], program.invars[number : 2 * number]
     ids, gradients = program.outvars[: len(finding.ids)], program.outvars[len(finding.ids) :]
-    looked_at: set[Any] = set()
+    looked_at: set[Var] = set()
     of_rows = set(rows)
     for equation in program.eqns:
         read = {one for one in equation.invars if isinstance(one, Var)}
@@ -326,7 +343,7 @@ def _needed(program: Any, finding: Finding) -> set[int]:
     return needed | {id(of) for of, one in zip(of_tables, gradients, strict=True) if one in looked_at}
 
 
-def _nothing(variable: Any) -> Any:
+def _nothing(variable: keras.Variable) -> jax.Array:
     return jnp.zeros(variable.shape, variable.dtype)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
@@ -31,8 +31,14 @@ from kdist.backends.threads import Baton, ReplicaThreads
 from kdist.errors import StrategyScopeError
 from kdist.values import component
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import R, Structure, T
+    from kdist.backends.jax.programs import Template
+    from kdist.backends.jax.scopes import Held
+    from kdist.context import StrategyLike
 
-def on_any_worker(runtime: JaxCore, values: Sequence[Sequence[Any]]) -> bool:
+
+def on_any_worker(runtime: JaxCore, values: Sequence[Sequence[jax.Array | np.ndarray]]) -> bool:
     """Returns whether replicas have arguments of different shapes. The result is equal on all workers.
 
     XLA orders the collectives of each program separately. If workers ran programs for different shapes, their
@@ -46,13 +52,15 @@ def on_any_worker(runtime: JaxCore, values: Sequence[Sequence[Any]]) -> bool:
     return any(other is None or other != everyone[0] for other in everyone)
 
 
-def run(runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: Any, placed: Placed) -> Sequence[Any]:
+def run(
+    runtime: JaxCore, strategy: StrategyLike, fn: Callable[..., object], call: Template, placed: Placed
+) -> Sequence[Structure]:
     """Calls the user's function in every local replica, one at a time."""
     devices = runtime.local_devices
     state = keras_hooks.ThreadState()
     seen: list[Any] = [None] * len(devices)
 
-    def one_replica(index: int, baton: Baton) -> Any:
+    def one_replica(index: int, baton: Baton) -> Outputs:
         device = devices[index]
         collectives = HostCollectives(runtime, index, device, baton)
         replica = JaxReplica(strategy, collectives)
@@ -87,12 +95,12 @@ def run(runtime: JaxCore, strategy: Any, fn: Callable[..., Any], call: Any, plac
     return [outputs.fill(_with_first(outputs, returned[0])) for outputs in returned]
 
 
-def _with_first(outputs: Outputs, first: Outputs) -> list[Any]:
+def _with_first(outputs: Outputs, first: Outputs) -> list[jax.Array]:
     """Returns a replica's arrays, with shared arrays from the first replica."""
     return [a if same else own for own, a, same in zip(outputs.data, first.data, outputs.same, strict=True)]
 
 
-def _value_on(runtime: JaxCore, variable: Any, index: int, placed: Placed) -> Any:
+def _value_on(runtime: JaxCore, variable: keras.Variable, index: int, placed: Placed) -> Held:
     if initialize([variable]):
         runtime.broadcast_variables([variable])
     device = runtime.local_devices[index]
@@ -108,14 +116,14 @@ def _value_on(runtime: JaxCore, variable: Any, index: int, placed: Placed) -> An
 class HostCollectives:
     """The collectives of replicas that run one at a time, outside any program."""
 
-    def __init__(self, runtime: JaxCore, local_index: int, device: Any, baton: Baton) -> None:
+    def __init__(self, runtime: JaxCore, local_index: int, device: jax.Device, baton: Baton) -> None:
         self._runtime = runtime
         self._device = device
         self._baton = baton
-        self.local_index: Any = local_index
-        self.replica_id: Any = runtime.replica_ids[local_index]
+        self.local_index: int = local_index
+        self.replica_id: int = runtime.replica_ids[local_index]
 
-    def sum(self, tensors: Sequence[Any]) -> list[Any]:
+    def sum(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Sums each tensor over all replicas."""
         mine = [_on_host(tensor) for tensor in tensors]
 
@@ -129,11 +137,11 @@ class HostCollectives:
             for total in self._baton.meet(self.local_index, what, mine, combine)
         ]
 
-    def gather(self, rows: Any) -> tuple[Any, Any]:
+    def gather(self, rows: jax.Array) -> tuple[jax.Array, int | jax.Array]:
         """Returns the rows of all replicas, and the index of this replica's first row."""
         mine = _on_host(rows)
 
-        def combine(values: Sequence[np.ndarray]) -> Any:
+        def combine(values: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
             local = np.concatenate(values)
             starts = list(itertools.accumulate((len(value) for value in values), initial=0))
             if self._runtime.num_workers == 1:
@@ -146,7 +154,7 @@ class HostCollectives:
         whole, starts = self._baton.meet(self.local_index, what, mine, combine)
         return jax.device_put(whole, self._device), starts[self.local_index]
 
-    def merge(self, function: Callable[..., Any], values: Any) -> Any:
+    def merge(self, function: Callable[[T], R], values: T) -> R:
         """Calls a function once, in the last replica."""
         host = keras.tree.map_structure(
             lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, values
@@ -166,7 +174,7 @@ class HostCollectives:
         return [rows.sum(0, dtype=rows.dtype) for rows in everyone]
 
 
-def _on_host(tensor: Any) -> np.ndarray:
+def _on_host(tensor: jax.Array) -> np.ndarray:
     if isinstance(tensor, jax.core.Tracer):
         raise StrategyScopeError(
             "A collective is inside jax.jit, a scan or a rematerialized layer, and the replicas have different "

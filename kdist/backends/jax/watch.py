@@ -46,7 +46,7 @@ _LAST_WORDS = 1.5
 _LOST_ANOTHER = "it lost another worker"
 
 _CHandler = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_kept: list[Any] = []  # C code calls or owns these until the process ends
+_kept: list[object] = []  # C code calls or owns these until the process ends
 
 
 def has_started() -> bool:
@@ -90,7 +90,7 @@ class Watch:
         self._threads: list[threading.Thread] = []
         self._start(self._watch)
 
-    def _start(self, function: Callable[..., None], *args: Any) -> None:
+    def _start(self, function: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=function, args=args, name="kdist watch", daemon=True)
         self._threads.append(thread)
         thread.start()

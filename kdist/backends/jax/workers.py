@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -25,6 +25,9 @@ from kdist.cluster import Cluster, liveness, visible_gpus
 from kdist.communication.options import CommunicationImplementation, CommunicationOptions, hint_ignored
 from kdist.communication.shared_memory import Offer, SharedMemory
 from kdist.errors import StrategyScopeError, WorkerLostError
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import T
 
 _ENGINE = workers.folders_of_engine(jax.__file__, __file__)
 
@@ -64,7 +67,7 @@ class JoinedWorkers(workers.JoinedWorkers):
             return
         self._may_share = False
 
-        def gather(value: Any) -> list[Any]:
+        def gather(value: T) -> list[T]:
             return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode())]
 
         offer = Offer(self.worker_index, self.num_workers, is_wanted)
@@ -124,7 +127,7 @@ class JoinedWorkers(workers.JoinedWorkers):
         """Announces the end of this worker through the watch."""
         self._watch.say_hung(text)
 
-    def working(self) -> AbstractContextManager[Any]:
+    def working(self) -> AbstractContextManager[object]:
         """Returns a context that terminates the process if a worker is lost and JAX raises no error."""
         return self._watch.working()
 
@@ -149,7 +152,7 @@ _CONNECTION_WORDS = re.compile(
 )
 
 
-def all_devices(group: Workers, local: Sequence[Any]) -> list[Any]:
+def all_devices(group: Workers, local: Sequence[jax.Device]) -> list[jax.Device]:
     """Returns all workers' devices in worker order; all workers need the same number and kind of devices."""
     if not isinstance(group, JoinedWorkers):
         return list(local)

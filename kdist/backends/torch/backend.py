@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +20,10 @@ from kdist.backends.torch.workers import Workers, join
 from kdist.communication.cross_device_ops import CrossDeviceOps
 from kdist.communication.options import CommunicationOptions, hint_ignored
 from kdist.topology import Topology
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
+    from kdist.backends.contract import DataAdapter
 
 _GPU_STATE = 16  # bytes: a seed and an offset
 
@@ -43,7 +47,7 @@ class TorchBackend(Backend):
         keras_hooks.hook_torch_recomputing()
         keras_hooks.hook_torch_images()
 
-    def native_batches(self, adapter: Any) -> Any:
+    def native_batches(self, adapter: DataAdapter) -> Iterable[Structure]:
         """Returns a `DataLoader`."""
         return adapter.get_torch_dataloader()
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from kdist import keras_hooks
 from kdist.backends.aggregation import share_of
 from kdist.backends.variable_table import VariableTable
+
+if TYPE_CHECKING:
+    import keras
 
 
 @dataclass
@@ -19,7 +22,7 @@ class _Known:
     real: torch.Tensor
     version: int
 
-    def is_valid(self, variable: Any) -> bool:
+    def is_valid(self, variable: keras.Variable) -> bool:
         return self.real is keras_hooks.native_value(variable) and self.version == self.real._version
 
 
@@ -37,21 +40,21 @@ class Components:
         self._replica_ids = replica_ids
         self._num_replicas = num_replicas
         self._known: VariableTable[_Known] = VariableTable()
-        self._changed: dict[int, Any] = {}
+        self._changed: dict[int, keras.Variable] = {}
 
-    def get(self, variable: Any, index: int) -> torch.Tensor:
+    def get(self, variable: keras.Variable, index: int) -> torch.Tensor:
         """Returns the component of a local replica."""
         known = self._known.get(variable)
         if known is None or not known.is_valid(variable):
             known = self._known[variable] = self._split(variable)
         return known.parts[index]
 
-    def write(self, variable: Any, index: int, value: Any) -> None:
+    def write(self, variable: keras.Variable, index: int, value: torch.Tensor) -> None:
         """Changes the component of a local replica."""
         self._changed[id(variable)] = variable
         self.get(variable, index).copy_(value)
 
-    def show(self, variable: Any, total: Any) -> None:
+    def show(self, variable: keras.Variable, total: torch.Tensor) -> None:
         """Writes the aggregated value into the real variable."""
         known = self._known.get(variable)
         assert known is not None
@@ -65,7 +68,7 @@ class Components:
             self._known.pop(variable)
         self._changed.clear()
 
-    def _split(self, variable: Any) -> _Known:
+    def _split(self, variable: keras.Variable) -> _Known:
         real = keras_hooks.native_value(variable)
         with torch.no_grad():
             parts = [

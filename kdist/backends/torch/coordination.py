@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -13,11 +13,17 @@ from kdist.backends.coordination import Engine
 from kdist.backends.torch.devices import first_device
 from kdist.backends.torch.tables import RowGradient, Table
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
+    from kdist.backends.coordination import Record
+
 
 class TorchEngine(Engine):
     """Native values are parameters. They are written in place, and PyTorch counts the writes."""
 
-    def load(self, variable: Any, held: Any, array: np.ndarray) -> torch.nn.Parameter:
+    def load(
+        self, variable: keras.Variable, held: torch.nn.Parameter | None, array: np.ndarray
+    ) -> torch.nn.Parameter:
         """Copies an array into a parameter, or creates the parameter."""
         # Keras may run a layer on the device "meta" to find its output shape. It has no data to copy.
         with keras.device(str(first_device() if held is None else held.device)):
@@ -29,32 +35,39 @@ class TorchEngine(Engine):
             held.copy_(tensor)
         return held
 
-    def mark(self, held: Any) -> Any:
+    def mark(self, held: torch.nn.Parameter) -> tuple[int, int]:
         """Returns the identity of the value and its number of writes."""
         return id(held), held._version
 
-    def is_changed(self, held: Any, mark: Any) -> bool:
+    def is_changed(self, held: torch.nn.Parameter, mark: object) -> bool:
         """Compares the marks."""
         return self.mark(held) != mark
 
-    def table(self, record: Any) -> Table:
+    def table(self, record: Record) -> Table:
         """Returns a tensor that requests its rows from the servers."""
         return Table.of_record(record, record.variable())
 
-    def by_rows(self, variable: Any, gradient: Any) -> tuple[Any, Any] | None:
+    def by_rows(
+        self, variable: keras.Variable, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns the rows if the gradient is a `RowGradient`."""
         return (gradient.row_ids, gradient.row_values) if isinstance(gradient, RowGradient) else None
 
-    def train_step(self, model: Any, data: Any) -> Any:
+    def train_step(self, model: keras.Model, data: Structure) -> Structure:
         """Runs the model's `train_step` on tensors."""
         return model.train_step(keras.tree.map_structure(_tensor, data))
 
-    def apply(self, optimizer: Any, gradients: Sequence[np.ndarray], variables: Sequence[Any]) -> None:
+    def apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[np.ndarray],
+        variables: Sequence[keras.Variable],
+    ) -> None:
         """Runs the optimizer."""
         tensors = [keras.ops.convert_to_tensor(gradient) for gradient in gradients]
         with torch.no_grad():
             optimizer.apply(tensors, variables)
 
 
-def _tensor(leaf: Any) -> Any:
+def _tensor(leaf: object) -> object:
     return keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf

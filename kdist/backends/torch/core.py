@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import keras
 import torch
@@ -48,19 +47,19 @@ class TorchCore(Runtime):
         first = self.replica_ids[0]
         self.threads = ReplicaThreads([f"replica {first + i} ({n})" for i, n in enumerate(self.devices)])
 
-    def scope(self) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[object]:
         """Creates variables on the device that holds them, or on the host if they will be sharded."""
         return keras_device(self._cradle)
 
-    def on_holder(self) -> AbstractContextManager[Any]:
+    def on_holder(self) -> AbstractContextManager[object]:
         """Lets Keras compute on the device that holds the variables, for example in an optimizer."""
         return keras_device(self._holder)
 
-    def to_holder(self, parts: Sequence[Any]) -> list[Any]:
+    def to_holder(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies tensors to the device that holds the variables."""
         return [keras.ops.convert_to_tensor(part).to(self._holder) for part in parts]
 
-    def sum_over_workers(self, tensors: Sequence[Any]) -> list[Any]:
+    def sum_over_workers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Sums tensors over the workers."""
         if self.num_workers == 1:
             return list(tensors)
@@ -69,11 +68,11 @@ class TorchCore(Runtime):
             self.group.all_reduce(total)
         return totals
 
-    def gather_over_workers(self, tensor: Any) -> Any:
+    def gather_over_workers(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenates the rows of the workers' tensors."""
         return tensor if self.num_workers == 1 else self.group.gather_uneven(tensor.detach())[0]
 
-    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+    def broadcast_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Sends the chief's values in one collective, or in several if variables are sharded."""
         tensors = [keras_hooks.native_value(variable) for variable in variables]
         # A variable that is already sharded has the chief's value.
@@ -84,10 +83,10 @@ class TorchCore(Runtime):
         if self.storage is not None:
             self.storage.take(variables)
 
-    def local_values(self, variable: Any) -> Sequence[Any]:
+    def local_values(self, variable: keras.Variable) -> Sequence[torch.Tensor]:
         """Returns the whole real value on the host. The copies of other replicas follow it at every step."""
         return [variable.value.detach().cpu()]
 
-    def kept_whole(self, variables: Sequence[Any]) -> AbstractContextManager[Any]:
+    def kept_whole(self, variables: Sequence[keras.Variable]) -> AbstractContextManager[object]:
         """A context manager in which one worker can read whole variables. All workers must enter it."""
         return contextlib.nullcontext() if self.storage is None else self.storage.kept_whole(variables)

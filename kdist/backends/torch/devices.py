@@ -66,7 +66,7 @@ _NUMPY_DTYPES = frozenset(
 )
 
 
-def current_gpu() -> AbstractContextManager[Any]:
+def current_gpu() -> AbstractContextManager[object]:
     """Captures the current GPU of this thread, if PyTorch uses GPUs, to enter it in another thread."""
     if not torch.cuda.is_initialized():
         return contextlib.nullcontext()
@@ -102,7 +102,7 @@ class ThreadStates:
             yield
 
 
-def keras_device(device: torch.device) -> AbstractContextManager[Any]:
+def keras_device(device: torch.device) -> AbstractContextManager[object]:
     """Lets Keras use a device. Keras uses special code for GPUs, but only under the name "cuda" without a number."""
     is_current = device.type == "cuda" and device.index == torch.cuda.current_device()
     return keras.device("cuda" if is_current else str(device))
@@ -134,7 +134,7 @@ def abort_nccl() -> None:
         backends[0]._group_end()
 
 
-def backend_of(kind: str, group: Any) -> Any:
+def backend_of(kind: str, group: dist.ProcessGroup) -> Any:
     """Returns the PyTorch backend of a group for a kind of device, or `None`."""
     try:
         return group._get_backend(torch.device(kind))

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from kdist.backends.replica import Replica
 
 _T = torch.Tensor
 # Properties and methods of the parameter itself, which need neither the whole value nor the shards.
@@ -100,7 +103,13 @@ class Divided(torch.Tensor):
             self.to_local().copy_(self.storage.part_of(value, self.shards.placements))
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Calls a function with the gathered tensors."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -123,7 +132,13 @@ class Divided(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., object],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Called only by PyTorch's autograd, which detaches the tensor."""
         if func is torch.ops.aten.detach.default:
             return Divided(args[0].shards, args[0].storage, args[0].path, False)
@@ -143,13 +158,13 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Divided, dtype: torch.dtype, replica: Any) -> torch.Tensor:
+    def forward(ctx: Any, parameter: Divided, dtype: torch.dtype, replica: Replica | None) -> torch.Tensor:
         ctx.parameter, ctx.replica = parameter, replica
         part, places = parameter.to_local().to(dtype), parameter.shards.placements
         return parameter.storage.gather(part, places, parameter.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _Scatter.apply(gradient, ctx.parameter, ctx.replica), None, None
 
 
@@ -157,7 +172,7 @@ class _Scatter(torch.autograd.Function):
     """The backward pass of `_Gather`, whose own backward pass gathers."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, parameter: Divided, replica: Any) -> DTensor:
+    def forward(ctx: Any, gradient: torch.Tensor, parameter: Divided, replica: Replica | None) -> DTensor:
         ctx.parameter, ctx.weight = parameter, 1.0 if replica is None else replica.gradient_weight
         places, storage = parameter.shards.placements, parameter.storage
         gradient = gradient.to(parameter.dtype)
@@ -168,21 +183,23 @@ class _Scatter(torch.autograd.Function):
         return storage.of_part(part, places, parameter.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         storage, places = ctx.parameter.storage, ctx.parameter.shards.placements
         part = gradient.redistribute(placements=places).to_local() if isinstance(gradient, DTensor) else None
         whole = gradient if part is None else storage.gather(part, places, gradient.shape)
         return whole * ctx.weight, None, None
 
 
-def _plain(tensor: Any) -> Any:
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the whole tensor of a tensor that may be sharded."""
     if isinstance(tensor, Divided):
         return tensor.whole()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _dtype_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+def _dtype_of(
+    func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> torch.dtype | None:
     """Returns the dtype of a cast of a sharded parameter."""
     if not isinstance(args[0], Divided):
         return None
@@ -197,7 +214,7 @@ def _dtype_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
     )
 
 
-def _is_in_place(func: Any) -> bool:
+def _is_in_place(func: Callable[..., object]) -> bool:
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in (
         "__setitem__",
@@ -208,17 +225,17 @@ def _is_in_place(func: Any) -> bool:
     )
 
 
-def _written(args: Any) -> list[Divided]:
+def _written(args: Sequence[object]) -> list[Divided]:
     first = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     return [parameter for parameter in first if isinstance(parameter, Divided)]
 
 
-def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+def _in_place(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """Calls a function on gathered tensors, and writes the modified tensors back to their parameters."""
     written = _written(args)
     wholes = {id(p): p.whole().detach().clone() for p in written}
 
-    def plain(tensor: Any) -> Any:
+    def plain(tensor: torch.Tensor) -> torch.Tensor:
         found = wholes.get(id(tensor))
         return _plain(tensor) if found is None else found
 
@@ -235,7 +252,13 @@ class _Sums(TorchFunctionMode):
     By default, PyTorch gives each worker its part of a sum, and `float` or `bool` would return this part.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         return _completed(result) if isinstance(result, DTensor) else result
 
@@ -243,7 +266,13 @@ class _Sums(TorchFunctionMode):
 class _OnParts(TorchFunctionMode):
     """A mode in which functions compute with the `DTensor`s of sharded parameters."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if _is_in_place(func):
             for parameter in _written(args):
                 parameter.version += 1
@@ -269,7 +298,7 @@ def on_parts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_step(storage: Any, replica: Any) -> Iterator[None]:
+def in_step(storage: Any, replica: Replica) -> Iterator[None]:
     """A context manager for a replica's function. Autograd gathers parameters again for the backward pass."""
     storage.replica = replica
     try:
@@ -281,7 +310,7 @@ def in_step(storage: Any, replica: Any) -> Iterator[None]:
         _wholes.clear()
 
 
-def _pack(tensor: torch.Tensor) -> Any:
+def _pack(tensor: torch.Tensor) -> torch.Tensor | _Again:
     if isinstance(tensor, (DTensor, Divided)):
         return tensor
     found = _wholes.get(tensor.untyped_storage().data_ptr())
@@ -293,7 +322,7 @@ def _pack(tensor: torch.Tensor) -> Any:
     return _Again(parameter, version, tensor)
 
 
-def _unpack(packed: Any) -> torch.Tensor:
+def _unpack(packed: torch.Tensor | _Again) -> torch.Tensor:
     return packed.tensor() if isinstance(packed, _Again) else packed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
@@ -21,15 +21,19 @@ from kdist.backends.torch.recording import Recording
 from kdist.backends.torch.replicas import TorchReplica, TorchScope
 from kdist.values import component
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import P, R, Structure, T, Tensor
+    from kdist.context import StrategyLike
+
 
 def in_replicas(
     runtime: TorchCore,
-    strategy: Any,
-    body: Callable[[TorchReplica, int], Any],
+    strategy: StrategyLike,
+    body: Callable[[TorchReplica, int], T],
     shares: Sequence[RowShare] | None = None,
     gradients: bool = True,
     recording: Recording | None = None,
-) -> list[Any]:
+) -> list[T]:
     """Calls `body(replica, local_index)` in each local replica, in its context and scope.
 
     `shares` contains the weights of the replicas' rows in a model's step. It is `None` for a user's function.
@@ -40,7 +44,7 @@ def in_replicas(
     for copies in runtime.copies:
         copies.start_step(keep_gradients=shares is None)
 
-    def one_replica(index: int, baton: Baton) -> Any:
+    def one_replica(index: int, baton: Baton) -> T:
         replica = TorchReplica(
             strategy,
             runtime.replica_ids[index],
@@ -69,10 +73,16 @@ def in_replicas(
     return runtime.threads.run(one_replica)
 
 
-def run(runtime: TorchCore, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Sequence[Any]:
+def run(
+    runtime: TorchCore,
+    strategy: StrategyLike,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Sequence[Structure]:
     """Calls the user's function in every local replica, and aggregates its writes to variables."""
 
-    def body(replica: TorchReplica, index: int) -> Any:
+    def body(replica: TorchReplica, index: int) -> Structure:
         own_args, own_kwargs = component((args, kwargs), index, keras.tree.map_structure)
         result = fn(*own_args, **own_kwargs)
         assert replica.scope is not None
@@ -89,21 +99,23 @@ def run(runtime: TorchCore, strategy: Any, fn: Callable[..., Any], args: Any, kw
         raise
 
 
-def function(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def function(fn: Callable[P, R], **options: Any) -> Callable[P, R]:
     """Returns the function, compiled with `torch.compile` if `jit_compile` is set."""
     if not options.pop("jit_compile", False):
         return fn
     return torch.compile(fn, **options)
 
 
-def _detached(leaf: Any) -> Any:
+def _detached(leaf: object) -> object:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool) -> Callable[..., Any]:
+def value_and_grad(
+    fn: Callable[P, object], variables: Sequence[keras.Variable], has_aux: bool
+) -> Callable[P, tuple[Structure, list[Tensor | None]]]:
     """Returns a function that computes a loss and its gradients with `torch.autograd.grad`."""
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[Structure, list[Tensor | None]]:
         tensors = [variable.value for variable in variables]
         frozen = [tensor for tensor in tensors if not tensor.requires_grad]
         try:

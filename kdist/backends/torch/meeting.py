@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from kdist.cluster.handshake import NotOfThisJobError, secret_error, secret_if_a
 from kdist.communication.options import CommunicationImplementation
 from kdist.communication.shared_memory import Offer, SharedMemory
 from kdist.errors import ClusterConfigError
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import T
 
 # Seconds between two checks of the store while this worker waits for the others.
 _PAUSE = 0.05
@@ -46,7 +49,7 @@ class Meeting:
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = dist.PrefixStore(f"kdist/{attempt}", store or self._make_store())
 
-    def gather(self, name: str, value: Any) -> list[Any]:
+    def gather(self, name: str, value: T) -> list[T]:
         """Gathers a JSON value from every worker, in the order of the workers.
 
         Raises:

@@ -8,7 +8,7 @@ scope. `zero_grad` clears the gradients of the real parameters, and torch module
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,11 +16,14 @@ from kdist import keras_hooks
 from kdist.backends.torch.replicas import TorchScope, VariableCopies
 from kdist.context import current_replica
 
+if TYPE_CHECKING:
+    import keras
 
-def zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+
+def zero_grad(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps `Layer.zero_grad` to clear the gradients of the current replica."""
 
-    def wrapper(self: Any, set_to_none: bool = True) -> None:
+    def wrapper(self: keras.Layer, set_to_none: bool = True) -> None:
         copies = _copies()
         if copies is None:
             original(self, set_to_none)
@@ -30,10 +33,10 @@ def zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
+def call_module(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps `TorchModuleWrapper.call`, so that the module uses the parameters of the current replica."""
 
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: keras.layers.TorchModuleWrapper, *args: object, **kwargs: object) -> object:
         if _copies() is None:
             return original(self, *args, **kwargs)
         # A temporary attribute of the instance is safe, because only one replica runs at a time.
@@ -55,14 +58,14 @@ def _copies() -> VariableCopies | None:
 class _ModuleOfReplica:
     """Replaces the torch module of a wrapper, and calls it with the parameters of the current replica."""
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: keras.layers.TorchModuleWrapper) -> None:
         self._module = wrapper.module
         self._variables = {id(keras_hooks.native_value(variable)): variable for variable in wrapper.variables}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         copies = _copies()
         if copies is None:
             return self._module(*args, **kwargs)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,11 @@ from kdist.backends.torch.core import TorchCore
 from kdist.backends.torch.recording import Recording
 from kdist.backends.torch.replay import compiled
 from kdist.cluster import logs
+
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.arrays.types import Structure
 
 # Batches of more shapes than this, as in data without padding, are not worth the memory.
 _MOST_SHAPES = 16
@@ -32,7 +37,7 @@ class _Seen:
     """The recorded step for batches with the same shapes, and how many replays its recordings have cost."""
 
     cost: int = 0
-    program: Callable[[list[Any]], Any] | None = None
+    program: Callable[[Sequence[torch.Tensor | None]], Structure] | None = None
     state: keras_hooks.StepState | None = None
 
 
@@ -46,7 +51,7 @@ class RecordedSteps:
         kind: "train", "test" or "predict".
     """
 
-    def __init__(self, runtime: TorchCore, model: Any, kind: str) -> None:
+    def __init__(self, runtime: TorchCore, model: keras.Model, kind: str) -> None:
         self._device = runtime.torch_devices[0].type
         self._kind = kind
         # The model owns the steps, because they refer to its variables. Otherwise, it could never be freed.
@@ -58,7 +63,7 @@ class RecordedSteps:
         if self._reason:
             self._log()
 
-    def run(self, model: Any, batch: ReplicaBatches, run: Run) -> list[Any]:
+    def run(self, model: keras.Model, batch: ReplicaBatches, run: Run) -> list[Structure]:
         """Runs a step with `run`, or replays a recorded step. The third batch of the same shapes replays."""
         if self._reason:
             return run(batch)
@@ -82,8 +87,13 @@ class RecordedSteps:
         return self._record(model, batch, leaves, run, seen)
 
     def _record(
-        self, model: Any, batch: ReplicaBatches, leaves: list[Any], run: Run, seen: _Seen
-    ) -> list[Any]:
+        self,
+        model: keras.Model,
+        batch: ReplicaBatches,
+        leaves: list[torch.Tensor | None],
+        run: Run,
+        seen: _Seen,
+    ) -> list[Structure]:
         metrics = [keras_hooks.native_value(variable) for variable in model.metrics_variables]
         recording = Recording(leaves, keras_hooks.step_tensors(model), metrics)
         results = run(batch, recording)
@@ -105,7 +115,7 @@ class RecordedSteps:
         logs.logger.info(message, self._kind, self._reason)
 
 
-def _reason_against(runtime: TorchCore, model: Any) -> str:
+def _reason_against(runtime: TorchCore, model: keras.Model) -> str:
     """Returns the reason why no step of a model can be recorded, or an empty string."""
     if len(runtime.devices) > 1:
         return "this worker has several replicas"
@@ -126,13 +136,13 @@ def _is_observed(device: str) -> bool:
     return torch.is_autocast_enabled(device) or torch.is_anomaly_enabled()
 
 
-def _shapes(part: Any) -> Any:
+def _shapes(part: Structure) -> Hashable | None:
     """Returns the structure, shapes and dtypes of a batch as a key; `None` if it contains other objects."""
     if isinstance(part, torch.Tensor):
         return (part.shape, part.dtype, part.stride()) if part.layout is torch.strided else None
     if part is None:
         return ()
-    keys: Any = type(part)
+    keys: object = type(part)
     if isinstance(part, dict):
         keys = tuple(sorted(part))
         part = [part[key] for key in keys]

@@ -13,15 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from kdist.arrays.types import Structure, T
 
 _PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _T = torch.Tensor
@@ -59,9 +64,9 @@ class Operation:
             exchange with other workers) or "finish" (its end).
     """
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, Any]
-    results: Any
+    function: Callable[..., object]
+    arguments: tuple[Sequence[object], Mapping[str, object]]
+    results: object
     writes: list[Name]
     views: list[Name]
     kind: str
@@ -71,7 +76,7 @@ class Operation:
         return names_in(self.arguments)
 
 
-def names_in(structure: Any) -> list[Name]:
+def names_in(structure: object) -> list[Name]:
     """Returns the names in nested lists, tuples and dictionaries."""
     if isinstance(structure, Name):
         return [structure]
@@ -82,7 +87,7 @@ def names_in(structure: Any) -> list[Name]:
     return [name for part in structure for name in names_in(part)]
 
 
-def mapped(function: Callable[[Any], Any], structure: Any) -> Any:
+def mapped(function: Callable[[Any], object], structure: object) -> Any:
     """Applies a function to the leaves of nested lists, tuples and dictionaries."""
     if isinstance(structure, dict):
         return {key: mapped(function, value) for key, value in structure.items()}
@@ -107,11 +112,11 @@ class Recording:
         metrics: Sequence[torch.Tensor] = (),
     ) -> None:
         self.operations: list[Operation] = []
-        self.constants: dict[str, Any] = {}
+        self.constants: dict[str, torch.Tensor] = {}
         self.reason = ""
         """The reason why the step cannot be replayed."""
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._generators: dict[int, tuple[Any, Name]] = {}
+        self._generators: dict[int, tuple[torch.Generator, Name]] = {}
         self._variables = {id(tensor) for tensor in variables}
         self._metrics = {id(tensor) for tensor in metrics}
         self._random_states: list[bytes] = []
@@ -144,7 +149,7 @@ class Recording:
         """Returns whether a tensor of the model must keep its value if the step fails."""
         return self.is_variable(name) and id(self.constants[name.text]) not in self._metrics
 
-    def whole(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def whole(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Calls a Python function, and records the call instead of its operations. It may change its tensors."""
         arguments = self._named((args, kwargs))
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -164,7 +169,7 @@ class Recording:
             self.operations.append(Operation(start, ([name], {}), work, [name], [], "exchange"))
             self.operations.append(Operation(_finish, ([work, name], {}), None, [name], [], "finish"))
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
         """Runs and records an operation of PyTorch."""
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random:
@@ -181,7 +186,7 @@ class Recording:
         if not self.reason and _random_states() != self._random_states:
             self.refuse("the step changes the state of PyTorch's random generators")
 
-    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object], result: Any) -> None:
         """Records an operation that PyTorch has run."""
         if func.namespace == "c10d":
             return self.refuse("the step exchanges data with a collective that kdist does not record")
@@ -205,27 +210,27 @@ class Recording:
             self.constants[names_in(arguments)[0].text] = args[0].clone()
         return self._add(Operation(func, arguments, None, writes, views, kind), result)
 
-    def results(self, outputs: Any) -> Any:
+    def results(self, outputs: Structure) -> Any:
         """Returns the names of the outputs of the step."""
         return self._named(outputs)
 
-    def _add(self, operation: Operation, result: Any) -> None:
+    def _add(self, operation: Operation, result: object) -> None:
         if self.reason:
             return
         fresh = operation.kind == "lift"
         operation.results = mapped(lambda leaf: self._result(leaf, fresh), result)
         self.operations.append(operation)
 
-    def _result(self, leaf: Any, is_fresh: bool) -> Any:
+    def _result(self, leaf: object, is_fresh: bool) -> Name | None:
         if not isinstance(leaf, (torch.Tensor, torch.Generator)):
             return None
         known = None if is_fresh else self._find(leaf)
         return known or self._set(leaf, Name(f"t{len(self.operations)}_{id(leaf)}"))
 
-    def _named(self, structure: Any) -> Any:
+    def _named(self, structure: object) -> Any:
         return mapped(self._name, structure)
 
-    def _name(self, leaf: Any) -> Any:
+    def _name(self, leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
             found = self._find(leaf)
             if found is None:
@@ -241,14 +246,14 @@ class Recording:
             self.refuse(f"an operation has an argument of type {type(leaf).__name__}")
         return leaf
 
-    def _find(self, leaf: Any) -> Name | None:
+    def _find(self, leaf: torch.Tensor | torch.Generator) -> Name | None:
         if not isinstance(leaf, torch.Generator):
             return self._names.get(leaf)
         # PyTorch wraps a generator in new objects. In PyTorch 2.11, they cannot have weak references.
         known = self._generators.get(leaf._cdata)
         return None if known is None else known[1]
 
-    def _set(self, leaf: Any, name: Name) -> Name:
+    def _set(self, leaf: torch.Tensor | torch.Generator, name: Name) -> Name:
         if isinstance(leaf, torch.Generator):
             self._generators[leaf._cdata] = (leaf, name)
         else:
@@ -256,7 +261,7 @@ class Recording:
         return name
 
 
-def _python_random_state() -> tuple[Any, ...]:
+def _python_random_state() -> tuple[object, ...]:
     _, keys, *position = np.random.get_state()
     return random.getstate(), np.asarray(keys).tobytes(), position
 
@@ -290,7 +295,13 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self._recording = recording
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         return self._recording.run(func, args, kwargs or {})
 
 
@@ -301,7 +312,13 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._recording = recording
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         # Keras's SGD passes the learning rate as a tensor, from which PyTorch reads the number.
         if func is torch._foreach_add_ and isinstance(kwargs.get("alpha"), torch.Tensor):

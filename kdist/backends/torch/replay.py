@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -11,13 +11,16 @@ from torch.utils._pytree import tree_leaves
 from kdist.backends.torch.recording import Name, Operation, Recording, mapped, names_in
 from kdist.backends.torch.schedule import roots_of, scheduled
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
+
 # The size of a constant, in elements, up to which it is computed only once.
 _SMALL = 4096
 
 
 def compiled(
-    recording: Recording, outputs: Any, parameters: Sequence[torch.Tensor]
-) -> Callable[[Sequence[torch.Tensor]], Any] | None:
+    recording: Recording, outputs: Structure, parameters: Sequence[torch.Tensor]
+) -> Callable[[Sequence[torch.Tensor | None]], Structure] | None:
     """Returns a function that runs the operations on the tensors of a batch, and returns the outputs.
 
     Args:
@@ -32,7 +35,7 @@ def compiled(
         return None
     run = _Program(recording, names_in(names)).function(names)
 
-    def replay(inputs: Sequence[torch.Tensor]) -> Any:
+    def replay(inputs: Sequence[torch.Tensor | None]) -> Structure:
         results, gradients = run(inputs)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -94,7 +97,7 @@ class _Program:
             values = tree_leaves(operation.function(*args, **kwargs))
         return values if sum(value.numel() for value in values) <= _SMALL else None
 
-    def _given(self, structure: Any) -> Any:
+    def _given(self, structure: object) -> Any:
         return mapped(lambda leaf: self._values[leaf.text] if isinstance(leaf, Name) else leaf, structure)
 
     def _without_unused(self, operations: Sequence[Operation]) -> list[Operation]:
@@ -107,7 +110,7 @@ class _Program:
                 needed.update(operation.reads())
         return kept[::-1]
 
-    def function(self, results: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
+    def function(self, results: object) -> Callable[[Sequence[torch.Tensor | None]], Any]:
         """Returns the program as a Python function, which frees each tensor after its last use."""
         names = [*(n for o in self._operations for n in o.reads()), *self._outputs]
         lines = [
@@ -141,7 +144,7 @@ class _Program:
         is_new = any(name not in reads for name in names_in(operation.results))
         return f"{self._source(operation.results, '_')} = {call}" if is_new else call
 
-    def _source(self, structure: Any, nothing: str = "None") -> str:
+    def _source(self, structure: object, nothing: str = "None") -> str:
         if isinstance(structure, Name):
             return structure.text
         if isinstance(structure, dict):

@@ -14,6 +14,7 @@ import torch
 
 from kdist import keras_hooks
 from kdist.arrays.structures import joined
+from kdist.arrays.types import Scalar, T
 from kdist.backends import debugging
 from kdist.backends.aggregation import ReplicaScope
 from kdist.backends.replica import Replica, RowShare
@@ -24,7 +25,7 @@ from kdist.backends.torch.recording import Recording, exchange
 from kdist.backends.torch.schedule import buckets
 from kdist.backends.torch.workers import Workers
 from kdist.backends.variable_table import VariableTable
-from kdist.context import cross_replica
+from kdist.context import StrategyLike, cross_replica
 from kdist.values import component
 
 # Up to this number of replicas, one collective for the moments is faster than three smaller ones.
@@ -43,7 +44,7 @@ class TorchReplica(Replica):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: StrategyLike,
         replica_id: int,
         shares: Sequence[RowShare],
         local_index: int,
@@ -59,18 +60,18 @@ class TorchReplica(Replica):
         self._baton = baton
         self._workers = workers
 
-    def scalar(self, number: Any, dtype: Any) -> torch.Tensor:
+    def scalar(self, number: Scalar, dtype: object) -> torch.Tensor:
         """Creates a number as a tensor on the device, because a copy would wait for the GPU's work."""
         dtype = getattr(torch, keras.backend.standardize_dtype(dtype))
         device = self.strategy.runtime.torch_devices[self.local_index]
         return torch.full((), number, dtype=dtype, device=device)
 
-    def note(self, collective: str, tensors: Sequence[Any]) -> None:
+    def note(self, collective: str, tensors: Sequence[torch.Tensor]) -> None:
         """With `KDIST_DEBUG=1`, compares the next collective with the other workers."""
         if self._workers.num_workers > 1 and self.local_index == 0 and debugging.is_on():
             debugging.check(self.strategy.runtime, collective, debugging.signature(tensors))
 
-    def all_reduce_sum(self, tensors: Sequence[Any]) -> list[Any]:
+    def all_reduce_sum(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Sums over the local replicas in their order, then over the workers.
 
         Do not write to the results, because all local replicas of a device share them.
@@ -78,7 +79,7 @@ class TorchReplica(Replica):
         with torch.no_grad():
             return self._sum_in_place([tensor.detach().clone() for tensor in tensors])
 
-    def all_reduce_packed(self, tensors: Sequence[Any], weight: Any = None) -> list[Any]:
+    def all_reduce_packed(self, tensors: Sequence[torch.Tensor], weight: Any = None) -> list[torch.Tensor]:
         """Sums tensors as `packed` does, but in place and with few calls, because each call costs time."""
         if self.num_replicas_in_sync == 1:
             return list(tensors)
@@ -94,11 +95,11 @@ class TorchReplica(Replica):
                     results[i] = part.view(tensors[i].shape)
         return results
 
-    def all_reduce_with_gradient(self, tensor: Any) -> Any:
+    def all_reduce_with_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums a tensor over all replicas, differentiably to any order."""
         return _SumWithGradient.apply(tensor, self)
 
-    def moments(self, x: Any, axes: Sequence[int], keepdims: bool = False) -> tuple[Any, Any]:
+    def moments(self, x: torch.Tensor, axes: Sequence[int], keepdims: bool = False) -> tuple[Any, Any]:
         """Returns the mean and variance over the rows of all replicas, with one collective per direction.
 
         Each replica receives the mean and variance of all replicas. It combines them, weighted by rows, with
@@ -126,7 +127,9 @@ class TorchReplica(Replica):
             mean, variance = mean.squeeze(axes), variance.squeeze(axes)
         return mean.to(x.dtype), variance.to(x.dtype)
 
-    def sum_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def sum_gradients(
+        self, gradients: Sequence[torch.Tensor], variables: Sequence[keras.Variable]
+    ) -> list[torch.Tensor]:
         """Returns the gradients of the global loss, for the first replica on the devices of the variables."""
         # The gradients of sharded variables are already sums.
         own = [i for i, gradient in enumerate(gradients) if not isinstance(gradient, DTensor)]
@@ -146,11 +149,11 @@ class TorchReplica(Replica):
         """Whether variables are sharded over the workers."""
         return self.strategy.runtime.storage is not None
 
-    def take_variables(self, variables: Sequence[Any]) -> None:
+    def take_variables(self, variables: Sequence[keras.Variable]) -> None:
         """Shards the variables that an optimizer has created."""
         self.strategy.runtime.storage.take(variables)
 
-    def apply_gradients(self, apply: Callable[[], Any]) -> Any:
+    def apply_gradients(self, apply: Callable[[], object]) -> object:
         """Runs Keras's `optimizer.apply` on the real variables, only in the first local replica.
 
         The gradients are already summed, and the other replicas wait for the next turn. The copies are
@@ -162,7 +165,7 @@ class TorchReplica(Replica):
         with on_parts() if self.divides_variables else nullcontext():
             return self.scope.change_real_variables(apply)
 
-    def gather_tensor(self, tensor: Any, axis: int) -> Any:
+    def gather_tensor(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
         """Concatenates the tensors of all replicas along an axis, differentiably."""
         self.note(f"all_gather(axis={axis})", [])
         return _GatherWithGradient.apply(tensor.movedim(axis, 0), self).movedim(0, axis)
@@ -189,7 +192,7 @@ class TorchReplica(Replica):
         assert self.scope is not None
         self.scope.aggregate(only_on_read=True)
 
-        def combine(values: Sequence[Any]) -> Any:
+        def combine(values: Sequence[tuple[tuple[object, ...], dict[str, object]]]) -> object:
             joined_args, joined_kwargs = joined(values)
             assert isinstance(self.scope, TorchScope)
             with cross_replica(self.strategy):
@@ -232,7 +235,7 @@ class _SumWithGradient(torch.autograd.Function):
         return replica.all_reduce_sum([tensor])[0].clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight = ctx.replica.gradient_weight
         return _SumWithGradient.apply(gradient * weight, ctx.replica) / weight, None
 
@@ -247,7 +250,7 @@ class _GatherWithGradient(torch.autograd.Function):
         return whole.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         total = _SumWithGradient.apply(gradient, ctx.replica)
         return total[ctx.first : ctx.first + ctx.number], None
 
@@ -259,15 +262,14 @@ class TorchScope(ReplicaScope):
         super().__init__(replica)
         self.replica = replica
         self.copies = copies
-        runtime: Any = replica.strategy.runtime
-        self._components = runtime.components
+        self._components = replica.strategy.runtime.components
         # The first replica also writes the real variables. The copies of the others follow them.
         self._is_first = replica.local_index == 0
         # The whole values that were written to sharded variables and are not aggregated yet.
         self._written_whole: dict[int, torch.Tensor] = {}
         self._others = replica.copies if self._is_first else ()
 
-    def local(self, variable: Any) -> torch.Tensor:
+    def local(self, variable: keras.Variable) -> torch.Tensor:
         """Returns the tensor that this replica reads and writes, and for which it computes gradients."""
         if keras_hooks.native_value(variable) is None:
             self._initialize(variable)
@@ -277,7 +279,7 @@ class TorchScope(ReplicaScope):
             return written
         return keras_hooks.native_value(variable) if self.copies is None else self.copies.get(variable)
 
-    def write(self, variable: Any, value: Any) -> None:
+    def write(self, variable: keras.Variable, value: torch.Tensor) -> None:
         """Copies a value into the replica's tensor."""
         if self.has_component(variable):
             self.local(variable)
@@ -295,18 +297,18 @@ class TorchScope(ReplicaScope):
             if self._is_first and self.copies is not None:
                 keras_hooks.native_value(variable).copy_(value)
 
-    def aggregated(self, variable: Any, value: Any) -> None:
+    def aggregated(self, variable: keras.Variable, value: torch.Tensor) -> None:
         """Stores the aggregated value; for a sharded variable, this worker's part of it."""
         if self._written_whole.pop(id(variable), None) is None:
             self.write(variable, value)
         else:
             keras_hooks.native_value(variable).write(value)
 
-    def snapshot(self, variable: Any) -> torch.Tensor:
+    def snapshot(self, variable: keras.Variable) -> torch.Tensor:
         """Returns a copy of the replica's tensor."""
         return self.local(variable).detach().clone()
 
-    def show(self, variable: Any, total: Any) -> None:
+    def show(self, variable: keras.Variable, total: torch.Tensor) -> None:
         """Stores the aggregated value in the real variable, only in the first local replica."""
         if self._is_first:
             with torch.no_grad():
@@ -321,7 +323,7 @@ class TorchScope(ReplicaScope):
         finally:
             self.__enter__()
 
-    def change_real_variables(self, change: Callable[[], Any]) -> Any:
+    def change_real_variables(self, change: Callable[[], T]) -> T:
         """Calls a function that changes real variables, without this scope, and updates the copies."""
         followers = self.replica.copies
         before = [copies.versions() for copies in followers]
@@ -331,7 +333,7 @@ class TorchScope(ReplicaScope):
             copies.refresh(unless=versions)
         return result
 
-    def _initialize(self, variable: Any) -> None:
+    def _initialize(self, variable: keras.Variable) -> None:
         # Keras initializes a variable that was created in a scope at the exit of a scope that initializes.
         with self.suspended(), keras.StatelessScope():
             pass
@@ -355,14 +357,14 @@ class VariableCopies:
         self._device = device
         self._copies: VariableTable[_Copy] = VariableTable()
 
-    def get(self, variable: Any) -> torch.Tensor:
+    def get(self, variable: keras.Variable) -> torch.Tensor:
         """Returns the copy of a Keras variable."""
         found = self._copies.get(variable)
         if found is None:
             found = self._copies[variable] = self._make(variable)
         return found.copy
 
-    def _make(self, variable: Any) -> _Copy:
+    def _make(self, variable: keras.Variable) -> _Copy:
         real = keras_hooks.native_value(variable)
         copy = real.detach().to(self._device, copy=True).requires_grad_(real.requires_grad)
         return _Copy(real, copy)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdist.backends.contract import StepFunction
 from kdist.backends.torch import functions, steps
 from kdist.backends.torch.core import TorchCore
+
+if TYPE_CHECKING:
+    import keras
+
+    from kdist.arrays.types import Structure
 
 
 class TorchRuntime(TorchCore):
@@ -15,13 +20,13 @@ class TorchRuntime(TorchCore):
 
     run = functions.run
 
-    def place(self, parts: Sequence[Any]) -> list[Any]:
+    def place(self, parts: Sequence[Structure]) -> list[Structure]:
         """Copies one batch per local replica to the replica's device."""
         return [
             None if part is None else steps.to_device(part, device)
             for part, device in zip(parts, self.torch_devices, strict=True)
         ]
 
-    def step_function(self, model: Any, kind: str) -> StepFunction:
+    def step_function(self, model: keras.Model, kind: str) -> StepFunction:
         """Returns the function that runs steps of the model in every replica."""
         return steps.TorchSteps(self, model, kind)

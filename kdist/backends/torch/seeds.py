@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
@@ -12,15 +12,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kdist import keras_hooks
 from kdist.context import current_replica
 
+if TYPE_CHECKING:
+    from kdist.backends.replica import Replica
+
 # Maps the state of each seed generator to its version and its numbers.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def torch_seed_generator(original: Callable[..., Any], device: Callable[[], str]) -> Callable[..., Any]:
+def torch_seed_generator(
+    original: Callable[..., torch.Generator], device: Callable[[], str]
+) -> Callable[..., torch.Generator]:
     """Wraps Keras's function that creates a `torch.Generator` for each random operation."""
 
     @torch._dynamo.disable()
-    def wrapper(seed: Any) -> Any:
+    def wrapper(seed: Any) -> torch.Generator:
         replica: Any = current_replica()
         # A subclass may draw in another way. On the meta device, Keras draws nothing.
         is_known = type(seed) is keras.random.SeedGenerator and device() != "meta"
@@ -38,7 +43,7 @@ def torch_seed_generator(original: Callable[..., Any], device: Callable[[], str]
     return wrapper
 
 
-def _draw(replica: Any, state: Any) -> int:
+def _draw(replica: Replica, state: keras.Variable) -> int:
     """Returns Keras's seed for the numbers of `SeedGenerator.next`, and writes the next numbers."""
     tensor = replica.scope.local(state)
     first, second = _numbers(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -20,17 +20,20 @@ from kdist.backends.torch.recorded_steps import RecordedSteps
 from kdist.backends.torch.recording import Recording
 from kdist.backends.torch.replicas import TorchReplica
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure, Tensor
+
 
 class TorchSteps(ReplicatedSteps):
     """Runs the steps of one model, with one thread per local replica."""
 
     runtime: TorchCore
 
-    def __init__(self, runtime: TorchCore, model: Any, kind: str) -> None:
+    def __init__(self, runtime: TorchCore, model: keras.Model, kind: str) -> None:
         super().__init__(runtime, model, kind)
         self._recorded = RecordedSteps(runtime, model, kind)
 
-    def run(self, batch: ReplicaBatches) -> list[Any]:
+    def run(self, batch: ReplicaBatches) -> list[Structure]:
         """Runs the step in each local replica, and returns the results."""
         model, training = self.model, self.kind == "train"
         # Keras does the same, because torch modules in the model may read this mode.
@@ -38,12 +41,12 @@ class TorchSteps(ReplicatedSteps):
             model.train(training)
         return self._recorded.run(model, batch, self._run)
 
-    def _run(self, batch: ReplicaBatches, recording: Recording | None = None) -> list[Any]:
-        def body(replica: TorchReplica, index: int) -> Any:
+    def _run(self, batch: ReplicaBatches, recording: Recording | None = None) -> list[Structure]:
+        def body(replica: TorchReplica, index: int) -> Structure:
             return self.in_replica(replica, _tensors(batch.parts[index]))
 
         with self.around_replicas():
-            strategy = keras_hooks.strategy_of(self.model)
+            strategy: Any = keras_hooks.strategy_of(self.model)
             is_training = self.kind == "train"
             return in_replicas(self.runtime, strategy, body, shares_of(batch.split), is_training, recording)
 
@@ -53,17 +56,17 @@ class TorchSteps(ReplicatedSteps):
             self.model.eval()
         self.runtime.group.check_intact(finishes=True)
 
-    def concatenate(self, parts: Sequence[Any]) -> Any:
+    def concatenate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Concatenates the rows of tensors."""
         return torch.cat(list(parts))
 
-    def of_chief(self, outputs: Any) -> Any:
+    def of_chief(self, outputs: Structure) -> Structure:
         """Sends the chief's outputs to all workers."""
         leaves = [leaf.clone() for leaf in keras.tree.flatten(outputs)]
         self.runtime.group.broadcast(leaves, self.runtime.torch_devices[0])
         return keras.tree.pack_sequence_as(outputs, leaves)
 
-    def gather(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
+    def gather(self, results: Sequence[Structure], sizes: Sequence[int]) -> Structure:
         """Gathers all outputs in one collective."""
         device = self.runtime.torch_devices[0]
         local = [keras.tree.flatten(result) for result in results]
@@ -74,14 +77,14 @@ class TorchSteps(ReplicatedSteps):
 _SAME_DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Structure, device: torch.device) -> Structure:
     """Returns a copy of a batch with tensors on a device. Strings do not change.
 
     Always copies, because Keras multiplies sample weights in place. This must not affect the user's tensors
     or another replica, because autograd counts the writes to the whole batch.
     """
 
-    def put(leaf: Any) -> Any:
+    def put(leaf: Tensor | None) -> object:
         if leaf is None:
             return leaf
         if not isinstance(leaf, torch.Tensor):
@@ -100,10 +103,10 @@ def _writable(array: np.ndarray) -> np.ndarray:
     return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
 
 
-def _tensors(batch: Any) -> Any:
+def _tensors(batch: Structure) -> Structure:
     """Converts the remaining numeric arrays to tensors. Strings and objects are for a custom `train_step`."""
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: object) -> object:
         is_number = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV"
         return keras.ops.convert_to_tensor(leaf) if is_number else leaf
 

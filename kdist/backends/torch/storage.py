@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
@@ -24,6 +24,9 @@ from kdist.backends.torch.divided import Divided
 from kdist.backends.torch.workers import JoinedWorkers
 from kdist.errors import StrategyScopeError
 from kdist.topology import Sharded
+
+if TYPE_CHECKING:
+    pass
 
 _MOST_BYTES = 64 << 20
 
@@ -49,7 +52,7 @@ class Storage:
         # The current replica. Not thread-local, because a GPU's backward pass runs in another thread.
         self.replica: Any = None
 
-    def take(self, variables: Sequence[Any]) -> None:
+    def take(self, variables: Sequence[keras.Variable]) -> None:
         """Shards variables that have equal values on every worker, and moves all variables to the device.
 
         Raises:
@@ -69,7 +72,7 @@ class Storage:
             self.recent.largest = max(self.recent.largest, parameter.numel() * parameter.element_size())
             _swap(variable, parameter, divided)
 
-    def _placements(self, variable: Any) -> tuple[Placement, ...]:
+    def _placements(self, variable: keras.Variable) -> tuple[Placement, ...]:
         """Returns the placement of a variable for each axis of the mesh."""
         layout: Sequence[str | None] = ()
         if _may_be_divided(variable):
@@ -130,7 +133,7 @@ class Storage:
             meet_to_read(self._runtime, parameters)
 
     @contextlib.contextmanager
-    def kept_whole(self, variables: Sequence[Any]) -> Iterator[None]:
+    def kept_whole(self, variables: Sequence[keras.Variable]) -> Iterator[None]:
         """A context manager in which one worker can read sharded variables. All workers must enter it."""
         found = [keras_hooks.native_value(v) for v in variables]
         parameters = [p for p in found if isinstance(p, Divided) and p.kept is None]
@@ -154,7 +157,7 @@ def _padded(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return torch.cat([part, part.new_zeros(shape)], dim) if shape[dim] else part
 
 
-def _swap(variable: Any, parameter: torch.Tensor, divided: Divided) -> None:
+def _swap(variable: keras.Variable, parameter: torch.Tensor, divided: Divided) -> None:
     """Shards a parameter in place, so that references in its variable, layer and torch module stay valid."""
     try:
         torch.utils.swap_tensors(parameter, divided)
@@ -171,7 +174,7 @@ def _swap(variable: Any, parameter: torch.Tensor, divided: Divided) -> None:
         ) from error
 
 
-def _may_be_divided(variable: Any) -> bool:
+def _may_be_divided(variable: keras.Variable) -> bool:
     """Returns `False` for metrics, counters, seeds, and small statistics that each step writes."""
     if is_on_read(variable) or variable.aggregation == "sum" or not variable.shape:
         return False
@@ -201,15 +204,15 @@ class Recent:
 
     def __init__(self) -> None:
         self.largest = 0
-        self._found: OrderedDict[Any, tuple[int, torch.Tensor]] = OrderedDict()
+        self._found: OrderedDict[Hashable, tuple[int, torch.Tensor]] = OrderedDict()
         self._size = 0
 
-    def get(self, key: Any, version: int) -> torch.Tensor | None:
+    def get(self, key: Hashable, version: int) -> torch.Tensor | None:
         """Returns the tensor for this version of the variable, or `None`."""
         known, tensor = self._found.get(key, (None, None))
         return tensor if known == version else None
 
-    def keep(self, key: Any, version: int, tensor: torch.Tensor) -> None:
+    def keep(self, key: Hashable, version: int, tensor: torch.Tensor) -> None:
         """Adds a tensor, and removes the oldest tensors if the cache is full."""
         self._forget(key)
         self._found[key] = version, tensor
@@ -222,6 +225,6 @@ class Recent:
         self._found.clear()
         self._size = 0
 
-    def _forget(self, key: Any) -> None:
+    def _forget(self, key: Hashable) -> None:
         _, tensor = self._found.pop(key, (None, None))
         self._size -= 0 if tensor is None else tensor.nbytes

@@ -6,8 +6,8 @@ tensors with the rows that it needs. All other functions use the whole value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Self
 
 import keras
 import numpy as np
@@ -16,6 +16,10 @@ from torch.nn import functional
 
 from kdist.backends.torch.devices import first_device
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
+    from kdist.backends.coordination import Record
+
 
 class Standin(torch.Tensor):
     """A tensor without data. Functions that need data use `whole()`."""
@@ -23,7 +27,7 @@ class Standin(torch.Tensor):
     _is_param = True  # so that modules accept it as a parameter
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
         """Returns an instance with this shape, dtype and device."""
         return torch.empty((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
 
@@ -34,11 +38,11 @@ class Standin(torch.Tensor):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        func: Callable[..., object],
+        types: Collection[type],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func in _WITHOUT_NUMBERS or (func == torch.Tensor.to and _is_as_it_is(*args, **kwargs)):
             return super().__torch_function__(func, types, args, kwargs)
@@ -65,13 +69,13 @@ class RowGradient(Standin):
 class Table(Standin):
     """A variable's value. The worker only has the rows that it has looked up in this step."""
 
-    record: Any
+    record: Record
     ids: np.ndarray
     leaves: list[torch.Tensor]
     generation: int
 
     @classmethod
-    def of_record(cls, record: Any, variable: Any) -> Table:
+    def of_record(cls, record: Record, variable: keras.Variable) -> Table:
         """Returns the table of a variable, for all steps."""
         dtype = keras.ops.zeros((), variable.dtype).dtype
         # Do not use the current device: it is "meta" if Keras only computes the shape of an output.
@@ -87,7 +91,7 @@ class Table(Standin):
             parameter.grad = None  # the gradient is from another step
         return parameter
 
-    def lookup(self, ids: torch.Tensor) -> Any:
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the rows with these ids, differentiably; `NotImplemented` if the whole value is better."""
         flat = ids.detach().reshape(-1).cpu().numpy()
         needed = np.unique(flat)
@@ -129,28 +133,28 @@ class Table(Standin):
         return self.leaves
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: object) -> object:
     return value.whole() if isinstance(value, Standin) else value
 
 
-def _is_as_it_is(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+def _is_as_it_is(tensor: torch.Tensor, *args: object, **kwargs: object) -> bool:
     """Returns whether `tensor.to(...)` returns the tensor itself."""
     small = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return small.to(*args, **kwargs) is small
 
 
-def _embedding(ids: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+def _embedding(ids: torch.Tensor, weight: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     has_options = any(value not in (None, False, 2.0) for value in (*args, *kwargs.values()))
     return NotImplemented if has_options or not isinstance(weight, Table) else weight.lookup(ids)
 
 
-def _read_grad(tensor: Any, *args: Any) -> Any:
+def _read_grad(tensor: torch.Tensor, *args: object) -> torch.Tensor | None:
     if not isinstance(tensor, Table):
         return None
     return tensor.joined([part.grad for part in tensor.parts()])
 
 
-def _write_grad(tensor: Any, value: Any = None) -> Any:
+def _write_grad(tensor: torch.Tensor, value: torch.Tensor | None = None) -> object:
     if value is not None or not isinstance(tensor, Table):
         return NotImplemented
     for part in tensor.parts():
@@ -158,7 +162,7 @@ def _write_grad(tensor: Any, value: Any = None) -> Any:
     return None
 
 
-def _require_grad(tensor: Any, value: bool = True) -> Any:
+def _require_grad(tensor: torch.Tensor, value: bool = True) -> torch.Tensor:
     if isinstance(tensor, Table):
         for part in tensor.parts():
             part.requires_grad_(value)
@@ -166,7 +170,9 @@ def _require_grad(tensor: Any, value: bool = True) -> Any:
         return tensor.requires_grad_(value)
 
 
-def _autograd_grad(outputs: Any, inputs: Any, **kwargs: Any) -> Any:
+def _autograd_grad(
+    outputs: Structure, inputs: torch.Tensor | Sequence[torch.Tensor], **kwargs: object
+) -> tuple[torch.Tensor | None, ...]:
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     parts = [one.parts() if isinstance(one, Table) else [one] for one in inputs]
     flat = [part for several in parts for part in several]
@@ -189,7 +195,7 @@ _WITHOUT_NUMBERS = {
     torch.Tensor.is_floating_point,
     torch.Tensor.__len__,
 }
-_OF_TABLES: dict[Any, Callable[..., Any]] = {
+_OF_TABLES: dict[Callable[..., object], Callable[..., object]] = {
     functional.embedding: _embedding,
     torch.autograd.grad: _autograd_grad,
     torch.Tensor.grad.__get__: _read_grad,

@@ -6,9 +6,8 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,11 +35,11 @@ _SHORT = 248
 class Workers(workers.Workers):
     """A single process without other workers."""
 
-    def all_reduce(self, tensor: torch.Tensor, group: Any = None) -> None:
+    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
         """Sums a tensor over all workers, or over the workers of a group, in place."""
         self.start_all_reduce(tensor, group)()
 
-    def start_all_reduce(self, tensor: torch.Tensor, group: Any = None) -> Callable[[], None]:
+    def start_all_reduce(self, tensor: torch.Tensor, group: object = None) -> Callable[[], None]:
         """Starts `all_reduce`. Returns a function that waits for the sum."""
         return lambda: None
 
@@ -73,7 +72,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         store: dist.Store,
         nccl: bool,
         owns_group: bool = True,
-        cpu_group: Any = None,
+        cpu_group: dist.ProcessGroup | None = None,
         memory: SharedMemory | None = None,
     ) -> None:
         super().__init__(cluster, GroupStore(store))
@@ -87,13 +86,13 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
         if memory is not None:
             memory.check_others = self._check_others
         self._stuck = False
-        self._pending: Any = None  # the unfinished collective
+        self._pending: dist.Work | Sum | None = None  # the unfinished collective
         self._aborted = False
         if nccl:
             lifeline.on_death(self._abort)
         self._stalls.start()
 
-    def start_all_reduce(self, tensor: torch.Tensor, group: Any = None) -> Callable[[], None]:
+    def start_all_reduce(self, tensor: torch.Tensor, group: object = None) -> Callable[[], None]:
         """Starts `all_reduce`; a worker can start several of them before it waits."""
         with self._explained("all_reduce"):
             memory, work = None if group is not None else self._memory, None
@@ -108,7 +107,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
 
         return finish
 
-    def reduce_scatter(self, parts: Sequence[torch.Tensor], group: Any) -> torch.Tensor:
+    def reduce_scatter(self, parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
         """Sums tensors of equal shapes over a group. Each worker gets the sum for its position."""
         total = torch.empty_like(parts[0])
         with self._explained("reduce_scatter"):
@@ -126,7 +125,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
                 tensor.copy_(packet[:size].clone().view(tensor.dtype).reshape(tensor.shape))
                 packet = packet[size:]
 
-    def all_gather(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
         """Gathers tensors of equal shapes from all workers, or from a group, in the order of the workers."""
         group = group or self._group(tensor)
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
@@ -250,14 +249,14 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             dist.destroy_process_group()
             keras_hooks.claim_process_group(False)
 
-    def _group(self, tensor: torch.Tensor) -> Any:
+    def _group(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         return None if tensor.is_cuda else self._cpu_group
 
     def _is_queued(self, tensor: torch.Tensor) -> bool:
         """Returns whether the device waits for a collective while Python continues."""
         return self._nccl and tensor.is_cuda
 
-    def _finish(self, work: Any, tensor: torch.Tensor) -> None:
+    def _finish(self, work: dist.Work | Sum, tensor: torch.Tensor) -> None:
         # Sums in shared memory progress only here. Another worker may wait for one before it starts this collective.
         while self._memory is not None and self._memory.unfinished and not isinstance(work, Sum):
             self._finish(self._memory.unfinished[0], tensor)
@@ -289,7 +288,7 @@ class JoinedWorkers(workers.JoinedWorkers, Workers):
             raise stalls.lost_error(self.names, self.worker_index, lost)
 
     @contextlib.contextmanager
-    def _explained(self, what: str) -> Any:
+    def _explained(self, what: str) -> Iterator[None]:
         with whereabouts.inside(what):
             try:
                 yield

@@ -6,7 +6,6 @@ Compares the names of classes, so that kdist does not import frameworks that the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from kdist.data.sources.iterables import (
     GeneratorFunctionSource,
@@ -34,7 +33,7 @@ _CLASSES: dict[tuple[str, str], type[Source]] = {
 }
 
 
-def source_of(dataset: Any) -> Source:
+def source_of(dataset: object) -> Source:
     """Wraps a dataset of any kind in a `Source`.
 
     Raises:
@@ -64,15 +63,15 @@ def source_of(dataset: Any) -> Source:
     )
 
 
-def is_infinite(dataset: Any) -> bool:
+def is_infinite(dataset: object) -> bool:
     """Returns whether the object is a `tf.data.Dataset` that repeats forever."""
     return is_tf_data(dataset) and source_of(dataset).is_infinite
 
 
-def is_tf_data(dataset: Any) -> bool:
+def is_tf_data(dataset: object) -> bool:
     """Returns whether the object is a `tf.data.Dataset`."""
     return _is(dataset, *_TF_DATA)
 
 
-def _is(dataset: Any, name: str, package: str) -> bool:
+def _is(dataset: object, name: str, package: str) -> bool:
     return any(c.__name__ == name and c.__module__.startswith(package) for c in type(dataset).__mro__)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from kdist.arrays import rows
 from kdist.data.sources.source import Source
 
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
 
-def _begins_single(items: Any) -> bool:
+
+def _begins_single(items: Sequence[Structure]) -> bool:
     return len(items) > 0 and rows.is_single(rows.to_host(items[0]))
 
 
@@ -36,7 +39,7 @@ class GeneratorFunctionSource(Source):
 
     kind = "a generator function"
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:
         """Calls the function and yields the items of its iterator."""
         return itertools.islice(self.dataset(), start, None)
 
@@ -69,7 +72,7 @@ class GrainSource(Source):
         """Whether the first item of a map dataset is a single element."""
         return hasattr(self.dataset, "__getitem__") and _begins_single(self.dataset)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:
         """Yields NumPy arrays. A map dataset skips to `start` without reading the batches before it."""
         if start and hasattr(self.dataset, "__getitem__"):
             return iter(self.dataset[start:])
@@ -97,6 +100,6 @@ class NumpySource(Source):
         """Whether the first item is a single element."""
         return any(rows.is_single(rows.to_host(item)) for item in self.dataset.take(1).epoch(0))
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:
         """Yields the batches in the order of this epoch. Skipped batches are not created."""
         return self.dataset.skip(start).epoch(epoch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 
@@ -12,6 +12,9 @@ from kdist import keras_hooks
 from kdist.backends.contract import Runtime
 from kdist.backends.messages import gather
 from kdist.data.sources.source import Source
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
 
 
 def share_random_state(runtime: Runtime) -> None:
@@ -32,7 +35,7 @@ class PyDatasetSource(Source):
         """The number of batches that the dataset reports."""
         return self.dataset.num_batches
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:
         """Yields NumPy arrays from the dataset's workers. Calls the epoch hooks, also for skipped epochs."""
         while self._epochs < epoch:  # the hooks may change the dataset
             self.dataset.on_epoch_begin()
@@ -53,7 +56,7 @@ class PyDatasetSource(Source):
 class _Tail(keras.utils.PyDataset):
     """A PyDataset without its first batches."""
 
-    def __init__(self, dataset: Any, start: int) -> None:
+    def __init__(self, dataset: keras.utils.PyDataset, start: int) -> None:
         super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
         self._dataset = dataset
         self._start = start
@@ -63,7 +66,7 @@ class _Tail(keras.utils.PyDataset):
         length = self._dataset.num_batches
         return None if length is None else max(length - self._start, 0)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Structure:
         return self._dataset[index + self._start]
 
     def on_epoch_begin(self) -> None:

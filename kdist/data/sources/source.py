@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.arrays import rows
 from kdist.data.input_options import AutoShardPolicy
 from kdist.errors import DatasetError
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Shape, Structure
 
 # Maps the number of rows of a global batch to the range that this worker needs, or to `None` for all rows.
 Choice = Callable[[int], tuple[int, int] | None]
@@ -36,7 +39,7 @@ class Source:
         """Whether the dataset is known to repeat forever."""
         return False
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:
         """Yields the batches of an epoch.
 
         Args:
@@ -46,7 +49,7 @@ class Source:
         # Reads and drops skipped batches. A generator here would close the user's generator when it ends.
         return itertools.islice(self.dataset, start, None)
 
-    def chosen(self, epoch: int, start: int, choose: Choice) -> Iterator[tuple[int, Any, Any]]:
+    def chosen(self, epoch: int, start: int, choose: Choice) -> Iterator[tuple[int, Structure, Structure]]:
         """Yields the number of rows of each global batch, with either this worker's rows or the whole batch.
 
         Kinds that can load single rows override this method, and load only the chosen rows.
@@ -62,7 +65,7 @@ class Source:
         return False
 
     @property
-    def inner_shapes(self) -> list[Any] | None:
+    def inner_shapes(self) -> list[Shape] | None:
         """The row shape of each array, with `None` for varying axes. `None` if unknown."""
         return None
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from kdist.data.input_options import AutoShardPolicy
 from kdist.data.sources.source import Source
 from kdist.errors import DatasetError
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Shape, Structure
 
 _LETS_GO = "kdist lets an iterator go"
 
@@ -42,7 +45,7 @@ class TFDataSource(Source):
         return int(self.dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
 
     @property
-    def inner_shapes(self) -> list[Any] | None:
+    def inner_shapes(self) -> list[Shape] | None:
         """The inner shapes in the element spec."""
         first = 0 if self.is_unbatched else 1
         return [None if shape.rank is None else tuple(shape[first:]) for shape in self._shapes()]
@@ -61,7 +64,7 @@ class TFDataSource(Source):
         """The policy in the options of the dataset."""
         return AutoShardPolicy[self.dataset.options().experimental_distribute.auto_shard_policy.name]
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:
         """Yields eager tensors. A reshuffling dataset yields them in the order of this epoch.
 
         Raises:
@@ -69,7 +72,7 @@ class TFDataSource(Source):
         """
         import tensorflow as tf
 
-        iterator: Iterator[Any]
+        iterator: Iterator[Structure]
         if self._reshuffles:
             iterator = _Iterator(self._iterator(epoch, start))
         else:
@@ -168,7 +171,7 @@ class Iterated:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Structure]:
         return _Iterator(iter(self._dataset))
 
 

@@ -12,7 +12,7 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from kdist.arrays import rows
 from kdist.backends.contract import Runtime
 from kdist.data.sources.source import Choice, Source, with_share_of_files
 from kdist.errors import DatasetError
+
+if TYPE_CHECKING:
+    from kdist.arrays.types import Structure
 
 
 def random_state() -> bytes:
@@ -97,7 +100,7 @@ class TorchLoaderSource(Source):
         except TypeError:  # a sampler without a length
             return None
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Structure]:
         """Yields batches of tensors, collated by the loader."""
         if self._by_index:
             yield from self._loaded(self._indices(epoch)[start:])
@@ -108,7 +111,7 @@ class TorchLoaderSource(Source):
             first = list(itertools.islice(batches, 1))
         yield from itertools.islice(itertools.chain(first, batches), start, None)
 
-    def chosen(self, epoch: int, start: int, choose: Choice) -> Iterator[tuple[int, Any, Any]]:
+    def chosen(self, epoch: int, start: int, choose: Choice) -> Iterator[tuple[int, Structure, Structure]]:
         """Loads only the chosen samples."""
         if not self._by_index:
             yield from super().chosen(epoch, start, choose)
@@ -171,7 +174,7 @@ class TorchLoaderSource(Source):
             )
         )
 
-    def _loaded(self, indices: list[list[int]]) -> Iterator[Any]:
+    def _loaded(self, indices: list[list[int]]) -> Iterator[Structure]:
         """Yields the samples of each list of indices, as one batch each."""
         given = self.dataset
         persistent = given.persistent_workers and given.num_workers > 0
