@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from kdist.errors import InvalidArgumentError, StrategyScopeError
-from kdist.values import ReduceOp, TensorLike
+from kdist.values import ReduceOp, Tensor
 
 
 class StrategyLike(Protocol):
@@ -145,7 +145,7 @@ class ReplicaContext:
         """
         op = ReduceOp.of(reduce_op)
 
-        def reduce(tensor: TensorLike) -> TensorLike:
+        def reduce(tensor: Tensor) -> Tensor:
             from kdist.arrays.structures import as_float, is_integer
 
             if op is ReduceOp.SUM or not is_integer(tensor):
@@ -173,7 +173,7 @@ class ReplicaContext:
             StrategyScopeError: If this thread does not run this replica.
         """
 
-        def gather(tensor: TensorLike) -> TensorLike:
+        def gather(tensor: Tensor) -> Tensor:
             return self.gather_tensor(tensor, checked_axis(axis, len(tensor.shape)))
 
         return self._map("all_gather", gather, value)
@@ -204,11 +204,11 @@ class ReplicaContext:
         with cross_replica(self._strategy):
             return merge_fn(self._strategy, *args, **(kwargs or {}))
 
-    def reduce_tensor(self, op: ReduceOp, tensor: TensorLike) -> TensorLike:
+    def reduce_tensor(self, op: ReduceOp, tensor: Tensor) -> Tensor:
         """Reduces a tensor over all replicas. The default strategy has only one replica."""
         return tensor
 
-    def gather_tensor(self, tensor: TensorLike, axis: int) -> TensorLike:
+    def gather_tensor(self, tensor: Tensor, axis: int) -> Tensor:
         """Concatenates a tensor over all replicas."""
         return tensor
 
@@ -224,7 +224,7 @@ class ReplicaContext:
                 hint="Call kdist.get_replica_context() inside the function that you pass to `strategy.run`.",
             )
 
-    def _map(self, method: str, function: Callable[[TensorLike], TensorLike], value: object) -> Any:
+    def _map(self, method: str, function: Callable[[Tensor], Tensor], value: object) -> Any:
         self.require_running(method)
         from kdist.arrays.structures import map_tensors
 

@@ -8,11 +8,11 @@ from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.strategies.default import get_replica_context
 
 if TYPE_CHECKING:
-    from kdist.values import TensorLike
+    from kdist.values import Tensor
 
 
 def compute_average_loss(
-    per_example_loss: object, sample_weight: object = None, global_batch_size: int | TensorLike | None = None
+    per_example_loss: object, sample_weight: object = None, global_batch_size: int | Tensor | None = None
 ) -> Any:
     """Divides the losses of a replica by the number of rows of all replicas, and returns their sum.
 

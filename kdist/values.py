@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from kdist.errors import InvalidArgumentError
 
 
-class TensorLike(Protocol):
-    """A tensor of some backend, in annotations of code that runs on all backends."""
+class Tensor(Protocol):
+    """A tensor of any framework or a NumPy array: the properties and operators that all of them have."""
 
     @property
-    def shape(self) -> Sequence[int]:
-        """The lengths of the axes. TensorFlow may not know all of them while it traces."""
+    def shape(self) -> Any:
+        """The lengths of the axes: a tuple, `torch.Size` or `tf.TensorShape`."""
 
     @property
-    def dtype(self) -> Any:
-        """The type of the elements, as an object of the backend."""
+    def dtype(self) -> object:
+        """The dtype, an object of the framework; see `rows.dtype_name`."""
 
-    def __add__(self, other: Any, /) -> TensorLike:
-        """Adds a tensor or a number to each element."""
-
-    def __sub__(self, other: Any, /) -> TensorLike:
-        """Subtracts a tensor or a number from each element."""
-
-    def __mul__(self, other: Any, /) -> TensorLike:
-        """Multiplies each element by a tensor or a number."""
-
-    def __truediv__(self, other: Any, /) -> TensorLike:
-        """Divides each element by a tensor or a number."""
+    def __getitem__(self, key: Any, /) -> Self: ...
+    def __add__(self, other: Any, /) -> Self: ...
+    def __sub__(self, other: Any, /) -> Self: ...
+    def __mul__(self, other: Any, /) -> Self: ...
+    def __truediv__(self, other: Any, /) -> Self: ...
 
 
 class ReduceOp(enum.Enum):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ParamSpec, Protocol, Self, TypeAlias, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
+
+from kdist.values import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -13,24 +15,6 @@ Structure: TypeAlias = object
 
 Every object is a structure, because a single leaf is one. To take it apart, use `keras.tree` or `rows`.
 """
-
-
-class Tensor(Protocol):
-    """A tensor of any framework or a NumPy array: the properties and operators that all of them have."""
-
-    @property
-    def shape(self) -> Any:
-        """The lengths of the axes: a tuple, `torch.Size` or `tf.TensorShape`."""
-
-    @property
-    def dtype(self) -> object:
-        """The dtype, an object of the framework; see `rows.dtype_name`."""
-
-    def __getitem__(self, key: Any, /) -> Self: ...
-    def __add__(self, other: Any, /) -> Self: ...
-    def __sub__(self, other: Any, /) -> Self: ...
-    def __mul__(self, other: Any, /) -> Self: ...
-    def __truediv__(self, other: Any, /) -> Self: ...
 
 
 TensorT = TypeVar("TensorT", bound=Tensor)

@@ -51,12 +51,12 @@ _SMALL = 1 << 14  # elements, up to which a variable is read as a whole, even if
 class Record:
     """The state of one variable in this task. The variable reads and writes its native value here."""
 
-    def __init__(self, served: Served, variable: keras.Variable, home: Home, held: object = None) -> None:
+    def __init__(self, served: Served, variable: keras.Variable, home: Home, held: Any = None) -> None:
         self.served = served
         self.home = home
         self.variable = weakref.ref(variable)
         self.dtype: str = variable.dtype
-        self.held = held
+        self.held: Any = held
         self.generation = -1  # of the last request for the value
         self.versions: list[int] = [-1] * home.placement.num_shards
         self.parts: list[np.ndarray] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist import keras_hooks
@@ -43,7 +43,7 @@ class ScheduledSteps(StepFunction):
             result.fetch()
         return self._logs
 
-    def _take(self, logs: Mapping[str, object]) -> None:
+    def _take(self, logs: Any) -> None:
         self._logs.update(logs)  # in place: earlier callers get the newest logs after `sync`
 
     def sync(self) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import keras
 
     from kdist.strategies.running import RunOptions
-    from kdist.values import TensorLike
+    from kdist.values import Tensor
 
 
 class NotBuilt(BaseException):
@@ -77,7 +77,7 @@ class WorkerStrategy(Strategy):
 def _described(
     engine: Engine,
     optimizer: keras.optimizers.Optimizer,
-    gradients: list[TensorLike | None],
+    gradients: list[Tensor | None],
     variables: list[keras.Variable],
 ) -> dict[str, object]:
     """Returns an optimizer's gradients as a dictionary that a compiled function can return."""

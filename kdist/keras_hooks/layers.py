@@ -12,7 +12,7 @@ from kdist.keras_hooks.wrapping import replace, running_model_replica, running_r
 if TYPE_CHECKING:
     import keras
 
-    from kdist.values import TensorLike
+    from kdist.values import Tensor
 
 
 def hook_torch_modules(
@@ -25,7 +25,7 @@ def hook_torch_modules(
     replace(keras.layers.TorchModuleWrapper, "call", call_module)
 
 
-def hook_embedding(lookup: Callable[[keras.Variable, TensorLike], TensorLike | None]) -> None:
+def hook_embedding(lookup: Callable[[keras.Variable, Tensor], Tensor | None]) -> None:
     """Sets a function that looks up the rows for `Embedding` layers; the backend calls this once.
 
     Args:
@@ -33,7 +33,7 @@ def hook_embedding(lookup: Callable[[keras.Variable, TensorLike], TensorLike | N
     """
     import keras
 
-    def call(original: Callable[..., object], self: keras.layers.Embedding, inputs: TensorLike) -> object:
+    def call(original: Callable[..., object], self: keras.layers.Embedding, inputs: Tensor) -> object:
         if self.lora_enabled or self.quantization_mode:
             return original(self, inputs)
         ids = inputs if inputs.dtype in ("int32", "int64") else keras.ops.cast(inputs, "int32")
@@ -89,7 +89,7 @@ def hook_batch_normalization(native: bool) -> None:
 
     def moments(
         original: Callable[..., object],
-        x: TensorLike,
+        x: Tensor,
         axes: Sequence[int],
         keepdims: bool = False,
         synchronized: bool = False,

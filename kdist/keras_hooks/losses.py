@@ -13,30 +13,30 @@ from kdist.keras_hooks.wrapping import RunningReplica, running_model_replica, ru
 if TYPE_CHECKING:
     import keras
 
-    from kdist.values import TensorLike
+    from kdist.values import Tensor
 
 
 def hook_losses() -> None:
     from keras.src.losses import loss as losses
 
     def reduce_values(
-        original: Callable[..., TensorLike],
-        values: TensorLike,
-        sample_weight: TensorLike | None = None,
+        original: Callable[..., Tensor],
+        values: Tensor,
+        sample_weight: Tensor | None = None,
         reduction: str = "sum_over_batch_size",
-    ) -> TensorLike:
+    ) -> Tensor:
         replica = running_model_replica()
         if replica is None or len(values.shape) == 0:
             return original(values, sample_weight, reduction)
         return _reduce_rows(replica, original, values, sample_weight, reduction)
 
     def apply_mask(
-        original: Callable[..., TensorLike],
-        sample_weight: TensorLike | None,
-        mask: TensorLike | None,
+        original: Callable[..., Tensor],
+        sample_weight: Tensor | None,
+        mask: Tensor | None,
         dtype: str,
         reduction: str | None,
-    ) -> TensorLike:
+    ) -> Tensor:
         replica = running_model_replica()
         if replica is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return original(sample_weight, mask, dtype, reduction)
@@ -45,12 +45,12 @@ def hook_losses() -> None:
         return weights * _total_over_valid(replica, mask, dtype)
 
     def reduce_weighted_values(
-        original: Callable[..., TensorLike],
-        values: TensorLike,
-        sample_weight: TensorLike | None = None,
+        original: Callable[..., Tensor],
+        values: Tensor,
+        sample_weight: Tensor | None = None,
         *args: object,
         **kwargs: object,
-    ) -> TensorLike:
+    ) -> Tensor:
         replica = running_model_replica()
         if replica is None or sample_weight is None or len(values.shape) > 0:
             return original(values, sample_weight, *args, **kwargs)
@@ -60,7 +60,7 @@ def hook_losses() -> None:
         factor = original(keras.ops.ones_like(values), sample_weight, *args, **kwargs)
         return values * replica.mean_over_rows([factor])[0]
 
-    def scaled(original: Callable[..., TensorLike], value: TensorLike, *, up: bool) -> TensorLike:
+    def scaled(original: Callable[..., Tensor], value: Tensor, *, up: bool) -> Tensor:
         replica = running_replica()
         if replica is None or replica.is_model_step:
             # A model's step averages over the replicas, so the loss must not be scaled for a sum.
@@ -79,11 +79,11 @@ def hook_losses() -> None:
 
 def _reduce_rows(
     replica: RunningReplica,
-    original: Callable[..., TensorLike],
-    values: TensorLike,
-    sample_weight: TensorLike | None,
+    original: Callable[..., Tensor],
+    values: Tensor,
+    sample_weight: Tensor | None,
     reduction: str,
-) -> TensorLike:
+) -> Tensor:
     from keras import ops
 
     if reduction in (None, "none"):
@@ -100,7 +100,7 @@ def _reduce_rows(
     return original(values, sample_weight, reduction)
 
 
-def _total_over_valid(replica: RunningReplica, mask: TensorLike, dtype: str) -> TensorLike:
+def _total_over_valid(replica: RunningReplica, mask: Tensor, dtype: str) -> Tensor:
     from keras import ops
 
     counts = replica.scalar(replica.rows.counts, dtype)

@@ -16,7 +16,7 @@ from kdist.keras_hooks.wrapping import OWNER, RunningReplica, running_replica, w
 if TYPE_CHECKING:
     import keras
 
-    from kdist.values import TensorLike
+    from kdist.values import Tensor
 
 
 # Keras's optimizers that update each element independently, so they can also update a shard of a variable.
@@ -26,7 +26,7 @@ _ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adama
 class _Taking(threading.local):
     def __init__(self) -> None:
         self.taker: (
-            Callable[[keras.optimizers.Optimizer, list[TensorLike | None], list[keras.Variable]], None] | None
+            Callable[[keras.optimizers.Optimizer, list[Tensor | None], list[keras.Variable]], None] | None
         ) = None
         self.owner: keras.Variable | None = None
 
@@ -36,7 +36,7 @@ _taking = _Taking()
 
 @contextlib.contextmanager
 def taking_gradients(
-    taker: Callable[[keras.optimizers.Optimizer, list[TensorLike | None], list[keras.Variable]], None],
+    taker: Callable[[keras.optimizers.Optimizer, list[Tensor | None], list[keras.Variable]], None],
 ) -> Iterator[None]:
     """A context in which optimizers in this thread pass gradients to a function instead of applying them.
 
@@ -60,7 +60,7 @@ def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> b
     return bool(optimizer._use_weight_decay(variable))
 
 
-def clipped(optimizer: keras.optimizers.Optimizer, gradients: Sequence[TensorLike]) -> list[TensorLike]:
+def clipped(optimizer: keras.optimizers.Optimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
     """Returns gradients after the clipping of an optimizer."""
     return list(optimizer._clip_gradients(list(gradients)))
 
@@ -72,7 +72,7 @@ def hook_optimizers() -> None:
     def apply(
         original: Callable[..., object],
         self: keras.optimizers.Optimizer,
-        grads: Sequence[TensorLike | None],
+        grads: Sequence[Tensor | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> object:
         if _taking.taker is not None:
@@ -96,9 +96,7 @@ def hook_optimizers() -> None:
         finally:
             replica.applying = False
 
-    def scale_loss(
-        original: Callable[..., TensorLike], self: keras.optimizers.Optimizer, loss: TensorLike
-    ) -> TensorLike:
+    def scale_loss(original: Callable[..., Tensor], self: keras.optimizers.Optimizer, loss: Tensor) -> Tensor:
         scaled = original(self, loss)
         replica = running_replica()
         return scaled if replica is None or scaled is loss else replica.weight_loss(scaled)
@@ -168,7 +166,7 @@ def build_optimizer(
 
 def _sum_gradients(
     replica: RunningReplica, grads: list[Any], variables: list[keras.Variable]
-) -> list[TensorLike | None]:
+) -> list[Tensor | None]:
     present = [i for i, gradient in enumerate(grads) if gradient is not None]
     sums = replica.sum_gradients([grads[i] for i in present], [variables[i] for i in present])
     for i, total in zip(present, sums, strict=True):
@@ -228,7 +226,7 @@ def hook_tensorflow_optimizers(in_native_scope: Callable[[], bool]) -> None:
     def tf_apply(
         original: Callable[..., object],
         self: keras.optimizers.Optimizer,
-        grads: Sequence[TensorLike | None],
+        grads: Sequence[Tensor | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> object:
         chosen = original if is_foreign() else loss_scale._common_apply

@@ -12,14 +12,14 @@ from kdist.keras_hooks.wrapping import RunningReplica, running_model_replica, wr
 if TYPE_CHECKING:
     import keras
 
-    from kdist.values import TensorLike
+    from kdist.values import Tensor
 
 
 # For each loss, layer or metric: which of its scalars, in their order in a step, are sums over the rows. All
 # others are means.
 _sums: weakref.WeakKeyDictionary[object, tuple[bool, ...]] = weakref.WeakKeyDictionary()
 # The scalars that `handed` records.
-_handed: weakref.WeakKeyDictionary[object, list[TensorLike | float]] = weakref.WeakKeyDictionary()
+_handed: weakref.WeakKeyDictionary[object, list[Tensor | float]] = weakref.WeakKeyDictionary()
 
 
 def add_up(owner: object, are_sums: tuple[bool, ...]) -> None:
@@ -33,7 +33,7 @@ def _sums_of(owner: object) -> tuple[bool, ...]:
 
 
 @contextlib.contextmanager
-def handed(owner: object) -> Iterator[list[TensorLike | float]]:
+def handed(owner: object) -> Iterator[list[Tensor | float]]:
     """Yields a list that collects the scalars that a layer adds as losses, or that a metric receives."""
     _handed[owner] = []
     try:
@@ -42,7 +42,7 @@ def handed(owner: object) -> Iterator[list[TensorLike | float]]:
         del _handed[owner]
 
 
-def of_all_rows(replica: RunningReplica, total: TensorLike) -> TensorLike:
+def of_all_rows(replica: RunningReplica, total: Tensor) -> Tensor:
     """Scales a sum over a replica's rows, so that the mean over the replicas is the sum over all rows."""
     import keras
 
@@ -57,8 +57,8 @@ def hook_scalars() -> None:
     def update_state(
         original: Callable[..., object],
         self: keras.metrics.Metric,
-        values: TensorLike | float,
-        sample_weight: TensorLike | None = None,
+        values: Tensor | float,
+        sample_weight: Tensor | None = None,
     ) -> object:
         replica = running_model_replica()
         if sample_weight is None and _handed and self in _handed and _is_scalar(values):
@@ -86,7 +86,7 @@ def hook_scalars() -> None:
     wrap(keras.Layer, "add_loss", add_loss)
 
 
-def _is_scalar(values: TensorLike | float) -> bool:
+def _is_scalar(values: Tensor | float) -> bool:
     # Python lists have no shape, and a traced tensor cannot be converted to an array.
     return len(values.shape) == 0 if hasattr(values, "shape") else not isinstance(values, (list, tuple))
 
@@ -98,11 +98,11 @@ class OwnLoss:
         self.loss = loss
         self.name = loss.name
 
-    def __call__(self, *args: object) -> TensorLike:
+    def __call__(self, *args: object) -> Tensor:
         """Returns the loss. In a replica, `of_all_rows` scales it if it is a sum."""
         value, replica = self.call(*args), running_model_replica()
         return of_all_rows(replica, value) if replica is not None and any(_sums.get(self, ())) else value
 
-    def call(self, *args: object) -> TensorLike:
+    def call(self, *args: object) -> Tensor:
         """Returns the unscaled loss."""
         return self.loss(*args)

@@ -13,7 +13,7 @@ from kdist.keras_hooks.wrapping import replace, running_replica, wrap
 if TYPE_CHECKING:
     import keras
 
-    from kdist.values import TensorLike
+    from kdist.values import Tensor
 
 
 # Odd, and much larger than the number of draws in any run, but small enough that the seeds of many replicas
@@ -56,13 +56,13 @@ def hook_seeds() -> None:
     import keras
 
     def next_seed(
-        original: Callable[..., TensorLike], self: keras.random.SeedGenerator, ordered: bool = True
+        original: Callable[..., Tensor], self: keras.random.SeedGenerator, ordered: bool = True
     ) -> object:
         replica = running_replica()
         if replica is None:
             return original(self, ordered)
 
-        def draw() -> TensorLike:
+        def draw() -> Tensor:
             with replica.scope.untracked():  # all replicas draw equally often
                 seed = original(self, ordered)
             first = replica.replica_id_in_sync_group * SEED_STRIDE
@@ -85,7 +85,7 @@ def hook_torch_random(torch_seed_generator: Callable[..., Callable[..., object]]
 
     def dropout(
         original: Callable[..., object],
-        inputs: TensorLike,
+        inputs: Tensor,
         rate: float,
         noise_shape: Sequence[int] | None = None,
         seed: object = None,

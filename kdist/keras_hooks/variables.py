@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import keras
     import numpy as np
 
-    from kdist.values import TensorLike
+    from kdist.values import Tensor
 
 
 def hook_variables() -> None:
@@ -40,7 +40,7 @@ def hook_variables() -> None:
 
 def hook_assignments(
     assigned: Callable[[keras.Variable], None],
-    value_of: Callable[[keras.Variable, TensorLike], TensorLike] = lambda variable, value: value,
+    value_of: Callable[[keras.Variable, Tensor], Tensor] = lambda variable, value: value,
 ) -> None:
     """Calls functions when a Keras variable is assigned outside replicas; the backend calls this once.
 
@@ -50,7 +50,7 @@ def hook_assignments(
     """
     import keras
 
-    def direct(original: Callable[..., object], self: keras.Variable, value: TensorLike) -> None:
+    def direct(original: Callable[..., object], self: keras.Variable, value: Tensor) -> None:
         original(self, value_of(self, value))
         assigned(self)
 
@@ -59,7 +59,7 @@ def hook_assignments(
 
 def hook_reading(
     read: Callable[[keras.Variable], np.ndarray | None],
-    shown: Callable[[keras.Variable, TensorLike], TensorLike],
+    shown: Callable[[keras.Variable, Tensor], Tensor],
 ) -> None:
     """Sets a function that reads a Keras variable as a NumPy array; the backend calls this once.
 
@@ -85,9 +85,9 @@ def hook_reading(
             value = value.astype(dtype, copy=False)
         return value.copy() if copy else value  # NumPy leaves the copy to `__array__`
 
-    native: Callable[[keras.Variable], TensorLike] = keras.Variable.value.fget
+    native: Callable[[keras.Variable], Tensor] = keras.Variable.value.fget
 
-    def value(self: keras.Variable) -> TensorLike:
+    def value(self: keras.Variable) -> Tensor:
         found = native(self)
         return found if found.shape == self.shape else shown(self, found)
 

@@ -14,7 +14,7 @@ from kdist import context
 if TYPE_CHECKING:
     import keras
 
-    from kdist.values import TensorLike
+    from kdist.values import Tensor
 
 
 class Rows(Protocol):
@@ -55,24 +55,22 @@ class RunningReplica(Protocol):
     def __exit__(self, *error: Any) -> None:
         """Ends it."""
 
-    def scalar(self, number: Any, dtype: Any) -> TensorLike:
+    def scalar(self, number: Any, dtype: Any) -> Tensor:
         """Returns a number as a tensor."""
 
-    def moments(self, x: TensorLike, axes: Sequence[int], keepdims: bool) -> tuple[TensorLike, TensorLike]:
+    def moments(self, x: Tensor, axes: Sequence[int], keepdims: bool) -> tuple[Tensor, Tensor]:
         """Returns the mean and variance over the rows of all replicas."""
 
-    def all_reduce_packed(self, tensors: Sequence[TensorLike]) -> list[TensorLike]:
+    def all_reduce_packed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Sums each tensor over all replicas."""
 
-    def mean_over_rows(self, tensors: Sequence[TensorLike]) -> list[TensorLike]:
+    def mean_over_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns means over all rows, given means over the rows of each replica."""
 
-    def weight_loss(self, loss: TensorLike) -> TensorLike:
+    def weight_loss(self, loss: Tensor) -> Tensor:
         """Weights a loss with this replica's share."""
 
-    def sum_gradients(
-        self, gradients: Sequence[TensorLike], variables: Sequence[keras.Variable]
-    ) -> list[TensorLike]:
+    def sum_gradients(self, gradients: Sequence[Tensor], variables: Sequence[keras.Variable]) -> list[Tensor]:
         """Returns the gradients of the global loss."""
 
     def take_variables(self, variables: Sequence[keras.Variable]) -> None:

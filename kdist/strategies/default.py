@@ -20,7 +20,7 @@ from kdist.data.input_options import InputOptions
 from kdist.errors import StrategyScopeError
 from kdist.strategies.running import RunOptions
 from kdist.strategies.strategy import Strategy
-from kdist.values import ReduceOp, TensorLike
+from kdist.values import ReduceOp, Tensor
 
 
 def get_strategy() -> Strategy:
@@ -120,7 +120,7 @@ class DefaultStrategy(Strategy):
 
         along = keras.ops.sum if op is ReduceOp.SUM else keras.ops.mean
 
-        def reduce(leaf: object) -> TensorLike:
+        def reduce(leaf: object) -> Tensor:
             tensor = keras.ops.convert_to_tensor(leaf)
             return along(tensor, axis=checked_axis(axis, len(tensor.shape)))
 

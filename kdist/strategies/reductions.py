@@ -13,13 +13,13 @@ from kdist.backends.contract import Runtime
 from kdist.backends.replica import divide
 from kdist.context import StrategyLike, checked_axis, current_replica
 from kdist.errors import InvalidArgumentError, StrategyScopeError
-from kdist.values import DistributedValues, PerReplica, ReduceOp, TensorLike
+from kdist.values import DistributedValues, PerReplica, ReduceOp, Tensor
 
 if TYPE_CHECKING:
     from kdist.communication.cross_device_ops import CrossDeviceOps
 
 
-ByOwn = Callable[[ReduceOp, Sequence[TensorLike]], TensorLike]
+ByOwn = Callable[[ReduceOp, Sequence[Tensor]], Tensor]
 
 
 def reduce(
@@ -35,7 +35,7 @@ def reduce(
     op, runtime, own = ReduceOp.of(reduce_op), strategy.runtime, strategy.own_ops
     where = runtime.devices[0] if destinations is None else destinations
 
-    def by_own(op: ReduceOp, parts: Sequence[TensorLike]) -> TensorLike:
+    def by_own(op: ReduceOp, parts: Sequence[Tensor]) -> Tensor:
         assert own is not None
         return _checked(runtime, own, own.reduce(op, PerReplica(parts), where, options), parts)
 
@@ -53,7 +53,7 @@ def batch_reduce(
     require_cross_replica("extended.batch_reduce_to")
     op, runtime, own = ReduceOp.of(reduce_op), strategy.runtime, strategy.own_ops
     pairs = list(pairs)
-    results: dict[int, TensorLike] = {}
+    results: dict[int, Tensor] = {}
     if own is not None:
         parts = {
             i: _summands(runtime, op, value)
@@ -76,7 +76,7 @@ def batch_reduce(
     ]
 
 
-def _summands(runtime: Runtime, op: ReduceOp, leaf: object) -> list[TensorLike]:
+def _summands(runtime: Runtime, op: ReduceOp, leaf: object) -> list[Tensor]:
     """Returns the components to reduce, on the first device. For a mean, casts integers to floating point."""
     check_components(runtime, leaf)
     parts = runtime.to_holder(_parts(leaf))
@@ -84,9 +84,7 @@ def _summands(runtime: Runtime, op: ReduceOp, leaf: object) -> list[TensorLike]:
     return [as_float(p) if op is ReduceOp.MEAN and is_integer(p) else p for p in parts]
 
 
-def _checked(
-    runtime: Runtime, own: CrossDeviceOps, result: object, parts: Sequence[TensorLike]
-) -> TensorLike:
+def _checked(runtime: Runtime, own: CrossDeviceOps, result: object, parts: Sequence[Tensor]) -> Tensor:
     """Returns the result of a custom `CrossDeviceOps` if it is a tensor with the shape of the components."""
     if isinstance(result, DistributedValues):  # one value per device, all equal
         result = result.values[0]
@@ -150,7 +148,7 @@ def _reduce_leaf(
     return divide(total, number)
 
 
-def _check_equal_shapes(parts: Sequence[TensorLike]) -> None:
+def _check_equal_shapes(parts: Sequence[Tensor]) -> None:
     """Raises an error if shapes differ, because adding would broadcast the single row of a last batch."""
     shapes = [tuple(part.shape) for part in parts]
     if any(not _agree(shape, shapes[0]) for shape in shapes[1:]):
@@ -212,7 +210,7 @@ def _gather_leaf(runtime: Runtime, leaf: object, axis: int) -> object:
     return ops.moveaxis(runtime.gather_over_workers(local), 0, axis)
 
 
-def _parts(leaf: object) -> Sequence[TensorLike]:
+def _parts(leaf: object) -> Sequence[Tensor]:
     if isinstance(leaf, DistributedValues):
         return [keras.ops.convert_to_tensor(part) for part in leaf.values]
     return [keras.ops.convert_to_tensor(leaf)]

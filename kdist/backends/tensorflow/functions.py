@@ -18,7 +18,7 @@ from kdist.backends.tensorflow import iteration
 from kdist.backends.tensorflow.core import TensorFlowCore, aligned
 from kdist.backends.tensorflow.replicas import TensorFlowReplica, TensorFlowScope
 from kdist.context import StrategyLike, current_replica, joined_strategy
-from kdist.values import component
+from kdist.values import Tensor, component
 
 _Result = TypeVar("_Result")
 
@@ -177,7 +177,7 @@ def function(fn: Callable[..., _Result], **options: object) -> Callable[..., _Re
 
 def value_and_grad(
     fn: Callable[..., object], variables: Sequence[keras.Variable], has_aux: bool
-) -> Callable[..., object]:
+) -> Callable[..., tuple[object, list[Tensor | None]]]:
     """Returns a function that computes a loss and its gradients with `tf.GradientTape`."""
 
     @tf.autograph.experimental.do_not_convert

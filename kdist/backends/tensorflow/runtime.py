@@ -9,10 +9,10 @@ import keras
 import tensorflow as tf
 from tensorflow.python.distribute import values as native_values
 
+from kdist.arrays.types import Shape
 from kdist.backends.contract import StepFunction
 from kdist.backends.tensorflow import functions, iteration, steps
 from kdist.backends.tensorflow.core import TensorFlowCore
-from kdist.data.distributed_dataset import DistributedIterator
 from kdist.values import PerReplica
 
 
@@ -33,15 +33,15 @@ class TensorFlowRuntime(TensorFlowCore):
 
     run = functions.run
 
-    def traced(self, iterator: DistributedIterator) -> iteration.GraphIterator | None:
+    def traced(self, iterator: Any) -> iteration.GraphIterator | None:
         """Returns an iterator that reads when the graph runs; `None` in eager mode."""
         return None if tf.executing_eagerly() else iteration.traced(iterator)
 
-    def element_of(self, iterator: DistributedIterator) -> iteration.Element:
+    def element_of(self, iterator: Any) -> iteration.Element:
         """Returns the description that all iterators of one trace of a `tf.function` share."""
         return iteration.Element.of(iterator)
 
-    def element_spec(self, part: object, inner_shapes: list[Sequence[int | None] | None] | None) -> Any:
+    def element_spec(self, part: object, inner_shapes: list[Shape] | None) -> Any:
         """Returns `tf.TypeSpec`s, which can be the signature of a `tf.function`."""
         number = len(self.devices)
         element = iteration.Element(self, self.place([part] * number)[0], inner_shapes)
