@@ -156,7 +156,7 @@ def _failure(seed: str) -> str | None:
     return ""
 
 
-@pytest.mark.parametrize("number", [15, pytest.param(250, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [15, pytest.param(100, marks=pytest.mark.full)])
 def test_random_programs_have_the_numbers_of_one_device(number: int) -> None:
     seeds = [*_KEPT, *(f"{turn()}:{i}" for i in range(number))]
     found = {seed: _failure(seed) for seed in seeds}
