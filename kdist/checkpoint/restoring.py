@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kdist import keras_hooks
 from kdist.backends.messages import call_on_all
 from kdist.checkpoint import plain, state
 from kdist.checkpoint.checked_reading import read_index, read_tensors
@@ -143,9 +144,7 @@ def restore(
         for known in before:
             state.set_random_state(known)
         raise
-    with scope_of(strategy):
-        for variable, tensor in plan.variables:
-            variable.assign(values[tensor.name])
+    _assign(strategy, parts, [(variable, values[tensor.name]) for variable, tensor in plan.variables])
     for owner, saved in plan.states:
         owner.set_state(saved)
     puts = {part.name: part.put for part in parts if part.kind == "value"}
@@ -156,6 +155,19 @@ def restore(
         if put is not None and name != _COUNTER:
             put(value)
     return RestoreStatus(path, plan.unused, plan.unmatched), plain_values[_COUNTER]
+
+
+def _assign(
+    strategy: StrategyLike | None,
+    parts: Sequence[state.Part],
+    values: Sequence[tuple[keras.Variable, np.ndarray]],
+) -> None:
+    with scope_of(strategy):
+        for variable, value in values:
+            variable.assign(value)
+        for part in parts:
+            if part.kind in ("model", "layer"):
+                keras_hooks.finish_loading(part.owner)
 
 
 def _named_damage(path: str, *also: type[Exception]) -> contextlib.AbstractContextManager[None]:
@@ -190,13 +202,16 @@ def restore_weights(path: str, model: keras.Model) -> None:
             hint="Save the model with: kdist.Checkpoint(model=model)",
         )
     name = "model" if "model" in names else names[0]
+    parts = state.collect_layers({name: model})
     with _named_damage(path):
-        pairs = match(path, index, state.collect_layers({name: model}), 0, 1).variables
-    pairs += _iterations(index, name, model)
+        plan = match(path, index, parts, 0, 1)
+        states = [(owner, plain.decode(saved)) for owner, saved in plan.states]
+    pairs = plan.variables + _iterations(index, name, model)
     values = read_tensors(path, index, [tensor for _, tensor in pairs])
-    with scope_of(state.strategy_of(model)):
-        for variable, tensor in pairs:
-            variable.assign(_converted(path, tensor, values[tensor.name], variable))
+    assigned = [(v, _converted(path, tensor, values[tensor.name], v)) for v, tensor in pairs]
+    _assign(state.strategy_of(model), parts, assigned)
+    for owner, saved in states:
+        owner.set_state(saved)
 
 
 def _iterations(index: Index, name: str, model: keras.Model) -> list[tuple[keras.Variable, Tensor]]:

@@ -76,6 +76,7 @@ def collect(objects: Mapping[str, object]) -> list[Part]:
         if kind == "optimizer":
             _build(value, models)
         parts.append(Part(name, kind, value, _named(kind, value, name), put=put))
+        parts += _untracked(parts[-1])
         if kind == "model":
             parts += _compiled(name, value, given, parts)
     # An optimizer that was passed separately keeps its name, and "model.optimizer" is an alias.
@@ -94,7 +95,8 @@ def collect_layers(models: Mapping[str, keras.Model]) -> list[Part]:
     Raises:
         CheckpointError: If a model has no variables yet.
     """
-    return [Part(name, "model", model, _named("model", model, name)) for name, model in models.items()]
+    parts = [Part(name, "model", model, _named("model", model, name)) for name, model in models.items()]
+    return [*parts, *(inner for part in parts for inner in _untracked(part))]
 
 
 def sync(objects: Mapping[str, object]) -> None:
@@ -152,6 +154,14 @@ def _compiled(name: str, model: keras.Model, given: Mapping[int, str], before: l
         # Metrics are reset in every epoch, and do not exist before the first one.
         parts.append(Part(own, "metrics", model, variables, may_differ=True))
     return parts
+
+
+def _untracked(part: Part) -> list[Part]:
+    """Returns parts with the state of layers that is not in variables."""
+    if part.kind not in ("model", "layer"):
+        return []
+    adapted = enumerate(keras_hooks.boundaries(part.owner))
+    return [Part(f"{part.name}.boundaries.{i}", "state", owner) for i, owner in adapted]
 
 
 def _build(optimizer: keras.optimizers.Optimizer, models: list[keras.Model]) -> None:

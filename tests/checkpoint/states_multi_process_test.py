@@ -112,3 +112,41 @@ def in_worker_written_after_the_next_step(folder):
 def test_a_save_in_the_background_writes_the_values_of_its_step(backend, tmp_path):
     ((saved, restored),) = run(backend, 1, in_worker_written_after_the_next_step, str(tmp_path))
     np.testing.assert_array_equal(restored, saved)
+
+
+def in_worker_adapted(folder):
+    """Saves adapted layers; returns what they compute, and what others do after a restore, in two ways."""
+    import keras
+
+    import kdist
+    from kdist.checkpoint.restoring import restore_weights
+
+    x = np.random.RandomState(0).normal(5, 3, (20, 1)).astype("float32")
+
+    def make(is_adapted=False):
+        with strategy().scope():
+            layers = keras.layers.Normalization(), keras.layers.Discretization(num_bins=4)
+            for layer in layers if is_adapted else ():
+                layer.adapt(x)
+            inputs = keras.Input((1,))
+            return keras.Model(inputs, [layer(inputs) for layer in layers])
+
+    def computed(model):
+        return [keras.ops.convert_to_numpy(output) for output in model(x)]
+
+    saved, restored, evaluated = make(is_adapted=True), make(), make()
+    path = kdist.Checkpoint(model=saved).save(folder, asynchronous=False)
+    kdist.Checkpoint(model=restored).restore(path).assert_consumed()
+    restore_weights(path, evaluated)
+    return x, computed(saved), computed(restored), computed(evaluated)
+
+
+@pytest.mark.kills(checkpoint_constants_not_derived="[jax]")
+@each_backend
+def test_layers_compute_with_what_they_were_adapted_to(backend, tmp_path):
+    ((x, saved, restored, evaluated),) = run(backend, 1, in_worker_adapted, str(tmp_path))
+    np.testing.assert_allclose(saved[0], (x - x.mean()) / x.std(), rtol=1e-4, atol=1e-5)
+    assert set(saved[1].ravel()) == {0, 1, 2, 3}
+    for found in (restored, evaluated):
+        for values, expected in zip(found, saved, strict=True):
+            np.testing.assert_array_equal(values, expected)
