@@ -44,7 +44,7 @@ class Part:
     # "model", "optimizer", …; "state" for an object with `get_state`, "value" for a plain value.
     kind: str
     owner: Any
-    variables: dict[str, keras.Variable] = field(default_factory=dict)  # By name.
+    variables: Mapping[str, keras.Variable | keras_hooks.Buffer] = field(default_factory=dict)  # By name.
     aliases: tuple[str, ...] = ()  # Other names of the same object.
     may_differ: bool = False  # Whether to skip it, instead of raising, if the saved variables differ.
     put: Callable[[object], None] | None = None  # Replaces a plain value.
@@ -161,7 +161,10 @@ def _untracked(part: Part) -> list[Part]:
     if part.kind not in ("model", "layer"):
         return []
     adapted = enumerate(keras_hooks.boundaries(part.owner))
-    return [Part(f"{part.name}.boundaries.{i}", "state", owner) for i, owner in adapted]
+    parts = [Part(f"{part.name}.boundaries.{i}", "state", owner) for i, owner in adapted]
+    own = f"{part.name}.buffers"
+    buffers = {f"{own}/{name}": buffer for name, buffer in keras_hooks.buffers(part.owner).items()}
+    return [*parts, Part(own, "buffers", part.owner, buffers)] if buffers else parts
 
 
 def _build(optimizer: keras.optimizers.Optimizer, models: list[keras.Model]) -> None:

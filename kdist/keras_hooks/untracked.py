@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import keras
+    import numpy as np
 
 
 def finish_loading(layer: keras.Layer) -> None:
@@ -49,3 +50,38 @@ def boundaries(layer: keras.Layer) -> Iterator[Boundaries]:
     for inner in layer._flatten_layers():
         if isinstance(inner, keras.layers.Discretization) and inner.num_bins is not None:
             yield Boundaries(inner)
+
+
+class Buffer:
+    """A tensor of a PyTorch module, such as a moving statistic. It has what a checkpoint needs of a variable."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.shape = tuple(tensor.shape)
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        import keras
+
+        return keras.ops.convert_to_numpy(self._tensor)
+
+    def assign(self, value: np.ndarray) -> None:
+        """Replaces the values."""
+        import keras
+
+        # In place, because the module and recorded steps refer to the tensor.
+        self._tensor.detach().copy_(keras.ops.convert_to_tensor(value))
+
+
+def buffers(layer: keras.Layer) -> dict[str, Buffer]:
+    """Returns the buffers of wrapped PyTorch modules, except those that PyTorch's `state_dict` omits, too."""
+    import keras
+
+    wrappers = [
+        inner for inner in layer._flatten_layers() if isinstance(inner, keras.layers.TorchModuleWrapper)
+    ]
+    found: dict[str, Buffer] = {}
+    for number, wrapper in enumerate(wrappers):
+        kept = wrapper.module.state_dict()
+        named = wrapper.module.named_buffers()
+        found |= {f"{number}/{name}": Buffer(tensor) for name, tensor in named if name in kept}
+    return found

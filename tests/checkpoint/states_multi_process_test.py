@@ -150,3 +150,35 @@ def test_layers_compute_with_what_they_were_adapted_to(backend, tmp_path):
     for found in (restored, evaluated):
         for values, expected in zip(found, saved, strict=True):
             np.testing.assert_array_equal(values, expected)
+
+
+def in_worker_wrapped(folder):
+    """Saves a PyTorch module that has moving statistics; returns what it keeps, before and after a restore."""
+    import keras
+    import torch
+
+    import kdist
+
+    def make():
+        with strategy().scope():
+            model = keras.Sequential([keras.layers.TorchModuleWrapper(torch.nn.BatchNorm1d(3))])
+            model.build((None, 3))
+            return model
+
+    def kept(model):
+        state = model.layers[0].module.state_dict().items()
+        return {name: keras.ops.convert_to_numpy(tensor).copy() for name, tensor in state}
+
+    saved, restored = make(), make()
+    for scale in (1, 5):
+        saved(torch.randn(8, 3) * scale + 2, training=True)
+    path = kdist.Checkpoint(model=saved).save(folder, asynchronous=False)
+    kdist.Checkpoint(model=restored).restore(path).assert_consumed()
+    return kept(saved), kept(restored)
+
+
+def test_buffers_of_a_pytorch_module_are_restored(tmp_path):
+    ((saved, restored),) = run("torch", 1, in_worker_wrapped, str(tmp_path))
+    assert saved["num_batches_tracked"] == 2 and saved.keys() == restored.keys()
+    for name, values in saved.items():
+        np.testing.assert_array_equal(restored[name], values, err_msg=name)
