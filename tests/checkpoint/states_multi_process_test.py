@@ -18,10 +18,11 @@ class Notes:
         self.text = text
 
     def get_state(self):
-        return {"text": self.text}
+        return {"text": self.text, "most significant byte first": np.arange(3, dtype=">i4")}
 
     def set_state(self, state):
         self.text = state["text"]
+        np.testing.assert_array_equal(state["most significant byte first"], np.arange(3))
 
 
 def make(text, own, number):
