@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kdist import keras_hooks
 from kdist.backends.messages import call_on_all
-from kdist.checkpoint import plain, state
+from kdist.checkpoint import layout, plain, state
 from kdist.checkpoint.checked_reading import read_index, read_tensors
 from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.index import Index, Tensor
@@ -110,6 +110,7 @@ def restore(
     Returns:
         The status, and the saved `save_counter`.
     """
+    path = layout.standing(path)
     index: Index = _on_all(runtime, path, lambda: read_index(path))
     _check_same(runtime, path, index)
     worker, num_workers = (0, 1) if runtime is None else (runtime.worker_index, runtime.num_workers)
@@ -193,6 +194,7 @@ def restore_weights(path: str, model: keras.Model) -> None:
     Raises:
         CheckpointError: As in `restore`.
     """
+    path = layout.standing(path)
     index = read_index(path)
     names = [name for name, part in index.parts.items() if part["kind"] == "model"]
     if "model" not in names and len(names) != 1:

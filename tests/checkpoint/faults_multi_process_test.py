@@ -230,6 +230,7 @@ def in_worker_killed(folder, phases):
         latest = kdist.latest_checkpoint(folder)
         assert latest is not None
         checkpoint.read(latest).assert_existing_objects_matched()
+        checkpoint.read(first).assert_existing_objects_matched()
         left.append((status, len(hidden)))
         checkpoint.write(os.path.join(folder, "ckpt-2"), asynchronous=False)
         shutil.rmtree(os.path.join(folder, "ckpt-2"))
@@ -240,7 +241,7 @@ def in_worker_killed(folder, phases):
 # A process that has begun to compute on JAX or TensorFlow cannot be forked; what a kill leaves does not depend on it.
 # The fault matrix kills saves on all backends.
 @pytest.mark.in_turn(4)
-@pytest.mark.kills("checkpoint_visible_too_early")
+@pytest.mark.kills("checkpoint_visible_too_early", "checkpoint_replaced_one_unreadable")
 def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path):
     phases = [
         ("folders", "clean", 1),  # the folder is there
