@@ -99,9 +99,12 @@ def in_worker_written_after_the_next_step(folder):
     writing.write_shard = late
     try:
         path = checkpoint.save(folder)
+        other = kdist.Checkpoint(other=1)
+        assert os.path.basename(other.save(folder)) == "ckpt-2"  # the first number is taken already
         weights.assign(weights * 2)
         stepped.set()
         checkpoint.wait()
+        other.wait()
     finally:
         writing.write_shard = write_shard
     checkpoint.restore(path)
