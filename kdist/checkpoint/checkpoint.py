@@ -63,6 +63,19 @@ class Checkpoint:
     """
 
     def __init__(self, root: object = None, *, random: bool = True, **objects: object) -> None:
+        if not isinstance(random, bool):
+            raise InvalidArgumentError(
+                "`random` is not a boolean: it tells whether the checkpoint contains the global random state.",
+                received={"random": random},
+                hint="Pass a seed generator under another name.",
+            )
+        for name in objects:
+            if name.startswith("_"):
+                raise InvalidArgumentError(
+                    "The name of an object in the checkpoint starts with an underscore.",
+                    received={"name": name},
+                    hint="Pass the object under another name.",
+                )
         self._objects: dict[str, object] = {}
         self._random = random
         self._counter = 0

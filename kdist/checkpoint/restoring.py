@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -148,13 +147,10 @@ def restore(
     _assign(strategy, parts, [(variable, values[tensor.name]) for variable, tensor in plan.variables])
     for owner, saved in plan.states:
         owner.set_state(saved)
-    puts = {part.name: part.put for part in parts if part.kind == "value"}
+    puts = {part.name: part.put for part in parts if part.kind == "value" and part.put is not None}
     for name, value in plain_values.items():
-        put = puts.get(name)
-        if put is None and "." not in name:
-            put = functools.partial(operator.setitem, objects, name)
-        if put is not None and name != _COUNTER:
-            put(value)
+        if name != _COUNTER and name not in plan.unused:
+            puts.get(name, functools.partial(objects.__setitem__, name))(value)
     return RestoreStatus(path, plan.unused, plan.unmatched), plain_values[_COUNTER]
 
 
@@ -294,9 +290,20 @@ def match(path: str, index: Index, parts: Sequence[state.Part], worker: int, num
                 plan.unmatched.append(part.name)
             else:
                 plan.variables += pairs
-    # Plain values are always restored, so they are never unused.
-    plan.unused = [name for name, part in index.parts.items() if name not in used and part["kind"] != "value"]
+    plan.unused = [
+        name
+        for name, facts in index.parts.items()
+        if name not in used and not (facts["kind"] == "value" and _has_place(name, parts))
+    ]
     return plan
+
+
+def _has_place(name: str, parts: Sequence[state.Part]) -> bool:
+    """Returns whether a plain value can be added to the `Checkpoint`.
+
+    A value inside a container has no place if the container lacks it. A value never replaces other objects.
+    """
+    return "." not in name and not any(part.name.startswith(f"{name}.") for part in parts)
 
 
 def _pairs(

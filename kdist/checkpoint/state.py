@@ -6,10 +6,10 @@ they are the same in every process and on every backend.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
-import operator
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -79,6 +79,13 @@ def collect(objects: Mapping[str, object]) -> list[Part]:
         parts += _untracked(parts[-1])
         if kind == "model":
             parts += _compiled(name, value, given, parts)
+    for name, number in collections.Counter(part.name for part in parts).items():
+        if number > 1:
+            raise InvalidArgumentError(
+                "Two objects in the checkpoint have the same name.",
+                received={"name": name},
+                hint='Rename one of them. The keys 1 and "1" of a dictionary give the same name.',
+            )
     # An optimizer that was passed separately keeps its name, and "model.optimizer" is an alias.
     for name, value, _ in found:
         optimizer = getattr(value, "optimizer", None) if isinstance(value, keras.Model) else None
@@ -116,8 +123,20 @@ def strategy_of(value: object) -> StrategyLike | None:
     return None
 
 
-def _flatten(objects: Any, prefix: str = "") -> Iterator[tuple[str, Any, Callable[[Any], None] | None]]:
-    """Yields the name, the object and its setter, for all objects including those inside containers."""
+def _flatten(
+    objects: Any, prefix: str = "", put_all: Callable[[Any], None] | None = None
+) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
+    """Yields the name, the object and its setter, for all objects including those inside containers.
+
+    `put_all` replaces a tuple, which cannot be changed.
+    """
+    items = list(objects) if isinstance(objects, tuple) else objects
+
+    def put(key: Any, value: Any) -> None:
+        items[key] = value
+        if put_all is not None:
+            put_all(objects._make(items) if hasattr(objects, "_make") else tuple(items))
+
     for key, value in list(objects.items() if isinstance(objects, Mapping) else enumerate(objects)):
         name = f"{prefix}{key}"
         if "/" in name:
@@ -127,10 +146,11 @@ def _flatten(objects: Any, prefix: str = "") -> Iterator[tuple[str, Any, Callabl
                 hint="Choose a name without a slash.",
             )
         if isinstance(value, (dict, list, tuple)) and _holds_objects(value):
-            yield from _flatten(value, f"{name}.")
+            yield from _flatten(
+                value, f"{name}.", functools.partial(put, key) if isinstance(value, tuple) else None
+            )
         else:
-            fixed = isinstance(objects, tuple)
-            yield name, value, None if fixed else functools.partial(operator.setitem, objects, key)
+            yield name, value, functools.partial(put, key)
 
 
 def _holds_objects(value: object) -> bool:

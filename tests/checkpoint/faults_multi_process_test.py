@@ -193,6 +193,13 @@ def in_worker_status(path):
         kdist.Checkpoint(thing=object()).save("never")
     with pytest.raises(kdist.errors.InvalidArgumentError, match="named 'save'"):
         kdist.Checkpoint(save=1)
+    with pytest.raises(kdist.errors.InvalidArgumentError, match="underscore"):
+        kdist.Checkpoint(_hidden=1)
+    with pytest.raises(kdist.errors.InvalidArgumentError, match="`random` is not a boolean"):
+        kdist.Checkpoint(random=keras.random.SeedGenerator(1))
+    for kind, value in (("objects", other), ("arrays", np.zeros(2))):
+        with pytest.raises(kdist.errors.InvalidArgumentError, match=f"Two {kind} in the checkpoint"):
+            kdist.Checkpoint(table={1: value, "1": value}).save("never")
 
 
 @each_backend

@@ -79,6 +79,35 @@ def test_another_number_of_workers_cannot_share_out_states(backend, num_workers,
         assert "Start 2 workers, or remove 'notes' from kdist.Checkpoint." in error
 
 
+def in_worker_containers(folder):
+    """Restores values next to variables; returns them, and the status."""
+    import keras
+
+    import kdist
+
+    def new(number):
+        with strategy().scope():
+            return keras.Variable(float(number))
+
+    saved = kdist.Checkpoint(
+        pair=(new(1), (new(1), 5)), row=[new(1), 1, 2], table={"v": new(1), "epoch": 7}, more={}
+    )
+    restored = kdist.Checkpoint(
+        pair=(new(0), (new(0), 0)), row=[new(0), 0], table={"v": new(0)}, more={"v": new(0)}
+    )
+    status = restored.restore(saved.save(folder, asynchronous=False))
+    first, (second, five) = restored.pair
+    numbers = [float(v) for v in (first, second, five, *restored.row, *restored.table.values())]
+    return numbers, float(restored.more["v"]), status.unused, status.unmatched
+
+
+def test_values_in_containers_are_restored_or_reported(tmp_path):
+    ((numbers, untouched, unused, unmatched),) = run("torch", 1, in_worker_containers, str(tmp_path))
+    assert numbers == [1, 1, 5, 1, 1, 1]
+    assert untouched == 0
+    assert unused == ["row.2", "table.epoch", "more"] and unmatched == ["more.v"]
+
+
 def in_worker_written_after_the_next_step(folder):
     """Saves, changes a variable before anything is written, restores; returns what was and what is."""
     import keras
