@@ -183,8 +183,10 @@ def _encoded(value: object) -> bytes:
 def _as_tensors(value: object) -> object:
     import keras
 
-    def convert(leaf: object) -> object:
+    def convert(leaf: Any) -> object:
         numeric = hasattr(leaf, "dtype") and leaf.dtype.kind in "biufcV"
-        return keras.ops.convert_to_tensor(leaf) if numeric else leaf
+        if not numeric:
+            return leaf
+        return keras.ops.convert_to_tensor(leaf.astype(leaf.dtype.newbyteorder("="), copy=False))
 
     return keras.tree.map_structure(convert, value)

@@ -63,6 +63,19 @@ class Checkpoint:
     """
 
     def __init__(self, root: object = None, *, random: bool = True, **objects: object) -> None:
+        if not isinstance(random, bool):
+            raise InvalidArgumentError(
+                "`random` is not a boolean: it tells whether the checkpoint contains the global random state.",
+                received={"random": random},
+                hint="Pass a seed generator under another name.",
+            )
+        for name in objects:
+            if name.startswith("_"):
+                raise InvalidArgumentError(
+                    "The name of an object in the checkpoint starts with an underscore.",
+                    received={"name": name},
+                    hint="Pass the object under another name.",
+                )
         self._objects: dict[str, object] = {}
         self._random = random
         self._counter = 0
@@ -122,12 +135,12 @@ class Checkpoint:
         asynchronous: bool = True,
         after: Callable[[], None] | None = None,
     ) -> str:
-        """Saves a checkpoint like `save`, with a custom name and number. Replaces an existing checkpoint.
+        """Saves a checkpoint like `save`, with a custom name and number.
 
         Args:
             directory: As in `save`.
             prefix: The part of the name before the number.
-            number: The number of the checkpoint. Defaults to the next number.
+            number: The number of the checkpoint, which replaces an existing one. Defaults to the next number.
             asynchronous: As in `save`.
             after: A function that the committing worker calls when the checkpoint is visible.
         """
@@ -137,6 +150,14 @@ class Checkpoint:
             if number is not None:
                 return number
             there = [found.number for found in layout.find(directory, prefix)]
+            # Other objects of this process may be saving to the same directory.
+            folders_in_use = [save.folder for save in _open.values()]
+            there += [
+                folder.number
+                for folder in folders_in_use
+                if folder.number is not None
+                and folder.final == os.path.join(directory, layout.numbered(prefix, folder.number))
+            ]
             return max([self._counter, *there]) + 1
 
         with tracing.span("beginning a save", "save"):
@@ -244,11 +265,11 @@ class Checkpoint:
         except Exception as error:
             problem = told or f"{type(error).__name__}: {error}"
             with contextlib.suppress(CheckpointError):  # the other workers wait for this exchange
-                folders.prepare(runtime, folders.Wish(directory, prefix, None, None, problem))
+                folders.prepare(runtime, folders.Wish(directory, prefix, None, True, None, problem))
             raise
         faults.point("save-begin")
         facts = f"{len(contents.sources)} tensors, {zlib.crc32(json.dumps(contents.facts()).encode()):08x}"
-        wish = folders.Wish(directory, prefix, choose, facts, told)
+        wish = folders.Wish(directory, prefix, choose, explicit or choose is None, facts, told)
         try:
             folder, save_id, number = folders.prepare(runtime, wish)
         except CheckpointError as error:

@@ -68,6 +68,7 @@ def main(options: argparse.Namespace) -> int:
 
 def find(path: str) -> str:
     """Returns the path itself if it is a checkpoint, or else the newest checkpoint in the directory."""
+    path = path if os.path.lexists(path) else layout.standing(path)
     if os.path.exists(os.path.join(path, layout.INDEX)):
         return path
     return layout.latest_checkpoint(path) or path

@@ -35,6 +35,7 @@ class Folder:
     lock: int | None = None  # A locked descriptor. It shows that the directory is not stale.
     lost: Callable[[], Collection[int]] = frozenset  # Returns the workers that are known to be lost.
     is_waiting: bool = False  # Whether the save currently waits for other workers.
+    number: int | None = None  # The number in the name, if kdist chose it. Then no checkpoint is replaced.
 
     def release(self) -> None:
         """Releases the lock."""
@@ -49,7 +50,8 @@ class Wish:
 
     directory: str
     prefix: str  # the name without the number, such as "ckpt"
-    number: Callable[[], int] | None  # called on the chief; `None` for a checkpoint without a number
+    number: Callable[[], int] | None  # the largest number of all workers counts; `None` for none
+    replaces: bool  # whether a checkpoint of the same name may be replaced
     facts: object  # must be equal on all workers
     failure: str | None  # why this worker's last save failed, if it did
 
@@ -75,7 +77,7 @@ def prepare(runtime: Runtime | None, wish: Wish) -> tuple[Folder, str, int | Non
     try:
         if problem is None:
             lock = _make(mine)
-            if wish.number is not None and index == 0:
+            if wish.number is not None:
                 number = wish.number()
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
@@ -85,7 +87,9 @@ def prepare(runtime: Runtime | None, wish: Wish) -> tuple[Folder, str, int | Non
     folder = Folder(mine, "", [index], 0, token, lock, runtime.group.lost if runtime else frozenset)
     try:
         _check(everyone, wish.directory)
-        number = everyone[0]["number"]
+        # Each worker's own disk may contain other checkpoints.
+        number = None if number is None else max(other["number"] for other in everyone)
+        folder.number = None if wish.replaces else number
         name = wish.prefix if number is None else layout.numbered(wish.prefix, number)
         folder.final = os.path.join(wish.directory, name)
         _join_others(runtime, wish, folder, [other["token"] for other in everyone])

@@ -131,6 +131,23 @@ def replaced_of(entry: str) -> str | None:
     return match["name"] if match else None
 
 
+def standing(path: str | os.PathLike[str]) -> str:
+    """Returns the path of the checkpoint to read: the path itself, or the hidden name of the old checkpoint.
+
+    A save that is killed while it replaces a checkpoint can leave only the hidden one, until the next save.
+    """
+    path = os.path.abspath(path)
+    parent, name = os.path.split(path)
+    if os.path.lexists(path):
+        return path
+    try:
+        entries = os.listdir(parent)
+    except OSError:
+        return path
+    hidden = [os.path.join(parent, entry) for entry in entries if replaced_of(entry) == name]
+    return max(filter(is_checkpoint, hidden), key=lambda old: _saved_at(old) or 0.0, default=path)
+
+
 def find(directory: str | os.PathLike[str], prefix: str | None = None) -> list[Found]:
     """Returns the complete checkpoints of a directory, oldest first. `prefix` selects checkpoints by name."""
     found: dict[str, Found] = {}

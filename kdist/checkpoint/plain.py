@@ -41,7 +41,8 @@ def encode(name: str, value: object, store: Callable[[str, np.ndarray], None] | 
         if keras.ops.is_tensor(item):
             item = keras.ops.convert_to_numpy(item)
         if isinstance(item, np.ndarray) and item.dtype.name in DTYPES:
-            return _array(at, item, store)
+            # The name of a dtype does not contain the byte order.
+            return _array(at, item.astype(item.dtype.newbyteorder("="), copy=False), store)
         raise InvalidArgumentError(
             f"Cannot save {at!r}: a checkpoint cannot contain an object of this type.",
             received={"name": at, "type": type(item).__name__},

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kdist import keras_hooks
 from kdist.backends.messages import call_on_all
-from kdist.checkpoint import plain, state
+from kdist.checkpoint import layout, plain, state
 from kdist.checkpoint.checked_reading import read_index, read_tensors
 from kdist.checkpoint.folders import gather_from
 from kdist.checkpoint.index import Index, Tensor
@@ -109,6 +109,7 @@ def restore(
     Returns:
         The status, and the saved `save_counter`.
     """
+    path = layout.standing(path)
     index: Index = _on_all(runtime, path, lambda: read_index(path))
     _check_same(runtime, path, index)
     worker, num_workers = (0, 1) if runtime is None else (runtime.worker_index, runtime.num_workers)
@@ -143,19 +144,27 @@ def restore(
         for known in before:
             state.set_random_state(known)
         raise
-    with scope_of(strategy):
-        for variable, tensor in plan.variables:
-            variable.assign(values[tensor.name])
+    _assign(strategy, parts, [(variable, values[tensor.name]) for variable, tensor in plan.variables])
     for owner, saved in plan.states:
         owner.set_state(saved)
-    puts = {part.name: part.put for part in parts if part.kind == "value"}
+    puts = {part.name: part.put for part in parts if part.kind == "value" and part.put is not None}
     for name, value in plain_values.items():
-        put = puts.get(name)
-        if put is None and "." not in name:
-            put = functools.partial(operator.setitem, objects, name)
-        if put is not None and name != _COUNTER:
-            put(value)
+        if name != _COUNTER and name not in plan.unused:
+            puts.get(name, functools.partial(objects.__setitem__, name))(value)
     return RestoreStatus(path, plan.unused, plan.unmatched), plain_values[_COUNTER]
+
+
+def _assign(
+    strategy: StrategyLike | None,
+    parts: Sequence[state.Part],
+    values: Sequence[tuple[keras.Variable, np.ndarray]],
+) -> None:
+    with scope_of(strategy):
+        for variable, value in values:
+            variable.assign(value)
+        for part in parts:
+            if part.kind in ("model", "layer"):
+                keras_hooks.finish_loading(part.owner)
 
 
 def _named_damage(path: str, *also: type[Exception]) -> contextlib.AbstractContextManager[None]:
@@ -181,6 +190,7 @@ def restore_weights(path: str, model: keras.Model) -> None:
     Raises:
         CheckpointError: As in `restore`.
     """
+    path = layout.standing(path)
     index = read_index(path)
     names = [name for name, part in index.parts.items() if part["kind"] == "model"]
     if "model" not in names and len(names) != 1:
@@ -190,13 +200,16 @@ def restore_weights(path: str, model: keras.Model) -> None:
             hint="Save the model with: kdist.Checkpoint(model=model)",
         )
     name = "model" if "model" in names else names[0]
+    parts = state.collect_layers({name: model})
     with _named_damage(path):
-        pairs = match(path, index, state.collect_layers({name: model}), 0, 1).variables
-    pairs += _iterations(index, name, model)
+        plan = match(path, index, parts, 0, 1)
+        states = [(owner, plain.decode(saved)) for owner, saved in plan.states]
+    pairs = plan.variables + _iterations(index, name, model)
     values = read_tensors(path, index, [tensor for _, tensor in pairs])
-    with scope_of(state.strategy_of(model)):
-        for variable, tensor in pairs:
-            variable.assign(_converted(path, tensor, values[tensor.name], variable))
+    assigned = [(v, _converted(path, tensor, values[tensor.name], v)) for v, tensor in pairs]
+    _assign(state.strategy_of(model), parts, assigned)
+    for owner, saved in states:
+        owner.set_state(saved)
 
 
 def _iterations(index: Index, name: str, model: keras.Model) -> list[tuple[keras.Variable, Tensor]]:
@@ -277,9 +290,20 @@ def match(path: str, index: Index, parts: Sequence[state.Part], worker: int, num
                 plan.unmatched.append(part.name)
             else:
                 plan.variables += pairs
-    # Plain values are always restored, so they are never unused.
-    plan.unused = [name for name, part in index.parts.items() if name not in used and part["kind"] != "value"]
+    plan.unused = [
+        name
+        for name, facts in index.parts.items()
+        if name not in used and not (facts["kind"] == "value" and _has_place(name, parts))
+    ]
     return plan
+
+
+def _has_place(name: str, parts: Sequence[state.Part]) -> bool:
+    """Returns whether a plain value can be added to the `Checkpoint`.
+
+    A value inside a container has no place if the container lacks it. A value never replaces other objects.
+    """
+    return "." not in name and not any(part.name.startswith(f"{name}.") for part in parts)
 
 
 def _pairs(

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ from kdist.checkpoint import plain, state
 from kdist.checkpoint.index import DTYPES, Tensor
 from kdist.checkpoint.shards import Span, cut
 from kdist.checkpoint.writing import Share
-from kdist.errors import CheckpointError
+from kdist.errors import CheckpointError, InvalidArgumentError
 from kdist.version import __version__
 
 if TYPE_CHECKING:
@@ -52,12 +52,22 @@ def describe(objects: Mapping[str, object], strategy: StrategyLike | None, rando
     """Returns the contents of objects, without copying variables."""
     with scope_of(strategy):
         parts = state.collect(objects)
-    named: dict[str, keras.Variable | np.ndarray] = {}
+    named: dict[str, Any] = {}
+
+    def store(name: str, array: np.ndarray) -> None:
+        if name in named:
+            raise InvalidArgumentError(
+                "Two arrays in the checkpoint have the same name.",
+                received={"name": name},
+                hint='Rename the keys of the dictionary, for example 1 and "1".',
+            )
+        named[name] = array
+
     values, states = {}, {}
     for part in parts:
         named.update(part.variables)
         if part.kind == "value":
-            values[part.name] = plain.encode(part.name, part.owner, named.__setitem__)
+            values[part.name] = plain.encode(part.name, part.owner, store)
         elif part.kind == "state":
             states[part.name] = plain.encode(part.name, part.owner.get_state())
     if random:

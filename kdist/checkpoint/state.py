@@ -6,10 +6,10 @@ they are the same in every process and on every backend.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
-import operator
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,7 +44,7 @@ class Part:
     # "model", "optimizer", …; "state" for an object with `get_state`, "value" for a plain value.
     kind: str
     owner: Any
-    variables: dict[str, keras.Variable] = field(default_factory=dict)  # By name.
+    variables: Mapping[str, keras.Variable | keras_hooks.Buffer] = field(default_factory=dict)  # By name.
     aliases: tuple[str, ...] = ()  # Other names of the same object.
     may_differ: bool = False  # Whether to skip it, instead of raising, if the saved variables differ.
     put: Callable[[object], None] | None = None  # Replaces a plain value.
@@ -76,8 +76,16 @@ def collect(objects: Mapping[str, object]) -> list[Part]:
         if kind == "optimizer":
             _build(value, models)
         parts.append(Part(name, kind, value, _named(kind, value, name), put=put))
+        parts += _untracked(parts[-1])
         if kind == "model":
             parts += _compiled(name, value, given, parts)
+    for name, number in collections.Counter(part.name for part in parts).items():
+        if number > 1:
+            raise InvalidArgumentError(
+                "Two objects in the checkpoint have the same name.",
+                received={"name": name},
+                hint='Rename one of them. The keys 1 and "1" of a dictionary give the same name.',
+            )
     # An optimizer that was passed separately keeps its name, and "model.optimizer" is an alias.
     for name, value, _ in found:
         optimizer = getattr(value, "optimizer", None) if isinstance(value, keras.Model) else None
@@ -94,7 +102,8 @@ def collect_layers(models: Mapping[str, keras.Model]) -> list[Part]:
     Raises:
         CheckpointError: If a model has no variables yet.
     """
-    return [Part(name, "model", model, _named("model", model, name)) for name, model in models.items()]
+    parts = [Part(name, "model", model, _named("model", model, name)) for name, model in models.items()]
+    return [*parts, *(inner for part in parts for inner in _untracked(part))]
 
 
 def sync(objects: Mapping[str, object]) -> None:
@@ -114,8 +123,20 @@ def strategy_of(value: object) -> StrategyLike | None:
     return None
 
 
-def _flatten(objects: Any, prefix: str = "") -> Iterator[tuple[str, Any, Callable[[Any], None] | None]]:
-    """Yields the name, the object and its setter, for all objects including those inside containers."""
+def _flatten(
+    objects: Any, prefix: str = "", put_all: Callable[[Any], None] | None = None
+) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
+    """Yields the name, the object and its setter, for all objects including those inside containers.
+
+    `put_all` replaces a tuple, which cannot be changed.
+    """
+    items = list(objects) if isinstance(objects, tuple) else objects
+
+    def put(key: Any, value: Any) -> None:
+        items[key] = value
+        if put_all is not None:
+            put_all(objects._make(items) if hasattr(objects, "_make") else tuple(items))
+
     for key, value in list(objects.items() if isinstance(objects, Mapping) else enumerate(objects)):
         name = f"{prefix}{key}"
         if "/" in name:
@@ -125,10 +146,11 @@ def _flatten(objects: Any, prefix: str = "") -> Iterator[tuple[str, Any, Callabl
                 hint="Choose a name without a slash.",
             )
         if isinstance(value, (dict, list, tuple)) and _holds_objects(value):
-            yield from _flatten(value, f"{name}.")
+            yield from _flatten(
+                value, f"{name}.", functools.partial(put, key) if isinstance(value, tuple) else None
+            )
         else:
-            fixed = isinstance(objects, tuple)
-            yield name, value, None if fixed else functools.partial(operator.setitem, objects, key)
+            yield name, value, functools.partial(put, key)
 
 
 def _holds_objects(value: object) -> bool:
@@ -152,6 +174,17 @@ def _compiled(name: str, model: keras.Model, given: Mapping[int, str], before: l
         # Metrics are reset in every epoch, and do not exist before the first one.
         parts.append(Part(own, "metrics", model, variables, may_differ=True))
     return parts
+
+
+def _untracked(part: Part) -> list[Part]:
+    """Returns parts with the state of layers that is not in variables."""
+    if part.kind not in ("model", "layer"):
+        return []
+    adapted = enumerate(keras_hooks.boundaries(part.owner))
+    parts = [Part(f"{part.name}.boundaries.{i}", "state", owner) for i, owner in adapted]
+    own = f"{part.name}.buffers"
+    buffers = {f"{own}/{name}": buffer for name, buffer in keras_hooks.buffers(part.owner).items()}
+    return [*parts, Part(own, "buffers", part.owner, buffers)] if buffers else parts
 
 
 def _build(optimizer: keras.optimizers.Optimizer, models: list[keras.Model]) -> None:

@@ -87,7 +87,7 @@ class Save:
 
     def __init__(self, folder: Folder, after: Callable[[], None] | None = None) -> None:
         self.error: Exception | None = None
-        self._folder = folder
+        self.folder = folder
         self._after = after
         self._thread: threading.Thread | None = None
 
@@ -107,13 +107,13 @@ class Save:
             The error message for the other workers, or `None`.
         """
         if self._thread is not None:
-            waiting = stalls.waiting_for_thread(lambda: self._folder.is_waiting)
+            waiting = stalls.waiting_for_thread(lambda: self.folder.is_waiting)
             with tracing.span("waiting for a save", "save"), waiting:
                 self._thread.join()
         if self.error is None:
             return None
         kind = "" if isinstance(self.error, CheckpointError) else f"{type(self.error).__name__}: "
-        return f"saving {self._folder.final} failed: {kind}{self.error}"
+        return f"saving {self.folder.final} failed: {kind}{self.error}"
 
     def _write_behind(self, share: Share) -> None:
         if sys.platform == "linux":  # only Linux supports a priority per thread
@@ -123,7 +123,7 @@ class Save:
         self._write(share)
 
     def _write(self, share: Share) -> None:
-        folder = self._folder
+        folder = self.folder
         try:
             with tracing.span("writing a shard", "save"):
                 write_shard(folder, share)
@@ -221,6 +221,11 @@ def publish(folder: Folder) -> None:
     """Renames a complete directory to its final name."""
     parent, name = os.path.split(folder.final)
     aside = None
+    taken = CheckpointError(
+        "Cannot save the checkpoint: another job has just saved a checkpoint of the same name.",
+        received={"path": folder.final},
+        hint="Use a separate directory for each job.",
+    )
     if os.path.lexists(folder.final):
         if not layout.is_checkpoint(folder.final):
             raise CheckpointError(
@@ -228,10 +233,18 @@ def publish(folder: Folder) -> None:
                 received={"path": folder.final},
                 hint="Choose another path, or move the existing file or directory.",
             )
+        if folder.number is not None:
+            raise taken
         # A directory cannot be renamed over another one. In between, `layout.find` returns the old directory.
         aside = os.path.join(parent, layout.replaced(name, folder.token))
         os.rename(folder.final, aside)
-    os.rename(folder.temporary, folder.final)
+    try:
+        os.rename(folder.temporary, folder.final)
+    except OSError as error:
+        # Renaming over a directory with files fails, so the check above needs no lock.
+        if os.path.lexists(folder.final):
+            raise taken from error
+        raise
     sync_folder(parent)
     whereabouts.last_saved = folder.final
     if aside is not None:

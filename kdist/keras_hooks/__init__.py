@@ -124,6 +124,7 @@ from kdist.keras_hooks.trainer import (
     set_initial_epoch,
     should_validate,
 )
+from kdist.keras_hooks.untracked import Buffer, boundaries, buffers, finish_loading
 from kdist.keras_hooks.variables import (
     first_value,
     hide_state,

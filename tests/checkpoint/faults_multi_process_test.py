@@ -193,6 +193,13 @@ def in_worker_status(path):
         kdist.Checkpoint(thing=object()).save("never")
     with pytest.raises(kdist.errors.InvalidArgumentError, match="named 'save'"):
         kdist.Checkpoint(save=1)
+    with pytest.raises(kdist.errors.InvalidArgumentError, match="underscore"):
+        kdist.Checkpoint(_hidden=1)
+    with pytest.raises(kdist.errors.InvalidArgumentError, match="`random` is not a boolean"):
+        kdist.Checkpoint(random=keras.random.SeedGenerator(1))
+    for kind, value in (("objects", other), ("arrays", np.zeros(2))):
+        with pytest.raises(kdist.errors.InvalidArgumentError, match=f"Two {kind} in the checkpoint"):
+            kdist.Checkpoint(table={1: value, "1": value}).save("never")
 
 
 @each_backend
@@ -230,6 +237,7 @@ def in_worker_killed(folder, phases):
         latest = kdist.latest_checkpoint(folder)
         assert latest is not None
         checkpoint.read(latest).assert_existing_objects_matched()
+        checkpoint.read(first).assert_existing_objects_matched()
         left.append((status, len(hidden)))
         checkpoint.write(os.path.join(folder, "ckpt-2"), asynchronous=False)
         shutil.rmtree(os.path.join(folder, "ckpt-2"))
@@ -240,7 +248,7 @@ def in_worker_killed(folder, phases):
 # A process that has begun to compute on JAX or TensorFlow cannot be forked; what a kill leaves does not depend on it.
 # The fault matrix kills saves on all backends.
 @pytest.mark.in_turn(4)
-@pytest.mark.kills("checkpoint_visible_too_early")
+@pytest.mark.kills("checkpoint_visible_too_early", "checkpoint_replaced_one_unreadable")
 def test_a_save_that_is_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path):
     phases = [
         ("folders", "clean", 1),  # the folder is there

@@ -63,7 +63,7 @@ def save_and_restore(folder, paths):
         dataset=dataset,
         epoch=3,
         best=(0.5, None),
-        table={"rows": np.arange(6).reshape(2, 3), "note": "half"},
+        table={"rows": np.arange(6, dtype=">i4").reshape(2, 3), "note": "half"},
     )
     saved = None
 

@@ -41,14 +41,17 @@ def test_the_latest_is_the_one_that_was_saved_last(tmp_path):
     assert kdist.latest_checkpoint(copied, "ckpt") == str(copied / "ckpt-9")
 
 
-@pytest.mark.kills("checkpoint_replaced_one_lost")
+@pytest.mark.kills("checkpoint_replaced_one_lost", "checkpoint_replaced_one_unreadable")
 def test_one_that_is_being_replaced_still_counts(tmp_path):
     make(tmp_path, "ckpt-1", 1.0)
     os.rename(tmp_path / "ckpt-1", tmp_path / ".ckpt-1.old-00000000000000aa")  # killed between two renames
     assert layout.find(tmp_path)[0].path == str(tmp_path / ".ckpt-1.old-00000000000000aa")
+    assert layout.standing(tmp_path / "ckpt-1") == str(tmp_path / ".ckpt-1.old-00000000000000aa")
+    assert layout.standing(tmp_path / "ckpt-2") == str(tmp_path / "ckpt-2")
     clean(str(tmp_path), set())
     assert kdist.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-1")
     make(tmp_path, ".ckpt-1.old-00000000000000bb", 0.5)
+    assert layout.standing(tmp_path / "ckpt-1") == str(tmp_path / "ckpt-1")
     assert kdist.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-1")
     clean(str(tmp_path), set())
     assert os.listdir(tmp_path) == ["ckpt-1"]

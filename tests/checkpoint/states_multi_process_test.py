@@ -18,10 +18,11 @@ class Notes:
         self.text = text
 
     def get_state(self):
-        return {"text": self.text}
+        return {"text": self.text, "most significant byte first": np.arange(3, dtype=">i4")}
 
     def set_state(self, state):
         self.text = state["text"]
+        np.testing.assert_array_equal(state["most significant byte first"], np.arange(3))
 
 
 def make(text, own, number):
@@ -78,6 +79,35 @@ def test_another_number_of_workers_cannot_share_out_states(backend, num_workers,
         assert "Start 2 workers, or remove 'notes' from kdist.Checkpoint." in error
 
 
+def in_worker_containers(folder):
+    """Restores values next to variables; returns them, and the status."""
+    import keras
+
+    import kdist
+
+    def new(number):
+        with strategy().scope():
+            return keras.Variable(float(number))
+
+    saved = kdist.Checkpoint(
+        pair=(new(1), (new(1), 5)), row=[new(1), 1, 2], table={"v": new(1), "epoch": 7}, more={}
+    )
+    restored = kdist.Checkpoint(
+        pair=(new(0), (new(0), 0)), row=[new(0), 0], table={"v": new(0)}, more={"v": new(0)}
+    )
+    status = restored.restore(saved.save(folder, asynchronous=False))
+    first, (second, five) = restored.pair
+    numbers = [float(v) for v in (first, second, five, *restored.row, *restored.table.values())]
+    return numbers, float(restored.more["v"]), status.unused, status.unmatched
+
+
+def test_values_in_containers_are_restored_or_reported(tmp_path):
+    ((numbers, untouched, unused, unmatched),) = run("torch", 1, in_worker_containers, str(tmp_path))
+    assert numbers == [1, 1, 5, 1, 1, 1]
+    assert untouched == 0
+    assert unused == ["row.2", "table.epoch", "more"] and unmatched == ["more.v"]
+
+
 def in_worker_written_after_the_next_step(folder):
     """Saves, changes a variable before anything is written, restores; returns what was and what is."""
     import keras
@@ -98,9 +128,12 @@ def in_worker_written_after_the_next_step(folder):
     writing.write_shard = late
     try:
         path = checkpoint.save(folder)
+        other = kdist.Checkpoint(other=1)
+        assert os.path.basename(other.save(folder)) == "ckpt-2"  # the first number is taken already
         weights.assign(weights * 2)
         stepped.set()
         checkpoint.wait()
+        other.wait()
     finally:
         writing.write_shard = write_shard
     checkpoint.restore(path)
@@ -112,3 +145,73 @@ def in_worker_written_after_the_next_step(folder):
 def test_a_save_in_the_background_writes_the_values_of_its_step(backend, tmp_path):
     ((saved, restored),) = run(backend, 1, in_worker_written_after_the_next_step, str(tmp_path))
     np.testing.assert_array_equal(restored, saved)
+
+
+def in_worker_adapted(folder):
+    """Saves adapted layers; returns what they compute, and what others do after a restore, in two ways."""
+    import keras
+
+    import kdist
+    from kdist.checkpoint.restoring import restore_weights
+
+    x = np.random.RandomState(0).normal(5, 3, (20, 1)).astype("float32")
+
+    def make(is_adapted=False):
+        with strategy().scope():
+            layers = keras.layers.Normalization(), keras.layers.Discretization(num_bins=4)
+            for layer in layers if is_adapted else ():
+                layer.adapt(x)
+            inputs = keras.Input((1,))
+            return keras.Model(inputs, [layer(inputs) for layer in layers])
+
+    def computed(model):
+        return [keras.ops.convert_to_numpy(output) for output in model(x)]
+
+    saved, restored, evaluated = make(is_adapted=True), make(), make()
+    path = kdist.Checkpoint(model=saved).save(folder, asynchronous=False)
+    kdist.Checkpoint(model=restored).restore(path).assert_consumed()
+    restore_weights(path, evaluated)
+    return x, computed(saved), computed(restored), computed(evaluated)
+
+
+@pytest.mark.kills(checkpoint_constants_not_derived="[jax]")
+@each_backend
+def test_layers_compute_with_what_they_were_adapted_to(backend, tmp_path):
+    ((x, saved, restored, evaluated),) = run(backend, 1, in_worker_adapted, str(tmp_path))
+    np.testing.assert_allclose(saved[0], (x - x.mean()) / x.std(), rtol=1e-4, atol=1e-5)
+    assert set(saved[1].ravel()) == {0, 1, 2, 3}
+    for found in (restored, evaluated):
+        for values, expected in zip(found, saved, strict=True):
+            np.testing.assert_array_equal(values, expected)
+
+
+def in_worker_wrapped(folder):
+    """Saves a PyTorch module that has moving statistics; returns what it keeps, before and after a restore."""
+    import keras
+    import torch
+
+    import kdist
+
+    def make():
+        with strategy().scope():
+            model = keras.Sequential([keras.layers.TorchModuleWrapper(torch.nn.BatchNorm1d(3))])
+            model.build((None, 3))
+            return model
+
+    def kept(model):
+        state = model.layers[0].module.state_dict().items()
+        return {name: keras.ops.convert_to_numpy(tensor).copy() for name, tensor in state}
+
+    saved, restored = make(), make()
+    for scale in (1, 5):
+        saved(torch.randn(8, 3) * scale + 2, training=True)
+    path = kdist.Checkpoint(model=saved).save(folder, asynchronous=False)
+    kdist.Checkpoint(model=restored).restore(path).assert_consumed()
+    return kept(saved), kept(restored)
+
+
+def test_buffers_of_a_pytorch_module_are_restored(tmp_path):
+    ((saved, restored),) = run("torch", 1, in_worker_wrapped, str(tmp_path))
+    assert saved["num_batches_tracked"] == 2 and saved.keys() == restored.keys()
+    for name, values in saved.items():
+        np.testing.assert_array_equal(restored[name], values, err_msg=name)

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from kdist.checkpoint import layout, writing
+from kdist.checkpoint.checked_reading import read_index
 from kdist.checkpoint.folders import Folder
 from kdist.checkpoint.index import Tensor
 from kdist.checkpoint.shards import Span
@@ -70,6 +71,22 @@ def test_who_finds_a_failure_finds_its_reason(tmp_path, monkeypatch):
 
 def share():
     return writing.Share([Tensor("w", "uint8", (4,))], [Span(0, 0, 4)], lambda: [b"1234"], FACTS, {})
+
+
+@pytest.mark.kills("checkpoint_of_another_job_replaced")
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_checkpoint_of_another_job_with_the_same_number_stays(is_seen, tmp_path, monkeypatch):
+    for who in ("one", "other"):
+        (tmp_path / who).mkdir()
+        folder = Folder(str(tmp_path / who), str(tmp_path / "ckpt-1"), [0], 0, who, number=1)
+        save = writing.Save(folder)
+        if who == "other" and not is_seen:  # it is published between the check and the rename
+            exists = iter([False, True])
+            monkeypatch.setattr(os.path, "lexists", lambda path, exists=exists: next(exists))
+        save.start(dataclasses.replace(share(), facts={**FACTS, "id": who}), background=False)
+    assert "another job has just saved a checkpoint" in save.join()
+    assert read_index(tmp_path / "ckpt-1").id == "one"
+    assert os.listdir(tmp_path) == ["ckpt-1"]
 
 
 def priority():
