@@ -56,8 +56,11 @@ class Passes:
     def go_to(self, position: Mapping[str, Any], step: int) -> None:
         """Makes the next epoch resume at `position`, after `step` completed steps of the epoch."""
         taken = position["taken"]
+        size = self._iterator.data_adapter.num_batches
+        # At the end of an epoch, Keras starts a new pass if the old one has no batches left.
+        is_over = step == 0 and size is not None and taken >= size
         self._resume = position
-        self._in_middle = taken > 0 and (step > 0 or self._continues)
+        self._in_middle = taken > 0 and not is_over and (step > 0 or self._continues)
         self._number = position["passes"] - self._in_middle
         self._step = step
         self._steps_seen = max(taken - step, 0) if self._in_middle else 0
