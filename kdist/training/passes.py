@@ -48,6 +48,8 @@ class Passes:
         return {
             "passes": self._number,
             "taken": self.taken,
+            # At the end of a pass over arrays, Keras opens the next one. Its first batch draws the order.
+            "is_open": self._number > 0 and self.taken == 0,
             "before": self._before,
             "started": self._started,
             "now": self._capture(),
@@ -59,8 +61,9 @@ class Passes:
         size = self._iterator.data_adapter.num_batches
         # At the end of an epoch, Keras starts a new pass if the old one has no batches left.
         is_over = step == 0 and size is not None and taken >= size
+        is_open = position.get("is_open", False) or (taken > 0 and not is_over)
         self._resume = position
-        self._in_middle = taken > 0 and not is_over and (step > 0 or self._continues)
+        self._in_middle = is_open and (step > 0 or self._continues)
         self._number = position["passes"] - self._in_middle
         self._step = step
         self._steps_seen = max(taken - step, 0) if self._in_middle else 0
@@ -87,7 +90,7 @@ class Passes:
             return started
         self.taken = resume["taken"]
         rest = itertools.islice(started, self.taken, None)
-        first = list(itertools.islice(rest, 1))  # this draws the order of the pass
+        first = list(itertools.islice(rest, 1)) if self.taken else []  # this draws the order of the pass
         generator_states.restore(resume["now"])
         return itertools.chain(first, rest)
 

@@ -211,11 +211,14 @@ def test_a_run_goes_on_from_anywhere(backend: str, place: str, tmp_path: Path) -
 
 
 # The last backup is from the end of an epoch: where a pass over the data ends, or in its middle.
-CUT_IN_EPOCHS = ("tf.data", "DataLoader", "PyDataset")
+CUT_IN_EPOCHS = ("arrays", "tf.data", "DataLoader", "PyDataset")
 
 
 @pytest.mark.in_turn(12)
-@pytest.mark.kills(resume_a_finished_pass_continues="[torch-6-PyDataset]")
+@pytest.mark.kills(
+    resume_a_finished_pass_continues="[torch-6-PyDataset]",
+    resume_an_open_pass_opened_again="[torch-6-arrays]",
+)
 @pytest.mark.parametrize("kind", CUT_IN_EPOCHS)
 @pytest.mark.parametrize("steps", [6, 3, 4])
 @pytest.mark.parametrize("backend", BACKENDS, scope="module")
