@@ -210,7 +210,7 @@ def test_a_run_goes_on_from_anywhere(backend: str, place: str, tmp_path: Path) -
     check(run(backend, 2, interrupted, str(tmp_path), "arrays", [PLACES[place]]))
 
 
-# The last backup is from the end of an epoch: where a pass over the data ends, or in its middle.
+# Epochs and passes over the data end together, or not.
 CUT_IN_EPOCHS = ("arrays", "tf.data", "DataLoader", "PyDataset")
 
 
@@ -218,12 +218,14 @@ CUT_IN_EPOCHS = ("arrays", "tf.data", "DataLoader", "PyDataset")
 @pytest.mark.kills(
     resume_a_finished_pass_continues="[torch-6-PyDataset]",
     resume_an_open_pass_opened_again="[torch-6-arrays]",
+    resume_order_drawn_before_validation="[torch-4-arrays]",
 )
 @pytest.mark.parametrize("kind", CUT_IN_EPOCHS)
 @pytest.mark.parametrize("steps", [6, 3, 4])
 @pytest.mark.parametrize("backend", BACKENDS, scope="module")
 def test_a_pass_of_several_epochs_goes_on(backend: str, steps: int, kind: str, tmp_path: Path) -> None:
-    check(run(backend, 1, interrupted, str(tmp_path), f"{kind}, steps: {steps}", [("epoch", 2, 0)]))
+    places = [("epoch", 2, 0), (1, 2, 1)]
+    check(run(backend, 1, interrupted, str(tmp_path), f"{kind}, steps: {steps}", places))
 
 
 def goes_on_at_once(folder: str) -> Any:
