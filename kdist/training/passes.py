@@ -32,6 +32,7 @@ class Passes:
         # The random states before the epoch define the order of a PyDataset; before the pass, of other data.
         self._before: dict[str, object] | None = None
         self._started: dict[str, object] | None = None
+        self._begun: dict[str, object] | None = None
         self._resume: Mapping[str, Any] | None = None
         self._in_middle = False
         self._step = 0
@@ -48,6 +49,10 @@ class Passes:
         return {
             "passes": self._number,
             "taken": self.taken,
+            # At the end of a pass over arrays, Keras opens the next one. Its first batch draws the order,
+            # after the validation and the callbacks of this epoch.
+            "is_open": self._number > 0 and self.taken == 0,
+            "begun": self._begun,
             "before": self._before,
             "started": self._started,
             "now": self._capture(),
@@ -56,8 +61,12 @@ class Passes:
     def go_to(self, position: Mapping[str, Any], step: int) -> None:
         """Makes the next epoch resume at `position`, after `step` completed steps of the epoch."""
         taken = position["taken"]
+        size = self._iterator.data_adapter.num_batches
+        # At the end of an epoch, Keras starts a new pass if the old one has no batches left.
+        is_over = step == 0 and size is not None and taken >= size
+        is_open = position.get("is_open", False) or (taken > 0 and not is_over)
         self._resume = position
-        self._in_middle = taken > 0 and (step > 0 or self._continues)
+        self._in_middle = is_open and (step > 0 or self._continues)
         self._number = position["passes"] - self._in_middle
         self._step = step
         self._steps_seen = max(taken - step, 0) if self._in_middle else 0
@@ -79,14 +88,20 @@ class Passes:
         self._started = self._capture()
         self._number += 1
         self.taken = 0
-        started = iter(batches)
+        started = self._noted(iter(batches))
         if resume is None or not self._in_middle:
             return started
         self.taken = resume["taken"]
+        if self.taken and resume.get("begun"):  # missing in backups of earlier versions
+            generator_states.restore(resume["begun"])
         rest = itertools.islice(started, self.taken, None)
-        first = list(itertools.islice(rest, 1))  # this draws the order of the pass
+        first = list(itertools.islice(rest, 1)) if self.taken else []  # this draws the order of the pass
         generator_states.restore(resume["now"])
         return itertools.chain(first, rest)
+
+    def _noted(self, batches: Iterator[object]) -> Iterator[object]:
+        self._begun = self._capture()
+        yield from batches
 
     def _repeat(self, batches: Any) -> None:
         """Repeats the shuffles of earlier passes, because `tf.data` draws a new order in each iteration."""

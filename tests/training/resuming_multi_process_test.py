@@ -27,6 +27,9 @@ def arrays() -> tuple[Any, Any]:
 
 def make_data(kind: str, seed: int) -> dict[str, Any]:
     """The arguments of `fit` for one kind of data, as a script makes them each time it is started."""
+    kind, _, steps = kind.partition(", steps: ")
+    if steps:
+        return make_data(kind, seed) | {"steps_per_epoch": int(steps)}
     x, y = arrays()
     cuts = range(0, ROWS, BATCH)
     if kind == "arrays":
@@ -205,6 +208,24 @@ PLACES = {
 @pytest.mark.parametrize("backend", BACKENDS, scope="module")
 def test_a_run_goes_on_from_anywhere(backend: str, place: str, tmp_path: Path) -> None:
     check(run(backend, 2, interrupted, str(tmp_path), "arrays", [PLACES[place]]))
+
+
+# Epochs and passes over the data end together, or not.
+CUT_IN_EPOCHS = ("arrays", "tf.data", "DataLoader", "PyDataset")
+
+
+@pytest.mark.in_turn(12)
+@pytest.mark.kills(
+    resume_a_finished_pass_continues="[torch-6-PyDataset]",
+    resume_an_open_pass_opened_again="[torch-6-arrays]",
+    resume_order_drawn_before_validation="[torch-4-arrays]",
+)
+@pytest.mark.parametrize("kind", CUT_IN_EPOCHS)
+@pytest.mark.parametrize("steps", [6, 3, 4])
+@pytest.mark.parametrize("backend", BACKENDS, scope="module")
+def test_a_pass_of_several_epochs_goes_on(backend: str, steps: int, kind: str, tmp_path: Path) -> None:
+    places = [("epoch", 2, 0), (1, 2, 1)]
+    check(run(backend, 1, interrupted, str(tmp_path), f"{kind}, steps: {steps}", places))
 
 
 def goes_on_at_once(folder: str) -> Any:
