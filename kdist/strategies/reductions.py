@@ -122,7 +122,11 @@ def _reduce_leaf(
         return None
     check_components(runtime, leaf)
     if len(runtime.devices) > 1 and not isinstance(leaf, DistributedValues):
-        return _reduce_equal(op, leaf, axis)
+        if runtime.num_workers == 1:
+            return _reduce_equal(op, leaf, axis)
+        # `run` returns one number if the replicas of this worker return equal ones. Those of other workers may
+        # differ, so every worker must take part in the sum.
+        leaf = PerReplica([leaf] * len(runtime.devices))
     if by_own is not None and axis is None:
         return by_own(op, _summands(runtime, op, leaf))
     ops = keras.ops
@@ -168,7 +172,7 @@ def _agree(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
 
 
 def _reduce_equal(op: ReduceOp, value: object, axis: int | None) -> object:
-    """Reduces a value that is equal on all replicas. As in `tf.distribute`, only 0 can be summed."""
+    """Reduces a value that is equal on all replicas of one worker. As in `tf.distribute`, only 0 can be summed."""
     if op is ReduceOp.SUM and not (isinstance(value, (int, float)) and value == 0):
         raise InvalidArgumentError(
             "Cannot sum the value over the replicas: it is not distributed.",

@@ -325,7 +325,7 @@ class Strategy:
 
         Raises:
             InvalidArgumentError: If the operation or axis does not exist, the shapes differ, or `SUM` is used
-                with a value that is not distributed.
+                on one worker with several replicas with a value that is not distributed.
             StrategyScopeError: If you call it inside a replica.
 
         Example:

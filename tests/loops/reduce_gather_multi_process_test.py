@@ -7,7 +7,7 @@ import pytest
 
 import kdist
 from tests.loops.clusters import each_cluster, numpy_of, on_workers, per_replica
-from tests.processes import strategy
+from tests.processes import start_pool, strategy
 
 # Reduce -------------------------------------------------------------------------------------------------------
 
@@ -102,6 +102,24 @@ def in_worker_plain_values(num_replicas):
 def test_the_mean_of_a_plain_value_is_the_value(backend, num_workers, num_replicas):
     for means in on_workers(backend, num_workers, num_replicas, in_worker_plain_values):
         assert means == [3.0] * 4
+
+
+def in_worker_count_rows():
+    """The replicas of the first worker have 2 rows each in both batches, those of the second 2 and 2, then 2 and 1."""
+    s = kdist.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
+    found = []
+    for batch in s.experimental_distribute_dataset([np.ones((rows, 1), "float32") for rows in (8, 7)]):
+        number = s.run(lambda x: int(x.shape[0]), args=(batch,))
+        found.append([float(numpy_of(s.reduce(op, number, axis=None))) for op in ("SUM", "MEAN")])
+    return found
+
+
+@pytest.mark.kills(reduce_equal_numbers_of_one_worker="[torch]")
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("backend", ["jax", "torch"])  # on TensorFlow, a worker has one CPU device
+def test_workers_reduce_numbers_that_are_equal_on_one_of_them(backend):
+    with start_pool(2, backend, timeout=60) as pool:
+        assert pool.run(in_worker_count_rows) == [[[8, 2], [7, 1.75]]] * 2
 
 
 def in_worker_wrong_reductions(num_replicas):
