@@ -146,11 +146,9 @@ class ReplicaContext:
         op = ReduceOp.of(reduce_op)
 
         def reduce(tensor: Tensor) -> Tensor:
-            from kdist.arrays.structures import as_float, is_integer
+            from kdist.arrays.structures import as_summand
 
-            if op is ReduceOp.SUM or not is_integer(tensor):
-                return self.reduce_tensor(op, tensor)
-            return as_float(self.reduce_tensor(ReduceOp.SUM, tensor)) / self.num_replicas_in_sync
+            return self.reduce_tensor(op, as_summand(op, tensor))
 
         return self._map("all_reduce", reduce, value)
 

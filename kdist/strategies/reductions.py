@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from kdist.arrays.structures import as_float, is_integer
+from kdist.arrays.structures import as_summand
 from kdist.backends import debugging
 from kdist.backends.contract import Runtime
 from kdist.backends.replica import divide
@@ -77,11 +77,11 @@ def batch_reduce(
 
 
 def _summands(runtime: Runtime, op: ReduceOp, leaf: object) -> list[Tensor]:
-    """Returns the components to reduce, on the first device. For a mean, casts integers to floating point."""
+    """Returns the components to reduce, on the first device, with the dtype of their sum or mean."""
     check_components(runtime, leaf)
     parts = runtime.to_holder(_parts(leaf))
     _check_equal_shapes(parts)
-    return [as_float(p) if op is ReduceOp.MEAN and is_integer(p) else p for p in parts]
+    return [as_summand(op, part) for part in parts]
 
 
 def _checked(runtime: Runtime, own: CrossDeviceOps, result: object, parts: Sequence[Tensor]) -> Tensor:
@@ -130,9 +130,7 @@ def _reduce_leaf(
     if by_own is not None and axis is None:
         return by_own(op, _summands(runtime, op, leaf))
     ops = keras.ops
-    parts = runtime.to_holder(_parts(leaf))
-    if op is ReduceOp.MEAN:
-        parts = [as_float(part) if is_integer(part) else part for part in parts]
+    parts = [as_summand(op, part) for part in runtime.to_holder(_parts(leaf))]
     number: Any = runtime.num_replicas
     if axis is not None:
         axis = checked_axis(axis, len(parts[0].shape))
