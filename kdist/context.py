@@ -128,7 +128,8 @@ class ReplicaContext:
             options: A `kdist.experimental.CommunicationOptions`. Ignored: the options of the strategy apply.
 
         Returns:
-            A structure like `value`. The `MEAN` of integers is floating point, as in `Strategy.reduce`.
+            A structure like `value`. The dtypes are those of `Strategy.reduce`: a `SUM` counts Booleans, and
+            the `MEAN` of integers is floating point.
 
         Raises:
             InvalidArgumentError: If `reduce_op` is unknown, or `value` contains a distributed value.

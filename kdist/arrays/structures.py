@@ -48,13 +48,15 @@ def joined(parts: Sequence[T]) -> T:
 
 
 def as_summand(op: ReduceOp, tensor: Tensor) -> Tensor:
-    """Casts a tensor to the dtype in which it is reduced. The sum of integers in their own dtype may overflow.
+    """Casts a tensor to the dtype in which it is reduced. The sum of integers keeps their dtype and may overflow.
 
-    For a mean, casts integers to the dtype of TensorFlow's division, which `tf.distribute` uses.
-    Source: https://www.tensorflow.org/api_docs/python/tf/math/truediv
+    A sum counts Booleans, as in NumPy. For a mean, casts integers to the dtype of TensorFlow's division, which
+    `tf.distribute` uses. Source: https://www.tensorflow.org/api_docs/python/tf/math/truediv
     """
     dtype = keras.backend.standardize_dtype(tensor.dtype)
-    if op is ReduceOp.SUM or ("int" not in dtype and dtype != "bool"):
+    if op is ReduceOp.SUM:
+        return keras.ops.cast(tensor, "int32") if dtype == "bool" else tensor
+    if "int" not in dtype and dtype != "bool":
         return tensor
     is_small = dtype in ("bool", "int8", "uint8", "int16", "uint16")
     return keras.ops.cast(tensor, "float32" if is_small else "float64")

@@ -24,6 +24,7 @@ def in_worker_all_reduce(num_replicas):
             "sum": [reduce(op, vector) for op in (kdist.ReduceOp.SUM, "SUM", "sum")],
             "mean": [reduce(op, vector) for op in (kdist.ReduceOp.MEAN, "mean")],
             "means of integers": reduce("MEAN", [*small, integer]),
+            "sums of small": reduce("SUM", small),
             "structure": reduce("SUM", {"a": [vector, None], "b": (integer,)}),
             "number": reduce("SUM", 2.0),
             "twice": reduce("SUM", reduce("SUM", vector)),
@@ -50,6 +51,10 @@ def test_all_reduce_gives_every_replica_the_result(backend, num_workers, num_rep
             np.testing.assert_allclose(flags, [1, 1 / num_replicas], rtol=1e-6)
             np.testing.assert_allclose(numbers, [100, ids.mean()], rtol=1e-6)
             np.testing.assert_allclose(integer, 3 * ids.mean(), rtol=1e-6)
+            flags, numbers = found["sums of small"]
+            assert flags.tolist() == [num_replicas, 1] and flags.dtype == "int32"
+            overflow = np.full(num_replicas, 100, "int8").sum(dtype="int8")
+            assert numbers.tolist() == [overflow, ids.sum()] and numbers.dtype == "int8"
             assert found["structure"]["a"][1] is None
             (integer,) = found["structure"]["b"]
             assert integer == 3 * ids.sum() and integer.dtype == "int32"
