@@ -128,7 +128,8 @@ class ReplicaContext:
             options: A `kdist.experimental.CommunicationOptions`. Ignored: the options of the strategy apply.
 
         Returns:
-            A structure like `value`. The `MEAN` of integers is floating point, as in `Strategy.reduce`.
+            A structure like `value`. The dtypes are those of `Strategy.reduce`: a `SUM` counts Booleans, and
+            the `MEAN` of integers is floating point.
 
         Raises:
             InvalidArgumentError: If `reduce_op` is unknown, or `value` contains a distributed value.
@@ -146,11 +147,9 @@ class ReplicaContext:
         op = ReduceOp.of(reduce_op)
 
         def reduce(tensor: Tensor) -> Tensor:
-            from kdist.arrays.structures import as_float, is_integer
+            from kdist.arrays.structures import as_summand
 
-            if op is ReduceOp.SUM or not is_integer(tensor):
-                return self.reduce_tensor(op, tensor)
-            return as_float(self.reduce_tensor(ReduceOp.SUM, tensor)) / self.num_replicas_in_sync
+            return self.reduce_tensor(op, as_summand(op, tensor))
 
         return self._map("all_reduce", reduce, value)
 

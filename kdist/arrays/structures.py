@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import keras
 
 from kdist.errors import InvalidArgumentError
-from kdist.values import DistributedValues, PerReplica, is_same
+from kdist.values import DistributedValues, PerReplica, ReduceOp, is_same
 
 if TYPE_CHECKING:
     from kdist.arrays.types import Structure, T, Tensor
@@ -47,16 +47,16 @@ def joined(parts: Sequence[T]) -> T:
     return keras.tree.map_structure(join, *parts)
 
 
-def is_integer(tensor: Tensor) -> bool:
-    """Returns whether a tensor contains integers or Booleans, whose mean has another dtype."""
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    return "int" in dtype or dtype == "bool"
+def as_summand(op: ReduceOp, tensor: Tensor) -> Tensor:
+    """Casts a tensor to the dtype in which it is reduced. The sum of integers keeps their dtype and may overflow.
 
-
-def as_float(tensor: Tensor) -> Tensor:
-    """Casts an integer tensor to the dtype of TensorFlow's division, which `tf.distribute` uses for means.
-
-    Source: https://www.tensorflow.org/api_docs/python/tf/math/truediv
+    A sum counts Booleans, as in NumPy. For a mean, casts integers to the dtype of TensorFlow's division, which
+    `tf.distribute` uses. Source: https://www.tensorflow.org/api_docs/python/tf/math/truediv
     """
-    is_small = keras.backend.standardize_dtype(tensor.dtype) in ("bool", "int8", "uint8", "int16", "uint16")
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    if op is ReduceOp.SUM:
+        return keras.ops.cast(tensor, "int32") if dtype == "bool" else tensor
+    if "int" not in dtype and dtype != "bool":
+        return tensor
+    is_small = dtype in ("bool", "int8", "uint8", "int16", "uint16")
     return keras.ops.cast(tensor, "float32" if is_small else "float64")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from kdist.arrays.structures import as_float, is_integer
+from kdist.arrays.structures import as_summand
 from kdist.backends import debugging
 from kdist.backends.contract import Runtime
 from kdist.backends.replica import divide
@@ -77,11 +77,11 @@ def batch_reduce(
 
 
 def _summands(runtime: Runtime, op: ReduceOp, leaf: object) -> list[Tensor]:
-    """Returns the components to reduce, on the first device. For a mean, casts integers to floating point."""
+    """Returns the components to reduce, on the first device, with the dtype of their sum or mean."""
     check_components(runtime, leaf)
     parts = runtime.to_holder(_parts(leaf))
     _check_equal_shapes(parts)
-    return [as_float(p) if op is ReduceOp.MEAN and is_integer(p) else p for p in parts]
+    return [as_summand(op, part) for part in parts]
 
 
 def _checked(runtime: Runtime, own: CrossDeviceOps, result: object, parts: Sequence[Tensor]) -> Tensor:
@@ -122,13 +122,15 @@ def _reduce_leaf(
         return None
     check_components(runtime, leaf)
     if len(runtime.devices) > 1 and not isinstance(leaf, DistributedValues):
-        return _reduce_equal(op, leaf, axis)
+        if runtime.num_workers == 1:
+            return _reduce_equal(op, leaf, axis)
+        # `run` returns one number if the replicas of this worker return equal ones. Those of other workers may
+        # differ, so every worker must take part in the sum.
+        leaf = PerReplica([leaf] * len(runtime.devices))
     if by_own is not None and axis is None:
         return by_own(op, _summands(runtime, op, leaf))
     ops = keras.ops
-    parts = runtime.to_holder(_parts(leaf))
-    if op is ReduceOp.MEAN:
-        parts = [as_float(part) if is_integer(part) else part for part in parts]
+    parts = [as_summand(op, part) for part in runtime.to_holder(_parts(leaf))]
     number: Any = runtime.num_replicas
     if axis is not None:
         axis = checked_axis(axis, len(parts[0].shape))
@@ -168,7 +170,7 @@ def _agree(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
 
 
 def _reduce_equal(op: ReduceOp, value: object, axis: int | None) -> object:
-    """Reduces a value that is equal on all replicas. As in `tf.distribute`, only 0 can be summed."""
+    """Reduces a value that is equal on all replicas of one worker. As in `tf.distribute`, only 0 can be summed."""
     if op is ReduceOp.SUM and not (isinstance(value, (int, float)) and value == 0):
         raise InvalidArgumentError(
             "Cannot sum the value over the replicas: it is not distributed.",

@@ -320,12 +320,13 @@ class Strategy:
                 over the replicas, which must have equal shapes.
 
         Returns:
-            A structure of tensors, equal on all workers. The `MEAN` of integers is floating point, as in
-            TensorFlow: float32 for 8 and 16 bits, else float64. JAX needs `jax_enable_x64` for float64.
+            A structure of tensors, equal on all workers. `SUM` counts Booleans, as int32. Without an axis, it keeps
+            the dtype of integers, and can overflow. The `MEAN` of integers is floating point, as in TensorFlow:
+            float32 for 8 and 16 bits, else float64. JAX needs `jax_enable_x64` for float64.
 
         Raises:
             InvalidArgumentError: If the operation or axis does not exist, the shapes differ, or `SUM` is used
-                with a value that is not distributed.
+                on one worker with several replicas with a value that is not distributed.
             StrategyScopeError: If you call it inside a replica.
 
         Example:

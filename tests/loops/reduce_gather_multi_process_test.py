@@ -7,7 +7,7 @@ import pytest
 
 import kdist
 from tests.loops.clusters import each_cluster, numpy_of, on_workers, per_replica
-from tests.processes import strategy
+from tests.processes import start_pool, strategy
 
 # Reduce -------------------------------------------------------------------------------------------------------
 
@@ -18,6 +18,7 @@ def in_worker_reduce(num_replicas):
     s = strategy(num_replicas)
     vectors = per_replica(s, lambda i: np.array([i + 1, 10 * i], "float32"))
     integers = per_replica(s, lambda i: np.array([i, 7], "int32"))
+    small = per_replica(s, lambda i: [np.array([True, i == 0]), np.array([100, i], "int8")])
     rows = per_replica(s, lambda i: np.arange(2 * (i + 1), dtype="float32").reshape(-1, 2) + 100 * i)
     scalars = s.run(lambda: keras.ops.cast(kdist.get_replica_context().replica_id_in_sync_group, "float32"))
     numbers = per_replica(s, lambda i: i + 0.5)
@@ -35,6 +36,7 @@ def in_worker_reduce(num_replicas):
         "structure": s.reduce("SUM", structure, axis=None),
         "numbers": s.reduce("SUM", numbers, axis=None),
         "integers": [s.reduce(op, integers, axis=None) for op in ("SUM", "MEAN")],
+        "small": [s.reduce(op, small, axis=None) for op in ("SUM", "MEAN")],
         "integers, axis": [s.reduce(op, integers, axis=0) for op in ("SUM", "MEAN")],
         "rows": [s.reduce(op, rows, axis=0) for op in ("SUM", "MEAN")],
         "negative": [s.reduce(op, rows, axis=-2) for op in ("SUM", "MEAN")],
@@ -48,7 +50,7 @@ def in_worker_reduce(num_replicas):
     return numpy_of(found)
 
 
-@pytest.mark.kills("reduce_means_of_one_worker")
+@pytest.mark.kills("reduce_means_of_one_worker", reduce_sums_flags_as_flags="torch")
 @each_cluster
 def test_reduce_adds_or_averages(backend, num_workers, num_replicas):
     ids = np.arange(num_replicas)
@@ -65,6 +67,11 @@ def test_reduce_adds_or_averages(backend, num_workers, num_replicas):
         np.testing.assert_array_equal(found["integers"][0], [ids.sum(), 7 * num_replicas])
         assert found["integers"][0].dtype == found["integers, axis"][0].dtype == "int32"
         np.testing.assert_allclose(found["integers"][1], [ids.mean(), 7], rtol=1e-6)
+        (flags, numbers), means = found["small"]
+        assert flags.tolist() == [num_replicas, 1] and flags.dtype == "int32"
+        overflow = np.full(num_replicas, 100, "int8").sum(dtype="int8")
+        assert numbers.tolist() == [overflow, ids.sum()] and numbers.dtype == "int8"
+        np.testing.assert_allclose(means, [[1, 1 / num_replicas], [100, ids.mean()]], rtol=1e-6)
         for name in ("integers, axis", "columns"):
             assert found[name][0] == ids.sum() + 7 * num_replicas
             np.testing.assert_allclose(found[name][1], (ids.sum() + 7 * num_replicas) / (2 * num_replicas))
@@ -102,6 +109,37 @@ def in_worker_plain_values(num_replicas):
 def test_the_mean_of_a_plain_value_is_the_value(backend, num_workers, num_replicas):
     for means in on_workers(backend, num_workers, num_replicas, in_worker_plain_values):
         assert means == [3.0] * 4
+
+
+def in_worker_numbers():
+    """The replicas of the first worker have 2 rows each in both batches, those of the second 2 and 2, then 2 and 1."""
+    s = kdist.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
+    found = []
+    for batch in s.experimental_distribute_dataset([np.ones((rows, 1), "float32") for rows in (8, 7)]):
+        number = s.run(lambda x: int(x.shape[0]), args=(batch,))
+        found.append([float(numpy_of(s.reduce(op, number, axis=None))) for op in ("SUM", "MEAN")])
+    return found, small_sums(s)
+
+
+def small_sums(s):
+    """Sums of int8 and Booleans over the replicas, in a function for all replicas of a worker."""
+    import keras
+
+    def fn():
+        values = keras.ops.full((), 40, "int8"), keras.ops.full((), True, "bool")
+        return kdist.get_replica_context().merge_call(lambda s, x: s.reduce("SUM", x, axis=None), (values,))
+
+    return [(str(total.dtype), int(total)) for total in numpy_of(s.experimental_local_results(s.run(fn))[0])]
+
+
+@pytest.mark.kills(reduce_equal_numbers_of_one_worker="[torch]")
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("backend", ["jax", "torch"])  # on TensorFlow, a worker has one CPU device
+def test_workers_with_several_replicas_reduce_numbers(backend):
+    with start_pool(2, backend, timeout=60) as pool:
+        # 4 · 40 overflows to -96.
+        expected = [[8, 2], [7, 1.75]], [("int8", -96), ("int32", 4)]
+        assert pool.run(in_worker_numbers) == [expected] * 2
 
 
 def in_worker_wrong_reductions(num_replicas):

@@ -16,23 +16,27 @@ def in_worker_all_reduce(num_replicas):
     s = strategy(num_replicas)
     vectors = per_replica(s, lambda i: np.array([i + 1, 10 * i], "float32"))
     integers = per_replica(s, lambda i: np.array(3 * i, "int32"))
+    small = per_replica(s, lambda i: [np.array([True, i == 0]), np.array([100, i], "int8")])
 
-    def fn(vector, integer):
+    def fn(vector, integer, small):
         reduce = kdist.get_replica_context().all_reduce
         return {
             "sum": [reduce(op, vector) for op in (kdist.ReduceOp.SUM, "SUM", "sum")],
             "mean": [reduce(op, vector) for op in (kdist.ReduceOp.MEAN, "mean")],
+            "means of integers": reduce("MEAN", [*small, integer]),
+            "sums of small": reduce("SUM", small),
             "structure": reduce("SUM", {"a": [vector, None], "b": (integer,)}),
             "number": reduce("SUM", 2.0),
             "twice": reduce("SUM", reduce("SUM", vector)),
             "options": reduce("SUM", vector, kdist.experimental.CommunicationOptions()),
         }
 
-    eager = s.run(fn, args=(vectors, integers))
-    compiled = kdist.function(lambda v, i: s.run(fn, args=(v, i)))(vectors, integers)
+    args = vectors, integers, small
+    eager, compiled = s.run(fn, args), kdist.function(lambda *args: s.run(fn, args))(*args)
     return list(zip(local_results(s, eager), local_results(s, compiled), strict=True))
 
 
+@pytest.mark.kills(all_reduce_means_overflow="torch")
 @each_cluster
 def test_all_reduce_gives_every_replica_the_result(backend, num_workers, num_replicas):
     ids = np.arange(num_replicas)
@@ -43,6 +47,14 @@ def test_all_reduce_gives_every_replica_the_result(backend, num_workers, num_rep
                 np.testing.assert_allclose(value, total)
             for value in found["mean"]:
                 np.testing.assert_allclose(value, total / num_replicas, rtol=1e-6)
+            flags, numbers, integer = found["means of integers"]
+            np.testing.assert_allclose(flags, [1, 1 / num_replicas], rtol=1e-6)
+            np.testing.assert_allclose(numbers, [100, ids.mean()], rtol=1e-6)
+            np.testing.assert_allclose(integer, 3 * ids.mean(), rtol=1e-6)
+            flags, numbers = found["sums of small"]
+            assert flags.tolist() == [num_replicas, 1] and flags.dtype == "int32"
+            overflow = np.full(num_replicas, 100, "int8").sum(dtype="int8")
+            assert numbers.tolist() == [overflow, ids.sum()] and numbers.dtype == "int8"
             assert found["structure"]["a"][1] is None
             (integer,) = found["structure"]["b"]
             assert integer == 3 * ids.sum() and integer.dtype == "int32"

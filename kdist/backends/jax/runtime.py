@@ -14,7 +14,6 @@ from kdist.backends.contract import StepFunction
 from kdist.backends.jax.core import JaxCore
 from kdist.backends.jax.functions import Functions, leave_function
 from kdist.backends.jax.steps import JaxSteps
-from kdist.backends.replica import divide
 from kdist.backends.workers import Workers
 from kdist.errors import InvalidArgumentError, StrategyScopeError
 from kdist.topology import Topology
@@ -32,7 +31,7 @@ class JaxRuntime(JaxCore):
     def __init__(self, topology: Topology, group: Workers) -> None:
         super().__init__(topology, group)
         self._functions = Functions(self)
-        self._sum = jax.jit(lambda rows: rows.sum(0), out_shardings=self.replicated)
+        self._sum = jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=self.replicated)
 
     def traced(self, iterator: object) -> None:
         """Prevents compilation of a function that reads a dataset, because it acts for all replicas."""
@@ -94,9 +93,12 @@ class JaxRuntime(JaxCore):
 
 def _sum_in_program(tensor: jax.Array, runtime: JaxCore) -> jax.Array:
     """Sums over the workers in a `merge_call`, where all devices of a worker have its tensor."""
-    tensor = jax.numpy.asarray(tensor)
-    total = jax.lax.psum(tensor, runtime.mesh.axis_names)
-    return divide(total, len(runtime.devices)).astype(tensor.dtype)
+    tensor, axes, number = jax.numpy.asarray(tensor), runtime.mesh.axis_names, len(runtime.devices)
+    if jax.numpy.issubdtype(tensor.dtype, jax.numpy.inexact):
+        return jax.lax.psum(tensor, axes) / number
+    # A sum of integers over all devices could overflow before it is divided.
+    is_first = jax.lax.axis_index(axes) % number == 0
+    return jax.lax.psum(jax.numpy.where(is_first, tensor, 0), axes)
 
 
 def _gather_in_program(rows: jax.Array, runtime: JaxCore) -> jax.Array:
