@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kdist.testing import free_ports
-from tests.processes import (
+from tests.helpers.processes import (
     BACKENDS,
     TIMEOUT,
     Script,

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import kdist
-from tests.processes import Script, each_backend
+from tests.helpers.processes import Script, each_backend
 
 _TRAINS = """
     import collections, gc, json

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from tests.alive import identity_of, left_of
-from tests.processes import BACKENDS, Script, full_unless, local_addresses, tf_config
+from tests.helpers.alive import identity_of, left_of
+from tests.helpers.processes import BACKENDS, Script, full_unless, local_addresses, tf_config
 
 # What the issue promises: with the launcher, and without.
 LAUNCHED, ALONE = 1.0, 15.0

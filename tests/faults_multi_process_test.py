@@ -20,7 +20,7 @@ import numpy
 import pytest
 
 from tests.fault_cells import CELLS, SAVES, SCRIPT, STEPS, Cell, all_cells, said_by, weights_of
-from tests.processes import BACKENDS, Script, full_unless
+from tests.helpers.processes import BACKENDS, Script, full_unless
 
 AT_ONCE = 3
 TIMEOUT = 300.0

@@ -7,8 +7,8 @@ import pytest
 
 import kdist
 from kdist.experimental import CollectiveCommunication, CommunicationOptions
-from tests import by_hand
-from tests.processes import Script, each_backend, run, start_pool
+from tests.helpers import by_hand
+from tests.helpers.processes import Script, each_backend, run, start_pool
 
 
 def hints():
@@ -144,7 +144,7 @@ def nccl():
     import keras
 
     from kdist.communication import options as communication
-    from tests.processes import strategy
+    from tests.helpers.processes import strategy
 
     communication._ignored.clear()
     logged = []

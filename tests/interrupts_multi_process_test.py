@@ -12,8 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from tests.alive import identity_of, left_of
-from tests.processes import (
+from tests.helpers.alive import identity_of, left_of
+from tests.helpers.processes import (
     Script,
     each_backend,
     each_backend_in_twelve_turns,

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kdist.cluster import free_ports
-from tests.processes import Script, each_backend, each_backend_in_twelve_turns, run_plain, tf_config
+from tests.helpers.processes import Script, each_backend, each_backend_in_twelve_turns, run_plain, tf_config
 
 SCRIPT = """
 import contextlib, json, os

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.processes import Script, each_backend_in_twelve_turns
+from tests.helpers.processes import Script, each_backend_in_twelve_turns
 
 SEARCH = """
 import json

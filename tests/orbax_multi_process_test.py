@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kdist.testing import WorkerFailure
-from tests.processes import Script, each_backend, local_addresses, run, run_plain, scope, tf_config
+from tests.helpers.processes import Script, each_backend, local_addresses, run, run_plain, scope, tf_config
 from tests.saving_multi_process_test import make_data, make_model
 
 needs_orbax = pytest.mark.skipif(

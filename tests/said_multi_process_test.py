@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import BACKENDS, Script, each_backend, local_addresses, run, tf_config
+from tests.helpers.processes import BACKENDS, Script, each_backend, local_addresses, run, tf_config
 
 COMMUNICATION = {"tensorflow": "grpc", "jax": "gloo", "torch": "gloo"}
 SCRIPT = """

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.environment import clean_environment
-from tests.processes import (
+from tests.helpers.environment import clean_environment
+from tests.helpers.processes import (
     BACKENDS,
     Script,
     each_backend,

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.processes import ForkedPool, Script, each_backend_in_twelve_turns
+from tests.helpers.processes import ForkedPool, Script, each_backend_in_twelve_turns
 
 PRELUDE = """
 import time

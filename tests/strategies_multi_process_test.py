@@ -11,7 +11,7 @@ import kdist
 from kdist.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolver
 from kdist.errors import InvalidArgumentError
 from kdist.experimental import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
-from tests.processes import BACKENDS, Script, each_backend, run, run_plain, strategy
+from tests.helpers.processes import BACKENDS, Script, each_backend, run, run_plain, strategy
 
 # Signatures ---------------------------------------------------------------------------------------------------
 

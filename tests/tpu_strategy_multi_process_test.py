@@ -9,7 +9,7 @@ import pytest
 
 import kdist
 from kdist.testing import free_ports
-from tests.processes import Script, each_backend, run
+from tests.helpers.processes import Script, each_backend, run
 
 # Two slices of one host each, as GKE sets it (but for the port, which must be free here).
 _SLICES = {

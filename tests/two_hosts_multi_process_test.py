@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from tests.processes import (
+from tests.helpers.processes import (
     BACKENDS,
     Script,
     each_backend,

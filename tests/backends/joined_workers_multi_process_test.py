@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import Script, local_addresses, run, strategy, tf_config
+from tests.helpers.processes import Script, local_addresses, run, strategy, tf_config
 
 PRELUDE = """
 import os, time

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint import jobs
-from tests.processes import Script, each_backend, each_backend_in_twelve_turns, run
+from tests.helpers.processes import Script, each_backend, each_backend_in_twelve_turns, run
 
 
 def in_worker_two_saves(folder):

@@ -11,8 +11,8 @@ import pytest
 
 from kdist import command_line
 from tests.checkpoint import jobs
-from tests.environment import ROOT, clean_environment
-from tests.processes import Script, run, strategy
+from tests.helpers.environment import ROOT, clean_environment
+from tests.helpers.processes import Script, run, strategy
 
 
 def names(paths):

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from kdist.cluster import discover, free_ports
-from tests import by_hand
-from tests.processes import Script
+from tests.helpers import by_hand
+from tests.helpers.processes import Script
 
 EPOCHS = 3
 SCRIPT = f"""
 import kdist
-from tests import by_hand
+from tests.helpers import by_hand
 
 strategy = kdist.MultiWorkerMirroredStrategy()
 with strategy.scope():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.coordinator.clusters import cluster, facts
-from tests.processes import BACKENDS, Script, each_backend_in_twelve_turns, full_unless
+from tests.helpers.processes import BACKENDS, Script, each_backend_in_twelve_turns, full_unless
 
 SCRIPT = """
 import faulthandler

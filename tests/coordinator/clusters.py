@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.processes import Script, local_addresses
+from tests.helpers.processes import Script, local_addresses
 
 _SERVER = """
     import faulthandler, signal

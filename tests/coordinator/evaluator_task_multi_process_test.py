@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.processes import Script, each_backend_in_twelve_turns, local_addresses
+from tests.helpers.processes import Script, each_backend_in_twelve_turns, local_addresses
 
 EPOCHS = 4
 

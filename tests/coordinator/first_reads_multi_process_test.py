@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.coordinator.clusters import cluster, facts
-from tests.processes import each_backend_in_twelve_turns
+from tests.helpers.processes import each_backend_in_twelve_turns
 
 # After the first read, a worker returns the values on the servers. NumPy computes the expected results from them.
 _FIRST_READS = """

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.contract import CASES, CONFIGURATIONS, compare, run_case
-from tests.processes import Script, full_unless, local_addresses, run_plain
+from tests.helpers.processes import Script, full_unless, local_addresses, run_plain
 from tests.turn import turn
 
 SERVER = """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.coordinator.promises import SCRIPT
-from tests.processes import Script, each_backend
+from tests.helpers.processes import Script, each_backend
 
 
 @pytest.fixture(scope="module")

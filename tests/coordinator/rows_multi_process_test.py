@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.coordinator.clusters import cluster, facts
-from tests.processes import Script
+from tests.helpers.processes import Script
 
 # TensorFlow's servers are its own.
 each_own_backend = pytest.mark.parametrize("backend", ["jax", "torch"])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import Script, each_backend_in_twelve_turns, local_addresses, run_plain
+from tests.helpers.processes import Script, each_backend_in_twelve_turns, local_addresses, run_plain
 
 STEPS, EVERY = 9, 3
 START_DELAY, THROTTLE = 1.5, 3.0

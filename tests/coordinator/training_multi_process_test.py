@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.coordinator.clusters import cluster, facts
-from tests.processes import each_backend, each_backend_in_twelve_turns
+from tests.helpers.processes import each_backend, each_backend_in_twelve_turns
 
 _MODEL = """
     from sklearn.datasets import load_digits

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Script, each_backend_in_twelve_turns, run_plain
+from tests.helpers.processes import Script, each_backend_in_twelve_turns, run_plain
 
 TUTORIAL = Path(__file__).with_name("tutorial.py").read_text(encoding="utf-8")
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.docs.examples import Run, each_example, example, run_example, runs
 from tests.docs.things import assert_same, new_model, rows
-from tests.processes import Script
+from tests.helpers.processes import Script
 
 
 def how_to_slurm_0(example: Run) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.examples import example
-from tests.processes import Script
+from tests.helpers.processes import Script
 
 
 @pytest.mark.in_turn(4)

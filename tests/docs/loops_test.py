@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.environment import ROOT
-from tests.processes import BACKENDS, Script
+from tests.helpers.environment import ROOT
+from tests.helpers.processes import BACKENDS, Script
 
 DATA = """
 import numpy as np

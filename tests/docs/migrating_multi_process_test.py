@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.environment import ROOT
-from tests.processes import Script, local_addresses, run, tf_config
+from tests.helpers.environment import ROOT
+from tests.helpers.processes import Script, local_addresses, run, tf_config
 
 PAGES = {
     path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "migrating").glob("*.md"))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.coordinator.clusters import Cluster, facts
 from tests.docs.examples import example
-from tests.processes import each_backend_in_twelve_turns, run_plain
+from tests.helpers.processes import each_backend_in_twelve_turns, run_plain
 
 STRATEGY = "strategy = kdist.ParameterServerStrategy(resolver)\nwith strategy.scope():"
 SEED = "keras.utils.set_random_seed(1)\n"

@@ -17,8 +17,8 @@ from kdist.doctor.local_workers import hidden_gpus, together
 from kdist.doctor.report import Line, Report
 from kdist.launch.call import Ended, Ending
 from kdist.parity import Training
-from tests.environment import clean_environment
-from tests.processes import BACKENDS, Script, each_backend, local_addresses, tf_config
+from tests.helpers.environment import clean_environment
+from tests.helpers.processes import BACKENDS, Script, each_backend, local_addresses, tf_config
 
 SOURCE = "import sys\nfrom kdist.command_line import main\nsys.exit(main({arguments!r}))"
 CHECKS = "python packages backend devices token cluster names ports threads limits joining clocks shared all-reduce"

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from kdist.cluster import may_have_gpus, visible_gpus
-from tests.environment import clean_environment
-from tests.processes import Script, each_backend, local_addresses, tf_config
+from tests.helpers.environment import clean_environment
+from tests.helpers.processes import Script, each_backend, local_addresses, tf_config
 
 # Found without a framework, which pytest's own process never imports.
 GPUS = len(visible_gpus()) if may_have_gpus() else 0

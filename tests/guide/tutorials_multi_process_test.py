@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Script, each_backend, each_backend_in_twelve_turns, local_addresses, tf_config
+from tests.helpers.processes import (
+    Script,
+    each_backend,
+    each_backend_in_twelve_turns,
+    local_addresses,
+    tf_config,
+)
 
 PAGE = Path(__file__).with_name("tutorials.md").read_text(encoding="utf-8")
 # Ten classes that a network tells apart: each has another bright row.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kdist import demo
-from tests.processes import Script
+from tests.helpers.processes import Script
 
 
 @pytest.mark.in_turn(4)

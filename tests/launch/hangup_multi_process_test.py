@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Script
+from tests.helpers.processes import Script
 
 SCRIPT = """
 import os, signal, sys, time

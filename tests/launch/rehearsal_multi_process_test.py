@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Script
+from tests.helpers.processes import Script
 
 SCRIPT = """
 import kdist
-from tests import by_hand
+from tests.helpers import by_hand
 
 with kdist.MultiWorkerMirroredStrategy().scope():
     model = by_hand.model()

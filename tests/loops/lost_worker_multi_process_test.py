@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes import Script, each_backend, local_addresses, tf_config
+from tests.helpers.processes import Script, each_backend, local_addresses, tf_config
 
 # As in `fit`; a busy machine takes some seconds more to print a traceback.
 LIMIT = 25.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Script, run, strategy
+from tests.helpers.processes import Script, run, strategy
 
 MODEL = """
 import time

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kdist.testing import free_ports
-from tests.processes import Script, run, run_plain, strategy, tf_config
+from tests.helpers.processes import Script, run, run_plain, strategy, tf_config
 from tests.sharding import jobs
 
 

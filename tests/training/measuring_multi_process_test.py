@@ -15,7 +15,7 @@ import pytest
 from kdist.measuring.records import read_run
 from kdist.tracing import merging
 from kdist.tracing.pace import alone
-from tests.processes import BACKENDS, Script, each_backend, run, strategy
+from tests.helpers.processes import BACKENDS, Script, each_backend, run, strategy
 
 ROWS, BATCH, EPOCHS = 44, 8, 3  # a last batch of 4 rows; 6 steps an epoch
 SLOW = 0.1  # seconds a step, that the second worker is busy with its own things

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import by_hand
-from tests.processes import Script
+from tests.helpers import by_hand
+from tests.helpers.processes import Script
 
 EPOCHS = 12
 SLOW = 0.05  # of each step, so that the workers meet before the last one
@@ -18,7 +18,7 @@ SLOW = 0.05  # of each step, so that the workers meet before the last one
 SCRIPT = f"""
 import os, time
 import keras, kdist
-from tests import by_hand
+from tests.helpers import by_hand
 
 who = os.environ["KDIST_RESTART"] + " " + os.environ["RANK"]
 

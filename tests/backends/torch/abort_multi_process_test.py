@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.processes import Script, local_addresses, run_plain, tf_config
+from tests.helpers.processes import Script, local_addresses, run_plain, tf_config
 
 STEPS = 6
 AFTER = 4  # so many steps are whole

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.processes import Script, local_addresses, tf_config
+from tests.helpers.processes import Script, local_addresses, tf_config
 
 # Two workers. Keras before 3.16 gets what 3.16 has in its trainer; with a newer one, the real trainer runs.
 SOURCE = """

@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from tests import by_hand
-from tests.processes import Script, local_addresses, run, start_pool, tf_config
+from tests.helpers import by_hand
+from tests.helpers.processes import Script, local_addresses, run, start_pool, tf_config
 
 
 def _runtime():
@@ -313,7 +313,7 @@ def test_a_port_that_somebody_else_has_is_an_error_within_ten_seconds(strangers)
 GROUP = r"""
     import json, os
     import torch.distributed as dist, kdist
-    from tests import by_hand
+    from tests.helpers import by_hand
     config = json.loads(os.environ.get("TF_CONFIG", "{}"))  # torchrun sets none
     if config:
         address, rank = config["cluster"]["worker"][1], config["task"]["index"]

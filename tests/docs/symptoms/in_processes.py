@@ -19,8 +19,8 @@ from kdist.backends import joining
 from kdist.cluster import discover, liveness
 from kdist.coordinator.rpc import Peer, Service
 from kdist.doctor import examination
-from tests.environment import clean_environment
-from tests.processes import Script, local_addresses, tf_config
+from tests.helpers.environment import clean_environment
+from tests.helpers.processes import Script, local_addresses, tf_config
 
 ENDS = """
 import os, sys, time

@@ -2,7 +2,7 @@
 
 The pytest process imports no framework: a module that needs one runs functions in a `WorkerPool`. A pool is
 kept for the next test of the same backend and number of workers. Workers, and scripts that run a backend, are forked
-from a process that has imported it (`tests/zygote.py`); with `--no-forks` the pools' are started as a user's are.
+from a process that has imported it (`zygote.py`); with `--no-forks` the pools' are started as a user's are.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import IO, Any
 import pytest
 
 from kdist.testing import WorkerPool, Workers, free_ports
-from tests import rewriting
-from tests.environment import DESCRIBING, clean_environment
-from tests.zygote import Forked, zygote
-from tests.zygote_process import STACKS
+from tests.helpers import rewriting
+from tests.helpers.environment import DESCRIBING, clean_environment
+from tests.helpers.zygote import Forked, zygote
+from tests.helpers.zygote_process import STACKS
 
 BACKENDS = ("tensorflow", "jax", "torch")
 # A first step may have to compile on a busy machine; a hang ends here, with all stacks printed, and before
