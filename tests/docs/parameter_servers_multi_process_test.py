@@ -39,8 +39,7 @@ def test_the_examples_of_parameter_servers(backend: str, tmp_path: Path) -> None
     try:
         tasks.start()
         told = "tell(losses=model.history.history['loss'], steps=int(model.optimizer.iterations))"
-        chief = tasks.coordinate(f"{fit}{loop}\n    {told}\n")
-        assert chief.wait() == 0, chief.stderr()
+        chief = tasks.coordinate(f"{fit}{loop}\n    {told}\n").finish()
     finally:
         tasks.close()
     (found,) = facts(chief)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers import by_hand
 from tests.helpers.environment import clean_environment
-from tests.helpers.processes import Script
+from tests.helpers.scripts import Script
 
 TIMEOUT = 120
 # Starts the tasks of a step on this machine, as srun does, with the variables that it sets.
